@@ -1,0 +1,222 @@
+"""The one file that touches names which JAX or Flax do not document.
+
+Everything else in the package speaks to Flax and JAX through public names or through
+the functions below. A new release of either breaks this file and its test, nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from flax import errors as flax_errors
+from flax import nnx
+from flax.nnx import graphlib, variablelib
+from jax.sharding import AbstractMesh, Mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TraceContextError = flax_errors.TraceContextError
+
+try:
+    from jax._src.array import ArrayImpl
+except ImportError:  # any concrete array then takes the general path
+    ArrayImpl = None
+
+try:
+    from jax._src import traceback_util as _traceback_util
+except ImportError:
+    _traceback_util = None
+
+try:
+    from jax._src.mesh import thread_resources as _thread_resources
+except ImportError:
+    _thread_resources = None
+
+
+# Kinds of objects
+
+
+_GRAPH_NODE_TYPES = graphlib.GRAPH_REGISTRY
+
+
+def is_node(x: Any) -> bool:
+    """Whether ``x`` is a module or another object registered as an NNX graph node."""
+    return type(x) in _GRAPH_NODE_TYPES
+
+
+def is_variable(x: Any) -> bool:
+    """Whether ``x`` is a Variable whose value lives in the Python object.
+
+    A Variable made with ``hijax=True`` is a JAX value of its own type: to us it is a leaf.
+    """
+    return nnx.Variable in type(x).__mro__
+
+
+def is_graph_object(x: Any) -> bool:
+    """Whether ``x`` has an identity that the graph keeps: a node or a Variable."""
+    return type(x) in _GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__
+
+
+def is_ref(x: Any) -> bool:
+    """Whether ``x`` is a ``jax.Ref``, concrete or traced."""
+    return type(x) is not ArrayImpl and variablelib.is_array_ref(x)
+
+
+# Graph nodes
+
+
+def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
+    """The attributes of a node in their canonical order, and its hashable metadata.
+
+    Each attribute is ``(key, value, is_data)``; ``is_data`` is None where the node type
+    leaves the decision to the value.
+    """
+    impl = graphlib.get_node_impl(node)
+    assert impl is not None
+    values, metadata = impl.flatten(node)
+    items: list[tuple[Any, Any, bool | None]] = []
+    for key, value in values:
+        if isinstance(value, graphlib.DataElem):
+            items.append((key, value.value, True))
+        elif isinstance(value, graphlib.StaticElem):
+            items.append((key, value.value, False))
+        else:
+            items.append((key, value, None))
+    return items, metadata
+
+
+def is_pytree_type(node_type: type) -> bool:
+    """Whether JAX itself can flatten this node type (``nnx.Pytree`` with ``pytree=True``)."""
+    return bool(getattr(node_type, "_pytree__is_pytree", True))
+
+
+def new_node(node_type: type, metadata: Any) -> Any:
+    """An object of ``node_type`` with no attributes yet."""
+    return _GRAPH_NODE_TYPES[node_type].create_empty(metadata)
+
+
+def fill_node(node: Any, attributes: Iterable[tuple[Any, Any]]) -> None:
+    """Gives a new, empty node its attributes."""
+    _GRAPH_NODE_TYPES[type(node)].init(node, attributes)
+
+
+def rewrite_node(
+    node: Any,
+    changed: Sequence[tuple[Any, Any]],
+    removed: Sequence[Any],
+    attributes: Callable[[], list[tuple[Any, Any]]],
+) -> None:
+    """Changes some attributes of an existing node.
+
+    ``attributes`` makes the complete list; it is asked only by node types that can be
+    rewritten as a whole and no other way.
+    """
+    if isinstance(node, nnx.Pytree):
+        own = vars(node)
+        for key in removed:
+            del own[str(key)]
+        for key, value in changed:
+            if key != "_pytree__state":  # belongs to the object, not to its content
+                own[str(key)] = value
+    else:
+        complete = attributes()
+        impl = _GRAPH_NODE_TYPES[type(node)]
+        impl.clear(node)
+        impl.init(node, complete)
+
+
+# Variables
+
+
+def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
+    """A Variable of the current trace with ``metadata`` and no value yet."""
+    return variable_type.from_metadata(None, metadata)  # type: ignore[attr-defined]
+
+
+_raw_value = getattr(nnx.Variable, "_raw_value", None)
+_raw_metadata = getattr(nnx.Variable, "_var_metadata", None)
+
+if hasattr(_raw_value, "__set__") and hasattr(_raw_metadata, "__set__"):
+    # Slot descriptors: no hook runs and no trace is checked; callers check before they write.
+    get_value: Callable[[Any], Any] = _raw_value.__get__  # type: ignore[union-attr]
+    set_value: Callable[[Any, Any], None] = _raw_value.__set__  # type: ignore[union-attr]
+    get_metadata: Callable[[Any], dict[str, Any]] = _raw_metadata.__get__  # type: ignore[union-attr]
+    set_metadata: Callable[[Any, dict[str, Any]], None] = _raw_metadata.__set__  # type: ignore[union-attr]
+else:
+
+    def get_value(variable: Any) -> Any:
+        return variable.get_raw_value()
+
+    def set_value(variable: Any, value: Any) -> None:
+        variable.set_raw_value(value)
+
+    def get_metadata(variable: Any) -> dict[str, Any]:
+        return variable.get_metadata()
+
+    def set_metadata(variable: Any, metadata: dict[str, Any]) -> None:
+        variable.set_metadata(metadata)
+
+
+def can_update(x: Any) -> bool:
+    """Whether a Variable or node belongs to the current trace and may be changed in it."""
+    if isinstance(x, nnx.Variable):
+        return x._can_update
+    state = getattr(x, "_pytree__state", None)
+    return state is None or state.trace_state.is_valid()
+
+
+# Modes and contexts
+
+
+def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:
+    """The two mode switches, with Flax's global flags for those left at None."""
+    if graph is None:
+        graph = nnx.set_graph_mode.current_value()
+    if graph_updates is None:
+        graph_updates = nnx.set_graph_updates.current_value()
+    return bool(graph), bool(graph and graph_updates)
+
+
+def context_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh of ``jax.set_mesh``, else of the legacy ``with mesh:``, else None."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        if trace_is_clean():
+            mesh = jax.sharding.get_mesh()
+            if not mesh.empty:
+                return mesh
+        return abstract
+    if _thread_resources is not None:
+        legacy = _thread_resources.env.physical_mesh
+        if not legacy.empty:
+            return legacy
+    return None
+
+
+try:
+    from jax._src.core import trace_state_clean as trace_is_clean
+except ImportError:
+    _TOP_LEVEL = jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+    def trace_is_clean() -> bool:
+        """Whether no JAX transformation is being traced on this thread."""
+        return jax.extend.core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL
+
+
+# Tracebacks
+
+
+def hide_frames_of(path: str) -> None:
+    """Lets JAX's traceback filtering leave out the frames of one of our files."""
+    if _traceback_util is not None:
+        _traceback_util.register_exclusion(path)
+
+
+def api_boundary(function: F) -> F:
+    """Marks a function as an entry from user code, where tracebacks are filtered."""
+    if _traceback_util is None:
+        return function
+    return functools.wraps(function)(_traceback_util.api_boundary(function))

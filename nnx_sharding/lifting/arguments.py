@@ -1,0 +1,321 @@
+"""Which parameter is which: static, donated, named, and which spec belongs to it."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .structure import Static
+
+
+class Layout(NamedTuple):
+    """The roles of the arguments for one way of calling: so many positional, these keywords.
+
+    Attributes:
+      names: a name for each positional argument, as in the signature (``args[2]`` beyond it).
+      keywords: the keyword arguments, sorted.
+      static: positions that are static.
+      static_keywords: keyword arguments that are static.
+      donated: positions that are donated.
+      donated_keywords: keyword arguments that are donated.
+    """
+
+    names: tuple[str, ...]
+    keywords: tuple[str, ...]
+    static: frozenset[int]
+    static_keywords: frozenset[str]
+    donated: frozenset[int]
+    donated_keywords: frozenset[str]
+
+    @property
+    def dynamic(self) -> tuple[int, ...]:
+        """Positions that are not static."""
+        return tuple(i for i in range(len(self.names)) if i not in self.static)
+
+    @property
+    def dynamic_keywords(self) -> tuple[str, ...]:
+        """Keyword arguments that are not static."""
+        return tuple(k for k in self.keywords if k not in self.static_keywords)
+
+
+class Parameters:
+    """The parameters of a function with the roles that the user gave them.
+
+    ``argnums`` and ``argnames`` complete each other by the signature in the way of
+    ``jax.jit``: where only one of the two is given, the other is inferred.
+
+    Args:
+      fun: the function.
+      static_argnums: positions of static arguments; negative ones count from the end.
+      static_argnames: names of static arguments.
+      donate_argnums: positions of donated arguments.
+      donate_argnames: names of donated arguments.
+      bound: how many leading parameters are filled by a bound object; positions count
+        without them.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+        bound: int = 0,
+    ):
+        self.bound = bound
+        self.positional: tuple[str, ...] = ()
+        self.var_positional: str | None = "args"
+        self.var_keyword: str | None = "kwargs"
+        self.keyword_only: tuple[str, ...] = ()
+        self._by_keyword: frozenset[str] = frozenset()
+        try:
+            signature = inspect.signature(fun)
+        except (ValueError, TypeError):
+            pass
+        else:
+            self._read(signature)
+        self.has_signature = self.var_positional != "args" or bool(self.positional)
+        self._static = self._complete(static_argnums, static_argnames)
+        self._donated = self._complete(donate_argnums, donate_argnames)
+        self._layouts: dict[tuple[int, tuple[str, ...]], Layout] = {}
+
+    def _read(self, signature: inspect.Signature) -> None:
+        kinds = inspect.Parameter
+        parameters = signature.parameters.values()
+        self.positional = tuple(
+            p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        )
+        self._by_keyword = frozenset(
+            p.name for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD
+        )
+        self.keyword_only = tuple(p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY)
+        self.var_positional = next(
+            (p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None
+        )
+        self.var_keyword = next((p.name for p in parameters if p.kind is kinds.VAR_KEYWORD), None)
+
+    def _complete(
+        self, argnums: int | Sequence[int] | None, argnames: str | Iterable[str] | None
+    ) -> tuple[tuple[int, ...], frozenset[str]]:
+        """Positions and names of a role, each completed by the other."""
+        nums = None if argnums is None else _index_tuple(argnums)
+        names = None if argnames is None else _name_tuple(argnames)
+        own = self.positional[self.bound :]
+        if nums is None and names is not None:
+            nums = tuple(i for i, n in enumerate(own) if n in names and n in self._by_keyword)
+        elif names is None and nums is not None:
+            wanted = {n if n >= 0 else n + len(own) for n in nums}
+            names = tuple(n for i, n in enumerate(own) if i in wanted and n in self._by_keyword)
+        return nums or (), frozenset(names or ())
+
+    def layout(self, num_positional: int, keywords: tuple[str, ...]) -> Layout:
+        """The roles for a call with so many positional arguments and these keywords.
+
+        Counts include the bound objects.
+        """
+        key = (num_positional, keywords)
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = self._make_layout(num_positional, keywords)
+        return found
+
+    def _make_layout(self, num_positional: int, keywords: tuple[str, ...]) -> Layout:
+        rest = self.var_positional or "args"
+        named = len(self.positional)
+        names = tuple(
+            self.positional[i] if i < named else f"{rest}[{i - named}]"
+            for i in range(num_positional)
+        )
+
+        def positions(nums: tuple[int, ...]) -> frozenset[int]:
+            own = num_positional - self.bound
+            inside = (n if n >= 0 else n + own for n in nums)
+            return frozenset(n + self.bound for n in inside if 0 <= n < own)
+
+        sorted_keywords = tuple(sorted(keywords))
+        return Layout(
+            names,
+            sorted_keywords,
+            positions(self._static[0]),
+            self._static[1].intersection(keywords),
+            positions(self._donated[0]),
+            self._donated[1].intersection(keywords),
+        )
+
+
+class Call(NamedTuple):
+    """One call, sorted: what is static, and the pytree of all that is not.
+
+    Attributes:
+      layout: the roles of the arguments.
+      statics: the static arguments, hashable, positional ones first.
+      tree: ``(positional, keywords)`` without the static arguments.
+    """
+
+    layout: Layout
+    statics: tuple[Static, ...]
+    tree: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def sort_call(
+    parameters: Parameters,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layout: Layout | None = None,
+) -> Call:
+    """Sorts the arguments of a call by their roles: those of ``layout``, if it is given.
+
+    A class in the place of the first argument is static: there it is the ``cls`` of a
+    classmethod.
+
+    Raises:
+      TypeError: a static argument is not hashable.
+    """
+    layout = layout or parameters.layout(len(args), tuple(kwargs))
+    if args and isinstance(args[0], type) and 0 not in layout.static:
+        layout = layout._replace(static=layout.static | {0})
+    if not layout.static and not layout.static_keywords:
+        return Call(layout, (), (args, kwargs))
+    statics = [_static_argument(layout.names[i], args[i]) for i in sorted(layout.static)]
+    statics += [_static_argument(k, kwargs[k]) for k in sorted(layout.static_keywords)]
+    return Call(
+        layout,
+        tuple(statics),
+        (
+            tuple(args[i] for i in layout.dynamic),
+            {k: kwargs[k] for k in layout.dynamic_keywords},
+        ),
+    )
+
+
+def join_call(
+    layout: Layout, statics: Sequence[Static], tree: tuple[tuple[Any, ...], dict[str, Any]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The opposite of :func:`sort_call`: all arguments, static ones in their places."""
+    dynamic, kwargs = iter(tree[0]), dict(tree[1])
+    values = iter(statics)
+    args = [
+        next(values).value if i in layout.static else next(dynamic)
+        for i in range(len(layout.names))
+    ]
+    for name in sorted(layout.static_keywords):
+        kwargs[name] = next(values).value
+    return args, kwargs
+
+
+def _static_argument(name: str, value: Any) -> Static:
+    static = Static(value)
+    try:
+        hash(static)
+    except TypeError as error:
+        raise TypeError(
+            f"argument {name!r} is static, but its value of type {type(value).__name__} is not "
+            f"hashable ({error}). Static arguments are part of the key under which the compiled "
+            "function is kept: pass a hashable value, such as a tuple instead of a list."
+        ) from None
+    return static
+
+
+def align_specs(
+    specs: Any, parameters: Parameters, layout: Layout, what: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The spec of each dynamic argument: positional ones, and by keyword.
+
+    Args:
+      specs: one spec for all arguments; a tuple or list with one for each positional
+        parameter, where static parameters are left out or have None; or a mapping from
+        parameter names. What it does not mention is None.
+      parameters: the parameters of the function.
+      layout: the roles of the arguments in this call.
+      what: the name of the option, for messages.
+
+    Raises:
+      ValueError: the number of specs does not fit, or a name is no parameter.
+    """
+    if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
+        return _specs_by_name(specs, parameters, layout, what)
+    if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
+        return (specs,) * len(layout.dynamic), dict.fromkeys(layout.dynamic_keywords, specs)
+    specs = [None] * parameters.bound + list(specs)
+    parameter_static = _static_parameters(parameters, layout)
+    total = max(len(parameters.positional), len(layout.names))
+    dynamic = [i for i in range(total) if i not in parameter_static]
+    if parameter_static and all(
+        i < len(specs) and specs[i] is None for i in parameter_static if i < len(layout.names)
+    ) and len(specs) > len([i for i in dynamic if i < len(layout.names)]):
+        by_position = dict(enumerate(specs))
+    else:
+        by_position = dict(zip(dynamic, specs, strict=False))
+    missing = [layout.names[i] for i in layout.dynamic if i not in by_position]
+    if missing or len(specs) > total:
+        raise ValueError(
+            f"{what} has {len(specs) - parameters.bound} entries, but the function was called "
+            f"with {len(layout.dynamic) - parameters.bound} positional arguments that need one"
+            + (f": {', '.join(missing)} got none." if missing else ".")
+            + f" Give one entry for each of ({', '.join(layout.names[parameters.bound :])}), "
+            "or a mapping from parameter names."
+        )
+    by_name = {parameters.positional[i]: s for i, s in by_position.items() if i < len(parameters.positional)}
+    return (
+        tuple(by_position[i] for i in layout.dynamic),
+        {k: by_name.get(k) for k in layout.dynamic_keywords},
+    )
+
+
+def _specs_by_name(
+    specs: Mapping[str, Any], parameters: Parameters, layout: Layout, what: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    known = (*parameters.positional, *parameters.keyword_only)
+    extra = [n for n in (parameters.var_positional, parameters.var_keyword) if n]
+    unknown = [n for n in specs if n not in known and n not in extra]
+    if unknown and parameters.var_keyword is None:
+        raise ValueError(
+            f"{what} names {', '.join(map(repr, unknown))}, but the parameters of the function "
+            f"are {', '.join(map(repr, (*known, *extra)))}."
+        )
+    rest = specs.get(parameters.var_positional) if parameters.var_positional else None
+    named = len(parameters.positional)
+
+    def positional(i: int) -> Any:
+        if i < named:
+            return specs.get(layout.names[i])
+        return rest[i - named] if isinstance(rest, tuple | list) else rest
+
+    others = specs.get(parameters.var_keyword) if parameters.var_keyword else None
+
+    def keyword(name: str) -> Any:
+        if name in specs:
+            return specs[name]
+        if name in known:
+            return None
+        return others.get(name) if isinstance(others, Mapping) else others
+
+    return (
+        tuple(positional(i) for i in layout.dynamic),
+        {k: keyword(k) for k in layout.dynamic_keywords},
+    )
+
+
+def _static_parameters(parameters: Parameters, layout: Layout) -> set[int]:
+    """Positions in the signature that are static, also those that this call left out."""
+    names = layout.static_keywords
+    by_name = {i for i, name in enumerate(parameters.positional) if name in names}
+    nums = {
+        n if n >= 0 else n + len(parameters.positional) - parameters.bound
+        for n in parameters._static[0]
+    }
+    return layout.static | by_name | {n + parameters.bound for n in nums}
+
+
+def _index_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return (operator.index(value),)  # type: ignore[arg-type]
+    except TypeError:
+        return tuple(map(operator.index, value))  # type: ignore[arg-type]
+
+
+def _name_tuple(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)

@@ -1,0 +1,345 @@
+"""The callable that users hold: one class for every transform."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import jax
+
+from .. import _compat
+from .arguments import Call, Parameters
+from .merge import unflatten
+from .plan import Outcome, Plan, Transform, make_plan, run
+from .split import Flat, flatten
+from .structure import NodeEntry, VariableEntry
+
+if TYPE_CHECKING:
+    from ..transforms.stages import Lowered, Traced
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_PLANS = 1024
+
+
+class Roles(NamedTuple):
+    """Which parameters are static or donated, as the user wrote it."""
+
+    static_argnums: tuple[int, ...] | int | None = None
+    static_argnames: tuple[str, ...] | str | None = None
+    donate_argnums: tuple[int, ...] | int | None = None
+    donate_argnames: tuple[str, ...] | str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+    ) -> Roles:
+        """Roles in hashable form."""
+        return cls(
+            *(
+                x if x is None or isinstance(x, int | str) else tuple(x)
+                for x in (static_argnums, static_argnames, donate_argnums, donate_argnames)
+            )
+        )
+
+
+class Lifted(Generic[P, R]):
+    """A function that takes and returns NNX objects, transformed by JAX.
+
+    Made by :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map`; call it like the
+    function itself. As a method of a class it binds to its object, and the bound form has all
+    of the methods below.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[P, R],
+        transform: Transform,
+        roles: Roles,
+        *,
+        graph: bool | None = None,
+        graph_updates: bool | None = None,
+        bound: tuple[Any, ...] = (),
+        implicit: int = 0,
+    ):
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._transform = transform
+        self._roles = roles
+        self._graph = graph
+        self._graph_updates = graph_updates
+        self._bound = bound
+        self._implicit = implicit
+        self._parameters = Parameters(fun, *roles, bound=implicit)
+        self._plans = _shared_plans(fun, (transform, roles, implicit))
+
+    @_compat.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        call, flat = self._split(args, kwargs)
+        plan = self._plan(call, flat)
+        program = plan.program
+        execute = program.top_level if _compat.trace_is_clean() else program.inline
+        return run(plan, flat, execute)  # type: ignore[no-any-return]
+
+    def __get__(self, obj: Any, objtype: type | None = None) -> Any:
+        if obj is None:
+            return self
+        bound = Lifted.__new__(Lifted)
+        bound.__dict__.update(self.__dict__)
+        bound._bound = (*self._bound, obj)
+        bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
+        return bound
+
+    @_compat.api_boundary
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
+        """Traces the function for these arguments, without running it.
+
+        Arguments may be abstract: ``jax.ShapeDtypeStruct`` for arrays, and models made by
+        ``nnx.eval_shape``. Nothing of the caller's is changed.
+
+        Returns:
+          A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
+        """
+        from ..transforms.stages import Traced
+
+        call, flat = self._split(args, kwargs)
+        plan = self._plan(call, flat)
+        return Traced(plan.program.staged.trace(*flat.leaves), self, plan)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
+        """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
+        return self.trace(*args, **kwargs).lower()
+
+    @_compat.api_boundary
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The output of the function with ``jax.ShapeDtypeStruct`` in place of arrays.
+
+        Modules in the output are new, abstract ones. Nothing of the caller's is changed.
+        """
+        call, flat = self._split(args, kwargs)
+        plan = self._plan(call, flat)
+        outputs, outcome = plan.program.staged.eval_shape(*flat.leaves)
+        arrays = [
+            _abstract(flat.leaves[i]) if group < 0 else outputs[group][i]
+            for group, i in outcome.sources
+        ]
+        return _abstract_output(outcome, arrays, flat)
+
+    def clear_cache(self) -> None:
+        """Forgets all traces and compiled programs of this function with these options."""
+        self._plans.clear()
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
+        if self._bound:
+            args = (*self._bound, *args)
+        call = self._transform.sort_call(self._parameters, args, kwargs)
+        graph, _ = self._mode()
+        return call, flatten(call.tree, graph=graph)
+
+    def _plan(self, call: Call, flat: Flat) -> Plan:
+        graph, updates = self._mode()
+        key = (
+            call.layout,
+            call.statics,
+            flat.structure,
+            graph,
+            updates,
+            self._transform.key(flat.leaves),
+        )
+        try:
+            hash(flat.structure)
+        except TypeError:
+            raise TypeError(_unhashable_statics(flat)) from None
+        return self._plans.get_or_make(
+            key,
+            lambda: make_plan(
+                self._fun, self._transform, self._parameters, call, flat, graph, updates
+            ),
+        )
+
+    def _mode(self) -> tuple[bool, bool]:
+        return _compat.graph_mode(self._graph, self._graph_updates)
+
+    def __repr__(self) -> str:
+        return f"<nnx_sharding.{self._transform.name} of {self._fun!r}>"
+
+    def __copy__(self) -> Lifted[P, R]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Lifted[P, R]:
+        return self
+
+    def __reduce__(self) -> Any:
+        # A decorated function is found again under its own name, as functions are.
+        module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
+        name = getattr(self._fun, "__qualname__", "")
+        try:
+            found = functools.reduce(getattr, name.split("."), module)
+        except AttributeError:
+            found = None
+        if found is self:
+            return name
+        state = (self._fun, self._transform, self._roles)
+        modes = (self._graph, self._graph_updates, self._bound, self._implicit)
+        return _rebuild, (*state, *modes)
+
+
+def lift(
+    fun: Callable[..., Any],
+    transform: Transform,
+    roles: Roles,
+    graph: bool | None,
+    graph_updates: bool | None,
+) -> Lifted[..., Any]:
+    """Wraps a function; a bound method of an NNX object becomes a function of that object."""
+    # JAX knows best what it can transform: this raises its own errors for what it cannot.
+    jax.jit(fun, **roles._asdict())
+    unbound, bound = _unbind(fun)
+    return Lifted(
+        unbound,
+        transform,
+        roles,
+        graph=graph,
+        graph_updates=graph_updates,
+        bound=bound,
+        implicit=len(bound),
+    )
+
+
+def _unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+    if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
+        return fun.__func__, (fun.__self__,)
+    if isinstance(fun, Lifted) and fun._bound:
+        unbound = Lifted(fun._fun, fun._transform, fun._roles, graph=fun._graph,
+                         graph_updates=fun._graph_updates)
+        return unbound, fun._bound
+    if isinstance(fun, functools.partial):
+        inner, bound = _unbind(fun.func)
+        if bound:
+            return _unbound_partial(inner, fun.args, fun.keywords), bound
+    return fun, ()
+
+
+def _unbound_partial(
+    method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call_method(self: Any, *rest: Any, **more: Any) -> Any:
+        return method(self, *args, *rest, **{**keywords, **more})
+
+    parameters = list(inspect.signature(method).parameters.values())
+    remaining = inspect.signature(functools.partial(method, None, *args, **keywords))
+    call_method.__signature__ = remaining.replace(  # type: ignore[attr-defined]
+        parameters=[parameters[0], *remaining.parameters.values()]
+    )
+    return call_method
+
+
+def _rebuild(
+    fun: Any,
+    transform: Transform,
+    roles: Roles,
+    graph: bool | None,
+    graph_updates: bool | None,
+    bound: tuple[Any, ...],
+    implicit: int,
+) -> Lifted[..., Any]:
+    return Lifted(
+        fun,
+        transform,
+        roles,
+        graph=graph,
+        graph_updates=graph_updates,
+        bound=bound,
+        implicit=implicit,
+    )
+
+
+def _unhashable_statics(flat: Flat) -> str:
+    lines = []
+    for entry in flat.structure.entries:
+        if isinstance(entry, VariableEntry):
+            statics = list(entry.metadata)
+        else:
+            statics = list(zip(entry.keys, entry.children)) if isinstance(entry, NodeEntry) else []
+        for key, child in statics:
+            try:
+                hash(child)
+            except TypeError as error:
+                lines.append(f"  {entry.type.__name__}.{key}: {error}")  # type: ignore[union-attr]
+    return (
+        "static attributes and metadata are part of the key under which a compiled function is "
+        "kept, so they must be hashable:\n" + "\n".join(lines) + "\nUse a hashable value, such as "
+        "a tuple instead of a list, or put it under nnx.data if it holds arrays."
+    )
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:
+    """The output as new objects: those of the caller take part with copies."""
+    known = {
+        index: flat.objects[index]
+        for index in range(len(flat.objects))
+        if outcome.structure.entries[index] is None
+    }
+    return unflatten(outcome.structure, arrays, known).root
+
+
+class _Plans:
+    """The plans of one function with one set of options, the most recently used ones."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan
+        made = make()  # resolving runs user code (filters), so no lock is held
+        with self._lock:
+            plan = self._plans.setdefault(key, made)
+            while len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        return plan
+
+    def clear(self) -> None:
+        with self._lock:
+            for plan in self._plans.values():
+                plan.program.staged.clear_cache()
+            self._plans.clear()
+
+
+# As in JAX, transforming the same function twice in the same way traces it once.
+_SHARED: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, _Plans]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _shared_plans(fun: Any, options: Hashable) -> _Plans:
+    try:
+        same_fun = _SHARED.setdefault(fun, weakref.WeakValueDictionary())
+        plans = same_fun.get(options)
+        if plans is None:
+            plans = same_fun.setdefault(options, _Plans())
+        return plans
+    except TypeError:  # options that cannot be hashed, such as a filter that is a list
+        return _Plans()

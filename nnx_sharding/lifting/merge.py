@@ -1,0 +1,169 @@
+"""Structure and flat arrays → graph of NNX objects, fresh ones or the caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _compat
+from .structure import (
+    LEAF,
+    Child,
+    Container,
+    NodeEntry,
+    RefEntry,
+    Static,
+    Structure,
+    VariableEntry,
+)
+
+
+class Built(NamedTuple):
+    """The root of a merged graph, and the object of each entry of its structure."""
+
+    root: Any
+    objects: list[Any]
+
+
+def unflatten(
+    structure: Structure, leaves: Sequence[Any], existing: Mapping[int, Any] | None = None
+) -> Built:
+    """Makes the objects of ``structure`` around ``leaves``.
+
+    Args:
+      structure: what to make.
+      leaves: the arrays, by slot. At the place of a ``jax.Ref`` stands the ref itself, or an
+        array, for which a new ref is made.
+      existing: objects to use as they are, by index. They are linked to, never changed.
+    """
+    existing = existing or {}
+    objects: list[Any] = [
+        existing[index] if index in existing else _new_object(entry, structure, index, leaves)
+        for index, entry in enumerate(structure.entries)
+    ]
+    for index, entry in enumerate(structure.entries):
+        if index in existing:
+            continue
+        own = (leaves[slot] for slot in structure.slots[index])
+        if isinstance(entry, VariableEntry):
+            _compat.set_value(objects[index], assemble(entry.value, own, objects))
+        elif isinstance(entry, NodeEntry):
+            _compat.fill_node(objects[index], node_attributes(entry, own, objects))
+    root_leaves = (leaves[slot] for slot in structure.root_slots)
+    return Built(assemble(structure.root, root_leaves, objects), objects)
+
+
+def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any:
+    """The value that a child stands for; takes its arrays from ``leaves`` in order."""
+    if child is LEAF:
+        return next(leaves)
+    if isinstance(child, int):
+        return objects[child]
+    if isinstance(child, Static):
+        return child.value
+    assert isinstance(child, Container)
+    parts = [assemble(part, leaves, objects) for part in child.children]
+    return jax.tree_util.tree_unflatten(child.treedef, parts)
+
+
+def node_attributes(
+    entry: NodeEntry, leaves: Iterator[Any], objects: Sequence[Any]
+) -> list[tuple[Any, Any]]:
+    """All attributes of a node in order."""
+    return [
+        (key, assemble(child, leaves, objects))
+        for key, child in zip(entry.keys, entry.children, strict=True)
+    ]
+
+
+def metadata_of(entry: VariableEntry) -> dict[str, Any]:
+    """The metadata of a Variable as a new dict."""
+    return {name: setting.value for name, setting in entry.metadata}
+
+
+def _new_object(entry: Any, structure: Structure, index: int, leaves: Sequence[Any]) -> Any:
+    if isinstance(entry, NodeEntry):
+        return _compat.new_node(entry.type, entry.metadata)
+    if isinstance(entry, VariableEntry):
+        return _compat.new_variable(entry.type, metadata_of(entry))
+    if isinstance(entry, RefEntry):
+        leaf = leaves[structure.slots[index][0]]
+        # An abstract value stays one: there is nothing yet that a ref could refer to.
+        if _compat.is_ref(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return jax.new_ref(leaf)
+    return None
+
+
+class NodeChange(NamedTuple):
+    """The attributes of one node that differ: key and child, with its slots; keys that went."""
+
+    index: int
+    changed: tuple[tuple[Any, Child, tuple[int, ...]], ...]
+    removed: tuple[Any, ...]
+
+
+def node_changes(
+    index: int, before: NodeEntry | None, after: Structure, fresh: frozenset[int] | set[int]
+) -> NodeChange | None:
+    """What must be set and deleted to bring a node to its new entry, or None for nothing.
+
+    Args:
+      index: the node in both structures.
+      before: its old entry; None sets every attribute.
+      after: the new structure.
+      fresh: slots whose arrays are new even though the structure did not change.
+    """
+    entry = after.entries[index]
+    assert isinstance(entry, NodeEntry)
+    old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
+    slots = iter(after.slots[index])
+    changed: list[tuple[Any, Child, tuple[int, ...]]] = []
+    for key, child in zip(entry.keys, entry.children, strict=True):
+        own = tuple(next(slots) for _ in range(count_leaves(child)))
+        if key not in old or old[key] != child or not fresh.isdisjoint(own):
+            changed.append((key, child, own))
+    removed = tuple(key for key in old if key not in entry.keys)
+    return NodeChange(index, tuple(changed), removed) if changed or removed else None
+
+
+def count_leaves(child: Child) -> int:
+    """How many arrays a child holds outside of any entry."""
+    if child is LEAF:
+        return 1
+    if isinstance(child, Container):
+        return sum(map(count_leaves, child.children))
+    return 0
+
+
+def node_values(
+    changes: Sequence[NodeChange], leaves: Sequence[Any], objects: Sequence[Any]
+) -> list[list[tuple[Any, Any]]]:
+    """For each change the new attributes, made but not yet set."""
+    return [
+        [
+            (key, assemble(child, (leaves[slot] for slot in slots), objects))
+            for key, child, slots in change.changed
+        ]
+        for change in changes
+    ]
+
+
+def write_node(
+    change: NodeChange,
+    values: Sequence[tuple[Any, Any]],
+    after: Structure,
+    leaves: Sequence[Any],
+    objects: Sequence[Any],
+) -> None:
+    """Applies one change to an existing node."""
+    entry = after.entries[change.index]
+    assert isinstance(entry, NodeEntry)
+
+    def complete() -> list[tuple[Any, Any]]:
+        own = (leaves[slot] for slot in after.slots[change.index])
+        return node_attributes(entry, own, objects)
+
+    _compat.rewrite_node(objects[change.index], values, change.removed, complete)

@@ -1,0 +1,246 @@
+"""Prefix pytrees of specs → one spec for every Variable and array, each with its path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from .. import _compat
+from ..state_sharding import StateSharding
+from .structure import Child, Container, Path, Place, Structure, accessor, container_keys, is_leaf_treedef
+
+
+class Target(NamedTuple):
+    """One argument or output, taken apart into graph objects and arrays.
+
+    Attributes:
+      name: what messages call it.
+      parts: for each part its keys inside the target, its spec, and where it stands in the
+        structure.
+    """
+
+    name: str
+    parts: tuple[tuple[Path, Any, Child], ...]
+
+    def objects_only(self) -> Target:
+        """The target without its arrays, which a function cannot change in place."""
+        return Target(self.name, tuple(part for part in self.parts if isinstance(part[2], int)))
+
+
+class Resolved(NamedTuple):
+    """The outcome of resolving.
+
+    Attributes:
+      slots: the spec of each array, by slot.
+      variables: for each Variable or ref that was reached, its spec and where it was found.
+    """
+
+    slots: list[Any]
+    variables: dict[int, tuple[str, Any]]
+
+
+def is_spec(x: Any) -> bool:
+    """Whether ``x`` ends a prefix: a spec, None, or a mapping of filters."""
+    return x is None or isinstance(
+        x, PartitionSpec | jax.sharding.Sharding | StateSharding | nnx.State
+    )
+
+
+class Specs:
+    """A prefix of specs as the user wrote it, hashable, with what there is to know about it.
+
+    Attributes:
+      tree: the prefix itself.
+      written: every spec in it that is a leaf, those inside of ``StateSharding`` included.
+      has_partition_spec: whether one of them needs a mesh.
+      may_hold_none: whether single arguments can have None.
+    """
+
+    def __init__(self, tree: Any):
+        self.tree = tuple(tree) if isinstance(tree, list) else tree
+        leaves, treedef = jax.tree_util.tree_flatten(self.tree, is_leaf=is_spec)
+        wrapped = [StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves]
+        self._key = (tuple(wrapped), treedef)
+        self.written: tuple[Any, ...] = tuple(
+            part
+            for spec in wrapped
+            for part in (spec.shardings if isinstance(spec, StateSharding) else (spec,))
+        )
+        self._opaque = any(isinstance(s, StateSharding) and s.depends_on_values for s in wrapped)
+        self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
+        self.may_hold_none = self.tree is not None and None in leaves
+
+    def value_key(self, leaves: Sequence[Any]) -> Any:
+        """What a resolution depends on besides the structure: shapes, if a predicate asks."""
+        if not self._opaque:
+            return None
+        return tuple((jnp.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Specs) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self.tree)
+
+
+def argument_targets(
+    structure: Structure,
+    tree: tuple[tuple[Any, ...], dict[str, Any]],
+    specs: tuple[tuple[Any, ...], dict[str, Any]],
+    names: Sequence[str],
+) -> list[Target]:
+    """One target for each dynamic argument of a call, in the order of the structure's root."""
+    assert isinstance(structure.root, Container)
+    children = iter(structure.root.children)
+    keywords = sorted(tree[1])
+    values = [*tree[0], *(tree[1][k] for k in keywords)]
+    prefixes = [*specs[0], *(specs[1][k] for k in keywords)]
+    return [
+        target(name, prefix, value, _take(value, children))
+        for name, prefix, value in zip([*names, *keywords], prefixes, values, strict=True)
+    ]
+
+
+def target(name: str, prefix: Any, value: Any, child: Child) -> Target:
+    """A target for a pytree: spreads a prefix of specs over its parts.
+
+    Raises:
+      ValueError: the specs are no tree prefix of the value.
+    """
+    if isinstance(child, Container):
+        keys = container_keys(child.treedef)
+        parts = list(zip(keys, child.children, strict=True))
+    else:
+        parts = [((), child)]
+    if is_spec(prefix) and not (isinstance(prefix, nnx.State) and isinstance(value, nnx.State)):
+        specs = [prefix] * len(parts)
+    else:
+        treedef = child.treedef if isinstance(child, Container) else None
+        full = range(1) if treedef is None else treedef.unflatten(range(len(parts)))
+        try:
+            spread = jax.tree.broadcast(prefix, full, is_leaf=is_spec)
+        except ValueError as error:
+            raise ValueError(
+                f"the specs for {name} are no tree prefix of its value, in which modules and "
+                f"Variables count as leaves: {error}"
+            ) from None
+        specs = jax.tree_util.tree_leaves(spread, is_leaf=is_spec)
+    wrapped = (StateSharding(s) if isinstance(s, nnx.State) else s for s in specs)
+    return Target(name, tuple((k, s, c) for (k, c), s in zip(parts, wrapped, strict=True)))
+
+
+def _take(value: Any, children: Iterator[Child]) -> Child:
+    """The next children of the root, as the child that stands for one argument."""
+    if _compat.is_graph_object(value):
+        return next(children)
+    treedef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
+    own = tuple(next(children) for _ in range(treedef.num_leaves))
+    return own[0] if is_leaf_treedef(treedef) else Container(treedef, own)
+
+
+def slot_names(structure: Structure, wanted: Sequence[Target]) -> list[str]:
+    """For each array what the user would write to reach it: ``model.blocks[3].kernel``."""
+    names = [""] * structure.num_leaves
+    slots = iter(structure.root_slots)
+    for goal in wanted:
+        for keys, _, part in goal.parts:
+            for place in structure.walk(part, slots):
+                for slot in place.slots:
+                    names[slot] = names[slot] or accessor(goal.name, (*keys, *place.path))
+    return names
+
+
+def reachable_slots(structure: Structure, goals: Sequence[Target], chosen: Set[str]) -> set[int]:
+    """The slots of all arrays that the chosen arguments reach."""
+    found: set[int] = set()
+    slots = iter(structure.root_slots)
+    for goal in goals:
+        for _, _, part in goal.parts:
+            for place in structure.walk(part, slots):
+                if goal.name in chosen:
+                    found.update(place.slots)
+    return found
+
+
+def resolve(
+    structure: Structure,
+    objects: Sequence[Any],
+    leaves: Sequence[Any],
+    wanted: Sequence[Target],
+    spec_of: Callable[[Any], Any],
+    *,
+    known: Mapping[int, tuple[str, Any]] | None = None,
+    settled: Set[str] = frozenset(),
+) -> Resolved:
+    """Gives every array that the targets reach its spec.
+
+    Args:
+      structure: the structure whose root holds the arrays of the targets, in their order.
+      objects: the object of each entry.
+      leaves: the arrays, by slot.
+      wanted: the targets.
+      spec_of: turns a spec as the user wrote it into its final form.
+      known: Variables that have their spec already, and where they were found.
+      settled: names of targets that have no say about known Variables.
+
+    Raises:
+      ValueError: no filter matches some Variables; or one Variable is reached with two
+        different specs.
+    """
+    result = Resolved([None] * len(leaves), dict(known or {}))
+    slots = iter(structure.root_slots)
+    unmatched: list[str] = []
+    conflicts: list[str] = []
+    for goal in wanted:
+        for keys, prefix, part in goal.parts:
+            for place in structure.walk(part, slots):
+                where = accessor(goal.name, (*keys, *place.path))
+                spec = prefix
+                if goal.name in settled and known and place.index in known:
+                    spec = None
+                elif isinstance(prefix, StateSharding):
+                    bare = place.index is None
+                    subject = leaves[place.slots[0]] if bare else objects[place.index]
+                    matched, spec = prefix.find(place.path, subject)
+                    if not matched:
+                        unmatched.append(f"  {where}: {_describe(subject)}, by {prefix!r}")
+                        continue
+                _record(result, place, where, None if spec is None else spec_of(spec), conflicts)
+    if unmatched:
+        raise ValueError(
+            "no filter of the StateSharding matches:\n"
+            + "\n".join(unmatched)
+            + "\nAdd a filter for them, or a last entry `...: PartitionSpec()`."
+        )
+    if conflicts:
+        raise ValueError(
+            "inconsistent aliasing: one Variable is reached with different shardings:\n"
+            + "\n".join(conflicts)
+            + "\nGive it the same sharding everywhere."
+        )
+    return result
+
+
+def _record(result: Resolved, place: Place, where: str, spec: Any, conflicts: list[str]) -> None:
+    if place.index is not None:
+        first = result.variables.get(place.index)
+        if first is None or first[1] is None:
+            result.variables[place.index] = (where, spec)
+        elif spec is not None and spec != first[1]:
+            conflicts.append(f"  {first[0]}: {first[1]}\n  {where}: {spec}")
+        spec = result.variables[place.index][1]
+    for slot in place.slots:
+        result.slots[slot] = spec
+
+
+def _describe(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    return type(x).__name__ if shape is None else f"{type(x).__name__} of shape {shape}"

@@ -1,0 +1,246 @@
+"""Graph of NNX objects → :class:`~nnx_sharding.lifting.structure.Structure` and flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .. import _compat
+from .structure import (
+    LEAF,
+    Child,
+    Container,
+    Entry,
+    NodeEntry,
+    RefEntry,
+    Static,
+    Structure,
+    VariableEntry,
+    container_keys,
+    is_leaf_treedef,
+    path_string,
+)
+
+
+class Flat(NamedTuple):
+    """A graph taken apart.
+
+    Attributes:
+      structure: all but the arrays.
+      leaves: the arrays, by slot.
+      objects: the object of each entry of the structure.
+    """
+
+    structure: Structure
+    leaves: list[Any]
+    objects: list[Any]
+
+
+def flatten(
+    tree: Any,
+    *,
+    graph: bool = True,
+    known: Sequence[Any] = (),
+    describe_known: Callable[[Any], bool] = lambda _: True,
+) -> Flat:
+    """Takes a pytree of NNX objects, arrays and scalars apart; changes nothing.
+
+    Args:
+      tree: any pytree; NNX objects in it may share references and form cycles.
+      graph: False for Flax's tree mode, where modules are plain pytrees: no Variable may be
+        reached twice, and every non-module inside a data attribute is an array.
+      known: objects that get the first indices, whether or not ``tree`` reaches them.
+      describe_known: which of the known objects are described even if ``tree`` does not
+        reach them; the others then have the entry None.
+
+    Raises:
+      ValueError: in tree mode without ``known``, a Variable is reached twice or there is a
+        cycle; in tree mode, an object is no pytree.
+    """
+    splitter = _Splitter(graph, known)
+    root_slots: list[int] = []
+    root = splitter.container(tree, root_slots, all_leaves=True)
+    for obj in known:
+        if describe_known(obj):
+            splitter.link(obj)
+    structure = Structure(
+        tuple(splitter.entries), root, tuple(map(tuple, splitter.slots)), tuple(root_slots)
+    )
+    if not graph and not known:
+        _check_tree(structure, splitter.links, splitter.objects)
+    return Flat(structure, splitter.leaves, splitter.objects)
+
+
+class _Splitter:
+    """One walk over a graph. Indices are given in the order of discovery, depth first."""
+
+    def __init__(self, graph: bool, known: Sequence[Any]):
+        self.graph = graph
+        self.objects: list[Any] = list(known)
+        self.index = {id(obj): i for i, obj in enumerate(known)}
+        self.entries: list[Entry | None] = [None] * len(known)
+        self.slots: list[list[int]] = [[] for _ in known]
+        self.links = [0] * len(known)
+        self.leaves: list[Any] = []
+        self._described: set[int] = set()
+
+    def link(self, obj: Any) -> int:
+        """The index of an object; the first time it is seen it is described."""
+        index = self.index.get(id(obj))
+        if index is None:
+            index = self.index[id(obj)] = len(self.objects)
+            self.objects.append(obj)
+            self.entries.append(None)
+            self.slots.append([])
+            self.links.append(0)
+        self.links[index] += 1
+        if index not in self._described:
+            self._described.add(index)
+            self.entries[index] = self._describe(obj, self.slots[index])
+        return index
+
+    def _describe(self, obj: Any, slots: list[int]) -> Entry:
+        if _compat.is_variable(obj):
+            metadata = sorted(_compat.get_metadata(obj).items())
+            value = _compat.get_value(obj)
+            return VariableEntry(
+                type(obj),
+                tuple((name, Static(setting)) for name, setting in metadata),
+                self._leaf(value, slots)
+                if type(value) is _compat.ArrayImpl
+                else self.container(value, slots, all_leaves=True),
+            )
+        if _compat.is_node(obj):
+            if not self.graph and not _compat.is_pytree_type(type(obj)):
+                raise ValueError(
+                    f"{type(obj).__name__} is declared with pytree=False, so it cannot be used "
+                    "with graph=False. Use graph=True, or make the class a pytree."
+                )
+            items, metadata = _compat.node_items(obj)
+            return NodeEntry(
+                type(obj),
+                metadata,
+                tuple(key for key, _, _ in items),
+                tuple(self._attribute(value, is_data, slots) for _, value, is_data in items),
+            )
+        self._leaf(obj, slots)
+        return RefEntry()
+
+    def _attribute(self, value: Any, is_data: bool | None, slots: list[int]) -> Child:
+        if is_data is False:
+            return Static(value)
+        child = self.container(value, slots, all_leaves=not self.graph)
+        # Flax makes a value that was put under nnx.data an array, whatever its type.
+        if isinstance(child, Static) and is_data:
+            return self._leaf(value, slots)
+        return child
+
+    def container(self, tree: Any, slots: list[int], *, all_leaves: bool) -> Child:
+        """A pytree of NNX objects and other leaves.
+
+        ``all_leaves`` tells whether leaves that are no arrays travel with the arrays, as
+        function arguments do, or are static, as inside of modules.
+        """
+        if _compat.is_graph_object(tree):
+            return self.link(tree)
+        parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        children = tuple(self._part(part, slots, all_leaves) for part in parts)
+        if is_leaf_treedef(treedef):
+            return children[0]
+        return Container(treedef, children)
+
+    def _part(self, part: Any, slots: list[int], all_leaves: bool) -> Child:
+        if _compat.is_graph_object(part) or _compat.is_ref(part):
+            return self.link(part)
+        if all_leaves or isinstance(part, _ARRAYS):
+            return self._leaf(part, slots)
+        return Static(part)
+
+    def _leaf(self, value: Any, slots: list[int]) -> Child:
+        slots.append(len(self.leaves))
+        self.leaves.append(value)
+        return LEAF
+
+
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+def _check_tree(structure: Structure, links: list[int], objects: list[Any]) -> None:
+    """Refuses what a tree cannot say: a Variable in two places, a cycle."""
+    shared = [
+        index
+        for index, count in enumerate(links)
+        if count > 1 and (not isinstance(structure.entries[index], NodeEntry))
+    ]
+    nodes = [index for index, count in enumerate(links) if count > 1 and index not in shared]
+    cyclic, below = _reach(structure, nodes)
+    shared += sorted(below - set(shared))
+    if not shared and not cyclic:
+        return
+    lines = [
+        f"  {type(objects[index]).__name__}: " + ", ".join(_all_paths(structure, index))
+        for index in sorted({*shared, *cyclic})
+    ]
+    raise ValueError(
+        "graph=False does not support shared references, but these objects are reached "
+        "more than once:\n" + "\n".join(lines) + "\nRemove the duplicates, or use graph=True."
+    )
+
+
+def _reach(structure: Structure, nodes: list[int]) -> tuple[set[int], set[int]]:
+    """Which of ``nodes`` lie on a cycle, and which Variables lie below them."""
+    cyclic: set[int] = set()
+    variables: set[int] = set()
+    for start in nodes:
+        seen: set[int] = set()
+        stack = _targets(structure, start)
+        while stack:
+            index = stack.pop()
+            if index == start:
+                cyclic.add(start)
+            if index in seen:
+                continue
+            seen.add(index)
+            if isinstance(structure.entries[index], NodeEntry):
+                stack += _targets(structure, index)
+            else:
+                variables.add(index)
+    return cyclic, variables
+
+
+def _targets(structure: Structure, index: int) -> list[int]:
+    entry = structure.entries[index]
+    found: list[int] = []
+    stack: list[Any] = list(entry.children) if isinstance(entry, NodeEntry) else []
+    while stack:
+        child = stack.pop()
+        if isinstance(child, Container):
+            stack += child.children
+        elif isinstance(child, int):
+            found.append(child)
+    return found
+
+
+def _all_paths(structure: Structure, target: int, limit: int = 4) -> list[str]:
+    """Up to ``limit`` ways from the root to an entry, none of which visits a node twice."""
+    found: list[str] = []
+
+    def visit(child: Child, path: tuple[Any, ...], above: frozenset[int]) -> None:
+        if len(found) >= limit:
+            return
+        if isinstance(child, Container):
+            for key, part in zip(container_keys(child.treedef), child.children, strict=True):
+                visit(part, path + key, above)
+        elif isinstance(child, int):
+            if child == target:
+                found.append(path_string(path) or "the root")
+            entry = structure.entries[child]
+            if child not in above and isinstance(entry, NodeEntry):
+                for key, part in zip(entry.keys, entry.children, strict=True):
+                    visit(part, (*path, key), above | {child})
+
+    visit(structure.root, (), frozenset())
+    return found

@@ -1,0 +1,249 @@
+"""The hashable description of a graph of NNX objects.
+
+A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``)
+is one entry; whatever points to it holds its index. Sharing and cycles need no special
+case: two children with the same index are the same object. Arrays are not in the table:
+a place where one belongs holds ``LEAF``, and the arrays themselves travel in a flat list.
+Position ``i`` of that list is called slot ``i``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.tree_util import PyTreeDef
+
+Path: TypeAlias = tuple[Any, ...]
+
+
+class Leaf:
+    """The place of one array. There is one instance, ``LEAF``."""
+
+    def __repr__(self) -> str:
+        return "LEAF"
+
+    def __reduce__(self) -> str:
+        return "LEAF"
+
+
+LEAF = Leaf()
+
+
+class Static:
+    """A value that belongs to the structure itself.
+
+    Python calls 1, 1.0 and True equal; a traced function does not treat them alike. So two
+    statics are equal only where their types are, and zeros only where their signs are.
+    """
+
+    __slots__ = ("_key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self._key = static_key(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"Static({self.value!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Static, (self.value,)
+
+
+def static_key(value: Any) -> Any:
+    """What stands for ``value`` where statics are compared and hashed."""
+    kind = type(value)
+    if kind is float:
+        return (float, value.hex())
+    if kind is complex:
+        return (complex, value.real.hex(), value.imag.hex())
+    if kind is tuple:
+        return (tuple, *map(static_key, value))
+    return (kind, value)
+
+
+class Container(NamedTuple):
+    """A plain pytree inside the graph; ``children`` stand for its leaves."""
+
+    treedef: PyTreeDef
+    children: tuple[Any, ...]
+
+
+# The index of a table entry, or what stands in place of one.
+Child: TypeAlias = "int | Leaf | Static | Container"
+
+
+class NodeEntry(NamedTuple):
+    """A module, or an object of another registered node type."""
+
+    type: type
+    metadata: Any
+    keys: tuple[Any, ...]
+    children: tuple[Child, ...]
+
+
+class VariableEntry(NamedTuple):
+    """A Variable. ``value`` is a leaf, a pytree of leaves, or the index of a ``jax.Ref``."""
+
+    type: type
+    metadata: tuple[tuple[str, Static], ...]
+    value: Child
+
+
+class RefEntry(NamedTuple):
+    """A ``jax.Ref``: its array lives outside of Python, only its identity is ours."""
+
+    type: type = jax.Ref
+
+
+Entry: TypeAlias = NodeEntry | VariableEntry | RefEntry
+
+
+class Structure:
+    """All of a graph but its arrays: types, static attributes, metadata, who is who.
+
+    Hashable and comparable: two graphs with equal structures differ only in their arrays,
+    so a function traced for one serves the other. Made by :func:`~nnx_sharding.split`.
+
+    Attributes:
+      entries: the table. An entry is None where the object was left out on purpose.
+      root: what the graph was split from, in terms of the table.
+      slots: per entry, the slots of its own arrays.
+      root_slots: the slots of arrays that belong to no entry.
+    """
+
+    __slots__ = ("_hash", "entries", "root", "root_slots", "slots")
+
+    def __init__(
+        self,
+        entries: tuple[Entry | None, ...],
+        root: Child,
+        slots: tuple[tuple[int, ...], ...],
+        root_slots: tuple[int, ...],
+    ):
+        self.entries = entries
+        self.root = root
+        self.slots = slots
+        self.root_slots = root_slots
+        self._hash: int | None = None
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of arrays that belong to this structure."""
+        return len(self.root_slots) + sum(map(len, self.slots))
+
+    def paths(self) -> tuple[Path, ...]:
+        """The path to each array, by slot: from the root to the Variable, first way found."""
+        paths: dict[int, Path] = {}
+        for place in self.walk(self.root, iter(self.root_slots)):
+            for slot in place.slots:
+                paths.setdefault(slot, place.path)
+        return tuple(paths.get(slot, ()) for slot in range(self.num_leaves))
+
+    def walk(self, child: Child, slots: Iterator[int], path: Path = ()) -> Iterator[Place]:
+        """Every Variable, ``jax.Ref`` and bare array that can be reached from ``child``.
+
+        Depth first with keys in order, as Flax walks a graph; an object reached twice comes
+        once, under its first path.
+
+        Args:
+          child: where to start.
+          slots: the slots of the leaves that ``child`` holds outside of any entry.
+          path: the path of ``child``.
+        """
+        return self._walk(child, slots, path, set())
+
+    def _walk(
+        self, child: Child, slots: Iterator[int], path: Path, seen: set[int]
+    ) -> Iterator[Place]:
+        if child is LEAF:
+            yield Place(path, None, (next(slots),))
+        elif isinstance(child, Container):
+            for key, part in zip(container_keys(child.treedef), child.children, strict=True):
+                yield from self._walk(part, slots, path + key, seen)
+        elif isinstance(child, int) and child not in seen:
+            seen.add(child)
+            entry, own = self.entries[child], self.slots[child]
+            if isinstance(entry, NodeEntry):
+                remaining = iter(own)
+                for key, part in zip(entry.keys, entry.children, strict=True):
+                    yield from self._walk(part, remaining, (*path, key), seen)
+            elif isinstance(entry, VariableEntry) and isinstance(entry.value, int):
+                seen.add(entry.value)
+                yield Place(path, child, self.slots[entry.value])
+            elif entry is not None:
+                yield Place(path, child, own)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Structure)
+            and hash(self) == hash(other)
+            and self.entries == other.entries
+            and self.root == other.root
+        )
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.entries, self.root))
+        return self._hash
+
+    def __repr__(self) -> str:
+        lines = [
+            f"  {index}: {type(entry).__name__[:-5]} {entry.type.__name__}"
+            for index, entry in enumerate(self.entries)
+            if entry is not None
+        ]
+        header = f"Structure({self.num_leaves} arrays, root={self.root!r}"
+        return "\n".join([header, *lines]) + ("\n)" if lines else ")")
+
+
+class Place(NamedTuple):
+    """Where arrays live: the path, the entry of the Variable or ref (None: a bare array)."""
+
+    path: Path
+    index: int | None
+    slots: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
+    """The path of each leaf of a pytree, in the keys that NNX uses."""
+    tree = jax.tree_util.tree_unflatten(treedef, [LEAF] * treedef.num_leaves)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return tuple(tuple(map(path_key, path)) for path, _ in leaves)
+
+
+def is_leaf_treedef(treedef: PyTreeDef) -> bool:
+    """Whether a pytree is a single leaf. An empty container has one node too, but no leaf."""
+    return treedef.num_nodes == 1 and treedef.num_leaves == 1
+
+
+def path_key(key: Any) -> Any:
+    """One key of a JAX key path as NNX writes it: an index, a dict key, an attribute name."""
+    for attribute in ("idx", "key", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def path_string(path: Path) -> str:
+    """A path as a user writes it: ``blocks/3/up/kernel``."""
+    return "/".join(map(str, path))
+
+
+def accessor(name: str, path: Path) -> str:
+    """A path as Python code that reaches it: ``model.blocks[3].up.kernel``."""
+    parts = (
+        f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path
+    )
+    return name + "".join(parts)

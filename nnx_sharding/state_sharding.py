@@ -1,0 +1,161 @@
+"""``StateSharding``: one sharding for each part of a model, chosen by NNX filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flax import nnx
+
+
+class StateSharding:
+    """Says, by ordered NNX filters, how each Variable of one argument is sharded.
+
+    It stands wherever a sharding or a partition spec may stand: in ``in_shardings`` and
+    ``out_shardings`` of :func:`~nnx_sharding.jit`, in ``in_specs`` and ``out_specs`` of
+    :func:`~nnx_sharding.shard_map`. The first filter that matches a Variable decides; paths
+    are those inside the argument (``("up", "kernel")``), as everywhere in NNX.
+
+    Args:
+      filter_sharding: a mapping from filters to shardings, an iterable of such pairs, or an
+        ``nnx.State`` with a sharding at each path. A filter is anything that NNX takes: a
+        Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple of
+        filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
+        or None for "leave it to JAX".
+
+    Raises:
+      TypeError: something else stands where a filter or a sharding belongs.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import StateSharding
+      >>> sharding = StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P()})
+      >>> model = nnx.Dict(up=nnx.Param(0.0), down=nnx.Param(0.0))
+      >>> sharding.map_prefix(("up",), model.up)
+      PartitionSpec(None, 'model')
+      >>> sharding.map_prefix(("down",), model.down)
+      PartitionSpec()
+
+    The names and the rule are those of ``flax.nnx.StateSharding``.
+    """
+
+    __slots__ = ("_filters", "_predicates", "_shardings", "__weakref__")
+
+    def __init__(
+        self,
+        filter_sharding: nnx.State | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+        /,
+    ):
+        if isinstance(filter_sharding, nnx.State):
+            pairs = _path_filters(filter_sharding)
+        elif isinstance(filter_sharding, Mapping):
+            pairs = list(filter_sharding.items())
+        else:
+            pairs = [(filter_, sharding) for filter_, sharding in filter_sharding]
+        self._filters = tuple(filter_ for filter_, _ in pairs)
+        self._shardings = tuple(sharding for _, sharding in pairs)
+        self._predicates = tuple(_predicate(filter_) for filter_ in self._filters)
+
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The filters in the order in which they are tried."""
+        return self._filters
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The sharding of each filter."""
+        return self._shardings
+
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether a user-written predicate takes part, which may look at shapes and dtypes."""
+        return any(_is_opaque(predicate) for predicate in self._predicates)
+
+    def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
+        """The sharding of one Variable.
+
+        Args:
+          path: the keys from the argument to the Variable.
+          variable: the Variable, or the array where the argument holds a bare one.
+
+        Raises:
+          ValueError: no filter matches.
+        """
+        found, sharding = self.find(path, variable)
+        if found:
+            return sharding
+        shape = getattr(variable, "shape", None)
+        raise ValueError(
+            f"no filter of {self!r} matches {'/'.join(map(str, path)) or 'the root'} "
+            f"({type(variable).__name__}{'' if shape is None else f' of shape {shape}'}). "
+            "Add a filter for it, or a last entry `...: PartitionSpec()`."
+        )
+
+    def find(self, path: tuple[Any, ...], variable: Any) -> tuple[bool, Any]:
+        """Whether a filter matches, and the sharding of the first that does."""
+        for predicate, sharding in zip(self._predicates, self._shardings, strict=True):
+            if predicate(path, variable):
+                return True, sharding
+        return False, None
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(
+            f"{'...' if f is ... else repr(f)}: {s!r}"
+            for f, s in zip(self._filters, self._shardings, strict=True)
+        )
+        return f"StateSharding({{{pairs}}})"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, StateSharding)
+            and self._filters == other._filters
+            and self._shardings == other._shardings
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._filters, self._shardings))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateSharding, (tuple(zip(self._filters, self._shardings, strict=True)),)
+
+
+def _predicate(filter_: Any) -> Any:
+    try:
+        return nnx.filterlib.to_predicate(filter_)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"StateSharding: {filter_!r} is no NNX filter. Use a Variable type, a tag, `...`, "
+            "a predicate (path, variable) -> bool, or a tuple of these."
+        ) from error
+
+
+def _path_filters(state: nnx.State) -> list[tuple[Any, Any]]:
+    """One filter for all paths of a state that name the same sharding."""
+    paths: dict[Any, list[Any]] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+        paths.setdefault(sharding, []).append(path)
+    return [(nnx.filterlib.PathIn(*group), sharding) for sharding, group in paths.items()]
+
+
+_PATH_ONLY = (
+    nnx.PathContains,
+    nnx.filterlib.PathIn,
+    nnx.WithTag,
+    nnx.OfType,
+    nnx.Everything,
+    nnx.Nothing,
+)
+
+
+def _is_opaque(predicate: Any) -> bool:
+    if isinstance(predicate, _PATH_ONLY):
+        return False
+    if isinstance(predicate, nnx.Any | nnx.All):
+        return any(map(_is_opaque, predicate.predicates))
+    if isinstance(predicate, nnx.Not):
+        return _is_opaque(predicate.predicate)
+    return True
+
+

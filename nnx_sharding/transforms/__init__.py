@@ -1,0 +1,1 @@
+"""The transforms: what ``jit`` and ``shard_map`` each decide, and the stages of both."""

@@ -1,0 +1,255 @@
+"""``jit`` for functions and methods that take and return NNX objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..lifting.arguments import Call, Parameters, sort_call
+from ..lifting.lifted import Lifted, Roles, lift
+from ..lifting.plan import Program
+from ..lifting.resolve import Specs
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Jit:
+    """What ``jit`` decides. See :class:`~nnx_sharding.lifting.plan.Transform`."""
+
+    in_specs: Specs
+    out_specs: Specs
+    mesh: Mesh | AbstractMesh | None
+    keep_unused: bool
+    device: jax.Device | None
+    backend: str | None
+    inline: bool
+    compiler_options: tuple[tuple[str, Any], ...] | None
+
+    name = "jit"
+    in_name = "in_shardings"
+    moves_committed = False
+
+    def sort_call(
+        self, parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        return sort_call(parameters, args, kwargs)
+
+    def key(self, leaves: Sequence[Any]) -> Hashable:
+        mesh = None if self.mesh or not self._needs_mesh else _compat.context_mesh()
+        return (mesh, self.in_specs.value_key(leaves))
+
+    def in_context(self) -> _Jit:
+        if self.mesh is not None or not self._needs_mesh:
+            return self
+        mesh = _compat.context_mesh()
+        if mesh is None:
+            raise ValueError(
+                "jit was given a PartitionSpec, but there is no mesh to resolve it against. Pass "
+                "mesh=..., call within `with jax.set_mesh(mesh):`, or give NamedSharding(mesh, "
+                "spec) instead."
+            )
+        return dataclasses.replace(self, mesh=mesh)
+
+    @property
+    def _needs_mesh(self) -> bool:
+        return self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
+
+    def spec_of(self, spec: Any) -> Any:
+        if isinstance(spec, PartitionSpec):
+            assert self.mesh is not None
+            return NamedSharding(self.mesh, spec)
+        return spec
+
+    def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        return specs
+
+    def layout_of(self, spec: Any) -> jax.sharding.Sharding | None:
+        if not isinstance(spec, jax.sharding.Sharding):
+            return None
+        if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
+            return None
+        return spec
+
+    def compile(
+        self,
+        pure: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+        donated: tuple[int, ...],
+    ) -> Program:
+        options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
+        if any(spec is not None for spec in in_specs):
+            options["in_shardings"] = tuple(in_specs)
+        if any(spec is not None for spec in out_specs):
+            options["out_shardings"] = (tuple(out_specs), None)
+        if donated:
+            options["donate_argnums"] = donated
+        if self.device is not None:
+            options["device"] = self.device
+        if self.backend is not None:
+            options["backend"] = self.backend
+        if self.compiler_options is not None:
+            options["compiler_options"] = dict(self.compiler_options)
+        jitted = jax.jit(pure, **options)
+        return Program(staged=jitted, top_level=jitted, inline=jitted)
+
+
+@overload
+def jit(
+    fun: Callable[P, R],
+    /,
+    *,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    mesh: Mesh | AbstractMesh | None = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    keep_unused: bool = ...,
+    device: jax.Device | None = ...,
+    backend: str | None = ...,
+    inline: bool = ...,
+    abstracted_axes: None = ...,
+    compiler_options: dict[str, Any] | None = ...,
+    graph: bool | None = ...,
+    graph_updates: bool | None = ...,
+) -> Lifted[P, R]: ...
+
+
+@overload
+def jit(
+    *,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    mesh: Mesh | AbstractMesh | None = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    keep_unused: bool = ...,
+    device: jax.Device | None = ...,
+    backend: str | None = ...,
+    inline: bool = ...,
+    abstracted_axes: None = ...,
+    compiler_options: dict[str, Any] | None = ...,
+    graph: bool | None = ...,
+    graph_updates: bool | None = ...,
+) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
+
+
+def jit(
+    fun: Any = None,
+    /,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    keep_unused: bool = False,
+    device: jax.Device | None = None,
+    backend: str | None = None,
+    inline: bool = False,
+    abstracted_axes: None = None,
+    compiler_options: dict[str, Any] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Compiles a function whose arguments and results may be NNX modules.
+
+    Modules, optimizers, metrics, ``nnx.Rngs`` and bare Variables stand anywhere in the
+    arguments and in the result, next to arrays. What the function does to them it does to the
+    caller's own objects: updated Variables, changed static attributes, added and removed
+    submodules. Objects that are shared, or form cycles, stay so. A function without NNX
+    objects behaves as under ``jax.jit``.
+
+    Use it as ``jit(f)``, ``@jit`` or ``@jit(...)``; on a function, on a method in a class
+    body (``model.method.lower(x)`` then works), or on a bound method (``jit(model.method)``),
+    whose positions and specs count without ``self``.
+
+    Args:
+      fun: the function.
+      in_shardings: where the arguments live. One spec for all; a tuple with one for each
+        positional parameter (static ones left out, or None); or a mapping from parameter
+        names. Each is a prefix of its argument, in which modules and Variables are leaves. A
+        spec is a ``Sharding``, a ``PartitionSpec``, a :class:`~nnx_sharding.StateSharding`
+        over a module, an ``nnx.State`` of specs over a module, or None for "as it comes".
+        Variables without a committed layout are laid out as declared at the first call, and
+        stay so.
+      out_shardings: likewise for the result. A new module is created sharded.
+      mesh: resolves every ``PartitionSpec``; without it, the mesh in context does.
+      static_argnums: positions of static arguments, hashable and part of the cache key.
+      static_argnames: their names. As in ``jax.jit``, one of the two implies the other.
+      donate_argnums: positions of arguments whose buffers may be reused. The Variables of a
+        donated module all hold new arrays after the call.
+      donate_argnames: their names.
+      keep_unused: keep arguments that the function does not use.
+      device: deprecated in JAX; not together with shardings.
+      backend: deprecated in JAX; not together with shardings.
+      inline: inline into enclosing jaxprs.
+      abstracted_axes: gone from JAX; only None is accepted.
+      compiler_options: passed to XLA.
+      graph: None takes Flax's global flag. False treats modules as pytrees: shared references
+        are an error, and only the values of Variables are updated.
+      graph_updates: None takes Flax's global flag. False keeps sharing but updates only the
+        values and metadata of Variables.
+
+    Returns:
+      A :class:`~nnx_sharding.Lifted`: the function, with ``trace``, ``lower``, ``eval_shape``
+      and ``clear_cache``.
+
+    Raises:
+      TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``;
+        at a call, a static argument or attribute is not hashable.
+      ValueError: at a call, specs do not fit the arguments, or a ``PartitionSpec`` has no mesh.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import jit
+      >>> class Counter(nnx.Module):
+      ...     def __init__(self):
+      ...         self.count = nnx.Variable(jnp.array(0))
+      ...     @jit
+      ...     def __call__(self, x):
+      ...         self.count[...] += 1
+      ...         return x * self.count[...]
+      >>> counter = Counter()
+      >>> float(counter(2.0)), float(counter(2.0)), int(counter.count[...])
+      (2.0, 4.0, 2)
+    """
+    if abstracted_axes is not None:
+        raise ValueError("abstracted_axes no longer exists in JAX; leave it out.")
+    if (device is not None or backend is not None) and (
+        in_shardings is not None or out_shardings is not None
+    ):
+        raise ValueError(
+            "device and backend cannot be combined with in_shardings or out_shardings: put the "
+            "device into the shardings."
+        )
+    transform = _Jit(
+        Specs(in_shardings),
+        Specs(out_shardings),
+        mesh,
+        keep_unused,
+        device,
+        backend,
+        inline,
+        None if compiler_options is None else tuple(compiler_options.items()),
+    )
+    roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
+
+    def decorate(fun: Callable[..., Any]) -> Any:
+        return lift(fun, transform, roles, graph, graph_updates)
+
+    return decorate if fun is None else decorate(fun)

@@ -1,0 +1,287 @@
+"""``shard_map`` for functions and methods that take and return NNX objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence, Set
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..lifting.arguments import Call, Parameters, align_specs, sort_call
+from ..lifting.lifted import Lifted, Roles, lift
+from ..lifting.plan import Program
+from ..lifting.resolve import Specs
+
+P = ParamSpec("P")
+R = TypeVar("R")
+AxisName = Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardMap:
+    """What ``shard_map`` decides. See :class:`~nnx_sharding.lifting.plan.Transform`."""
+
+    in_specs: Specs
+    out_specs: Specs
+    mesh: Mesh | AbstractMesh | None
+    axis_names: frozenset[AxisName]
+    auto: frozenset[AxisName]
+    check_vma: bool
+    compiled: bool
+    # The mesh that applies to one plan: `mesh`, or the one in context.
+    current: Mesh | AbstractMesh | None = None
+
+    name = "shard_map"
+    in_name = "in_specs"
+
+    @property
+    def moves_committed(self) -> bool:
+        # Over axes that stay automatic, a layout that was chosen elsewhere is none of ours.
+        return self._manual_axes() == frozenset(self.current.axis_names if self.current else ())
+
+    def sort_call(
+        self, parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """Like any transform; but a plain Python value whose spec is None is static."""
+        call = sort_call(parameters, args, kwargs)
+        if not self.in_specs.may_hold_none:
+            return call
+        layout = call.layout
+        specs = align_specs(self.in_specs.tree, parameters, layout, self.in_name)
+        positions = {
+            i
+            for i, spec in zip(layout.dynamic, specs[0], strict=True)
+            if spec is None and isinstance(args[i], _PLAIN)
+        }
+        if not positions:
+            return call
+        return sort_call(
+            parameters, args, kwargs, layout._replace(static=layout.static | positions)
+        )
+
+    def key(self, leaves: Sequence[Any]) -> Hashable:
+        mesh = _compat.context_mesh() if self.mesh is None else self.mesh
+        return (mesh, self._inferred(leaves, mesh), self.in_specs.value_key(leaves))
+
+    def in_context(self) -> _ShardMap:
+        mesh = _compat.context_mesh() if self.mesh is None else self.mesh
+        if mesh is None:
+            raise ValueError(
+                "shard_map has no mesh: pass mesh=..., or call it within "
+                "`with jax.set_mesh(mesh):`."
+            )
+        return dataclasses.replace(self, current=mesh)
+
+    def spec_of(self, spec: Any) -> Any:
+        if spec is None:
+            return PartitionSpec()
+        if isinstance(spec, NamedSharding):
+            mesh = self.current
+            if mesh is not None and spec.mesh.abstract_mesh != mesh.abstract_mesh:
+                raise ValueError(
+                    f"shard_map over {mesh} was given a spec with another mesh: {spec}. Give "
+                    "the PartitionSpec alone."
+                )
+            return spec.spec
+        return spec
+
+    def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        inferred = self._inferred(leaves, self.current)
+        if inferred is not None:
+            return list(inferred)
+        return [PartitionSpec() if spec is None else spec for spec in specs]
+
+    def layout_of(self, spec: Any) -> jax.sharding.Sharding | None:
+        if not isinstance(self.current, Mesh):
+            return None
+        return NamedSharding(self.current, spec)
+
+    def compile(
+        self,
+        pure: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+        donated: tuple[int, ...],
+    ) -> Program:
+        mesh = self.mesh
+        if mesh is None and jax.sharding.get_abstract_mesh().empty:
+            mesh = self.current  # the legacy `with mesh:`, which jax.shard_map does not see
+        mapped = jax.shard_map(
+            pure,
+            mesh=mesh,
+            in_specs=tuple(in_specs),
+            out_specs=(tuple(out_specs), PartitionSpec()),
+            axis_names=self._manual_axes() if self.axis_names or self.auto else frozenset(),
+            check_vma=self.check_vma,
+        )
+        jitted = jax.jit(mapped)
+        return Program(
+            staged=jitted, top_level=jitted if self.compiled else mapped, inline=mapped
+        )
+
+    def _manual_axes(self) -> frozenset[Any]:
+        names = frozenset(self.current.axis_names if self.current else ())
+        return self.axis_names or names - self.auto
+
+    def _inferred(
+        self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
+    ) -> tuple[PartitionSpec, ...] | None:
+        """The specs that the arrays have by their types, where the user gave none."""
+        if self.in_specs.tree is not None or mesh is None:
+            return None
+        manual = self.axis_names or frozenset(mesh.axis_names) - self.auto
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        others = [a for a in manual if types.get(a) != jax.sharding.AxisType.Explicit]
+        if others:
+            raise TypeError(
+                "shard_map without in_specs infers them from the types of the arguments, which "
+                f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
+                "not. Give in_specs, or make the mesh with AxisType.Explicit."
+            )
+        return tuple(_manual_part(_type_spec(leaf), manual) for leaf in leaves)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _type_spec(leaf: Any) -> PartitionSpec:
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    return PartitionSpec() if sharding is None else sharding.spec
+
+
+def _manual_part(spec: PartitionSpec, manual: Set[Any]) -> PartitionSpec:
+    """A spec without the axes over which the function is not mapped."""
+    parts = []
+    for part in spec:
+        axes = part if isinstance(part, tuple) else (part,)
+        kept = tuple(axis for axis in axes if axis in manual)
+        parts.append(kept if len(kept) > 1 else kept[0] if kept else None)
+    return PartitionSpec(*parts)
+
+
+@overload
+def shard_map(
+    f: Callable[P, R],
+    /,
+    *,
+    out_specs: Any,
+    in_specs: Any = ...,
+    mesh: Mesh | AbstractMesh | None = ...,
+    axis_names: Set[AxisName] = ...,
+    check_vma: bool | None = ...,
+    check_rep: bool | None = ...,
+    auto: Set[AxisName] = ...,
+    jit: bool = ...,
+    graph: bool | None = ...,
+    graph_updates: bool | None = ...,
+) -> Lifted[P, R]: ...
+
+
+@overload
+def shard_map(
+    *,
+    out_specs: Any,
+    in_specs: Any = ...,
+    mesh: Mesh | AbstractMesh | None = ...,
+    axis_names: Set[AxisName] = ...,
+    check_vma: bool | None = ...,
+    check_rep: bool | None = ...,
+    auto: Set[AxisName] = ...,
+    jit: bool = ...,
+    graph: bool | None = ...,
+    graph_updates: bool | None = ...,
+) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
+
+
+def shard_map(
+    f: Any = None,
+    /,
+    *,
+    out_specs: Any,
+    in_specs: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_names: Set[AxisName] = frozenset(),
+    check_vma: bool | None = None,
+    check_rep: bool | None = None,
+    auto: Set[AxisName] = frozenset(),
+    jit: bool = True,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Maps a function over shards of its arguments, which may be NNX modules.
+
+    Inside, each Variable holds one device's shard, and collectives such as ``jax.lax.psum``
+    reach the other devices. Everything said at :func:`~nnx_sharding.jit` about modules as
+    arguments and results holds here too. Called at top level the function is compiled once,
+    not run operation by operation.
+
+    Args:
+      f: the function.
+      out_specs: how the shards of the result are put together: a prefix of
+        ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`.
+      in_specs: how the arguments are cut, given as ``in_shardings`` of
+        :func:`~nnx_sharding.jit`. Updated Variables are put together by the same specs. A
+        plain Python value with the spec None is static; an array or module with it is
+        replicated. Without ``in_specs`` at all they are read from the types of the arrays,
+        on meshes whose axes are Explicit.
+      mesh: the mesh; without it, the one in context. May be an ``AbstractMesh``.
+      axis_names: the axes over which ``f`` is manual; empty means all.
+      check_vma: check what the specs claim about replication. Default True.
+      check_rep: the older name of ``check_vma``.
+      auto: the older way to say ``axis_names``: the axes that stay automatic.
+      jit: False runs operation by operation at top level, to debug with prints and
+        breakpoints.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      A :class:`~nnx_sharding.Lifted`, with the same staging methods as ``jit`` gives.
+
+    Raises:
+      TypeError: ``f`` is not callable; at a call, no ``in_specs`` on a mesh that is not
+        Explicit.
+      ValueError: both names of one option are given; at a call, there is no mesh, or the
+        specs do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import StateSharding, shard_map
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
+      >>> spec = StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P("model", None)})
+      >>> @shard_map(mesh=mesh, in_specs=(spec, P()), out_specs=P())
+      ... def mlp(model, x):
+      ...     return jax.lax.psum(model.down(jax.nn.relu(model.up(x))), "model")
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Dict(
+      ...     up=nnx.Linear(2, 16, use_bias=False, rngs=rngs),
+      ...     down=nnx.Linear(16, 2, use_bias=False, rngs=rngs),
+      ... )
+      >>> mlp(model, jnp.ones((4, 2))).shape
+      (4, 2)
+    """
+    if check_vma is not None and check_rep is not None:
+        raise ValueError("give check_vma or check_rep, which is its older name, not both.")
+    if axis_names and auto:
+        raise ValueError("give axis_names or auto, which is its complement, not both.")
+    checked = check_vma if check_vma is not None else check_rep
+    transform = _ShardMap(
+        Specs(in_specs),
+        Specs(out_specs),
+        mesh,
+        frozenset(axis_names),
+        frozenset(auto),
+        True if checked is None else checked,
+        jit,
+    )
+
+    def decorate(f: Callable[..., Any]) -> Any:
+        if not callable(f):
+            raise TypeError(f"shard_map needs a callable, not {f!r} of type {type(f).__name__}.")
+        return lift(f, transform, Roles(), graph, graph_updates)
+
+    return decorate if f is None else decorate(f)
