@@ -1,0 +1,340 @@
+"""The stages between a function and its execution, in the names of the user's own arguments.
+
+A :class:`Traced` holds the jaxpr for certain shapes and structures; lowering it gives a
+:class:`Lowered` with the compiler's input (StableHLO); compiling that gives a
+:class:`Compiled`, which can be inspected and called. They are those of ``jax.stages``, with
+every pytree in the form of the user's arguments and result: ``(positional, keywords)`` for
+inputs, without static arguments, and the function's own result for outputs. In both a module
+is an ``nnx.State`` by path, and a bare Variable stands for its value. Variables that the
+function left alone are no outputs of the program; where an output holds them, what is said of
+them is what was said of the input.
+
+What a backend cannot answer is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
+
+from ..lifting.difference import differences
+from ..lifting.merge import assemble
+from ..lifting.plan import Outcome, Plan, run
+from ..lifting.structure import LEAF, Child, Container, Structure, VariableEntry
+
+if TYPE_CHECKING:
+    from ..lifting.lifted import Lifted
+
+
+class Stage:
+    """What all stages have in common: the JAX stage, and the shape of the user's arguments."""
+
+    def __init__(self, stage: Any, lifted: Lifted[..., Any], plan: Plan):
+        self._stage = stage
+        self._lifted = lifted
+        self._plan = plan
+        empty = [None] * stage.out_tree.num_leaves
+        self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[1]
+
+    @property
+    def args_info(self) -> Any:
+        """For each argument array its aval and whether it is donated (``jax.stages.ArgInfo``)."""
+        return self._inputs(self._stage.args_info)
+
+    @property
+    def in_tree(self) -> jax.tree_util.PyTreeDef:
+        """The tree structure of ``(positional, keywords)``."""
+        return jax.tree_util.tree_structure(self.args_info)
+
+    @property
+    def in_avals(self) -> Any:
+        """The aval of each argument array."""
+        return self._inputs(self._stage.in_avals)
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Which leaves of ``in_tree`` are donated."""
+        infos = jax.tree_util.tree_leaves(self.args_info)
+        return tuple(i for i, info in enumerate(infos) if info.donated)
+
+    @property
+    def out_info(self) -> Any:
+        """Shape, dtype and, where it is known, sharding of each array of the result."""
+        inputs = [
+            jax.ShapeDtypeStruct(info.shape, info.dtype)
+            for info in _arguments(self._stage.args_info)
+        ]
+        return self._outputs(self._stage.out_info, inputs)
+
+    @property
+    def out_tree(self) -> jax.tree_util.PyTreeDef:
+        """The tree structure of the result."""
+        return jax.tree_util.tree_structure(self._outputs(None, None))
+
+    @property
+    def updates_info(self) -> Any:
+        """Shape and dtype of the arrays that the call writes back, in the form of the inputs.
+
+        Only changed Variables are in it. Objects that the call adds are not.
+        """
+        outcome, outputs = self._outcome, self._stage.out_info[0]
+        changed = {*outcome.values, *outcome.metadata}
+        found: dict[int, Any] = {}
+        for index in changed:
+            before = self._plan.structure.slots[index]
+            after = outcome.structure.slots[index]
+            for slot, new in zip(before, after, strict=False):
+                group, position = outcome.sources[new]
+                if group >= 0:
+                    found[slot] = outputs[group][position]
+        values = [found.get(slot) for slot in range(self._plan.structure.num_leaves)]
+        return _user_tree(self._plan.structure, values, keep=lambda slots: slots[0] in found)
+
+    def _inputs(self, per_argument: Any) -> Any:
+        return _user_tree(self._plan.structure, _arguments(per_argument))
+
+    def _outputs(self, per_output: Any, per_argument: Sequence[Any] | None) -> Any:
+        """What JAX says of its outputs, or a 0 for each, in the form of the result."""
+        sources = self._outcome.sources
+        if per_output is None or per_argument is None:
+            return _user_tree(self._outcome.structure, [0] * len(sources))
+        groups = per_output[0]
+        values = [per_argument[i] if group < 0 else groups[group][i] for group, i in sources]
+        return _user_tree(self._outcome.structure, values)
+
+    def __repr__(self) -> str:
+        return f"<nnx_sharding.stages.{type(self).__name__} of {self._lifted!r}>"
+
+
+class Traced(Stage):
+    """A function traced for certain argument types; ready to be lowered."""
+
+    @property
+    def jaxpr(self) -> Any:
+        """The jaxpr over flat arrays; its arguments are in the order of ``arg_names``."""
+        return self._stage.jaxpr
+
+    @property
+    def arg_names(self) -> tuple[str, ...]:
+        """For each argument of the jaxpr what the user would write: ``model.up.kernel``."""
+        return tuple(self._plan.names)
+
+    @property
+    def fun_name(self) -> str:
+        """The name of the function."""
+        return str(self._stage.fun_name)
+
+    @property
+    def out_avals(self) -> Any:
+        """The aval of each array of the result."""
+        return self._outputs(self._stage.out_avals, _arguments(self._stage.in_avals))
+
+    @property
+    def lojax(self) -> Any:
+        """JAX's own lower-level form of the trace, over flat arrays."""
+        return self._stage.lojax
+
+    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> Lowered:
+        """Lowers to the compiler's input.
+
+        Args:
+          lowering_platforms: platforms to lower for, such as ``("tpu",)``, if not the one at
+            hand.
+        """
+        lowered = self._stage.lower(lowering_platforms=lowering_platforms)
+        return Lowered(lowered, self._lifted, self._plan)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates the jaxpr for these arguments, and updates modules in place."""
+        return _call(self, args, kwargs)
+
+
+class Lowered(Stage):
+    """A function lowered to the compiler's input; ready to be compiled."""
+
+    def compile(
+        self,
+        compiler_options: dict[str, Any] | None = None,
+        *,
+        device_assignment: Sequence[jax.Device] | None = None,
+    ) -> Compiled:
+        """Compiles for the devices at hand.
+
+        Args:
+          compiler_options: options for XLA.
+          device_assignment: the devices to compile for, where the shardings name none.
+        """
+        options = {} if device_assignment is None else {"device_assignment": device_assignment}
+        compiled = self._stage.compile(compiler_options, **options)
+        return Compiled(compiled, self._lifted, self._plan)
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """The program as text.
+
+        Args:
+          dialect: ``"stablehlo"`` (the default) or ``"hlo"``.
+          debug_info: include source locations and the names of arguments.
+        """
+        return str(self._stage.as_text(dialect, debug_info=debug_info))
+
+    def compiler_ir(self, dialect: str | None = None) -> Any | None:
+        """The program as the compiler's object; None where there is none."""
+        return self._stage.compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any | None:
+        """Estimates made before optimisation, as JAX gives them; None if unavailable."""
+        return self._stage.cost_analysis()
+
+
+class Compiled(Stage):
+    """A compiled function. Calling it updates modules in place, like the function itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program.
+
+        Static arguments may be given, or left out as with ``jax.stages.Compiled``.
+
+        Raises:
+          TypeError: structure, static arguments or static attributes differ from those that
+            were lowered; shapes or dtypes do.
+        """
+        return _call(self, args, kwargs)
+
+    @staticmethod
+    def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:
+        """The call as a function of the compiled object."""
+        return compiled(*args, **kwargs)
+
+    @property
+    def input_shardings(self) -> Any:
+        """The sharding of each argument array; None for one that the program does not use."""
+        return self._inputs(self._stage.input_shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The sharding of each array of the result."""
+        stage = self._stage
+        return self._outputs(stage.output_shardings, _arguments(stage.input_shardings))
+
+    @property
+    def input_formats(self) -> Any:
+        """The ``Format`` (layout and sharding) of each argument array."""
+        return self._inputs(self._stage.input_formats)
+
+    @property
+    def input_layouts(self) -> Any:
+        """The older name of ``input_formats``."""
+        return self.input_formats
+
+    @property
+    def output_formats(self) -> Any:
+        """The ``Format`` of each array of the result."""
+        stage = self._stage
+        return self._outputs(stage.output_formats, _arguments(stage.input_formats))
+
+    def as_text(self) -> str | None:
+        """The optimised program as text."""
+        text: str | None = self._stage.as_text()
+        return text
+
+    def cost_analysis(self) -> Any | None:
+        """Estimates for the optimised program, as JAX gives them; None if unavailable."""
+        return self._stage.cost_analysis()
+
+    def memory_analysis(self) -> Any | None:
+        """Memory that the program needs per device, as JAX gives it; None if unavailable."""
+        return self._stage.memory_analysis()
+
+    def runtime_executable(self) -> Any | None:
+        """The runtime's own object; None if unavailable."""
+        return self._stage.runtime_executable()
+
+
+def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plan, lifted = stage._plan, stage._lifted
+    args, kwargs = _with_statics(plan, args, kwargs, len(lifted._bound))
+    call, flat = lifted._split(args, kwargs)
+    changed = [
+        f"{name}: {old.value!r} → {new.value!r}"
+        for name, old, new in zip(
+            _static_names(plan), plan.statics, call.statics, strict=False
+        )
+        if old != new
+    ]
+    if call.layout != plan.layout or call.statics != plan.statics or flat.structure != plan.structure:
+        names = [plan.layout.names[i] for i in plan.layout.dynamic]
+        changed += differences(plan.structure, flat.structure, names)
+        if call.layout != plan.layout:
+            changed += [f"arguments {_arguments_of(plan.layout)} → {_arguments_of(call.layout)}"]
+        raise TypeError(
+            f"{lifted.__name__} was {type(stage).__name__.lower()} for other arguments than it is "
+            "called with now:\n  " + "\n  ".join(changed) + "\nLower it again for these."
+        )
+    return run(plan, flat, stage._stage)
+
+
+def _with_statics(
+    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], bound: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fills in static arguments that the caller left out."""
+    layout = plan.layout
+    values = iter(plan.statics)
+    statics = {i: next(values).value for i in sorted(layout.static)}
+    keywords = {name: next(values).value for name in sorted(layout.static_keywords)}
+    own = {i: value for i, value in statics.items() if i >= bound}
+    if own and len(args) == len(layout.names) - bound - len(own):
+        given = iter(args)
+        count = len(layout.names)
+        args = tuple(own[i] if i in own else next(given) for i in range(bound, count))
+    return args, {**keywords, **kwargs}
+
+
+def _static_names(plan: Plan) -> list[str]:
+    layout = plan.layout
+    return [layout.names[i] for i in sorted(layout.static)] + sorted(layout.static_keywords)
+
+
+def _arguments_of(layout: Any) -> str:
+    return f"({', '.join((*layout.names, *(f'{k}=' for k in layout.keywords)))})"
+
+
+def _arguments(per_argument: Any) -> list[Any]:
+    """What JAX says of each flat argument, by slot."""
+    return list(per_argument[0])
+
+
+def _user_tree(
+    structure: Structure, values: Sequence[Any], keep: Callable[[Any], bool] = lambda _: True
+) -> Any:
+    """Values by slot in the form of the structure's root, modules as States."""
+    return _user_child(structure, structure.root, values, iter(structure.root_slots), keep)
+
+
+def _user_child(
+    structure: Structure, child: Child, values: Sequence[Any], slots: Any, keep: Any
+) -> Any:
+    if child is LEAF:
+        slot = next(slots)
+        return values[slot] if keep((slot,)) else None
+    if isinstance(child, Container):
+        parts = [_user_child(structure, c, values, slots, keep) for c in child.children]
+        return jax.tree_util.tree_unflatten(child.treedef, parts)
+    assert isinstance(child, int)
+    flat: dict[Any, Any] = {}
+    for place in structure.walk(child, slots):
+        if keep(place.slots):
+            own = (values[slot] for slot in place.slots)
+            flat[place.path] = _place_value(structure, place.index, own)
+    if () in flat:
+        return flat[()]
+    return nnx.from_flat_state(flat)
+
+
+def _place_value(structure: Structure, index: int | None, own: Any) -> Any:
+    entry = None if index is None else structure.entries[index]
+    if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
+        return assemble(entry.value, own, ())
+    return next(own)
