@@ -1,6 +1,20 @@
-"""Sharded transforms for Flax NNX: see :func:`jit`, :func:`shard_map`, :class:`StateSharding`."""
+"""Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages."""
 
+from . import stages
+from .graph import merge, split
 from .lifting.lifted import Lifted
+from .lifting.structure import Structure
 from .state_sharding import StateSharding
 from .transforms.jit import jit
 from .transforms.shard_map import shard_map
+
+__all__ = [
+    "Lifted",
+    "StateSharding",
+    "Structure",
+    "jit",
+    "merge",
+    "shard_map",
+    "split",
+    "stages",
+]

@@ -17,7 +17,7 @@ import jax
 from .. import _compat
 from .arguments import Call, Parameters
 from .merge import unflatten
-from .plan import Outcome, Plan, Transform, make_plan, run
+from .plan import Outcome, Plan, Transform, as_declared, make_plan, run
 from .split import Flat, flatten
 from .structure import NodeEntry, VariableEntry
 
@@ -116,7 +116,7 @@ class Lifted(Generic[P, R]):
 
         call, flat = self._split(args, kwargs)
         plan = self._plan(call, flat)
-        return Traced(plan.program.staged.trace(*flat.leaves), self, plan)
+        return Traced(plan.program.staged.trace(*as_declared(plan, flat.leaves)), self, plan)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
@@ -130,7 +130,7 @@ class Lifted(Generic[P, R]):
         """
         call, flat = self._split(args, kwargs)
         plan = self._plan(call, flat)
-        outputs, outcome = plan.program.staged.eval_shape(*flat.leaves)
+        outputs, outcome = plan.program.staged.eval_shape(*as_declared(plan, flat.leaves))
         arrays = [
             _abstract(flat.leaves[i]) if group < 0 else outputs[group][i]
             for group, i in outcome.sources

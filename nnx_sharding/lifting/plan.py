@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from .. import _compat
 from . import merge
@@ -129,7 +130,8 @@ class Plan(NamedTuple):
       targets: the dynamic arguments, taken apart.
       names: for each slot what the user would write to reach it.
       program: the pure function in JAX's hands.
-      layouts: for each slot the layout to place a Variable in, or None.
+      layouts: for each slot the layout that is declared for it, or None.
+      variables: the slots that belong to Variables.
       donated: the slots that are donated.
       moves_committed: whether Variables committed to another layout are moved as well.
     """
@@ -141,6 +143,7 @@ class Plan(NamedTuple):
     names: list[str]
     program: Program
     layouts: tuple[jax.sharding.Sharding | None, ...]
+    variables: frozenset[int]
     donated: frozenset[int]
     moves_committed: bool
 
@@ -182,21 +185,16 @@ def make_plan(
         targets=goals,
         names=labels,
         program=transform.compile(pure, slot_specs, groups.specs, tuple(sorted(donated))),
-        layouts=_variable_layouts(transform, structure, slot_specs),
+        layouts=tuple(map(transform.layout_of, slot_specs)),
+        variables=frozenset(
+            slot
+            for entry, slots in zip(structure.entries, structure.slots, strict=True)
+            if isinstance(entry, VariableEntry)
+            for slot in slots
+        ),
         donated=donated,
         moves_committed=transform.moves_committed,
     )
-
-
-def _variable_layouts(
-    transform: Transform, structure: Structure, slot_specs: Sequence[Any]
-) -> tuple[jax.sharding.Sharding | None, ...]:
-    layouts: list[jax.sharding.Sharding | None] = [None] * structure.num_leaves
-    for index, entry in enumerate(structure.entries):
-        if isinstance(entry, VariableEntry):
-            for slot in structure.slots[index]:
-                layouts[slot] = transform.layout_of(slot_specs[slot])
-    return tuple(layouts)
 
 
 class _Groups:
@@ -402,7 +400,9 @@ def _place(plan: Plan, leaves: list[Any]) -> tuple[list[Any], list[int]]:
     slots = [
         slot
         for slot, layout in enumerate(plan.layouts)
-        if layout is not None and _needs_placing(leaves[slot], layout, plan.moves_committed)
+        if layout is not None
+        and slot in plan.variables
+        and _needs_placing(leaves[slot], layout, plan.moves_committed)
     ]
     if not slots or not _compat.trace_is_clean():
         return leaves, []
@@ -411,6 +411,29 @@ def _place(plan: Plan, leaves: list[Any]) -> tuple[list[Any], list[int]]:
     for slot, array in zip(slots, placed, strict=True):
         leaves[slot] = array
     return leaves, slots
+
+
+def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
+    """Arrays to trace with: where their layout is still open, they have the declared one."""
+    return [
+        leaf
+        if layout is None or not _is_open(leaf)
+        else jax.ShapeDtypeStruct(
+            jnp.shape(leaf),
+            jax.dtypes.result_type(leaf),
+            sharding=layout,
+            weak_type=getattr(jax.typeof(leaf), "weak_type", False),
+        )
+        for leaf, layout in zip(leaves, plan.layouts, strict=True)
+    ]
+
+
+def _is_open(leaf: Any) -> bool:
+    if isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
+        return False
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding is None
+    return not (isinstance(leaf, jax.Array) and leaf.committed)
 
 
 def _needs_placing(leaf: Any, layout: jax.sharding.Sharding, moves_committed: bool) -> bool:

@@ -40,7 +40,7 @@ class _ShardMap:
     @property
     def moves_committed(self) -> bool:
         # Over axes that stay automatic, a layout that was chosen elsewhere is none of ours.
-        return self._manual_axes() == frozenset(self.current.axis_names if self.current else ())
+        return self._is_fully_manual()
 
     def sort_call(
         self, parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -117,14 +117,20 @@ class _ShardMap:
             axis_names=self._manual_axes() if self.axis_names or self.auto else frozenset(),
             check_vma=self.check_vma,
         )
-        jitted = jax.jit(mapped)
-        return Program(
-            staged=jitted, top_level=jitted if self.compiled else mapped, inline=mapped
-        )
+        options: dict[str, Any] = {}
+        if self._is_fully_manual() and isinstance(self.current, Mesh):
+            # Says nothing new, but results then have a NamedSharding like those of shard_map.
+            outputs = tuple(NamedSharding(self.current, spec) for spec in out_specs)
+            options["out_shardings"] = (outputs, None)
+        jitted = jax.jit(mapped, **options)
+        return Program(staged=jitted, top_level=jitted if self.compiled else mapped, inline=mapped)
 
     def _manual_axes(self) -> frozenset[Any]:
         names = frozenset(self.current.axis_names if self.current else ())
         return self.axis_names or names - self.auto
+
+    def _is_fully_manual(self) -> bool:
+        return self._manual_axes() == frozenset(self.current.axis_names if self.current else ())
 
     def _inferred(
         self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
