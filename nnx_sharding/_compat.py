@@ -210,7 +210,7 @@ except ImportError:
 
 
 def hide_frames_of(path: str) -> None:
-    """Lets JAX's traceback filtering leave out the frames of one of our files."""
+    """Lets JAX's traceback filtering leave out the frames of a file, or of all in a folder."""
     if _traceback_util is not None:
         _traceback_util.register_exclusion(path)
 

@@ -4,3 +4,7 @@
 ``resolve`` (one sharding per array) → ``plan`` (the pure function and its write-back) →
 ``merge`` (arrays to graph), with ``lifted`` as the callable that users hold.
 """
+
+from .._compat import hide_frames_of
+
+hide_frames_of(__path__[0])

@@ -130,11 +130,8 @@ class Lifted(Generic[P, R]):
         """
         call, flat = self._split(args, kwargs)
         plan = self._plan(call, flat)
-        outputs, outcome = plan.program.staged.eval_shape(*as_declared(plan, flat.leaves))
-        arrays = [
-            _abstract(flat.leaves[i]) if group < 0 else outputs[group][i]
-            for group, i in outcome.sources
-        ]
+        *groups, outcome = plan.program.staged.eval_shape(*as_declared(plan, flat.leaves))
+        arrays = outcome.arrays([_abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
 
     def clear_cache(self) -> None:

@@ -110,6 +110,11 @@ class Outcome:
         self.metadata = metadata
         self.nodes = nodes
 
+    def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:
+        """For each array of ``structure`` what the inputs or the outputs hold for it."""
+        outputs = [group.arrays for group in groups]
+        return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
+
     def _key(self) -> tuple[Any, ...]:
         return self.structure, self.sources, self.values, self.metadata
 
@@ -118,6 +123,27 @@ class Outcome:
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+
+class OutputGroup:
+    """Outputs of one spec, each with the name under which JAX's messages and HLO show it."""
+
+    __slots__ = ("arrays", "names")
+
+    def __init__(self, arrays: Sequence[Any], names: tuple[str, ...]):
+        self.arrays = arrays
+        self.names = names
+
+
+jax.tree_util.register_pytree_with_keys(
+    OutputGroup,
+    lambda group: (
+        tuple(zip(map(jax.tree_util.GetAttrKey, group.names), group.arrays, strict=True)),
+        group.names,
+    ),
+    lambda names, arrays: OutputGroup(arrays, names),  # type: ignore[arg-type]
+    lambda group: (group.arrays, group.names),
+)
 
 
 class Plan(NamedTuple):
@@ -266,16 +292,20 @@ class _Pure:
         )
         if not self.updates:
             self._check_output(after)
-        specs = self._output_specs(out, after)
-        return self._pack(leaves, after, specs)
-
-    def _output_specs(self, out: Any, after: Flat) -> list[Any]:
         goal = target("output", self.transform.out_specs.tree, out, after.structure.root)
+        goals = [*self.goals, goal] if self.updates else [goal]
+        names = slot_names(after.structure, [*self.goals, goal])
+        for index, (where, _) in self.known_specs.items():
+            for slot in after.structure.slots[index]:
+                names[slot] = where
+        return self._pack(leaves, after, self._output_specs(after, goals), names)
+
+    def _output_specs(self, after: Flat, goals: Sequence[Target]) -> list[Any]:
         resolved = resolve(
             after.structure,
             after.objects,
             after.leaves,
-            [*self.goals, goal] if self.updates else [goal],
+            goals,
             self.transform.spec_of,
             known=self.known_specs,
             settled={g.name for g in self.goals},
@@ -286,10 +316,13 @@ class _Pure:
         unspecified = self.transform.spec_of(None)
         return [unspecified if spec is None else spec for spec in resolved.slots]
 
-    def _pack(self, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]) -> Any:
+    def _pack(
+        self, leaves: Sequence[Any], after: Flat, specs: Sequence[Any], names: Sequence[str]
+    ) -> tuple[Any, ...]:
         """Sorts the arrays into outputs and those left alone, and notes what changed."""
         structure, before = after.structure, self.structure
         outputs: tuple[list[Any], ...] = tuple([] for _ in self.groups.specs)
+        labels: tuple[list[str], ...] = tuple([] for _ in self.groups.specs)
         sources: list[Any] = [None] * len(after.leaves)
         values: list[int] = []
         metadata: list[int] = []
@@ -315,13 +348,22 @@ class _Pure:
                 change = merge.node_changes(index, old, structure, fresh)
                 if change is not None:
                     nodes.append(change)
+        new_refs = {
+            slot
+            for entry, slots in zip(structure.entries, structure.slots, strict=True)
+            if isinstance(entry, RefEntry)
+            for slot in slots
+        }
         for slot, source in enumerate(sources):
             if source is None:
+                leaf = after.leaves[slot]
                 group = self.groups.index[specs[slot]]
                 sources[slot] = (group, len(outputs[group]))
-                outputs[group].append(_frozen(after.leaves[slot]))
+                # A ref cannot leave a trace; its value can, and becomes a new ref outside.
+                outputs[group].append(leaf[...] if slot in new_refs else leaf)
+                labels[group].append(names[slot])
         outcome = Outcome(structure, tuple(sources), tuple(values), tuple(metadata), tuple(nodes))
-        return outputs, outcome
+        return *map(OutputGroup, outputs, map(tuple, labels)), outcome
 
     def _check_output(self, after: Flat) -> None:
         """Without graph updates no Variable may stand in two places of input and output."""
@@ -357,10 +399,6 @@ def _specs_of_objects(
     return found
 
 
-def _frozen(leaf: Any) -> Any:
-    return leaf[...] if _compat.is_ref(leaf) else leaf
-
-
 class _SlotParameter(inspect.Parameter):
     """A parameter whose name is the path of an array, so that JAX's messages and HLO show it."""
 
@@ -391,8 +429,8 @@ def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
       TraceContextError: the function changed objects that belong to another trace.
     """
     leaves, placed = _place(plan, flat.leaves)
-    outputs, outcome = execute(*leaves)
-    return write_back(plan, flat.objects, leaves, outputs, outcome, placed)
+    *groups, outcome = execute(*leaves)
+    return write_back(plan, flat.objects, leaves, groups, outcome, placed)
 
 
 def _place(plan: Plan, leaves: list[Any]) -> tuple[list[Any], list[int]]:
@@ -452,7 +490,7 @@ def write_back(
     plan: Plan,
     objects: Sequence[Any],
     leaves: Sequence[Any],
-    outputs: Sequence[Sequence[Any]],
+    groups: Sequence[OutputGroup],
     outcome: Outcome,
     placed: Sequence[int] = (),
 ) -> Any:
@@ -461,7 +499,7 @@ def write_back(
     All new objects are made, and all checks done, before the first old one is changed.
     """
     after = outcome.structure
-    arrays = [leaves[i] if group < 0 else outputs[group][i] for group, i in outcome.sources]
+    arrays = outcome.arrays(leaves, groups)
     built = merge.unflatten(after, arrays, dict(enumerate(objects)))
     variables = [*outcome.values, *outcome.metadata]
     stale = [

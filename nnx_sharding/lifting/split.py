@@ -62,7 +62,7 @@ def flatten(
     """
     splitter = _Splitter(graph, known)
     root_slots: list[int] = []
-    root = splitter.container(tree, root_slots, all_leaves=True)
+    root = splitter.container(tree, root_slots, all_leaves=True, link_refs=False)
     for obj in known:
         if describe_known(obj):
             splitter.link(obj)
@@ -138,22 +138,29 @@ class _Splitter:
             return self._leaf(value, slots)
         return child
 
-    def container(self, tree: Any, slots: list[int], *, all_leaves: bool) -> Child:
+    def container(
+        self, tree: Any, slots: list[int], *, all_leaves: bool, link_refs: bool = True
+    ) -> Child:
         """A pytree of NNX objects and other leaves.
 
-        ``all_leaves`` tells whether leaves that are no arrays travel with the arrays, as
-        function arguments do, or are static, as inside of modules.
+        Args:
+          tree: the pytree.
+          slots: takes the slots of its own arrays.
+          all_leaves: whether leaves that are no arrays travel with the arrays, as function
+            arguments do, or are static, as inside of modules.
+          link_refs: whether a ``jax.Ref`` is an object that may be shared. Where a function
+            takes refs themselves, JAX's own rule against passing one twice shall hold.
         """
         if _compat.is_graph_object(tree):
             return self.link(tree)
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        children = tuple(self._part(part, slots, all_leaves) for part in parts)
+        children = tuple(self._part(part, slots, all_leaves, link_refs) for part in parts)
         if is_leaf_treedef(treedef):
             return children[0]
         return Container(treedef, children)
 
-    def _part(self, part: Any, slots: list[int], all_leaves: bool) -> Child:
-        if _compat.is_graph_object(part) or _compat.is_ref(part):
+    def _part(self, part: Any, slots: list[int], all_leaves: bool, link_refs: bool) -> Child:
+        if _compat.is_graph_object(part) or (link_refs and _compat.is_ref(part)):
             return self.link(part)
         if all_leaves or isinstance(part, _ARRAYS):
             return self._leaf(part, slots)

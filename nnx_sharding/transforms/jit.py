@@ -88,7 +88,7 @@ class _Jit:
         if any(spec is not None for spec in in_specs):
             options["in_shardings"] = tuple(in_specs)
         if any(spec is not None for spec in out_specs):
-            options["out_shardings"] = (tuple(out_specs), None)
+            options["out_shardings"] = (*out_specs, None)
         if donated:
             options["donate_argnums"] = donated
         if self.device is not None:

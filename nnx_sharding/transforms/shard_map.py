@@ -113,15 +113,15 @@ class _ShardMap:
             pure,
             mesh=mesh,
             in_specs=tuple(in_specs),
-            out_specs=(tuple(out_specs), PartitionSpec()),
+            out_specs=(*out_specs, PartitionSpec()),
             axis_names=self._manual_axes() if self.axis_names or self.auto else frozenset(),
             check_vma=self.check_vma,
         )
         options: dict[str, Any] = {}
         if self._is_fully_manual() and isinstance(self.current, Mesh):
             # Says nothing new, but results then have a NamedSharding like those of shard_map.
-            outputs = tuple(NamedSharding(self.current, spec) for spec in out_specs)
-            options["out_shardings"] = (outputs, None)
+            outputs = (NamedSharding(self.current, spec) for spec in out_specs)
+            options["out_shardings"] = (*outputs, None)
         jitted = jax.jit(mapped, **options)
         return Program(staged=jitted, top_level=jitted if self.compiled else mapped, inline=mapped)
 

@@ -37,7 +37,7 @@ class Stage:
         self._lifted = lifted
         self._plan = plan
         empty = [None] * stage.out_tree.num_leaves
-        self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[1]
+        self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
 
     @property
     def args_info(self) -> Any:
@@ -80,7 +80,7 @@ class Stage:
 
         Only changed Variables are in it. Objects that the call adds are not.
         """
-        outcome, outputs = self._outcome, self._stage.out_info[0]
+        outcome, groups = self._outcome, self._stage.out_info[:-1]
         changed = {*outcome.values, *outcome.metadata}
         found: dict[int, Any] = {}
         for index in changed:
@@ -89,7 +89,7 @@ class Stage:
             for slot, new in zip(before, after, strict=False):
                 group, position = outcome.sources[new]
                 if group >= 0:
-                    found[slot] = outputs[group][position]
+                    found[slot] = groups[group].arrays[position]
         values = [found.get(slot) for slot in range(self._plan.structure.num_leaves)]
         return _user_tree(self._plan.structure, values, keep=lambda slots: slots[0] in found)
 
@@ -101,8 +101,7 @@ class Stage:
         sources = self._outcome.sources
         if per_output is None or per_argument is None:
             return _user_tree(self._outcome.structure, [0] * len(sources))
-        groups = per_output[0]
-        values = [per_argument[i] if group < 0 else groups[group][i] for group, i in sources]
+        values = self._outcome.arrays(per_argument, per_output[:-1])
         return _user_tree(self._outcome.structure, values)
 
     def __repr__(self) -> str:
