@@ -7,8 +7,9 @@ the functions below. A new release of either breaks this file and its test, noth
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from flax import errors as flax_errors
@@ -20,26 +21,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 TraceContextError = flax_errors.TraceContextError
 
-try:
-    from jax._src.array import ArrayImpl
-except ImportError:  # any concrete array then takes the general path
-    ArrayImpl = None
 
-try:
-    from jax._src import traceback_util as _traceback_util
-except ImportError:
-    _traceback_util = None
+def _private(module: str, name: str) -> Any:
+    """An undocumented name of JAX, or None in a release that no longer has it."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
 
-try:
-    from jax._src.mesh import thread_resources as _thread_resources
-except ImportError:
-    _thread_resources = None
+
+# Without these: any array takes the general path; a legacy `with mesh:` is not seen;
+# tracebacks show our frames.
+ArrayImpl: Any = _private("jax._src.array", "ArrayImpl")
+_thread_resources: Any = _private("jax._src.mesh", "thread_resources")
+_traceback_util: Any = _private("jax._src", "traceback_util")
+_trace_state_clean: Any = _private("jax._src.core", "trace_state_clean")
 
 
 # Kinds of objects
 
 
-_GRAPH_NODE_TYPES = graphlib.GRAPH_REGISTRY
+_GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
 
 def is_node(x: Any) -> bool:
@@ -136,15 +138,15 @@ def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
     return variable_type.from_metadata(None, metadata)  # type: ignore[attr-defined]
 
 
-_raw_value = getattr(nnx.Variable, "_raw_value", None)
-_raw_metadata = getattr(nnx.Variable, "_var_metadata", None)
+_raw_value: Any = getattr(nnx.Variable, "_raw_value", None)
+_raw_metadata: Any = getattr(nnx.Variable, "_var_metadata", None)
 
 if hasattr(_raw_value, "__set__") and hasattr(_raw_metadata, "__set__"):
     # Slot descriptors: no hook runs and no trace is checked; callers check before they write.
-    get_value: Callable[[Any], Any] = _raw_value.__get__  # type: ignore[union-attr]
-    set_value: Callable[[Any, Any], None] = _raw_value.__set__  # type: ignore[union-attr]
-    get_metadata: Callable[[Any], dict[str, Any]] = _raw_metadata.__get__  # type: ignore[union-attr]
-    set_metadata: Callable[[Any, dict[str, Any]], None] = _raw_metadata.__set__  # type: ignore[union-attr]
+    get_value: Callable[[Any], Any] = _raw_value.__get__
+    set_value: Callable[[Any, Any], None] = _raw_value.__set__
+    get_metadata: Callable[[Any], dict[str, Any]] = _raw_metadata.__get__
+    set_metadata: Callable[[Any, dict[str, Any]], None] = _raw_metadata.__set__
 else:
 
     def get_value(variable: Any) -> Any:
@@ -154,7 +156,7 @@ else:
         variable.set_raw_value(value)
 
     def get_metadata(variable: Any) -> dict[str, Any]:
-        return variable.get_metadata()
+        return dict(variable.get_metadata())
 
     def set_metadata(variable: Any, metadata: dict[str, Any]) -> None:
         variable.set_metadata(metadata)
@@ -163,9 +165,9 @@ else:
 def can_update(x: Any) -> bool:
     """Whether a Variable or node belongs to the current trace and may be changed in it."""
     if isinstance(x, nnx.Variable):
-        return x._can_update
+        return bool(x._can_update)
     state = getattr(x, "_pytree__state", None)
-    return state is None or state.trace_state.is_valid()
+    return state is None or bool(state.trace_state.is_valid())
 
 
 # Modes and contexts
@@ -190,20 +192,23 @@ def context_mesh() -> Mesh | AbstractMesh | None:
                 return mesh
         return abstract
     if _thread_resources is not None:
-        legacy = _thread_resources.env.physical_mesh
+        legacy: Mesh = _thread_resources.env.physical_mesh
         if not legacy.empty:
             return legacy
     return None
 
 
-try:
-    from jax._src.core import trace_state_clean as trace_is_clean
-except ImportError:
-    _TOP_LEVEL = jax.extend.core.get_opaque_trace_state(convention="nnx")
+if _trace_state_clean is not None:
 
     def trace_is_clean() -> bool:
         """Whether no JAX transformation is being traced on this thread."""
-        return jax.extend.core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL
+        return bool(_trace_state_clean())
+
+else:
+    _TOP_LEVEL = jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+    def trace_is_clean() -> bool:
+        return bool(jax.extend.core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL)
 
 
 # Tracebacks
@@ -219,4 +224,5 @@ def api_boundary(function: F) -> F:
     """Marks a function as an entry from user code, where tracebacks are filtered."""
     if _traceback_util is None:
         return function
-    return functools.wraps(function)(_traceback_util.api_boundary(function))
+    boundary: Any = _traceback_util.api_boundary(function)
+    return cast(F, functools.wraps(function)(boundary))

@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from . import _compat
-from .lifting.merge import metadata_of, node_changes, node_values, write_node
 from .lifting.merge import assemble as _assemble
+from .lifting.merge import metadata_of, node_changes, node_values, write_node
 from .lifting.merge import unflatten as _unflatten
 from .lifting.split import flatten as _flatten
 from .lifting.structure import (
@@ -62,7 +62,7 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
     unmatched = []
     for place in _places(flat.structure):
         value = _value_at(flat.structure, place, flat.leaves)
-        subject = value if place.index is None else flat.objects[place.index]
+        subject = value if place.entry is None else flat.objects[place.entry]
         for group, predicate in zip(groups, predicates, strict=True):
             if predicate(place.path, subject):
                 group[place.path] = value
@@ -71,7 +71,9 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
             unmatched.append(f"  {path_string(place.path)}: {type(subject).__name__}")
     if unmatched:
         raise ValueError(
-            "no filter matches:\n" + "\n".join(unmatched) + "\nAdd a last filter `...` for the rest."
+            "no filter matches:\n"
+            + "\n".join(unmatched)
+            + "\nAdd a last filter `...` for the rest."
         )
     return flat.structure, *map(_to_state, groups)
 
@@ -175,7 +177,7 @@ def _places(structure: Structure) -> list[Place]:
 
 
 def _value_at(structure: Structure, place: Place, leaves: list[Any]) -> Any:
-    entry = None if place.index is None else structure.entries[place.index]
+    entry = None if place.entry is None else structure.entries[place.entry]
     own = (leaves[slot] for slot in place.slots)
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
         return _assemble(entry.value, own, ())
@@ -198,12 +200,14 @@ def _leaves_by_slot(structure: Structure, groups: tuple[Any, ...]) -> list[Any]:
         value = found[-1]
         value = value.get_raw_value() if isinstance(value, nnx.Variable) else value
         own = [value] if len(place.slots) == 1 else jax.tree_util.tree_leaves(value)
-        if place.index is not None and isinstance(
-            getattr(structure.entries[place.index], "value", None), Container
+        if place.entry is not None and isinstance(
+            getattr(structure.entries[place.entry], "value", None), Container
         ):
             own = jax.tree_util.tree_leaves(value)
         if len(own) != len(place.slots):
-            missing.append(f"  {path_string(place.path)}: {len(place.slots)} arrays, got {len(own)}")
+            missing.append(
+                f"  {path_string(place.path)}: {len(place.slots)} arrays, got {len(own)}"
+            )
             continue
         for slot, leaf in zip(place.slots, own, strict=True):
             leaves[slot] = leaf

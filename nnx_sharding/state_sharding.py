@@ -40,11 +40,11 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = ("_filters", "_predicates", "_shardings", "__weakref__")
+    __slots__ = ("__weakref__", "_filters", "_predicates", "_shardings")
 
     def __init__(
         self,
-        filter_sharding: nnx.State | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+        filter_sharding: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
         /,
     ):
         if isinstance(filter_sharding, nnx.State):
@@ -130,7 +130,7 @@ def _predicate(filter_: Any) -> Any:
         ) from error
 
 
-def _path_filters(state: nnx.State) -> list[tuple[Any, Any]]:
+def _path_filters(state: nnx.State[Any, Any]) -> list[tuple[Any, Any]]:
     """One filter for all paths of a state that name the same sharding."""
     paths: dict[Any, list[Any]] = {}
     for path, leaf in nnx.to_flat_state(state):
@@ -157,5 +157,3 @@ def _is_opaque(predicate: Any) -> bool:
     if isinstance(predicate, nnx.Not):
         return _is_opaque(predicate.predicate)
     return True
-
-

@@ -86,7 +86,9 @@ class Parameters:
         kinds = inspect.Parameter
         parameters = signature.parameters.values()
         self.positional = tuple(
-            p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+            p.name
+            for p in parameters
+            if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
         )
         self._by_keyword = frozenset(
             p.name for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD
@@ -243,9 +245,13 @@ def align_specs(
     parameter_static = _static_parameters(parameters, layout)
     total = max(len(parameters.positional), len(layout.names))
     dynamic = [i for i in range(total) if i not in parameter_static]
-    if parameter_static and all(
-        i < len(specs) and specs[i] is None for i in parameter_static if i < len(layout.names)
-    ) and len(specs) > len([i for i in dynamic if i < len(layout.names)]):
+    if (
+        parameter_static
+        and all(
+            i < len(specs) and specs[i] is None for i in parameter_static if i < len(layout.names)
+        )
+        and len(specs) > len([i for i in dynamic if i < len(layout.names)])
+    ):
         by_position = dict(enumerate(specs))
     else:
         by_position = dict(zip(dynamic, specs, strict=False))
@@ -258,7 +264,11 @@ def align_specs(
             + f" Give one entry for each of ({', '.join(layout.names[parameters.bound :])}), "
             "or a mapping from parameter names."
         )
-    by_name = {parameters.positional[i]: s for i, s in by_position.items() if i < len(parameters.positional)}
+    by_name = {
+        parameters.positional[i]: s
+        for i, s in by_position.items()
+        if i < len(parameters.positional)
+    }
     return (
         tuple(by_position[i] for i in layout.dynamic),
         {k: by_name.get(k) for k in layout.dynamic_keywords},
@@ -299,7 +309,7 @@ def _specs_by_name(
     )
 
 
-def _static_parameters(parameters: Parameters, layout: Layout) -> set[int]:
+def _static_parameters(parameters: Parameters, layout: Layout) -> frozenset[int]:
     """Positions in the signature that are static, also those that this call left out."""
     names = layout.static_keywords
     by_name = {i for i, name in enumerate(parameters.positional) if name in names}

@@ -19,9 +19,7 @@ from .structure import (
 )
 
 
-def differences(
-    old: Structure, new: Structure, names: Sequence[str], limit: int = 10
-) -> list[str]:
+def differences(old: Structure, new: Structure, names: Sequence[str], limit: int = 10) -> list[str]:
     """Where two calls differ: ``model.dropout.deterministic: False → True``.
 
     Args:

@@ -48,11 +48,15 @@ class Roles(NamedTuple):
     ) -> Roles:
         """Roles in hashable form."""
         return cls(
-            *(
-                x if x is None or isinstance(x, int | str) else tuple(x)
-                for x in (static_argnums, static_argnames, donate_argnums, donate_argnames)
-            )
+            _hashable(static_argnums),
+            _hashable(static_argnames),
+            _hashable(donate_argnums),
+            _hashable(donate_argnames),
         )
+
+
+def _hashable(role: Any) -> Any:
+    return role if role is None or isinstance(role, int | str) else tuple(role)
 
 
 class Lifted(Generic[P, R]):
@@ -87,6 +91,7 @@ class Lifted(Generic[P, R]):
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function; objects that it changes are the caller's own."""
         call, flat = self._split(args, kwargs)
         plan = self._plan(call, flat)
         program = plan.program
@@ -183,7 +188,7 @@ class Lifted(Generic[P, R]):
         module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
         name = getattr(self._fun, "__qualname__", "")
         try:
-            found = functools.reduce(getattr, name.split("."), module)
+            found: Any = functools.reduce(getattr, name.split("."), module)
         except AttributeError:
             found = None
         if found is self:
@@ -219,8 +224,9 @@ def _unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
     if isinstance(fun, Lifted) and fun._bound:
-        unbound = Lifted(fun._fun, fun._transform, fun._roles, graph=fun._graph,
-                         graph_updates=fun._graph_updates)
+        unbound = Lifted(
+            fun._fun, fun._transform, fun._roles, graph=fun._graph, graph_updates=fun._graph_updates
+        )
         return unbound, fun._bound
     if isinstance(fun, functools.partial):
         inner, bound = _unbind(fun.func)
@@ -267,10 +273,11 @@ def _rebuild(
 def _unhashable_statics(flat: Flat) -> str:
     lines = []
     for entry in flat.structure.entries:
+        statics: list[tuple[Any, Any]] = []
         if isinstance(entry, VariableEntry):
             statics = list(entry.metadata)
-        else:
-            statics = list(zip(entry.keys, entry.children)) if isinstance(entry, NodeEntry) else []
+        elif isinstance(entry, NodeEntry):
+            statics = list(zip(entry.keys, entry.children, strict=True))
         for key, child in statics:
             try:
                 hash(child)

@@ -100,7 +100,7 @@ def _new_object(entry: Any, structure: Structure, index: int, leaves: Sequence[A
 class NodeChange(NamedTuple):
     """The attributes of one node that differ: key and child, with its slots; keys that went."""
 
-    index: int
+    node: int
     changed: tuple[tuple[Any, Child, tuple[int, ...]], ...]
     removed: tuple[Any, ...]
 
@@ -159,11 +159,11 @@ def write_node(
     objects: Sequence[Any],
 ) -> None:
     """Applies one change to an existing node."""
-    entry = after.entries[change.index]
+    entry = after.entries[change.node]
     assert isinstance(entry, NodeEntry)
 
     def complete() -> list[tuple[Any, Any]]:
-        own = (leaves[slot] for slot in after.slots[change.index])
+        own = (leaves[slot] for slot in after.slots[change.node])
         return node_attributes(entry, own, objects)
 
-    _compat.rewrite_node(objects[change.index], values, change.removed, complete)
+    _compat.rewrite_node(objects[change.node], values, change.removed, complete)

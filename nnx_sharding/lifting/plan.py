@@ -27,10 +27,21 @@ from .structure import NodeEntry, RefEntry, Static, Structure, VariableEntry, ac
 class Transform(Protocol):
     """What ``jit`` and ``shard_map`` each decide for themselves."""
 
-    name: str
-    in_name: str
-    in_specs: Specs
-    out_specs: Specs
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def in_name(self) -> str:
+        """The name of its option for the specs of inputs."""
+
+    @property
+    def in_specs(self) -> Specs:
+        """The specs of inputs as the user wrote them."""
+
+    @property
+    def out_specs(self) -> Specs:
+        """The specs of outputs as the user wrote them."""
 
     @property
     def moves_committed(self) -> bool:
@@ -150,6 +161,7 @@ class Plan(NamedTuple):
     """All that a call needs after its arguments were split.
 
     Attributes:
+      fun_name: the name of the function.
       structure: the structure of the arguments that the plan serves.
       layout: the roles of the arguments.
       statics: the static arguments.
@@ -162,6 +174,7 @@ class Plan(NamedTuple):
       moves_committed: whether Variables committed to another layout are moved as well.
     """
 
+    fun_name: str
     structure: Structure
     layout: Layout
     statics: tuple[Static, ...]
@@ -197,7 +210,12 @@ def make_plan(
     slot_specs = transform.slot_specs(resolved.slots, flat.leaves)
     donated_names = {layout.names[i] for i in layout.donated} | layout.donated_keywords
     donated = frozenset(reachable_slots(structure, goals, donated_names))
-    donated -= {s for i, e in enumerate(structure.entries) if isinstance(e, RefEntry) for s in structure.slots[i]}
+    donated -= {
+        s
+        for i, e in enumerate(structure.entries)
+        if isinstance(e, RefEntry)
+        for s in structure.slots[i]
+    }
     groups = _Groups(transform, slot_specs)
     labels = slot_names(structure, goals)
     pure = _Pure(
@@ -205,6 +223,7 @@ def make_plan(
         donated, graph, updates,
     ).function(labels)  # fmt: skip
     return Plan(
+        fun_name=pure.__name__,
         structure=structure,
         layout=layout,
         statics=call.statics,
@@ -277,7 +296,7 @@ class _Pure:
         pure.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
         pure.__qualname__ = getattr(self.fun, "__qualname__", pure.__name__)
         pure.__wrapped__ = self.fun  # type: ignore[attr-defined]
-        pure.__signature__ = inspect.Signature(map(_SlotParameter, labels))  # type: ignore[attr-defined]
+        pure.__signature__ = inspect.Signature([*map(_SlotParameter, labels)])  # type: ignore[attr-defined]
         return pure
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -333,8 +352,10 @@ class _Pure:
             fresh: set[int] = set()
             for slot in structure.slots[index]:
                 unchanged = inputs.get(id(after.leaves[slot]))
-                if unchanged is None or unchanged in self.donated or (
-                    specs[slot] != self.slot_specs[unchanged]
+                if (
+                    unchanged is None
+                    or unchanged in self.donated
+                    or (specs[slot] != self.slot_specs[unchanged])
                 ):
                     fresh.add(slot)
                 else:
@@ -372,9 +393,9 @@ class _Pure:
         lines = []
         for place in after.structure.walk(after.structure.root, slots):
             where = accessor("output", place.path)
-            if place.index is not None and place.index in seen:
-                lines.append(f"  {seen[place.index]} and {where}")
-            elif place.index is not None and not _compat.can_update(after.objects[place.index]):
+            if place.entry is not None and place.entry in seen:
+                lines.append(f"  {seen[place.entry]} and {where}")
+            elif place.entry is not None and not _compat.can_update(after.objects[place.entry]):
                 lines.append(f"  {where}: a Variable captured from outside of the function")
         if lines:
             raise ValueError(
@@ -393,9 +414,9 @@ def _specs_of_objects(
     for goal in goals:
         for keys, _, part in goal.parts:
             for place in structure.walk(part, slots):
-                if place.index is not None and place.index not in found:
+                if place.entry is not None and place.entry not in found:
                     spec = slot_specs[place.slots[0]] if place.slots else None
-                    found[place.index] = (accessor(goal.name, (*keys, *place.path)), spec)
+                    found[place.entry] = (accessor(goal.name, (*keys, *place.path)), spec)
     return found
 
 
@@ -482,7 +503,8 @@ def _needs_placing(leaf: Any, layout: jax.sharding.Sharding, moves_committed: bo
         return False
     return not leaf.committed or (
         moves_committed
-        and own.device_set == layout.device_set and not own.is_equivalent_to(layout, leaf.ndim)
+        and own.device_set == layout.device_set
+        and not own.is_equivalent_to(layout, leaf.ndim)
     )
 
 
@@ -504,7 +526,7 @@ def write_back(
     variables = [*outcome.values, *outcome.metadata]
     stale = [
         index
-        for index in (*variables, *(change.index for change in outcome.nodes))
+        for index in (*variables, *(change.node for change in outcome.nodes))
         if not _compat.can_update(objects[index])
     ]
     if stale:
@@ -551,8 +573,8 @@ def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:
     for goal in plan.targets:
         for keys, _, part in goal.parts:
             for place in plan.structure.walk(part, slots):
-                if place.index is not None:
-                    names.setdefault(place.index, accessor(goal.name, (*keys, *place.path)))
+                if place.entry is not None:
+                    names.setdefault(place.entry, accessor(goal.name, (*keys, *place.path)))
     return [
         names.get(i, plan.structure.entries[i].type.__name__)  # type: ignore[union-attr]
         for i in indices

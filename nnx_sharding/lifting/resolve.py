@@ -12,7 +12,16 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..state_sharding import StateSharding
-from .structure import Child, Container, Path, Place, Structure, accessor, container_keys, is_leaf_treedef
+from .structure import (
+    Child,
+    Container,
+    Path,
+    Place,
+    Structure,
+    accessor,
+    container_keys,
+    is_leaf_treedef,
+)
 
 
 class Target(NamedTuple):
@@ -141,7 +150,7 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
     """The next children of the root, as the child that stands for one argument."""
     if _compat.is_graph_object(value):
         return next(children)
-    treedef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
+    treedef: PyTreeDef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
     own = tuple(next(children) for _ in range(treedef.num_leaves))
     return own[0] if is_leaf_treedef(treedef) else Container(treedef, own)
 
@@ -204,11 +213,11 @@ def resolve(
             for place in structure.walk(part, slots):
                 where = accessor(goal.name, (*keys, *place.path))
                 spec = prefix
-                if goal.name in settled and known and place.index in known:
+                if goal.name in settled and known and place.entry in known:
                     spec = None
                 elif isinstance(prefix, StateSharding):
-                    bare = place.index is None
-                    subject = leaves[place.slots[0]] if bare else objects[place.index]
+                    index = place.entry
+                    subject = leaves[place.slots[0]] if index is None else objects[index]
                     matched, spec = prefix.find(place.path, subject)
                     if not matched:
                         unmatched.append(f"  {where}: {_describe(subject)}, by {prefix!r}")
@@ -230,13 +239,13 @@ def resolve(
 
 
 def _record(result: Resolved, place: Place, where: str, spec: Any, conflicts: list[str]) -> None:
-    if place.index is not None:
-        first = result.variables.get(place.index)
+    if place.entry is not None:
+        first = result.variables.get(place.entry)
         if first is None or first[1] is None:
-            result.variables[place.index] = (where, spec)
+            result.variables[place.entry] = (where, spec)
         elif spec is not None and spec != first[1]:
             conflicts.append(f"  {first[0]}: {first[1]}\n  {where}: {spec}")
-        spec = result.variables[place.index][1]
+        spec = result.variables[place.entry][1]
     for slot in place.slots:
         result.slots[slot] = spec
 

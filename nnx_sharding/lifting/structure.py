@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.tree_util import PyTreeDef
 
 Path: TypeAlias = tuple[Any, ...]
+PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
 
 
 class Leaf:
@@ -185,12 +185,9 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return (
-            isinstance(other, Structure)
-            and hash(self) == hash(other)
-            and self.entries == other.entries
-            and self.root == other.root
-        )
+        if not isinstance(other, Structure) or hash(self) != hash(other):
+            return False
+        return bool(self.entries == other.entries and self.root == other.root)
 
     def __hash__(self) -> int:
         if self._hash is None:
@@ -211,7 +208,7 @@ class Place(NamedTuple):
     """Where arrays live: the path, the entry of the Variable or ref (None: a bare array)."""
 
     path: Path
-    index: int | None
+    entry: int | None
     slots: tuple[int, ...]
 
 

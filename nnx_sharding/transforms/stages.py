@@ -258,18 +258,20 @@ def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any
     call, flat = lifted._split(args, kwargs)
     changed = [
         f"{name}: {old.value!r} → {new.value!r}"
-        for name, old, new in zip(
-            _static_names(plan), plan.statics, call.statics, strict=False
-        )
+        for name, old, new in zip(_static_names(plan), plan.statics, call.statics, strict=False)
         if old != new
     ]
-    if call.layout != plan.layout or call.statics != plan.statics or flat.structure != plan.structure:
+    if (
+        call.layout != plan.layout
+        or call.statics != plan.statics
+        or flat.structure != plan.structure
+    ):
         names = [plan.layout.names[i] for i in plan.layout.dynamic]
         changed += differences(plan.structure, flat.structure, names)
         if call.layout != plan.layout:
             changed += [f"arguments {_arguments_of(plan.layout)} → {_arguments_of(call.layout)}"]
         raise TypeError(
-            f"{lifted.__name__} was {type(stage).__name__.lower()} for other arguments than it is "
+            f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
             "called with now:\n  " + "\n  ".join(changed) + "\nLower it again for these."
         )
     return run(plan, flat, stage._stage)
@@ -326,7 +328,7 @@ def _user_child(
     for place in structure.walk(child, slots):
         if keep(place.slots):
             own = (values[slot] for slot in place.slots)
-            flat[place.path] = _place_value(structure, place.index, own)
+            flat[place.path] = _place_value(structure, place.entry, own)
     if () in flat:
         return flat[()]
     return nnx.from_flat_state(flat)
