@@ -17,6 +17,7 @@ from .structure import (
     Container,
     Path,
     Place,
+    PyTreeDef,
     Structure,
     accessor,
     container_keys,

@@ -1,0 +1,175 @@
+"""The table of parameters: how every array of a model or an optimizer is laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from ..lifting.split import Flat, flatten
+from ..lifting.structure import Container, Path, VariableEntry, container_keys, path_string
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """How one array is laid out.
+
+    Attributes:
+      path: the way to the array inside of the tree, such as ``up/kernel``.
+      shape: the shape of the whole array.
+      dtype: its dtype, a NumPy one or that of PRNG keys.
+      spec: its ``PartitionSpec``. None if it has no sharding (an abstract array without one,
+        an array of NumPy); the ``repr`` of a sharding that is no ``NamedSharding``.
+      shard_shape: the shape of the part that one device holds.
+      bytes_per_device: the size of that part.
+      bytes_total: the size of the whole array, counted once however often it is replicated.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec | str | None
+    shard_shape: tuple[int, ...]
+    bytes_per_device: int
+    bytes_total: int
+
+
+def parameter_table(tree: Any) -> list[ParameterRow]:
+    """Lists how the arrays of a model, an optimizer or any pytree of them are laid out.
+
+    Only types and shardings are looked at: no data is fetched, nothing waits for a device.
+
+    Args:
+      tree: modules, optimizers, Variables, states and arrays, placed or abstract
+        (``jax.ShapeDtypeStruct``, with or without a sharding). An array that has no sharding
+        counts as lying whole on one device. What is no array, such as a string, is left out.
+
+    Returns:
+      One row for each array, in the order in which NNX walks the tree. A Variable that is
+      reached more than once is listed once, under its first path.
+
+    Raises:
+      ValueError: a sharding does not divide the shape of its array.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+      >>> from nnx_sharding.inspect import parameter_table
+      >>> columns = NamedSharding(AbstractMesh((2, 4), ("data", "model")), P(None, "model"))
+      >>> kernel = jax.ShapeDtypeStruct((64, 256), "float32", sharding=columns)
+      >>> [row] = parameter_table({"up": nnx.Dict(kernel=nnx.Param(kernel))})
+      >>> row.path, row.spec, row.shard_shape, row.bytes_per_device, row.bytes_total
+      ('up/kernel', PartitionSpec(None, 'model'), (64, 64), 16384, 65536)
+    """
+    flat = flatten(tree)
+    structure = flat.structure
+    rows = []
+    for place in structure.walk(structure.root, iter(structure.root_slots)):
+        keys = _keys_inside(flat, place.entry, len(place.slots))
+        for slot, key in zip(place.slots, keys, strict=True):
+            row = _row(path_string((*place.path, *key)), flat.leaves[slot])
+            if row is not None:
+                rows.append(row)
+    return rows
+
+
+def format_table(rows: Iterable[ParameterRow]) -> str:
+    """Writes a table of parameters as aligned plain text, with a last line for the sums.
+
+    Args:
+      rows: what :func:`parameter_table` returned.
+
+    Returns:
+      The lines of the table, without a newline at the end.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding.inspect import format_table, parameter_table
+      >>> model = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
+      >>> print(format_table(parameter_table(model)))
+      path  shape     dtype    spec  shard shape  bytes/device   bytes
+      ----  --------  -------  ----  -----------  ------------  ------
+      up    (64,256)  float32  -     (64,256)            65536   65536
+      ----  --------  -------  ----  -----------  ------------  ------
+      total                                              65536   65536
+    """
+    rows = list(rows)
+    lines = [_HEADER, *map(_cells, rows)]
+    sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
+    total = ("total", "", "", "", "", *map(str, sums))
+    widths = [max(map(len, column)) for column in zip(*lines, total, strict=True)]
+    rule = tuple("-" * width for width in widths)
+    return "\n".join(_aligned(cells, widths) for cells in (lines[0], rule, *lines[1:], rule, total))
+
+
+_HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "bytes")
+_NUMBERS = 2  # how many columns at the end are aligned to the right
+
+
+def _cells(row: ParameterRow) -> tuple[str, ...]:
+    return (
+        row.path or "(the root)",
+        _shape(row.shape),
+        str(row.dtype),
+        "-" if row.spec is None else str(row.spec),
+        _shape(row.shard_shape),
+        str(row.bytes_per_device),
+        str(row.bytes_total),
+    )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"({','.join(map(str, shape))})"
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    texts = len(cells) - _NUMBERS
+    padded = [
+        cell.ljust(width) if i < texts else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def _keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
+    """The paths of the arrays inside of one Variable, which may hold a whole pytree."""
+    entry = None if index is None else flat.structure.entries[index]
+    if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
+        return container_keys(entry.value.treedef)
+    return [()] * count
+
+
+def _row(path: str, leaf: Any) -> ParameterRow | None:
+    if isinstance(leaf, bool | int | float | complex):
+        leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
+    elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return None
+    shape = tuple(leaf.shape)
+    sharding = getattr(leaf, "sharding", None)
+    shard_shape = _shard_shape(path, shape, sharding)
+    return ParameterRow(
+        path=path,
+        shape=shape,
+        dtype=leaf.dtype,
+        spec=sharding.spec if isinstance(sharding, NamedSharding) else sharding and repr(sharding),
+        shard_shape=shard_shape,
+        bytes_per_device=math.prod(shard_shape) * leaf.dtype.itemsize,
+        bytes_total=math.prod(shape) * leaf.dtype.itemsize,
+    )
+
+
+def _shard_shape(path: str, shape: tuple[int, ...], sharding: Sharding | None) -> tuple[int, ...]:
+    if sharding is None:
+        return shape
+    try:
+        return sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{path or 'the root'} of shape {shape} cannot be cut as its sharding {sharding} says: "
+            f"{error} Change the shape or the sharding."
+        ) from None
