@@ -222,7 +222,7 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
 
 def is_leaf_treedef(treedef: PyTreeDef) -> bool:
     """Whether a pytree is a single leaf. An empty container has one node too, but no leaf."""
-    return treedef.num_nodes == 1 and treedef.num_leaves == 1
+    return bool(treedef.num_nodes == 1 and treedef.num_leaves == 1)
 
 
 def path_key(key: Any) -> Any:
