@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax import nnx
+from jax.experimental.layout import Format
+from jax.sharding import PartitionSpec, Sharding
 
 
 class StateSharding:
@@ -49,10 +51,14 @@ class StateSharding:
     ):
         if isinstance(filter_sharding, nnx.State):
             pairs = _path_filters(filter_sharding)
-        elif isinstance(filter_sharding, Mapping):
-            pairs = list(filter_sharding.items())
         else:
-            pairs = [(filter_, sharding) for filter_, sharding in filter_sharding]
+            pairs = _pairs(filter_sharding)
+        wrong = [sharding for _, sharding in pairs if not is_single_spec(sharding)]
+        if wrong:
+            raise TypeError(
+                f"StateSharding: {', '.join(map(repr, wrong))} is no sharding. Use a "
+                "PartitionSpec, such as P('data', None), a Sharding, or None."
+            )
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
         self._predicates = tuple(_predicate(filter_) for filter_ in self._filters)
@@ -118,6 +124,22 @@ class StateSharding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StateSharding, (tuple(zip(self._filters, self._shardings, strict=True)),)
+
+
+def is_single_spec(x: Any) -> bool:
+    """Whether ``x`` says how one array is sharded; None leaves it open."""
+    return x is None or isinstance(x, PartitionSpec | Sharding | Format)
+
+
+def _pairs(given: Any) -> list[tuple[Any, Any]]:
+    try:
+        items = given.items() if isinstance(given, Mapping) else given
+        return [(filter_, sharding) for filter_, sharding in items]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"StateSharding needs a mapping from filters to shardings, or pairs of both, not "
+            f"{given!r}."
+        ) from None
 
 
 def _predicate(filter_: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ def parameter_table(tree: Any) -> list[ParameterRow]:
       reached more than once is listed once, under its first path.
 
     Raises:
-      ValueError: a sharding does not divide the shape of its array.
+      ValueError: shardings do not divide the shapes of their arrays.
 
     Example:
       >>> import jax
@@ -63,18 +63,23 @@ def parameter_table(tree: Any) -> list[ParameterRow]:
       >>> columns = NamedSharding(AbstractMesh((2, 4), ("data", "model")), P(None, "model"))
       >>> kernel = jax.ShapeDtypeStruct((64, 256), "float32", sharding=columns)
       >>> [row] = parameter_table({"up": nnx.Dict(kernel=nnx.Param(kernel))})
-      >>> row.path, row.spec, row.shard_shape, row.bytes_per_device, row.bytes_total
-      ('up/kernel', PartitionSpec(None, 'model'), (64, 64), 16384, 65536)
+      >>> row.path, row.shard_shape, row.bytes_per_device, row.bytes_total
+      ('up/kernel', (64, 64), 16384, 65536)
+      >>> row.spec == P(None, "model")
+      True
     """
-    flat = flatten(tree)
-    structure = flat.structure
-    rows = []
-    for place in structure.walk(structure.root, iter(structure.root_slots)):
-        keys = _keys_inside(flat, place.entry, len(place.slots))
-        for slot, key in zip(place.slots, keys, strict=True):
-            row = _row(path_string((*place.path, *key)), flat.leaves[slot])
-            if row is not None:
-                rows.append(row)
+    rows, faults = [], []
+    for path, array in _arrays(flatten(tree)):
+        try:
+            rows.append(_row(path, array))
+        except ValueError as error:
+            faults.append(f"  {path or 'the root'}: {error}")
+    if faults:
+        raise ValueError(
+            "these arrays cannot be cut as their shardings say:\n"
+            + "\n".join(faults)
+            + "\nChange the shapes or the shardings."
+        )
     return rows
 
 
@@ -92,11 +97,11 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       >>> from nnx_sharding.inspect import format_table, parameter_table
       >>> model = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> print(format_table(parameter_table(model)))
-      path  shape     dtype    spec  shard shape  bytes/device   bytes
-      ----  --------  -------  ----  -----------  ------------  ------
-      up    (64,256)  float32  -     (64,256)            65536   65536
-      ----  --------  -------  ----  -----------  ------------  ------
-      total                                              65536   65536
+      path   shape     dtype    spec  shard shape  bytes/device  bytes
+      -----  --------  -------  ----  -----------  ------------  -----
+      up     (64,256)  float32  -     (64,256)            65536  65536
+      -----  --------  -------  ----  -----------  ------------  -----
+      total                                               65536  65536
     """
     rows = list(rows)
     lines = [_HEADER, *map(_cells, rows)]
@@ -136,6 +141,19 @@ def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
+def _arrays(flat: Flat) -> Iterator[tuple[str, Any]]:
+    """Each array with its path; what is no array is left out."""
+    structure = flat.structure
+    for place in structure.walk(structure.root, iter(structure.root_slots)):
+        keys = _keys_inside(flat, place.entry, len(place.slots))
+        for slot, key in zip(place.slots, keys, strict=True):
+            leaf = flat.leaves[slot]
+            if isinstance(leaf, bool | int | float | complex):
+                leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+                yield path_string((*place.path, *key)), leaf
+
+
 def _keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
     """The paths of the arrays inside of one Variable, which may hold a whole pytree."""
     entry = None if index is None else flat.structure.entries[index]
@@ -144,32 +162,22 @@ def _keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
     return [()] * count
 
 
-def _row(path: str, leaf: Any) -> ParameterRow | None:
-    if isinstance(leaf, bool | int | float | complex):
-        leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
-    elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return None
-    shape = tuple(leaf.shape)
-    sharding = getattr(leaf, "sharding", None)
-    shard_shape = _shard_shape(path, shape, sharding)
+def _row(path: str, array: Any) -> ParameterRow:
+    shape, itemsize = tuple(array.shape), array.dtype.itemsize
+    sharding: Sharding | None = getattr(array, "sharding", None)
+    shard_shape = shape if sharding is None else tuple(sharding.shard_shape(shape))
     return ParameterRow(
         path=path,
         shape=shape,
-        dtype=leaf.dtype,
-        spec=sharding.spec if isinstance(sharding, NamedSharding) else sharding and repr(sharding),
+        dtype=array.dtype,
+        spec=_spec(sharding),
         shard_shape=shard_shape,
-        bytes_per_device=math.prod(shard_shape) * leaf.dtype.itemsize,
-        bytes_total=math.prod(shape) * leaf.dtype.itemsize,
+        bytes_per_device=math.prod(shard_shape) * itemsize,
+        bytes_total=math.prod(shape) * itemsize,
     )
 
 
-def _shard_shape(path: str, shape: tuple[int, ...], sharding: Sharding | None) -> tuple[int, ...]:
-    if sharding is None:
-        return shape
-    try:
-        return sharding.shard_shape(shape)
-    except ValueError as error:
-        raise ValueError(
-            f"{path or 'the root'} of shape {shape} cannot be cut as its sharding {sharding} says: "
-            f"{error} Change the shape or the sharding."
-        ) from None
+def _spec(sharding: Sharding | None) -> PartitionSpec | str | None:
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    return None if sharding is None else repr(sharding)

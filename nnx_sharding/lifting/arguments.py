@@ -132,18 +132,25 @@ class Parameters:
             for i in range(num_positional)
         )
 
-        def positions(nums: tuple[int, ...]) -> frozenset[int]:
-            own = num_positional - self.bound
+        own = num_positional - self.bound
+
+        def positions(nums: tuple[int, ...], role: str) -> frozenset[int]:
+            # As in JAX: what lies beyond the call was not passed; but from the end, all count.
+            if any(n + own < 0 for n in nums):
+                raise ValueError(
+                    f"{role}={nums} counts from the end beyond the {own} positional arguments of "
+                    "this call."
+                )
             inside = (n if n >= 0 else n + own for n in nums)
-            return frozenset(n + self.bound for n in inside if 0 <= n < own)
+            return frozenset(n + self.bound for n in inside if n < own)
 
         sorted_keywords = tuple(sorted(keywords))
         return Layout(
             names,
             sorted_keywords,
-            positions(self._static[0]),
+            positions(self._static[0], "static_argnums"),
             self._static[1].intersection(keywords),
-            positions(self._donated[0]),
+            positions(self._donated[0], "donate_argnums"),
             self._donated[1].intersection(keywords),
         )
 
@@ -174,7 +181,7 @@ def sort_call(
     classmethod.
 
     Raises:
-      TypeError: a static argument is not hashable.
+      ValueError: a static argument is not hashable.
     """
     layout = layout or parameters.layout(len(args), tuple(kwargs))
     if args and isinstance(args[0], type) and 0 not in layout.static:
@@ -213,7 +220,7 @@ def _static_argument(name: str, value: Any) -> Static:
     try:
         hash(static)
     except TypeError as error:
-        raise TypeError(
+        raise ValueError(
             f"argument {name!r} is static, but its value of type {type(value).__name__} is not "
             f"hashable ({error}). Static arguments are part of the key under which the compiled "
             "function is kept: pass a hashable value, such as a tuple instead of a list."

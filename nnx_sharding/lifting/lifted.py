@@ -17,7 +17,8 @@ import jax
 from .. import _compat
 from .arguments import Call, Parameters
 from .merge import unflatten
-from .plan import Outcome, Plan, Transform, as_declared, make_plan, run
+from .plan import Plan, Transform, as_declared, make_plan, run
+from .pure import Outcome
 from .split import Flat, flatten
 from .structure import NodeEntry, VariableEntry
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Bounds of the caches: plans for each set of options, and sets of options for each function.
 MAX_PLANS = 1024
+MAX_OPTIONS = 64
 
 
 class Roles(NamedTuple):
@@ -87,7 +90,8 @@ class Lifted(Generic[P, R]):
         self._bound = bound
         self._implicit = implicit
         self._parameters = Parameters(fun, *roles, bound=implicit)
-        self._plans = _shared_plans(fun, (transform, roles, implicit))
+        self._cache = _cache_of(fun)
+        self._plans = self._cache.plans((transform, roles, implicit))
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -167,7 +171,14 @@ class Lifted(Generic[P, R]):
         return self._plans.get_or_make(
             key,
             lambda: make_plan(
-                self._fun, self._transform, self._parameters, call, flat, graph, updates
+                self._fun,
+                self._transform,
+                self._parameters,
+                call,
+                flat,
+                graph,
+                updates,
+                self._cache.traced,
             ),
         )
 
@@ -332,18 +343,37 @@ class _Plans:
             self._plans.clear()
 
 
-# As in JAX, transforming the same function twice in the same way traces it once.
-_SHARED: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, _Plans]] = (
-    weakref.WeakKeyDictionary()
-)
+class _FunctionCache:
+    """All that is kept for one function. Nothing in it refers to the function itself.
+
+    As in JAX, transforming the same function again traces it no more than once, so this lives
+    as long as the function does.
+    """
+
+    def __init__(self) -> None:
+        self.traced: weakref.WeakValueDictionary[Hashable, Callable[..., Any]] = (
+            weakref.WeakValueDictionary()
+        )
+        self._plans: OrderedDict[Hashable, _Plans] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def plans(self, options: Hashable) -> _Plans:
+        try:
+            hash(options)
+        except TypeError:  # such as a filter that is a list
+            return _Plans()
+        with self._lock:
+            plans = self._plans.setdefault(options, _Plans())
+            while len(self._plans) > MAX_OPTIONS:
+                self._plans.popitem(last=False)
+            return plans
 
 
-def _shared_plans(fun: Any, options: Hashable) -> _Plans:
+_CACHES: weakref.WeakKeyDictionary[Any, _FunctionCache] = weakref.WeakKeyDictionary()
+
+
+def _cache_of(fun: Any) -> _FunctionCache:
     try:
-        same_fun = _SHARED.setdefault(fun, weakref.WeakValueDictionary())
-        plans = same_fun.get(options)
-        if plans is None:
-            plans = same_fun.setdefault(options, _Plans())
-        return plans
-    except TypeError:  # options that cannot be hashed, such as a filter that is a list
-        return _Plans()
+        return _CACHES.setdefault(fun, _FunctionCache())
+    except TypeError:  # a callable object that cannot be hashed
+        return _FunctionCache()

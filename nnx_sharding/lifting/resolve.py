@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..state_sharding import StateSharding
+from ..state_sharding import StateSharding, is_single_spec
 from .structure import (
     Child,
     Container,
@@ -56,9 +56,7 @@ class Resolved(NamedTuple):
 
 def is_spec(x: Any) -> bool:
     """Whether ``x`` ends a prefix: a spec, None, or a mapping of filters."""
-    return x is None or isinstance(
-        x, PartitionSpec | jax.sharding.Sharding | StateSharding | nnx.State
-    )
+    return is_single_spec(x) or isinstance(x, StateSharding | nnx.State)
 
 
 class Specs:
@@ -67,6 +65,7 @@ class Specs:
     Attributes:
       tree: the prefix itself.
       written: every spec in it that is a leaf, those inside of ``StateSharding`` included.
+      invalid: those of them that are no specs at all.
       has_partition_spec: whether one of them needs a mesh.
       may_hold_none: whether single arguments can have None.
     """
@@ -82,6 +81,7 @@ class Specs:
             for part in (spec.shardings if isinstance(spec, StateSharding) else (spec,))
         )
         self._opaque = any(isinstance(s, StateSharding) and s.depends_on_values for s in wrapped)
+        self.invalid = [spec for spec in self.written if not is_single_spec(spec)]
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
         self.may_hold_none = self.tree is not None and None in leaves
 

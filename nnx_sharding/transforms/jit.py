@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class _Jit:
-    """What ``jit`` decides. See :class:`~nnx_sharding.lifting.plan.Transform`."""
+    """What ``jit`` decides. See ``Transform`` in ``lifting/plan.py``."""
 
     in_specs: Specs
     out_specs: Specs
@@ -60,6 +60,10 @@ class _Jit:
     @property
     def _needs_mesh(self) -> bool:
         return self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
+
+    @property
+    def trace_key(self) -> Hashable:
+        return ("jit", self.mesh, self.out_specs)
 
     def spec_of(self, spec: Any) -> Any:
         if isinstance(spec, PartitionSpec):
@@ -210,8 +214,9 @@ def jit(
 
     Raises:
       TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``;
-        at a call, a static argument or attribute is not hashable.
-      ValueError: at a call, specs do not fit the arguments, or a ``PartitionSpec`` has no mesh.
+        at a call, a static attribute is not hashable.
+      ValueError: something else stands where a spec belongs; at a call, a static argument is
+        not hashable, specs do not fit the arguments, or a ``PartitionSpec`` has no mesh.
 
     Example:
       >>> import jax.numpy as jnp
@@ -247,6 +252,15 @@ def jit(
         inline,
         None if compiler_options is None else tuple(compiler_options.items()),
     )
+    for option, specs in (
+        ("in_shardings", transform.in_specs),
+        ("out_shardings", transform.out_specs),
+    ):
+        if specs.invalid:
+            raise ValueError(
+                f"{option}: {', '.join(map(repr, specs.invalid))} is no sharding. Use a Sharding, "
+                "a PartitionSpec such as P('data', None), a StateSharding, or None."
+            )
     roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
 
     def decorate(fun: Callable[..., Any]) -> Any:

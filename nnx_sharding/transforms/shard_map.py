@@ -22,7 +22,7 @@ AxisName = Hashable
 
 @dataclasses.dataclass(frozen=True)
 class _ShardMap:
-    """What ``shard_map`` decides. See :class:`~nnx_sharding.lifting.plan.Transform`."""
+    """What ``shard_map`` decides. See ``Transform`` in ``lifting/plan.py``."""
 
     in_specs: Specs
     out_specs: Specs
@@ -74,6 +74,10 @@ class _ShardMap:
                 "`with jax.set_mesh(mesh):`."
             )
         return dataclasses.replace(self, current=mesh)
+
+    @property
+    def trace_key(self) -> Hashable:
+        return ("shard_map", dataclasses.replace(self, in_specs=Specs(None)))
 
     def spec_of(self, spec: Any) -> Any:
         if spec is None:
@@ -247,7 +251,8 @@ def shard_map(
       A :class:`~nnx_sharding.Lifted`, with the same staging methods as ``jit`` gives.
 
     Raises:
-      TypeError: ``f`` is not callable; at a call, no ``in_specs`` on a mesh that is not
+      TypeError: ``f`` is not callable, or something else stands where a mesh or a spec
+        belongs; at a call, no ``in_specs`` on a mesh that is not
         Explicit.
       ValueError: both names of one option are given; at a call, there is no mesh, or the
         specs do not fit.
@@ -284,6 +289,15 @@ def shard_map(
         True if checked is None else checked,
         jit,
     )
+
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"shard_map needs a Mesh or an AbstractMesh, not {mesh!r}.")
+    for option, specs in (("in_specs", transform.in_specs), ("out_specs", transform.out_specs)):
+        if specs.invalid:
+            raise TypeError(
+                f"shard_map {option}: {', '.join(map(repr, specs.invalid))} is no spec. Use a "
+                "PartitionSpec such as P('data', None), a StateSharding, or None."
+            )
 
     def decorate(f: Callable[..., Any]) -> Any:
         if not callable(f):

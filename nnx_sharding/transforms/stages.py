@@ -22,7 +22,8 @@ from flax import nnx
 
 from ..lifting.difference import differences
 from ..lifting.merge import assemble
-from ..lifting.plan import Outcome, Plan, run
+from ..lifting.plan import Plan, run
+from ..lifting.pure import Outcome
 from ..lifting.structure import LEAF, Child, Container, Structure, VariableEntry
 
 if TYPE_CHECKING:

@@ -1,0 +1,323 @@
+"""The pure function of flat arrays that stands for the user's function in JAX.
+
+It builds the graph around the arrays, calls the user's function, takes the graph apart again
+and compares. Outputs are as few as possible: an array that the function left alone is not an
+output, the caller's object simply keeps it. How the outputs belong together is known only
+after tracing and may depend on shapes, so it travels as the static part of the output
+(:class:`Outcome`), of which JAX keeps one for each trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from .. import _compat
+from ..state_sharding import StateSharding
+from . import merge
+from .arguments import Layout, join_call
+from .resolve import Specs, Target, resolve, slot_names, target
+from .split import Flat, flatten
+from .structure import NodeEntry, RefEntry, Static, Structure, VariableEntry, accessor
+
+
+class Rules(Protocol):
+    """What a transform decides about the inside of the pure function."""
+
+    @property
+    def name(self) -> str:
+        """What messages call the transform."""
+
+    @property
+    def out_specs(self) -> Specs:
+        """The specs of outputs as the user wrote them."""
+
+    @property
+    def trace_key(self) -> Hashable:
+        """All options on which a trace depends."""
+
+    def spec_of(self, spec: Any) -> Any:
+        """The final, hashable form of a spec that the user wrote."""
+
+
+class OutputGroup:
+    """Outputs of one spec, each with the name under which JAX's messages and HLO show it.
+
+    JAX wants the shardings of outputs before it traces, when their number is not known yet.
+    The specs are known: they are those that the user wrote. So there is a group for each.
+    """
+
+    __slots__ = ("arrays", "names")
+
+    def __init__(self, arrays: Sequence[Any], names: tuple[str, ...]):
+        self.arrays = arrays
+        self.names = names
+
+
+jax.tree_util.register_pytree_with_keys(
+    OutputGroup,
+    lambda group: (
+        tuple(zip(map(jax.tree_util.GetAttrKey, group.names), group.arrays, strict=True)),
+        group.names,
+    ),
+    lambda names, arrays: OutputGroup(arrays, names),  # type: ignore[arg-type]
+    lambda group: (group.arrays, group.names),
+)
+
+
+@jax.tree_util.register_static
+class Outcome:
+    """The static part of what a call did: what came out, and what changed.
+
+    Attributes:
+      structure: the graph after the call. The objects that went in have the first indices;
+        its root is the output of the function.
+      sources: for each array of ``structure`` where it is found: ``(group, position)`` among
+        the outputs, or ``(-1, slot)`` for an input that was left alone.
+      values: indices of input Variables whose arrays changed.
+      metadata: indices of input Variables whose metadata or kind of value changed.
+      nodes: the attributes of input modules that changed.
+    """
+
+    __slots__ = ("metadata", "nodes", "sources", "structure", "values")
+
+    def __init__(
+        self,
+        structure: Structure,
+        sources: tuple[tuple[int, int], ...],
+        values: tuple[int, ...],
+        metadata: tuple[int, ...],
+        nodes: tuple[merge.NodeChange, ...],
+    ):
+        self.structure = structure
+        self.sources = sources
+        self.values = values
+        self.metadata = metadata
+        self.nodes = nodes
+
+    def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:
+        """For each array of ``structure`` what the inputs or the outputs hold for it."""
+        outputs = [group.arrays for group in groups]
+        return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.structure, self.sources, self.values, self.metadata
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Outcome) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+@dataclasses.dataclass(frozen=True)
+class Pure:
+    """The pure function, as a value: equal ones trace alike.
+
+    Attributes:
+      fun: the user's function. Held weakly: whoever calls holds it, and traces that are kept
+        for later must not keep it alive.
+      rules: what the transform decides.
+      layout: the roles of the arguments.
+      statics: the static arguments.
+      structure: the structure of the arguments.
+      targets: the graph objects among the arguments, with their specs.
+      known: for each Variable of the arguments, what messages call it, and its final spec.
+      object_specs: the final specs of all arrays that belong to objects, by slot.
+      donated: slots whose arrays are always outputs.
+      graph: whether references are kept (graph mode) or refused (tree mode).
+      updates: whether changes of structure reach the caller.
+    """
+
+    fun: weakref.ref[Callable[..., Any]]
+    rules: Rules
+    layout: Layout
+    statics: tuple[Static, ...]
+    structure: Structure
+    targets: tuple[Target, ...]
+    known: dict[int, tuple[str, Any]]
+    object_specs: dict[int, Any]
+    donated: frozenset[int]
+    graph: bool
+    updates: bool
+
+    @property
+    def key(self) -> Hashable:
+        """What the trace depends on, besides the types of the arrays."""
+        return (
+            self.rules.trace_key,
+            self.layout,
+            self.statics,
+            self.structure,
+            self.targets,
+            tuple(self.object_specs.items()),
+            self.donated,
+            self.graph,
+            self.updates,
+        )
+
+    def group_specs(self) -> tuple[Any, ...]:
+        """The spec of each group of outputs: every spec that an output can have."""
+        written = [None, *self.rules.out_specs.written]
+        for goal in self.targets:
+            for _, spec, _ in goal.parts:
+                written += spec.shardings if isinstance(spec, StateSharding) else [spec]
+        final = [self.rules.spec_of(spec) for spec in written]
+        return tuple(dict.fromkeys([*final, *self.object_specs.values()]))
+
+    def function(self, labels: Sequence[str]) -> Callable[..., Any]:
+        """The function to give to JAX, with the user's names for its many arguments."""
+
+        def pure(*leaves: Any) -> Any:
+            return self._call(leaves)
+
+        fun = self.fun()
+        pure.__name__ = getattr(fun, "__name__", type(fun).__name__)
+        pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
+        code = getattr(inspect.unwrap(fun), "__code__", None) if fun is not None else None
+        if code is not None:
+            # JAX names functions in messages by file and line, which it finds through this.
+            source = types.SimpleNamespace(__code__=code, __name__=pure.__name__)
+            pure.__wrapped__ = source  # type: ignore[attr-defined]
+        if len(set(labels)) == len(labels):
+            parameters = [_SlotParameter(label) for label in labels]
+            pure.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return pure
+
+    def _call(self, leaves: Sequence[Any]) -> Any:
+        fun = self.fun()
+        assert fun is not None
+        built = merge.unflatten(self.structure, leaves)
+        args, kwargs = join_call(self.layout, self.statics, built.root)
+        out = fun(*args, **kwargs)
+        after = flatten(
+            out,
+            graph=self.graph,
+            known=built.objects,
+            describe_known=lambda obj: self.updates or not _compat.is_node(obj),
+        )
+        if not self.updates:
+            self._check_output(after)
+        goal = target("output", self.rules.out_specs.tree, out, after.structure.root)
+        specs = self._output_specs(after, goal)
+        return self._pack(leaves, after, specs, self._output_names(after, goal))
+
+    def _output_specs(self, after: Flat, goal: Target) -> list[Any]:
+        """The final spec of each array after the call."""
+        resolved = resolve(
+            after.structure,
+            after.objects,
+            after.leaves,
+            [*self.targets, goal] if self.updates else [goal],
+            self.rules.spec_of,
+            known=self.known,
+            settled={g.name for g in self.targets},
+        )
+        for index in self.known:
+            for slot in after.structure.slots[index]:
+                resolved.slots[slot] = resolved.variables[index][1]
+        unspecified = self.rules.spec_of(None)
+        return [unspecified if spec is None else spec for spec in resolved.slots]
+
+    def _output_names(self, after: Flat, goal: Target) -> list[str]:
+        names = slot_names(after.structure, [*self.targets, goal])
+        for index, (where, _) in self.known.items():
+            for slot in after.structure.slots[index]:
+                names[slot] = where
+        return names
+
+    def _pack(
+        self, leaves: Sequence[Any], after: Flat, specs: Sequence[Any], names: Sequence[str]
+    ) -> tuple[Any, ...]:
+        """Sorts the arrays into outputs and those left alone, and notes what changed."""
+        structure = after.structure
+        sources: dict[int, tuple[int, int]] = {}
+        values, metadata, nodes = [], [], []
+        for index, old in enumerate(self.structure.entries):
+            entry = structure.entries[index]
+            unchanged = self._unchanged(index, leaves, after, specs)
+            sources.update((slot, (-1, before)) for slot, before in unchanged.items())
+            fresh = set(structure.slots[index]) - unchanged.keys()
+            if isinstance(entry, VariableEntry) and entry != old:
+                metadata.append(index)
+            elif isinstance(entry, VariableEntry) and fresh:
+                values.append(index)
+            elif isinstance(entry, NodeEntry) and isinstance(old, NodeEntry) and self.updates:
+                change = merge.node_changes(index, old, structure, fresh)
+                if change is not None:
+                    nodes.append(change)
+        groups = self.group_specs()
+        outputs: dict[Any, list[Any]] = {spec: [] for spec in groups}
+        labels: dict[Any, list[str]] = {spec: [] for spec in groups}
+        new_refs = set(_ref_slots(structure))
+        for slot, leaf in enumerate(after.leaves):
+            if slot not in sources:
+                spec = specs[slot]
+                sources[slot] = (groups.index(spec), len(outputs[spec]))
+                # A ref cannot leave a trace; its value can, and becomes a new ref outside.
+                outputs[spec].append(leaf[...] if slot in new_refs else leaf)
+                labels[spec].append(names[slot])
+        by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
+        return (
+            *(OutputGroup(outputs[spec], tuple(labels[spec])) for spec in groups),
+            Outcome(structure, by_slot, tuple(values), tuple(metadata), tuple(nodes)),
+        )
+
+    def _unchanged(
+        self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
+    ) -> dict[int, int]:
+        """The arrays of one object that were left alone: slot after the call to slot before."""
+        inputs = {id(leaves[slot]): slot for slot in self.structure.slots[index]}
+        found = {}
+        for slot in after.structure.slots[index]:
+            before = inputs.get(id(after.leaves[slot]))
+            if (
+                before is not None
+                and before not in self.donated
+                and specs[slot] == self.object_specs[before]
+            ):
+                found[slot] = before
+        return found
+
+    def _check_output(self, after: Flat) -> None:
+        """Without graph updates no Variable may stand in two places of input and output."""
+        lines = []
+        slots = iter(after.structure.root_slots)
+        for place in after.structure.walk(after.structure.root, slots):
+            where = accessor("output", place.path)
+            if place.entry is not None and place.entry in self.known:
+                lines.append(f"  {self.known[place.entry][0]} and {where}")
+            elif place.entry is not None and not _compat.can_update(after.objects[place.entry]):
+                lines.append(f"  {where}: a Variable captured from outside of the function")
+        if lines:
+            raise ValueError(
+                f"{self.rules.name} without graph updates cannot return Variables that are "
+                "inputs or were captured:\n" + "\n".join(lines) + "\nReturn a copy made by "
+                "nnx.clone, or use graph=True and graph_updates=True."
+            )
+
+
+def _ref_slots(structure: Structure) -> Iterator[int]:
+    for entry, slots in zip(structure.entries, structure.slots, strict=True):
+        if isinstance(entry, RefEntry):
+            yield from slots
+
+
+class _SlotParameter(inspect.Parameter):
+    """A parameter whose name is the path of an array, so that JAX's messages and HLO show it."""
+
+    __slots__ = ("_label",)
+
+    def __init__(self, label: str):
+        super().__init__("_", inspect.Parameter.POSITIONAL_ONLY)
+        self._label = label
+
+    @property
+    def name(self) -> str:
+        return self._label
