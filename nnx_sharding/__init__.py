@@ -1,6 +1,7 @@
 """Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages."""
 
 from . import stages
+from ._version import __version__
 from .graph import merge, split
 from .lifting.lifted import Lifted
 from .lifting.structure import Structure
@@ -12,6 +13,7 @@ __all__ = [
     "Lifted",
     "StateSharding",
     "Structure",
+    "__version__",
     "jit",
     "merge",
     "shard_map",

@@ -78,6 +78,8 @@ def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
     """
     impl = graphlib.get_node_impl(node)
     assert impl is not None
+    if not trace_is_clean():
+        _adopt_tracers(node)
     values, metadata = impl.flatten(node)
     items: list[tuple[Any, Any, bool | None]] = []
     for key, value in values:
@@ -88,6 +90,24 @@ def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
         else:
             items.append((key, value, None))
     return items, metadata
+
+
+def _adopt_tracers(node: Any) -> None:
+    """Marks traced arrays in attributes as data, as concrete arrays are when they are set.
+
+    ``nnx.is_data`` does not recognise tracers, so Flax would keep them as static attributes,
+    and they would leak out of the trace.
+    """
+    statuses = getattr(node, "_pytree__nodes", None)
+    if statuses is None or not is_pytree_type(type(node)):
+        return
+    missed = {
+        name: True
+        for name, value in vars(node).items()
+        if isinstance(value, jax.core.Tracer) and not statuses.get(name, False)
+    }
+    if missed:
+        object.__setattr__(node, "_pytree__nodes", statuses.update(missed))
 
 
 def is_pytree_type(node_type: type) -> bool:
@@ -128,6 +148,13 @@ def rewrite_node(
         impl = _GRAPH_NODE_TYPES[type(node)]
         impl.clear(node)
         impl.init(node, complete)
+
+
+def leave_static_cache() -> None:
+    """Takes up what ``nnx.cached_partial`` prepares for ``nnx.jit``, which has no use here."""
+    context: Any = getattr(graphlib, "GRAPH_CONTEXT", None)
+    if getattr(context, "tmp_static_cache", None) is not None:
+        context.tmp_static_cache = None
 
 
 # Variables

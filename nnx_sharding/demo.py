@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import math
 import os
@@ -40,9 +41,8 @@ MIN_ACCURACY = 0.97
 MAX_OUTPUT_DIFFERENCE = 1e-5
 MAX_LOSS_DIFFERENCE = 1e-4
 
-# Columns of `up` and the matching rows of `down`, so that one sum at the end is all that the
-# devices exchange. The filters fit the optimizer too: the path of a moment ends in that of
-# its parameter.
+# Columns of `up` and the matching rows of `down`: one sum is all that a forward pass exchanges.
+# The filters fit the optimizer too: the path of a moment ends in that of its parameter.
 SHARDING = StateSharding(
     {
         nnx.All(nnx.PathContains("up"), nnx.PathContains("kernel")): P(None, "model"),
@@ -185,12 +185,12 @@ def _progress(title: str, epochs: int) -> Iterator[Callable[[int, float], None]]
             "{task.description}",
             bars.BarColumn(),
             bars.MofNCompleteColumn(),
-            "epochs, loss {task.fields[loss]:.4f},",
+            "epochs, loss {task.fields[loss]},",
             bars.TimeElapsedColumn(),
         )
         with bars.Progress(*columns, console=console) as progress:
-            task = progress.add_task(title, total=epochs, loss=math.nan)
-            yield lambda epoch, loss: progress.update(task, completed=epoch, loss=loss)
+            task = progress.add_task(title, total=epochs, loss="-")
+            yield lambda epoch, loss: progress.update(task, completed=epoch, loss=f"{loss:.4f}")
         return
     every = max(1, epochs // 6)
 
@@ -362,8 +362,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Trains a tensor-parallel classifier of handwritten digits, checks it "
         "against one device, and shows what was compiled.",
     )
-    parser.add_argument("--epochs", type=_positive, default=60, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--epochs",
+        type=_positive,
+        default=60,
+        help="how often to go through the images (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="decides on the first parameters, the test images and the order of the others "
+        "(default: %(default)s)",
+    )
     parser.add_argument(
         "--devices",
         type=_positive,
@@ -398,11 +409,10 @@ def run(epochs: int, seed: int, devices: Sequence[jax.Device]) -> list[Check]:
         outputs = check_outputs(model, digits.test_images)
         print(f"{outputs.name}: {outputs.figure}")
         _heading("Training")
-        title = "sharded"
-        losses = train(train_step, model, optimizer, digits, epochs=epochs, seed=seed, title=title)
+        training = functools.partial(train, digits=digits, epochs=epochs, seed=seed)
+        losses = training(train_step, model, optimizer, title="sharded")
         accuracy = check_accuracy(model, digits)
-    single = create(nnx.Rngs(seed), steps)
-    alone = train(nnx.jit(update), *single, digits, epochs=epochs, seed=seed, title="one device")
+    alone = training(nnx.jit(update), *create(nnx.Rngs(seed), steps), title="one device")
     _heading("Parameters and optimizer state")
     print(format_table(parameter_table({"model": model, "optimizer": optimizer})))
     _heading("One step, compiled")

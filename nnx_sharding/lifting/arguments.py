@@ -249,16 +249,11 @@ def align_specs(
     if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
         return (specs,) * len(layout.dynamic), dict.fromkeys(layout.dynamic_keywords, specs)
     specs = [None] * parameters.bound + list(specs)
-    parameter_static = _static_parameters(parameters, layout)
+    static = _static_parameters(parameters, layout)
     total = max(len(parameters.positional), len(layout.names))
-    dynamic = [i for i in range(total) if i not in parameter_static]
-    if (
-        parameter_static
-        and all(
-            i < len(specs) and specs[i] is None for i in parameter_static if i < len(layout.names)
-        )
-        and len(specs) > len([i for i in dynamic if i < len(layout.names)])
-    ):
+    dynamic = [i for i in range(total) if i not in static]
+    beside = [specs[i] for i in static if i < len(specs)]
+    if len(specs) > len(dynamic) and all(spec is None for spec in beside):
         by_position = dict(enumerate(specs))
     else:
         by_position = dict(zip(dynamic, specs, strict=False))

@@ -36,7 +36,7 @@ def differences(old: Structure, new: Structure, names: Sequence[str], limit: int
         return accessor(str(label), path[2:])
 
     found: list[str] = []
-    for line in _compare(old, old.root, new, new.root, (), set(), name):
+    for line in _compare(old, old.root, new, new.root, (), {}, name):
         found.append(line)
         if len(found) == limit:
             found.append("…")
@@ -50,18 +50,20 @@ def _compare(
     new: Structure,
     b: Child,
     path: Path,
-    seen: set[tuple[int, int]],
+    pairs: dict[tuple[str, int], int],
     name: Callable[[Path], str],
 ) -> Iterator[str]:
     if isinstance(a, int) and isinstance(b, int):
-        if (a, b) in seen:
-            return
-        seen.add((a, b))
-        yield from _compare_entries(old, a, new, b, path, seen, name)
+        before, after = pairs.setdefault(("old", a), b), pairs.setdefault(("new", b), a)
+        if (before, after) != (b, a):
+            yield f"{name(path)}: shared with other objects than before"
+        elif ("done", a) not in pairs:
+            pairs["done", a] = b
+            yield from _compare_entries(old, a, new, b, path, pairs, name)
     elif isinstance(a, Container) and isinstance(b, Container):
         parts_a = dict(zip(container_keys(a.treedef), a.children, strict=True))
         parts_b = dict(zip(container_keys(b.treedef), b.children, strict=True))
-        yield from _compare_parts(old, parts_a, new, parts_b, path, seen, name)
+        yield from _compare_parts(old, parts_a, new, parts_b, path, pairs, name)
         if a.treedef != b.treedef and parts_a.keys() == parts_b.keys():
             yield f"{name(path)}: {a.treedef} → {b.treedef}"
     elif a != b:
@@ -74,7 +76,7 @@ def _compare_entries(
     new: Structure,
     b: int,
     path: Path,
-    seen: set[tuple[int, int]],
+    pairs: dict[tuple[str, int], int],
     name: Callable[[Path], str],
 ) -> Iterator[str]:
     x, y = old.entries[a], new.entries[b]
@@ -83,16 +85,14 @@ def _compare_entries(
     elif isinstance(x, NodeEntry) and isinstance(y, NodeEntry):
         parts_a = {(k,): c for k, c in zip(x.keys, x.children, strict=True)}
         parts_b = {(k,): c for k, c in zip(y.keys, y.children, strict=True)}
-        yield from _compare_parts(old, parts_a, new, parts_b, path, seen, name)
+        yield from _compare_parts(old, parts_a, new, parts_b, path, pairs, name)
     elif isinstance(x, VariableEntry) and isinstance(y, VariableEntry):
         settings_a, settings_b = dict(x.metadata), dict(y.metadata)
         for key in sorted({*settings_a, *settings_b}):
             if settings_a.get(key) != settings_b.get(key):
                 before, after = (_setting(s, key) for s in (settings_a, settings_b))
                 yield f"{name(path)}, metadata {key!r}: {before} → {after}"
-        yield from _compare(old, x.value, new, y.value, path, seen, name)
-    if a != b:
-        yield f"{name(path)}: shared with other objects than before"
+        yield from _compare(old, x.value, new, y.value, path, pairs, name)
 
 
 def _compare_parts(
@@ -101,14 +101,14 @@ def _compare_parts(
     new: Structure,
     parts_b: dict[Path, Child],
     path: Path,
-    seen: set[tuple[int, int]],
+    pairs: dict[tuple[str, int], int],
     name: Callable[[Path], str],
 ) -> Iterator[str]:
     for key, child in parts_a.items():
         if key not in parts_b:
             yield f"{name(path + key)}: {_show(old, child)} → missing"
         elif key[:1] != ("_pytree__nodes",):  # which attributes are data shows in themselves
-            yield from _compare(old, child, new, parts_b[key], path + key, seen, name)
+            yield from _compare(old, child, new, parts_b[key], path + key, pairs, name)
     for key, child in parts_b.items():
         if key not in parts_a:
             yield f"{name(path + key)}: missing → {_show(new, child)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -88,6 +89,7 @@ class Lifted(Generic[P, R]):
         self._graph = graph
         self._graph_updates = graph_updates
         self._bound = bound
+        self._origin: Lifted[..., Any] | None = None
         self._implicit = implicit
         self._parameters = Parameters(fun, *roles, bound=implicit)
         self._cache = _cache_of(fun)
@@ -108,6 +110,7 @@ class Lifted(Generic[P, R]):
         bound = Lifted.__new__(Lifted)
         bound.__dict__.update(self.__dict__)
         bound._bound = (*self._bound, obj)
+        bound._origin = self
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
@@ -150,6 +153,7 @@ class Lifted(Generic[P, R]):
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
         if self._bound:
             args = (*self._bound, *args)
+        _compat.leave_static_cache()
         call = self._transform.sort_call(self._parameters, args, kwargs)
         graph, _ = self._mode()
         return call, flatten(call.tree, graph=graph)
@@ -188,11 +192,24 @@ class Lifted(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<nnx_sharding.{self._transform.name} of {self._fun!r}>"
 
+    def __eq__(self, other: object) -> bool:
+        # Each access to a method makes a new object; like Python's, they compare by content.
+        if self is other or not isinstance(other, Lifted) or self._origin is None:
+            return self is other
+        return self._origin == other._origin and self._bound[-1] is other._bound[-1]
+
+    def __hash__(self) -> int:
+        if self._origin is None:
+            return object.__hash__(self)
+        return hash((self._origin, id(self._bound[-1])))
+
     def __copy__(self) -> Lifted[P, R]:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Lifted[P, R]:
-        return self
+    def __deepcopy__(self, memo: Any) -> Any:
+        if self._origin is None:
+            return self
+        return copy.deepcopy(self._origin, memo).__get__(copy.deepcopy(self._bound[-1], memo))
 
     def __reduce__(self) -> Any:
         # A decorated function is found again under its own name, as functions are.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +97,21 @@ def _new_object(entry: Any, structure: Structure, index: int, leaves: Sequence[A
     return None
 
 
+def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int, ...]]]:
+    """What an entry consists of: for each attribute its child and the slots of its own arrays."""
+    entry, slots = structure.entries[index], iter(structure.slots[index])
+    if isinstance(entry, NodeEntry):
+        children: dict[Any, Child] = dict(zip(entry.keys, entry.children, strict=True))
+    elif isinstance(entry, VariableEntry):
+        children = {"value": entry.value}
+    else:
+        children = {} if entry is None else {"ref": LEAF}
+    return {
+        key: (child, tuple(next(slots) for _ in range(count_leaves(child))))
+        for key, child in children.items()
+    }
+
+
 class NodeChange(NamedTuple):
     """The attributes of one node that differ: key and child, with its slots; keys that went."""
 
@@ -106,27 +121,25 @@ class NodeChange(NamedTuple):
 
 
 def node_changes(
-    index: int, before: NodeEntry | None, after: Structure, fresh: frozenset[int] | set[int]
+    index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
 ) -> NodeChange | None:
     """What must be set and deleted to bring a node to its new entry, or None for nothing.
 
     Args:
-      index: the node in both structures.
+      index: the node in the new structure.
       before: its old entry; None sets every attribute.
       after: the new structure.
       fresh: slots whose arrays are new even though the structure did not change.
     """
-    entry = after.entries[index]
-    assert isinstance(entry, NodeEntry)
+    new = parts(after, index)
     old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
-    slots = iter(after.slots[index])
-    changed: list[tuple[Any, Child, tuple[int, ...]]] = []
-    for key, child in zip(entry.keys, entry.children, strict=True):
-        own = tuple(next(slots) for _ in range(count_leaves(child)))
-        if key not in old or old[key] != child or not fresh.isdisjoint(own):
-            changed.append((key, child, own))
-    removed = tuple(key for key in old if key not in entry.keys)
-    return NodeChange(index, tuple(changed), removed) if changed or removed else None
+    changed = tuple(
+        (key, child, slots)
+        for key, (child, slots) in new.items()
+        if key not in old or old[key] != child or not fresh.isdisjoint(slots)
+    )
+    removed = tuple(key for key in old if key not in new)
+    return NodeChange(index, changed, removed) if changed or removed else None
 
 
 def count_leaves(child: Child) -> int:

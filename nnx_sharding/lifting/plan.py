@@ -196,11 +196,11 @@ def _known_variables(
     found: dict[int, tuple[str, Any]] = {}
     slots = iter(structure.root_slots)
     for goal in goals:
-        for keys, _, part in goal.parts:
-            for place in structure.walk(part, slots):
+        for part in goal.parts:
+            for place in structure.walk(part.child, slots):
                 if place.entry is not None and place.entry not in found:
                     spec = object_specs[place.slots[0]] if place.slots else None
-                    found[place.entry] = (accessor(goal.name, (*keys, *place.path)), spec)
+                    found[place.entry] = (accessor(goal.name, (*part.keys, *place.path)), spec)
     return found
 
 
@@ -225,21 +225,63 @@ def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
 
 
 def _place(plan: Plan, leaves: list[Any]) -> tuple[list[Any], list[int]]:
-    """Lays Variables out as declared, those that no one committed to another layout."""
+    """Lays Variables out as declared, those that are not laid out yet.
+
+    Raises:
+      ValueError: a Variable is committed to another layout, or has a shape that does not fit.
+    """
     slots = [
         slot
         for slot, layout in enumerate(plan.layouts)
-        if layout is not None
-        and slot in plan.variables
-        and _needs_placing(leaves[slot], layout, plan.moves_committed)
+        if layout is not None and slot in plan.variables and not _is_placed(leaves[slot], layout)
     ]
     if not slots or not _compat.trace_is_clean():
         return leaves, []
+    _check_placing(plan, leaves, slots)
     placed = jax.device_put([leaves[s] for s in slots], [plan.layouts[s] for s in slots])
     leaves = list(leaves)
     for slot, array in zip(slots, placed, strict=True):
         leaves[slot] = array
     return leaves, slots
+
+
+def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
+    if not isinstance(leaf, jax.Array):
+        # An abstract array has no data to place; a NumPy array or a number does.
+        return isinstance(leaf, jax.ShapeDtypeStruct) or _compat.is_ref(leaf)
+    if isinstance(leaf, jax.core.Tracer):
+        return True
+    own = leaf.sharding
+    return (
+        own is layout
+        or own == layout
+        or (leaf.committed and own.is_equivalent_to(layout, leaf.ndim))
+    )
+
+
+def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> None:
+    lines = []
+    for slot in slots:
+        leaf, layout = leaves[slot], plan.layouts[slot]
+        assert layout is not None
+        shape = jnp.shape(leaf)
+        where = f"  {plan.names[slot]}, shape {shape}: "
+        try:
+            layout.shard_shape(shape)
+        except ValueError as error:
+            lines.append(f"{where}not divisible: {error}")
+            continue
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            same_devices = leaf.sharding.device_set == layout.device_set
+            if not (plan.moves_committed and same_devices):
+                lines.append(f"{where}committed to {leaf.sharding}, declared {layout}")
+    if lines:
+        raise ValueError(
+            "cannot lay out these arrays as declared:\n"
+            + "\n".join(lines)
+            + "\nDeclare what they are, or move them with jax.device_put; a dimension must be a "
+            "multiple of the mesh axes that cut it."
+        )
 
 
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
@@ -263,19 +305,6 @@ def _is_open(leaf: Any) -> bool:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is None
     return not (isinstance(leaf, jax.Array) and leaf.committed)
-
-
-def _needs_placing(leaf: Any, layout: jax.sharding.Sharding, moves_committed: bool) -> bool:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-        return not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
-    own = leaf.sharding
-    if own is layout or own == layout:
-        return False
-    return not leaf.committed or (
-        moves_committed
-        and own.device_set == layout.device_set
-        and not own.is_equivalent_to(layout, leaf.ndim)
-    )
 
 
 def write_back(

@@ -166,7 +166,8 @@ class Pure:
         """The spec of each group of outputs: every spec that an output can have."""
         written = [None, *self.rules.out_specs.written]
         for goal in self.targets:
-            for _, spec, _ in goal.parts:
+            for part in goal.parts:
+                spec = part.spec
                 written += spec.shardings if isinstance(spec, StateSharding) else [spec]
         final = [self.rules.spec_of(spec) for spec in written]
         return tuple(dict.fromkeys([*final, *self.object_specs.values()]))
@@ -273,16 +274,19 @@ class Pure:
         self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
     ) -> dict[int, int]:
         """The arrays of one object that were left alone: slot after the call to slot before."""
-        inputs = {id(leaves[slot]): slot for slot in self.structure.slots[index]}
+        before = merge.parts(self.structure, index)
         found = {}
-        for slot in after.structure.slots[index]:
-            before = inputs.get(id(after.leaves[slot]))
-            if (
-                before is not None
-                and before not in self.donated
-                and specs[slot] == self.object_specs[before]
-            ):
-                found[slot] = before
+        for key, (child, slots) in merge.parts(after.structure, index).items():
+            old_child, old_slots = before.get(key, (None, ()))
+            if child != old_child:
+                continue
+            for slot, old in zip(slots, old_slots, strict=True):
+                if (
+                    after.leaves[slot] is leaves[old]
+                    and old not in self.donated
+                    and specs[slot] == self.object_specs[old]
+                ):
+                    found[slot] = old
         return found
 
     def _check_output(self, after: Flat) -> None:
@@ -312,12 +316,7 @@ def _ref_slots(structure: Structure) -> Iterator[int]:
 class _SlotParameter(inspect.Parameter):
     """A parameter whose name is the path of an array, so that JAX's messages and HLO show it."""
 
-    __slots__ = ("_label",)
-
     def __init__(self, label: str):
         super().__init__("_", inspect.Parameter.POSITIONAL_ONLY)
-        self._label = label
-
-    @property
-    def name(self) -> str:
-        return self._label
+        # The constructor takes only identifiers; a path says more.
+        self._name = label

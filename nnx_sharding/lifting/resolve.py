@@ -25,21 +25,31 @@ from .structure import (
 )
 
 
-class Target(NamedTuple):
-    """One argument or output, taken apart into graph objects and arrays.
+class Part(NamedTuple):
+    """One graph object or array inside an argument or output.
 
     Attributes:
-      name: what messages call it.
-      parts: for each part its keys inside the target, its spec, and where it stands in the
-        structure.
+      keys: the way to it from the argument.
+      below: the last of these keys, from the place on where its spec stands.
+      spec: its spec, as the user wrote it.
+      child: where it stands in the structure.
     """
 
+    keys: Path
+    below: Path
+    spec: Any
+    child: Child
+
+
+class Target(NamedTuple):
+    """One argument or output: what messages call it, and the parts that it consists of."""
+
     name: str
-    parts: tuple[tuple[Path, Any, Child], ...]
+    parts: tuple[Part, ...]
 
     def objects_only(self) -> Target:
         """The target without its arrays, which a function cannot change in place."""
-        return Target(self.name, tuple(part for part in self.parts if isinstance(part[2], int)))
+        return Target(self.name, tuple(p for p in self.parts if isinstance(p.child, int)))
 
 
 class Resolved(NamedTuple):
@@ -59,6 +69,13 @@ def is_spec(x: Any) -> bool:
     return is_single_spec(x) or isinstance(x, StateSharding | nnx.State)
 
 
+def _own_spec(spec: Any) -> Any:
+    """A spec with Flax's ``StateSharding`` turned into ours."""
+    if type(spec) is getattr(nnx, "StateSharding", None):
+        return StateSharding(zip(spec.filters, spec.shardings, strict=True))
+    return spec
+
+
 class Specs:
     """A prefix of specs as the user wrote it, hashable, with what there is to know about it.
 
@@ -71,8 +88,9 @@ class Specs:
     """
 
     def __init__(self, tree: Any):
-        self.tree = tuple(tree) if isinstance(tree, list) else tree
-        leaves, treedef = jax.tree_util.tree_flatten(self.tree, is_leaf=is_spec)
+        leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
+        leaves = list(map(_own_spec, leaves))
+        self.tree = jax.tree_util.tree_unflatten(treedef, leaves)
         wrapped = [StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves]
         self._key = (tuple(wrapped), treedef)
         self.written: tuple[Any, ...] = tuple(
@@ -126,25 +144,40 @@ def target(name: str, prefix: Any, value: Any, child: Child) -> Target:
       ValueError: the specs are no tree prefix of the value.
     """
     if isinstance(child, Container):
-        keys = container_keys(child.treedef)
-        parts = list(zip(keys, child.children, strict=True))
+        keys, children = container_keys(child.treedef), child.children
+        full = jax.tree_util.tree_unflatten(child.treedef, range(len(children)))
     else:
-        parts = [((), child)]
-    if is_spec(prefix) and not (isinstance(prefix, nnx.State) and isinstance(value, nnx.State)):
-        specs = [prefix] * len(parts)
-    else:
-        treedef = child.treedef if isinstance(child, Container) else None
-        full = range(1) if treedef is None else treedef.unflatten(range(len(parts)))
-        try:
-            spread = jax.tree.broadcast(prefix, full, is_leaf=is_spec)
-        except ValueError as error:
-            raise ValueError(
-                f"the specs for {name} are no tree prefix of its value, in which modules and "
-                f"Variables count as leaves: {error}"
-            ) from None
-        specs = jax.tree_util.tree_leaves(spread, is_leaf=is_spec)
-    wrapped = (StateSharding(s) if isinstance(s, nnx.State) else s for s in specs)
-    return Target(name, tuple((k, s, c) for (k, c), s in zip(parts, wrapped, strict=True)))
+        keys, children, full = ((),), (child,), 0
+    try:
+        spread = list(_spread(prefix, full, 0))
+    except ValueError as error:
+        raise ValueError(
+            f"the specs for {name} are no tree prefix of its value, in which modules and "
+            f"Variables count as leaves: {error}"
+        ) from None
+    return Target(
+        name,
+        tuple(
+            Part(path, path[depth:], spec, part)
+            for path, part, (spec, depth) in zip(keys, children, spread, strict=True)
+        ),
+    )
+
+
+def _spread(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
+    """For each leaf of ``full`` its spec, and how many keys lead to the place of the spec."""
+    over_module = isinstance(prefix, nnx.State) and not isinstance(full, nnx.State)
+    if is_single_spec(prefix) or isinstance(prefix, StateSharding) or over_module:
+        spec = StateSharding(prefix) if over_module else prefix
+        for _ in jax.tree_util.tree_leaves(full):
+            yield spec, depth
+        return
+    parts, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=lambda x: x is not prefix)
+    if is_leaf_treedef(treedef):
+        raise ValueError(f"{prefix!r} is no spec")
+    subtrees: list[Any] = treedef.flatten_up_to(full)  # type: ignore[attr-defined]
+    for part, below in zip(parts, subtrees, strict=True):
+        yield from _spread(part, below, depth + 1)
 
 
 def _take(value: Any, children: Iterator[Child]) -> Child:
@@ -161,10 +194,10 @@ def slot_names(structure: Structure, wanted: Sequence[Target]) -> list[str]:
     names = [""] * structure.num_leaves
     slots = iter(structure.root_slots)
     for goal in wanted:
-        for keys, _, part in goal.parts:
-            for place in structure.walk(part, slots):
+        for part in goal.parts:
+            for place in structure.walk(part.child, slots):
                 for slot in place.slots:
-                    names[slot] = names[slot] or accessor(goal.name, (*keys, *place.path))
+                    names[slot] = names[slot] or accessor(goal.name, (*part.keys, *place.path))
     return names
 
 
@@ -173,8 +206,8 @@ def reachable_slots(structure: Structure, goals: Sequence[Target], chosen: Set[s
     found: set[int] = set()
     slots = iter(structure.root_slots)
     for goal in goals:
-        for _, _, part in goal.parts:
-            for place in structure.walk(part, slots):
+        for part in goal.parts:
+            for place in structure.walk(part.child, slots):
                 if goal.name in chosen:
                     found.update(place.slots)
     return found
@@ -210,18 +243,19 @@ def resolve(
     unmatched: list[str] = []
     conflicts: list[str] = []
     for goal in wanted:
-        for keys, prefix, part in goal.parts:
-            for place in structure.walk(part, slots):
-                where = accessor(goal.name, (*keys, *place.path))
-                spec = prefix
+        for part in goal.parts:
+            for place in structure.walk(part.child, slots):
+                where = accessor(goal.name, (*part.keys, *place.path))
+                spec = part.spec
                 if goal.name in settled and known and place.entry in known:
                     spec = None
-                elif isinstance(prefix, StateSharding):
+                elif isinstance(spec, StateSharding):
                     index = place.entry
                     subject = leaves[place.slots[0]] if index is None else objects[index]
-                    matched, spec = prefix.find(place.path, subject)
+                    # Inside a module paths start at the module, as in Flax.
+                    matched, spec = spec.find(place.path or part.below, subject)
                     if not matched:
-                        unmatched.append(f"  {where}: {_describe(subject)}, by {prefix!r}")
+                        unmatched.append(f"  {where}: {_describe(subject)}, by {part.spec!r}")
                         continue
                 _record(result, place, where, None if spec is None else spec_of(spec), conflicts)
     if unmatched:

@@ -213,10 +213,11 @@ def jit(
       and ``clear_cache``.
 
     Raises:
-      TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``;
-        at a call, a static attribute is not hashable.
-      ValueError: something else stands where a spec belongs; at a call, a static argument is
-        not hashable, specs do not fit the arguments, or a ``PartitionSpec`` has no mesh.
+      TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``,
+        or something else stands where a spec belongs; at a call, a static attribute is not
+        hashable.
+      ValueError: at a call, a static argument is not hashable, specs do not fit the arguments,
+        a ``PartitionSpec`` has no mesh, or a Variable cannot be laid out as declared.
 
     Example:
       >>> import jax.numpy as jnp
@@ -257,9 +258,9 @@ def jit(
         ("out_shardings", transform.out_specs),
     ):
         if specs.invalid:
-            raise ValueError(
-                f"{option}: {', '.join(map(repr, specs.invalid))} is no sharding. Use a Sharding, "
-                "a PartitionSpec such as P('data', None), a StateSharding, or None."
+            raise TypeError(
+                f"jit {option}: {', '.join(map(repr, specs.invalid))} is no sharding. Use a "
+                "Sharding, a PartitionSpec such as P('data', None), a StateSharding, or None."
             )
     roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
 

@@ -1,0 +1,38 @@
+"""Configuration of the Sphinx build; `make docs` runs it."""
+
+from nnx_sharding._version import __version__
+
+project = "nnx_sharding"
+author = "The nnx_sharding authors"
+project_copyright = author
+release = version = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes of NamedTuples would otherwise be documented twice
+
+# Every reference to a public name of ours must lead somewhere. Names of Python, JAX and Flax stay
+# without a link: their inventories are only on the network, which a build must not need.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!nnx_sharding\b).*"),
+    ("py:class", r"nnx_sharding\.(lifting|transforms)\..*"),  # in signatures
+]
+
+html_theme = "sphinx_book_theme"
+html_title = "nnx_sharding"
+html_theme_options = {"show_toc_level": 2}

@@ -1,0 +1,556 @@
+"""Our transforms inside those of Flax and JAX, those inside ours, and ours inside ours."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from models import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
+from nnx_sharding import StateSharding, jit, shard_map
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+
+
+def close(ours, theirs, rtol=1e-5, atol=1e-6):
+    a, b = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(numbers(x), numbers(y), rtol=rtol, atol=atol)
+
+
+# Programs on a fresh Counter or MLP, written for any `transform`. Each returns all that can be
+# seen of the outcome. `inner` is a compiled step inside of another transformation.
+
+
+def loss(model, x):
+    model_out = model(x)
+    return jnp.mean(model_out**2)
+
+
+def grad_of(transform):
+    model = MLP()
+    return nnx.grad(transform(loss))(model, X), nnx.state(model)
+
+
+def value_and_grad_of(transform):
+    model = Counter()
+    value, grads = nnx.value_and_grad(transform(lambda m, x: m(x) ** 2))(model, 3.0)
+    return value, grads, nnx.state(model)
+
+
+def value_and_grad_with_aux(transform):
+    model = Counter()
+    fun = transform(lambda m, x: (m(x) ** 2, {"x": x}))
+    return nnx.value_and_grad(fun, has_aux=True)(model, 3.0), nnx.state(model)
+
+
+def grad_with_respect_to_a_filter(transform):
+    model = Net()
+    fun = transform(lambda m: jnp.mean(m(jnp.ones((8, 8))) ** 2))
+    return nnx.grad(fun, argnums=nnx.DiffState(0, nnx.PathContains("bias")))(model), nnx.state(
+        model
+    )
+
+
+def vmap_of(transform):
+    model = MLP()
+    fun = nnx.vmap(transform(lambda m, x: m(x)), in_axes=(None, 0))
+    return fun(model, X)
+
+
+def vmap_over_models(transform):
+    @nnx.vmap
+    def make(key):
+        return MLP(nnx.Rngs(key))
+
+    models = make(jax.random.split(jax.random.key(0), 3))
+    out = nnx.vmap(transform(lambda m, x: m(x)), in_axes=(0, None))(models, X)
+    return out, nnx.state(models)
+
+
+def vmap_with_update(transform):
+    model = nnx.BatchStat(jnp.zeros(3))
+
+    def body(v, x):
+        v[...] = v[...] + x
+        return v[...] * 2
+
+    out = nnx.vmap(transform(body), in_axes=(0, 0))(model, jnp.arange(3.0))
+    return out, model[...]
+
+
+def scan_of(transform):
+    model = Counter()
+
+    def body(m, x):
+        return m, m(x)
+
+    out = nnx.scan(transform(body), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(
+        model, jnp.arange(4.0)
+    )
+    return out[1], nnx.state(model)
+
+
+def remat_of(transform):
+    model = MLP()
+    fun = nnx.remat(transform(lambda m, x: m(x)))
+    return nnx.grad(lambda m: (fun(m, X) ** 2).sum())(model)
+
+
+def cond_of(transform):
+    model = Counter()
+
+    def double(m):
+        m.scale[...] *= 2
+
+    outcomes = []
+    for flag in (True, False, True):
+        nnx.cond(flag, transform(double), lambda m: None, model)
+        outcomes.append(model.scale[...])
+    return outcomes
+
+
+def switch_of(transform):
+    model = Counter()
+
+    def add(n):
+        return transform(lambda m, x: m(x) + n)
+
+    return [nnx.switch(i, [add(0), add(10)], model, 1.0) for i in (0, 1)], nnx.state(model)
+
+
+def while_of(transform):
+    model = Counter()
+    step = transform(lambda m: m(1.0))
+
+    def body(m):
+        step(m)
+        return m
+
+    nnx.while_loop(lambda m: m.count[...] < 5, body, model)
+    return nnx.state(model)
+
+
+def fori_of(transform):
+    model = Counter()
+    step = transform(lambda m, x: m(x))
+
+    def body(i, carry):
+        m, total = carry
+        return m, total + step(m, 1.0)
+
+    _, total = nnx.fori_loop(0, 3, body, (model, 0.0))
+    return total, nnx.state(model)
+
+
+# The other way round: transforms of Flax inside of ours.
+
+
+def grad_inside(transform):
+    model = MLP()
+    step = transform(lambda m, x: nnx.value_and_grad(loss)(m, x))
+    return step(model, X), nnx.state(model)
+
+
+def vmap_inside(transform):
+    model = MLP()
+    return transform(lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x))(model, X)
+
+
+def scan_inside(transform):
+    model = Counter()
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def body(m, x):
+        return m, m(x)
+
+    return transform(lambda m, xs: body(m, xs)[1])(model, jnp.arange(3.0)), nnx.state(model)
+
+
+def remat_inside(transform):
+    model = MLP()
+
+    def fun(m, x):
+        return nnx.grad(lambda m: (nnx.remat(lambda m, x: m(x))(m, x) ** 2).sum())(m)
+
+    return transform(fun)(model, X)
+
+
+def cond_inside(transform):
+    model = Counter()
+
+    def fun(m, flag):
+        nnx.cond(flag, lambda m: m(1.0), lambda m: m(2.0), m)
+        return m.count[...]
+
+    return [transform(fun)(model, flag) for flag in (True, False)], nnx.state(model)
+
+
+def while_inside(transform):
+    model = Counter()
+
+    def fun(m):
+        def body(m):
+            m(1.0)
+            return m
+
+        nnx.while_loop(lambda m: m.count[...] < 5, body, m)
+
+    transform(fun)(model)
+    return nnx.state(model)
+
+
+def optimizer_inside(transform):
+    model = MLP()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    compiled = transform(step)
+    return [compiled(model, optimizer, X) for _ in range(3)], nnx.state((model, optimizer))
+
+
+def metrics_inside(transform):
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+
+    def update(metrics, x):
+        metrics.update(loss=x.mean(), logits=x, labels=jnp.zeros(8, jnp.int32))
+
+    compiled = transform(update)
+    compiled(metrics, X), compiled(metrics, 2 * X)
+    return metrics.compute()
+
+
+def split_rngs_inside(transform):
+    rngs = nnx.Rngs(params=0, dropout=1)
+
+    def fun(rngs):
+        return jax.random.key_data(rngs.split(3).dropout.key[...])
+
+    return transform(fun)(rngs), nnx.state(rngs)
+
+
+# Compiled functions inside of compiled functions.
+
+
+def jit_in_jit(transform):
+    model = Counter()
+    inner = transform(lambda m, x: m(x))
+    outer = transform(lambda m, x: inner(m, x) + inner(m, x))
+    return outer(model, 1.0), outer(model, 2.0), nnx.state(model)
+
+
+def new_parts_in_nested(transform):
+    model = MLP()
+
+    def add(m):
+        m.extra = nnx.Param(jnp.ones(2))
+        return m.extra
+
+    def outer(m):
+        extra = transform(add)(m)
+        extra[...] += 1
+        assert extra is m.extra
+        return m.extra[...]
+
+    return transform(outer)(model), nnx.state(model)
+
+
+def same_object_in_nested(transform):
+    model = Counter()
+
+    def outer(a):
+        out = transform(lambda m: m)(a)
+        assert out is a
+        return transform(lambda m, n: m(1.0) + n(1.0))(a, a)
+
+    return transform(outer)(model), nnx.state(model)
+
+
+def rngs_in_nested(transform):
+    rngs = nnx.Rngs(0)
+    inner = transform(lambda r: jax.random.normal(r(), ()))
+    outer = transform(lambda r: inner(r) + 10 * inner(r))
+    return outer(rngs), outer(rngs), nnx.state(rngs)
+
+
+def jit_in_a_method(transform):
+    class Model(Counter):
+        def step(self, x):
+            return transform(lambda m, x: m(x))(self, x)
+
+    model = Model()
+    return transform(lambda m, x: m.step(x))(model, 1.0), nnx.state(model)
+
+
+PROGRAMS = (
+    grad_of, value_and_grad_of, value_and_grad_with_aux, grad_with_respect_to_a_filter, vmap_of,
+    vmap_over_models, vmap_with_update, scan_of, remat_of, cond_of, switch_of, while_of, fori_of,
+    grad_inside, vmap_inside, scan_inside, remat_inside, cond_inside, while_inside,
+    optimizer_inside, metrics_inside, split_rngs_inside, jit_in_jit, new_parts_in_nested,
+    same_object_in_nested, rngs_in_nested, jit_in_a_method,
+)  # fmt: skip
+
+
+class ProgramsTest(parameterized.TestCase):
+    @parameterized.named_parameters((p.__name__, p) for p in PROGRAMS)
+    def test_as_without_jit_and_as_with_flax(self, program):
+        expected = program(lambda f: f)
+        ours = program(jit)
+        close(ours, expected)
+        self.assertEqual(jax.tree.structure(ours), jax.tree.structure(expected))
+        close(ours, program(nnx.jit))
+
+    @parameterized.named_parameters(
+        (p.__name__, p)
+        for p in (jit_in_jit, new_parts_in_nested, same_object_in_nested, rngs_in_nested)
+    )
+    def test_shard_map_in_the_same_places(self, program):
+        mesh = mesh_of((1,), ("a",))
+
+        def transform(f):
+            return shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
+
+        made = itertools.count()
+
+        def alternate(f):  # the first function is the shard_map, the others are compiled by jit
+            return transform(f) if next(made) == 0 else jit(f)
+
+        close(program(alternate), program(lambda f: f))
+
+
+class MixedTest(parameterized.TestCase):
+    """Ours and Flax's or JAX's own, one inside the other."""
+
+    @parameterized.named_parameters(
+        (f"{a}_{b}", a, b)
+        for a, b in itertools.product(("jax", "flax", "ours"), repeat=2)
+        if "ours" in (a, b)
+    )
+    def test_updates_come_through(self, outer, inner):
+        decorators = {"jax": jax.jit, "flax": nnx.jit, "ours": jit}
+        step = lambda m, x: m(x)  # noqa: E731
+
+        def run(model, x):
+            if inner == "jax":  # takes a State, which it cannot update in place
+                graph, state = nnx.split(model)
+
+                def pure(state, x):
+                    merged = nnx.merge(graph, state)
+                    return step(merged, x), nnx.state(merged)
+
+                out, state = jax.jit(pure)(state, x)
+                nnx.update(model, state)
+                return out
+            return decorators[inner](step)(model, x)
+
+        model, expected = Counter(), Counter()
+        if outer == "jax":
+            graph, state = nnx.split(model)
+
+            def pure(state, x):
+                merged = nnx.merge(graph, state)
+                return run(merged, x) + run(merged, x), nnx.state(merged)
+
+            out, state = jax.jit(pure)(state, 1.0)
+            nnx.update(model, state)
+        else:
+            out = decorators[outer](lambda m, x: run(m, x) + run(m, x))(model, 1.0)
+        self.assertEqual(float(out), float(expected(1.0) + expected(1.0)))
+        assert_same_state(self, model, expected)
+
+    def test_plain_jax_transforms_of_ours(self):
+        fun = jit(lambda x, m: (m(x) ** 2).sum())
+        model, other = MLP(), MLP()
+        plain = lambda x: (other(x) ** 2).sum()  # noqa: E731
+        for transform in (jax.grad, jax.vmap, jax.jit, jax.hessian, jax.jacfwd, jax.checkpoint):
+            ours, theirs = transform(lambda x: fun(x, model)), transform(plain)
+            close(ours(X[0:2]), theirs(X[0:2]), rtol=1e-4, atol=1e-5)
+
+    def test_jvp_vjp_linearize(self):
+        fun = jit(lambda x: {"s": jnp.sin(x)})
+        close(jax.jvp(fun, (X,), (X,)), jax.jvp(lambda x: {"s": jnp.sin(x)}, (X,), (X,)))
+        close(jax.vjp(fun, X)[1]({"s": X}), jax.vjp(lambda x: {"s": jnp.sin(x)}, X)[1]({"s": X}))
+
+    def test_vmap_axis_name(self):
+        fun = jit(lambda x: jax.lax.psum(x, "i"))
+        close(
+            jax.vmap(fun, axis_name="i")(X),
+            jax.vmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(X),
+        )
+
+    def test_eval_shape_and_make_jaxpr_of_ours(self):
+        fun = jit(lambda m, x: m(x))
+        self.assertEqual(nnx.eval_shape(lambda: fun(MLP(), X)).shape, (8, 4))
+        names = [e.primitive.name for e in jax.make_jaxpr(lambda x: fun(MLP(), x))(X).eqns]
+        self.assertIn("jit", names)
+
+    def test_model_made_inside_of_a_trace(self):
+        @jax.jit
+        def outer(x):
+            model = Counter()
+            jit(lambda m, x: m(x))(model, x)
+            return jit(lambda m, x: m(x))(model, x)
+
+        self.assertEqual(float(outer(1.0)), 4.0)
+
+    def test_model_of_an_outer_trace_cannot_be_updated(self):
+        model = Counter()
+        with self.assertRaisesRegex(Exception, "trace"):
+            jax.jit(lambda x: jit(lambda m, x: m(x))(model, x))(1.0)
+        self.assertEqual(int(model.count[...]), 0)
+
+    def test_model_of_an_outer_trace_can_be_read(self):
+        model = MLP()
+        close(jax.jit(lambda x: jit(lambda m, x: m(x))(model, x))(X), model(X))
+
+    def test_captured_model_that_is_updated_is_refused_as_in_flax(self):
+        for decorator in (nnx.jit, jit):
+            model = Counter()
+            with self.assertRaisesRegex(Exception, "trace"):
+                decorator(lambda x: model(x))(1.0)
+            self.assertEqual(int(model.count[...]), 0)
+
+    def test_disable_jit(self):
+        model, expected = Counter(), Counter()
+        with jax.disable_jit():
+            out = jit(lambda m, x: m(x))(model, 1.0)
+        self.assertEqual(float(out), float(expected(1.0)))
+        assert_same_state(self, model, expected)
+
+    def test_callbacks_and_debug_print(self):
+        seen = []
+
+        @jit
+        def fun(model, x):
+            jax.debug.callback(lambda v: seen.append(float(v)), model(x))
+            return jax.pure_callback(
+                lambda v: np.float32(v) * 2, jax.ShapeDtypeStruct((), jnp.float32), x
+            )
+
+        self.assertEqual(float(fun(Counter(), 1.0)), 2.0)
+        jax.effects_barrier()
+        self.assertEqual(seen, [3.0])
+
+    def test_many_threads(self):
+        import concurrent.futures
+
+        fun = jit(lambda m, x: m(x))
+        models = [Counter(i) for i in range(8)]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            out = list(pool.map(lambda m: float(fun(m, 1.0)), models))
+        self.assertEqual(out, [3.0 + i for i in range(8)])
+
+
+class ShardedTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.mesh = mesh_of((8,), ("model",))
+        self.mapped = shard_map(
+            lambda m, x: jax.lax.psum(m(x), "model"),
+            mesh=self.mesh,
+            in_specs=(mlp_specs(), P()),
+            out_specs=P(),
+        )
+
+    def test_training_step_of_jit_over_shard_map(self):
+        def make():
+            model = MLP()
+            return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        def step(forward):
+            def run(model, optimizer, x):
+                value, grads = nnx.value_and_grad(lambda m: jnp.mean(forward(m, x) ** 2))(model)
+                optimizer.update(model, grads)
+                return value
+
+            return run
+
+        model, optimizer = make()
+        plain, plain_optimizer = make()
+        ours = jit(step(self.mapped), in_shardings=(mlp_specs(), None, None), mesh=self.mesh)
+        for _ in range(3):
+            value = ours(model, optimizer, X)
+            expected = step(lambda m, x: m(x))(plain, plain_optimizer, X)
+            np.testing.assert_allclose(value, expected, rtol=1e-4)
+        assert_same_state(self, model, plain, rtol=1e-4)
+        self.assertEqual(model.up.kernel.sharding, NamedSharding(self.mesh, P(None, "model")))
+
+    @parameterized.named_parameters(("flax", nnx.jit), ("ours", jit))
+    def test_inside_of_jit(self, decorator):
+        model = MLP()
+        close(decorator(lambda m, x: self.mapped(m, x))(model, X), MLP()(X))
+
+    def test_inside_of_plain_jax_jit(self):
+        graph, state = nnx.split(MLP())
+        close(jax.jit(lambda s, x: self.mapped(nnx.merge(graph, s), x))(state, X), MLP()(X))
+
+    def test_inside_of_flax_scan_and_remat(self):
+        model = MLP()
+
+        @nnx.scan(in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3)
+        def repeat(model, x):
+            return self.mapped(model, x)
+
+        @nnx.scan(in_axes=(None, nnx.Carry), out_axes=nnx.Carry, length=3)
+        def plain(model, x):
+            return model(x)
+
+        close(jit(lambda m, x: repeat(m, x))(model, X), plain(MLP(), X))
+        remat = nnx.remat(self.mapped)
+        close(nnx.grad(lambda m: remat(m, X).sum())(MLP()), nnx.grad(lambda m: m(X).sum())(MLP()))
+
+    def test_flax_shard_map_inside_of_ours(self):
+        spec = nnx.StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P("model", None)})
+        theirs = nnx.shard_map(
+            lambda m, x: jax.lax.psum(m(x), "model"),
+            mesh=self.mesh,
+            in_specs=(spec, P()),
+            out_specs=P(),
+        )
+        close(jit(lambda m, x: theirs(m, x))(MLP(), X), MLP()(X))
+
+    def test_updates_in_shard_map_inside_of_jit(self):
+        def count(model):
+            model.count[...] += jax.lax.psum(1, "model")
+
+        mapped = shard_map(count, mesh=self.mesh, in_specs=(P(),), out_specs=P())
+        model = Counter()
+
+        def outer(model):
+            mapped(model), mapped(model)
+
+        jit(outer)(model)
+        self.assertEqual(int(model.count[...]), 16)
+
+    def test_in_shardings_of_a_jit_inside_of_a_jit(self):
+        spec = StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P("model", None)})
+        inner = jit(lambda m, x: m(x), in_shardings=(spec, None), mesh=self.mesh)
+        outer = jit(lambda m, x: inner(m, x))
+        model = MLP()
+        close(outer(model, X), MLP()(X))
+
+    def test_constraint_inside(self):
+        def fun(model, x):
+            hidden = jax.nn.relu(model.up(x))
+            hidden = jax.lax.with_sharding_constraint(
+                hidden, NamedSharding(self.mesh, P(None, "model"))
+            )
+            return model.down(hidden), hidden
+
+        out, hidden = jit(fun, in_shardings=(mlp_specs(), None), mesh=self.mesh)(MLP(), X)
+        close(out, MLP()(X))
+        self.assertEqual(hidden.sharding.spec[1], "model")
+
+
+if __name__ == "__main__":
+    absltest.main()

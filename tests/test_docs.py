@@ -1,0 +1,63 @@
+"""Every Python block of the documentation and every example in a docstring runs."""
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import jax
+import pytest
+from sybil import Sybil
+from sybil.parsers.myst import PythonCodeBlockParser
+
+import nnx_sharding
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = Sybil([PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS)])
+
+
+def pages() -> list[Path]:
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(p for p in found if "_build" not in p.parts and list(BLOCKS.parse(p)))
+
+
+def docstrings() -> list[doctest.DocTest]:
+    names = [m.name for m in pkgutil.walk_packages(nnx_sharding.__path__, "nnx_sharding.")]
+    # Importing a `__main__` runs it.
+    modules = [
+        importlib.import_module(name)
+        for name in ["nnx_sharding", *names]
+        if not name.endswith("__main__")
+    ]
+    finder = doctest.DocTestFinder()
+    # Without the names of its module an example runs only if a reader can copy it.
+    tests = [test for module in modules for test in finder.find(module, globs={})]
+    return [test for test in tests if test.examples]
+
+
+@pytest.fixture(autouse=True)
+def plain_errors():
+    """Keeps JAX from adding a note on removed frames to the errors that examples show."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
+def test_there_are_eight_devices():
+    assert jax.device_count() == 8
+
+
+# One test for a whole page: its blocks build on each other, and pytest-xdist would otherwise
+# spread them over processes.
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page):
+    for example in BLOCKS.parse(page):
+        example.evaluate()
+
+
+@pytest.mark.parametrize("example", docstrings(), ids=lambda example: example.name)
+def test_docstring(example):
+    report: list[str] = []
+    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
+    assert results.failed == 0, "".join(report)

@@ -1,0 +1,664 @@
+"""``shard_map`` over modules: equal to ``jax.shard_map`` over arrays, and updates in place."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+
+from models import MLP, Counter, P, assert_same, assert_same_state, mesh_of, mlp_specs
+from nnx_sharding import StateSharding, jit, shard_map
+
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
+
+
+def mesh8(kind="auto"):
+    return mesh_of((8,), ("model",), kind)
+
+
+def megatron(model, x):
+    return jax.lax.psum(model(x), "model")
+
+
+def plain_megatron(state, x):
+    hidden = jax.nn.relu(x @ state["up"])
+    return jax.lax.psum(hidden @ state["down"], "model")
+
+
+def state_of(model):
+    return {"up": model.up.kernel[...], "down": model.down.kernel[...]}
+
+
+STATE_SPECS = {"up": P(None, "model"), "down": P("model", None)}
+
+
+class EqualToJaxTest(parameterized.TestCase):
+    @parameterized.parameters(True, False)
+    def test_megatron(self, jitted):
+        mesh, model = mesh8(), MLP()
+        ours = shard_map(
+            megatron, mesh=mesh, in_specs=(mlp_specs(), P()), out_specs=P(), jit=jitted
+        )(model, X)
+        theirs = jax.shard_map(
+            plain_megatron, mesh=mesh, in_specs=(STATE_SPECS, P()), out_specs=P()
+        )
+        theirs = (jax.jit(theirs) if jitted else theirs)(state_of(MLP()), X)
+        assert_same(self, ours, theirs, rtol=1e-6)
+        np.testing.assert_allclose(ours, MLP()(X), rtol=1e-5, atol=1e-6)
+
+    def test_the_function_sees_shards(self):
+        shapes = []
+
+        def body(model):
+            shapes.append((model.up.kernel.shape, model.down.kernel.shape))
+
+        shard_map(body, mesh=mesh8(), in_specs=(mlp_specs(),), out_specs=P())(MLP())
+        self.assertEqual(shapes, [((4, 2), (2, 4))])
+
+    @parameterized.named_parameters(
+        ("all_gather", lambda w: jax.lax.all_gather(w, "model", axis=1, tiled=True).sum()[None]),
+        (
+            "ppermute",
+            lambda w: jax.lax.ppermute(w, "model", [(i, (i + 1) % 8) for i in range(8)]).sum()[
+                None
+            ],
+        ),
+        ("axis_index", lambda w: (w.sum() * jax.lax.axis_index("model"))[None]),
+        (
+            "psum_scatter",
+            lambda w: jax.lax.psum_scatter(jnp.ones(8) * w.sum(), "model", tiled=True),
+        ),
+        (
+            "all_to_all",
+            lambda w: jax.lax.all_to_all(jnp.ones(8) * w.sum(), "model", 0, 0, tiled=True)[:1],
+        ),
+    )
+    def test_collectives(self, body):
+        mesh, model = mesh8(), MLP()
+        ours = shard_map(
+            lambda m: body(m.up.kernel[...]),
+            mesh=mesh,
+            in_specs=(mlp_specs(),),
+            out_specs=P("model"),
+        )(model)
+        theirs = jax.jit(
+            jax.shard_map(body, mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"))
+        )(MLP().up.kernel[...])
+        assert_same(self, ours, theirs, rtol=1e-6)
+
+    def test_gradients_through_it(self):
+        mesh = mesh8()
+        mapped = shard_map(megatron, mesh=mesh, in_specs=(mlp_specs(), P()), out_specs=P())
+        ours = nnx.grad(lambda m: (mapped(m, X) ** 2).sum())(MLP())
+        theirs = nnx.grad(lambda m: (m(X) ** 2).sum())(MLP())
+        for layer in ("up", "down"):
+            np.testing.assert_allclose(
+                ours[layer]["kernel"][...], theirs[layer]["kernel"][...], rtol=1e-4, atol=1e-5
+            )
+
+    def test_gradients_inside_of_it(self):
+        def body(model, x):
+            loss = lambda m: jax.lax.psum(jnp.mean(m(x) ** 2), "data") / 8  # noqa: E731
+            return nnx.grad(loss)(model)
+
+        mesh = mesh_of((8,), ("data",))
+        grads = shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(MLP(), X)
+        expected = nnx.grad(lambda m: jnp.mean(m(X) ** 2))(MLP())
+        np.testing.assert_allclose(
+            grads["up"]["kernel"][...], expected["up"]["kernel"][...], rtol=1e-4, atol=1e-6
+        )
+
+    def test_same_as_flax(self):
+        mesh = mesh8()
+        ours = shard_map(megatron, mesh=mesh, in_specs=(mlp_specs(), P()), out_specs=P())
+        spec = nnx.StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P("model", None)})
+        theirs = nnx.shard_map(megatron, mesh=mesh, in_specs=(spec, P()), out_specs=P())
+        np.testing.assert_allclose(ours(MLP(), X), theirs(MLP(), X), rtol=1e-6)
+
+
+class UpdatesTest(parameterized.TestCase):
+    def test_statistics_with_pmean(self):
+        mesh = mesh_of((8,), ("data",))
+
+        class Stats(nnx.Module):
+            def __init__(self):
+                self.mean = nnx.BatchStat(jnp.zeros(4))
+                self.scale = nnx.Param(jnp.ones(4))
+
+            def __call__(self, x):
+                mean = jax.lax.pmean(x.mean(0), "data")
+                self.mean[...] = 0.5 * self.mean[...] + 0.5 * mean
+                return x * self.scale - self.mean[...]
+
+        model = Stats()
+        scale = model.scale.get_raw_value()
+        fun = shard_map(
+            lambda m, x: m(x), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+        )
+        y = fun(model, X)
+        np.testing.assert_allclose(model.mean[...], 0.5 * X.mean(0), atol=1e-6)
+        np.testing.assert_allclose(y, X - 0.5 * X.mean(0), atol=1e-6)
+        fun(model, X)
+        np.testing.assert_allclose(model.mean[...], 0.75 * X.mean(0), atol=1e-6)
+        self.assertEqual(model.mean.sharding, NamedSharding(mesh, P()))
+        np.testing.assert_array_equal(model.scale[...], np.asarray(scale))
+
+    def test_sharded_parameters(self):
+        mesh, model = mesh8(), MLP()
+
+        def body(model):
+            model.up.kernel[...] += jax.lax.axis_index("model").astype(jnp.float32)
+
+        self.assertIsNone(shard_map(body, mesh=mesh, in_specs=(mlp_specs(),), out_specs=P())(model))
+        expected = MLP().up.kernel[...] + np.repeat(np.arange(8.0), 2)
+        np.testing.assert_allclose(model.up.kernel[...], expected, rtol=1e-6)
+        self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh, P(None, "model")))
+        np.testing.assert_array_equal(model.down.kernel[...], MLP().down.kernel[...])
+
+    def test_static_attribute(self):
+        class Flag(nnx.Module):
+            def __init__(self):
+                self.calls = 0
+
+        def body(flag):
+            flag.calls += 1
+
+        flag = Flag()
+        fun = shard_map(body, mesh=mesh8(), in_specs=(P(),), out_specs=P())
+        fun(flag), fun(flag)
+        self.assertEqual(flag.calls, 2)
+
+    def test_added_and_removed_parts(self):
+        def body(model):
+            model.extra = nnx.Param(model.up.kernel[...] * 2)
+            model.layer = nnx.Dict(w=nnx.BatchStat(jnp.ones(())))
+            del model.down
+
+        model = MLP()
+        spec = StateSharding(  # also decides for the parts that are new
+            {
+                nnx.PathContains("layer"): P(),
+                nnx.PathContains("down"): P("model"),
+                ...: P(None, "model"),
+            }
+        )
+        shard_map(body, mesh=mesh8(), in_specs=(spec,), out_specs=P())(model)
+        np.testing.assert_allclose(model.extra[...], 2 * MLP().up.kernel[...])
+        self.assertFalse(hasattr(model, "down"))
+        self.assertEqual(float(model.layer.w[...]), 1.0)
+        self.assertEqual(model.extra.sharding.spec, P(None, "model"))
+        self.assertEqual(model.layer.w.sharding.spec, P())
+
+    def test_failing_function_changes_nothing(self):
+        model = Counter()
+
+        def body(model):
+            model.count[...] += 1
+            raise RuntimeError("mine")
+
+        with self.assertRaisesRegex(RuntimeError, "mine"):
+            shard_map(body, mesh=mesh8(), in_specs=(P(),), out_specs=P())(model)
+        self.assertEqual(int(model.count[...]), 0)
+
+    def test_rngs(self):
+        """Streams count on, and every device draws the same as without shard_map."""
+        mesh, rngs, plain = mesh8(), nnx.Rngs(0), nnx.Rngs(0)
+        fun = shard_map(
+            lambda r: jax.random.normal(r(), (2,)), mesh=mesh, in_specs=(P(),), out_specs=P()
+        )
+        for _ in range(2):
+            np.testing.assert_allclose(fun(rngs), jax.random.normal(plain(), (2,)), rtol=1e-6)
+        self.assertEqual(int(rngs.default.count[...]), 2)
+
+    def test_shared_variables(self):
+        model = Counter()
+
+        def body(a, b):
+            a.count[...] += 1
+            b.count[...] += 10
+
+        shard_map(body, mesh=mesh8(), in_specs=(P(), P()), out_specs=P())(model, model)
+        self.assertEqual(int(model.count[...]), 11)
+
+    def test_shared_variables_with_two_specs(self):
+        model = MLP()
+        fun = shard_map(
+            lambda first, second: None, mesh=mesh8(), in_specs=(mlp_specs(), P()), out_specs=P()
+        )
+        with self.assertRaises(ValueError) as caught:
+            fun(model, model)
+        for name in ("first.up.kernel", "second.up.kernel"):
+            self.assertIn(name, str(caught.exception))
+
+    def test_a_second_call_moves_nothing(self):
+        model = MLP()
+        x = jax.device_put(X, NamedSharding(mesh8(), P()))
+        fun = shard_map(megatron, mesh=mesh8(), in_specs=(mlp_specs(), P()), out_specs=P())
+        fun(model, x)
+        self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh8(), P(None, "model")))
+        before = model.up.kernel.get_raw_value()
+        with jax.transfer_guard("disallow"):
+            fun(model, x)
+        self.assertIs(model.up.kernel.get_raw_value(), before)
+
+
+class SpecsTest(parameterized.TestCase):
+    def test_keyword_arguments(self):
+        expected = MLP()(X)
+        for specs in ((mlp_specs(), P()), {"model": mlp_specs(), "x": P()}):
+            fun = shard_map(megatron, mesh=mesh8(), in_specs=specs, out_specs=P())
+            for args, kwargs in (((), {"x": X, "model": MLP()}), ((MLP(),), {"x": X})):
+                np.testing.assert_allclose(fun(*args, **kwargs), expected, rtol=1e-5, atol=1e-6)
+
+    def test_keyword_only(self):
+        fun = shard_map(
+            lambda x, *, scale: x * scale,
+            mesh=mesh8(),
+            in_specs={"x": P("model"), "scale": P()},
+            out_specs=P("model"),
+        )
+        np.testing.assert_array_equal(fun(np.ones(8), scale=2.0), 2 * np.ones(8))
+
+    @parameterized.parameters(3, 2.5, True, "mode")
+    def test_none_for_a_plain_python_value_is_static(self, value):
+        seen = []
+
+        def body(x, option):
+            seen.append(option)
+            return x
+
+        fun = shard_map(body, mesh=mesh8(), in_specs=(P("model"), None), out_specs=P("model"))
+        fun(jnp.ones(8), value)
+        self.assertEqual([(type(s), s) for s in seen], [(type(value), value)])
+
+    def test_none_for_arrays_and_modules_is_replicated(self):
+        model = MLP()
+        fun = shard_map(
+            lambda m, x: m.up.kernel[...] * x, mesh=mesh8(), in_specs=(None, None), out_specs=P()
+        )
+        np.testing.assert_allclose(fun(model, jnp.ones(())), MLP().up.kernel[...])
+        self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh8(), P()))
+
+    def test_new_modules_as_output(self):
+        def body():
+            return nnx.Param(jnp.full((2, 3), jax.lax.axis_index("model"), jnp.float32))
+
+        for out_specs in (P("model"), StateSharding({nnx.Param: P("model")})):
+            made = shard_map(body, mesh=mesh8(), in_specs=(), out_specs=out_specs)()
+            self.assertIsInstance(made, nnx.Param)
+            np.testing.assert_array_equal(made[...][:, 0], np.repeat(np.arange(8.0), 2))
+            self.assertEqual(made.sharding.spec[0], "model")
+
+    def test_new_model_with_state_sharding(self):
+        def body(key):
+            key = jax.random.fold_in(key, jax.lax.axis_index("model"))
+            return MLP(nnx.Rngs(key), features=4, hidden=2)
+
+        spec = mlp_specs()
+        model = shard_map(body, mesh=mesh8(), in_specs=(P(),), out_specs=spec)(jax.random.key(0))
+        self.assertEqual(model.up.kernel.shape, (4, 16))
+        self.assertEqual(model.down.kernel.shape, (16, 4))
+        self.assertEqual(model(X).shape, (16, 4))
+
+    def test_returned_input(self):
+        model = MLP()
+        out = shard_map(lambda m: m, mesh=mesh8(), in_specs=(mlp_specs(),), out_specs=mlp_specs())(
+            model
+        )
+        self.assertIs(out, model)
+        assert_same_state(self, model, MLP())
+
+    def test_named_sharding_as_a_spec(self):
+        """As in jax.shard_map, or a clear error: never another meaning."""
+        mesh = mesh8()
+        fun = shard_map(
+            lambda x: x * 2,
+            mesh=mesh,
+            in_specs=NamedSharding(mesh, P("model")),
+            out_specs=P("model"),
+        )
+        np.testing.assert_array_equal(fun(np.ones(8)), 2 * np.ones(8))
+
+    def test_committed_elsewhere_is_resharded_as_in_jax(self):
+        mesh = mesh8()
+        x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P(None, "model")))
+        ours, theirs = (
+            d(lambda x: x * 2, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(x)
+            for d in (shard_map, lambda f, **k: jax.jit(jax.shard_map(f, **k)))
+        )
+        assert_same(self, ours, theirs)
+        variable = nnx.Param(x)
+        out = shard_map(lambda v: v * 2, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(
+            variable
+        )
+        np.testing.assert_array_equal(out, ours)
+
+    def test_variable_that_does_not_divide(self):
+        fun = shard_map(lambda v: None, mesh=mesh8(), in_specs=P("model"), out_specs=P())
+        with self.assertRaisesRegex(ValueError, "divi"):
+            fun(nnx.Param(jnp.ones(3)))
+
+    def test_bound_method_and_method(self):
+        mesh = mesh8()
+
+        class Model(MLP):
+            @shard_map(mesh=mesh, in_specs=(mlp_specs(), P()), out_specs=P())
+            def mapped(self, x):
+                return jax.lax.psum(self(x), "model")
+
+            def body(self, x):
+                return jax.lax.psum(self(x), "model") / 8
+
+        model = Model()
+        np.testing.assert_allclose(model.mapped(X), MLP()(X), rtol=1e-5, atol=1e-6)
+        other = Model()
+        fun = shard_map(other.body, mesh=mesh, in_specs=(P(),), out_specs=P(), check_vma=False)
+        np.testing.assert_allclose(fun(X), MLP()(X), rtol=1e-5, atol=1e-6)
+
+    def test_decorator_factory(self):
+        @shard_map(mesh=mesh8(), in_specs=P("model"), out_specs=P("model"))
+        def double(x):
+            return 2 * x
+
+        @functools.partial(shard_map, mesh=mesh8(), in_specs=P("model"), out_specs=P("model"))
+        def triple(x):
+            return 3 * x
+
+        np.testing.assert_array_equal(double(np.ones(8)) + triple(np.ones(8)), 5 * np.ones(8))
+
+
+class MeshTest(parameterized.TestCase):
+    def fun(self, **options):
+        return shard_map(megatron, in_specs=(mlp_specs(), P()), out_specs=P(), **options)
+
+    def check(self, fun, context=None):
+        model, expected = MLP(), MLP()(X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the legacy `with mesh:`
+            with context or contextlib.nullcontext():
+                y = fun(model, X)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+    def test_set_mesh(self):
+        self.check(self.fun(), jax.set_mesh(mesh8()))
+
+    def test_legacy_context(self):
+        self.check(self.fun(), mesh8())
+
+    def test_legacy_context_inside_of_jit(self):
+        self.check(jit(lambda m, x: self.fun()(m, x)), mesh8())
+
+    def test_the_same_mesh_found_in_another_way(self):
+        fun = self.fun()
+        for size in (8, 4):
+            self.check(fun, jax.set_mesh(mesh_of((size,), ("model",))))
+        self.check(jit(lambda m, x: fun(m, x)), mesh8())
+
+    def test_set_mesh_inside_of_jit(self):
+        self.check(jit(lambda m, x: self.fun()(m, x)), jax.set_mesh(mesh8()))
+
+    def test_another_mesh_later(self):
+        fun = self.fun()
+        for size in (8, 4, 2):
+            self.check(fun, jax.set_mesh(mesh_of((size,), ("model",))))
+
+    def test_none_is_a_value_error(self):
+        with self.assertRaisesRegex(ValueError, "mesh"):
+            self.fun()(MLP(), X)
+
+    def test_abstract_mesh_on_arrays_with_a_mesh(self):
+        """JAX takes an AbstractMesh where the arrays, or the context, bring the devices."""
+        mesh = mesh8()
+        x = jax.device_put(X.reshape(8, 8), NamedSharding(mesh, P("model")))
+        ours, theirs = (
+            d(lambda x: x * 2, mesh=mesh.abstract_mesh, in_specs=P("model"), out_specs=P("model"))(
+                x
+            )
+            for d in (shard_map, jax.shard_map)
+        )
+        assert_same(self, ours, theirs)
+
+    def test_abstract_mesh_in_context(self):
+        self.check(self.fun(mesh=mesh8().abstract_mesh), jax.set_mesh(mesh8()))
+
+    def test_abstract_mesh_to_lower_for_devices_that_are_not_there(self):
+        mesh = jax.sharding.AbstractMesh((64,), ("model",), axis_types=(AxisType.Auto,))
+        model = nnx.eval_shape(lambda: MLP(hidden=128))
+        fun = self.fun(mesh=mesh)
+        x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+        lowered = fun.trace(model, x).lower(lowering_platforms=("tpu",))
+        self.assertIn("all_reduce", lowered.as_text())
+
+    @parameterized.parameters("auto", "explicit")
+    def test_sub_mesh_types(self, kind):
+        mesh = mesh8(kind)
+        model = jit(lambda: MLP(), out_shardings=mlp_specs(), mesh=mesh)()
+        np.testing.assert_allclose(self.fun(mesh=mesh)(model, X), MLP()(X), rtol=1e-5, atol=1e-6)
+
+    @parameterized.parameters("auto", "explicit")
+    def test_fresh_model_on_either_kind_of_mesh(self, kind):
+        """Variables that nobody committed are laid out as declared, also on Explicit meshes."""
+        model = MLP()
+        self.fun(mesh=mesh8(kind))(model, X)
+        self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh8(kind), P(None, "model")))
+
+    def test_specs_inferred_on_an_explicit_mesh(self):
+        mesh = mesh8("explicit")
+        model = jit(lambda: MLP(), out_shardings=mlp_specs(), mesh=mesh)()
+        shapes = []
+
+        def body(model):
+            shapes.append((model.up.kernel.shape, model.down.kernel.shape))
+            return model.up.kernel[...].sum()[None]
+
+        for options, context in (
+            ({"mesh": mesh}, contextlib.nullcontext()),
+            ({}, jax.set_mesh(mesh)),
+        ):
+            with context:
+                out = shard_map(body, out_specs=P("model"), **options)(model)
+            self.assertAlmostEqual(float(out.sum()), float(MLP().up.kernel[...].sum()), places=4)
+        self.assertEqual(set(shapes), {((4, 2), (2, 4))})
+
+    def test_inferred_specs_follow_the_arrays(self):
+        mesh = mesh8("explicit")
+        fun = shard_map(lambda x: jnp.array(x.size), mesh=mesh, out_specs=P())
+        for spec, size in ((P("model"), 8), (P(), 64), (P(None, "model"), 8)):
+            x = jax.device_put(np.ones((8, 8)), NamedSharding(mesh, spec))
+            self.assertEqual(int(fun(x)), size)
+
+    def test_cannot_be_inferred_on_an_auto_mesh(self):
+        with self.assertRaises(TypeError):
+            shard_map(lambda m: None, mesh=mesh8(), out_specs=P())(MLP())
+
+
+class OptionsTest(parameterized.TestCase):
+    def test_partial_manual(self):
+        mesh = mesh_of((2, 4), ("data", "model"))
+        shapes = []
+
+        def body(model, x):
+            shapes.append((x.shape, model.up.kernel.shape))
+            return jax.lax.psum(model(x), "model")
+
+        options = {"in_specs": (mlp_specs(), P()), "out_specs": P()}
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        outcomes = []
+        for extra in ({"axis_names": {"model"}}, {"auto": frozenset({"data"})}):
+            outcomes.append(shard_map(body, mesh=mesh, **options, **extra)(MLP(), x))
+        for y in outcomes:
+            np.testing.assert_allclose(y, MLP()(X), rtol=1e-5, atol=1e-6)
+        self.assertEqual(set(shapes), {((16, 4), (4, 4))})
+
+    def test_partial_manual_as_in_jax(self):
+        mesh = mesh_of((2, 4), ("data", "model"))
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        options = {
+            "mesh": mesh,
+            "in_specs": (STATE_SPECS, P()),
+            "out_specs": P(),
+            "axis_names": {"model"},
+        }
+        ours = shard_map(plain_megatron, **options)(state_of(MLP()), x)
+        theirs = jax.jit(jax.shard_map(plain_megatron, **options))(state_of(MLP()), x)
+        assert_same(self, ours, theirs, rtol=1e-6)
+
+    def test_partial_manual_update(self):
+        mesh = mesh_of((2, 4), ("data", "model"))
+        model = MLP()
+
+        def body(model):
+            model.up.kernel[...] += jax.lax.axis_index("model")
+
+        shard_map(body, mesh=mesh, in_specs=(mlp_specs(),), out_specs=P(), axis_names={"model"})(
+            model
+        )
+        expected = MLP().up.kernel[...] + np.repeat(np.arange(4.0), 4)
+        np.testing.assert_allclose(model.up.kernel[...], expected, rtol=1e-6)
+
+    @parameterized.named_parameters(("check_vma", "check_vma"), ("check_rep", "check_rep"))
+    def test_replication_is_checked(self, option):
+        def body(x):
+            return x.sum() * 1.0
+
+        options = {"mesh": mesh8(), "in_specs": P("model"), "out_specs": P()}
+        with self.assertRaises(ValueError):
+            jax.shard_map(body, **options)(np.ones(8))
+        for checked in ({}, {option: True}):
+            with self.assertRaises(ValueError):
+                shard_map(body, **options, **checked)(np.ones(8))
+        self.assertEqual(float(shard_map(body, **options, **{option: False})(np.ones(8))), 1.0)
+
+    def test_replication_of_updates_is_checked(self):
+        def body(model):
+            model.count[...] += jax.lax.axis_index("model")
+
+        options = {"mesh": mesh8(), "in_specs": (P(),), "out_specs": P()}
+        model = Counter()
+        with self.assertRaises(ValueError):
+            shard_map(body, **options)(model)
+        self.assertEqual(int(model.count[...]), 0)
+        shard_map(body, **options, check_vma=False)(model)
+
+    def test_message_of_the_check_names_the_variable(self):
+        def body(model):
+            model.count[...] += jax.lax.axis_index("model")
+
+        with self.assertRaisesRegex(ValueError, r"model\.count"):
+            shard_map(body, mesh=mesh8(), in_specs=(P(),), out_specs=P())(Counter())
+
+    @parameterized.named_parameters(
+        ("checks", {"check_vma": True, "check_rep": True}),
+        ("axes", {"axis_names": {"model"}, "auto": {"data"}}),
+    )
+    def test_both_names_of_one_option(self, options):
+        with self.assertRaises(ValueError):
+            shard_map(lambda x: x, mesh=mesh8(), in_specs=P(), out_specs=P(), **options)
+
+    def test_compiled_once(self):
+        count = []
+
+        def body(model, x):
+            count.append(1)
+            return megatron(model, x)
+
+        fun = shard_map(body, mesh=mesh8(), in_specs=(mlp_specs(), P()), out_specs=P())
+        model = MLP()
+        for _ in range(4):
+            fun(model, X)
+        self.assertLen(count, 1)
+        fun(model, X[:8])
+        self.assertLen(count, 2)
+
+    def test_without_jit_python_runs_every_time(self):
+        count = []
+
+        def body(model, x):
+            count.append(1)
+            model.up.kernel[...] *= 1.5
+            return megatron(model, x)
+
+        options = {"mesh": mesh8(), "in_specs": (mlp_specs(), P()), "out_specs": P()}
+        one, two = MLP(), MLP()
+        eager, compiled = shard_map(body, jit=False, **options), shard_map(body, **options)
+        for calls in (1, 2, 3):
+            y = eager(one, X)
+            self.assertLen(count, calls)
+        count.clear()
+        for _ in range(3):
+            z = compiled(two, X)
+        np.testing.assert_allclose(y, z, rtol=1e-5)
+        assert_same_state(self, one, two, rtol=1e-6)
+
+
+class NestingTest(parameterized.TestCase):
+    def test_inside_of_jit_inside_of_grad(self):
+        mapped = shard_map(megatron, mesh=mesh8(), in_specs=(mlp_specs(), P()), out_specs=P())
+        inner = jit(lambda m, x: (mapped(m, x) ** 2).sum())
+        ours = nnx.grad(lambda m: inner(m, X))(MLP())
+        theirs = nnx.grad(lambda m: (m(X) ** 2).sum())(MLP())
+        np.testing.assert_allclose(
+            ours["up"]["kernel"][...], theirs["up"]["kernel"][...], rtol=1e-4, atol=1e-5
+        )
+
+    @parameterized.parameters("argument", "context")
+    def test_over_disjoint_axes(self, where):
+        mesh = mesh_of((2, 4), ("data", "model"))
+        options = {"mesh": mesh} if where == "argument" else {}
+
+        @shard_map(in_specs=(mlp_specs(), P()), out_specs=P(), axis_names={"model"})
+        def inner(model, x):
+            return jax.lax.psum(model(x), "model")
+
+        @shard_map(in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"}, **options)
+        def outer(model, x):
+            return inner(model, x)
+
+        context = jax.set_mesh(mesh) if where == "context" else contextlib.nullcontext()
+        model, expected = MLP(), MLP()(X)
+        with context:
+            y = outer(model, X)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+    def test_update_in_the_inner_one(self):
+        mesh = mesh_of((2, 4), ("data", "model"))
+
+        @shard_map(in_specs=(P(),), out_specs=P(), axis_names={"model"})
+        def inner(model):
+            model.count[...] += jax.lax.psum(1, "model")
+
+        @shard_map(mesh=mesh, in_specs=(P(),), out_specs=P(), axis_names={"data"})
+        def outer(model):
+            inner(model)
+            model.count[...] += 10 * jax.lax.psum(1, "data")
+
+        model = Counter()
+        outer(model)
+        self.assertEqual(int(model.count[...]), 24)
+
+    def test_jit_inside(self):
+        inner = jit(lambda m, x: m(x))
+        fun = shard_map(
+            lambda m, x: jax.lax.psum(inner(m, x), "model"),
+            mesh=mesh8(),
+            in_specs=(mlp_specs(), P()),
+            out_specs=P(),
+        )
+        np.testing.assert_allclose(fun(MLP(), X), MLP()(X), rtol=1e-5, atol=1e-6)
+
+    def test_inside_of_scan_and_vmap(self):
+        mapped = shard_map(megatron, mesh=mesh8(), in_specs=(mlp_specs(), P()), out_specs=P())
+        model = MLP()
+        batched = jax.vmap(lambda x: mapped(model, x))(jnp.stack([X, 2 * X]))
+        np.testing.assert_allclose(batched[1], MLP()(2 * X), rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    absltest.main()
