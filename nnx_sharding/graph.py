@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
 from . import _compat
+from .filters import to_predicate
 from .lifting.merge import assemble as _assemble
 from .lifting.merge import metadata_of, node_changes, node_values, write_node
 from .lifting.merge import unflatten as _unflatten
 from .lifting.split import flatten as _flatten
 from .lifting.structure import (
+    LEAF,
     Container,
     NodeEntry,
     Path,
@@ -40,7 +42,8 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
       ``(structure, *groups)``. The :class:`~nnx_sharding.Structure` holds types, static
       attributes, metadata and sharing; equal structures mean that only arrays differ. Each
       group is an ``nnx.State`` with the arrays themselves as leaves, each under the first
-      path that reaches it.
+      path that reaches it. In the place of a ``jax.Ref`` stands the ref itself, which a graph
+      merged from it shares.
 
     Raises:
       ValueError: filters are given and some array matches none.
@@ -56,7 +59,7 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
       >>> type(merge(structure, params, rest)).__name__
       'BatchNorm'
     """
-    predicates = [nnx.filterlib.to_predicate(f) for f in filters] or [lambda path, value: True]
+    predicates = [to_predicate(f) for f in filters or (...,)]
     flat = _flatten(graph)
     groups: list[dict[Path, Any]] = [{} for _ in predicates]
     unmatched = []
@@ -112,8 +115,7 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
     if into is None:
         return _unflatten(structure, leaves).root
     old = _flatten(into)
-    pairs: dict[int, int] = {}
-    _pair(old.structure, old.structure.root, structure, structure.root, pairs)
+    pairs = _pair(old.structure, structure)
     existing = {new: old.objects[before] for new, before in pairs.items()}
     stale = [type(x).__name__ for x in existing.values() if not _compat.can_update(x)]
     if stale:
@@ -153,23 +155,37 @@ def _write(
         write_node(change, new, structure, leaves, objects)
 
 
-def _pair(old: Structure, a: Any, new: Structure, b: Any, pairs: dict[int, int]) -> None:
+def _pair(old: Structure, new: Structure) -> dict[int, int]:
     """Pairs the objects that stand at the same path with the same type, new index to old."""
-    if isinstance(a, Container) and isinstance(b, Container):
-        before = dict(zip(container_keys(a.treedef), a.children, strict=True))
-        for key, child in zip(container_keys(b.treedef), b.children, strict=True):
-            if key in before:
-                _pair(old, before[key], new, child, pairs)
-    elif isinstance(a, int) and isinstance(b, int) and b not in pairs and a not in pairs.values():
-        x, y = old.entries[a], new.entries[b]
-        if x is None or y is None or x.type is not y.type:
-            return
-        pairs[b] = a
-        if isinstance(x, NodeEntry) and isinstance(y, NodeEntry):
-            before = dict(zip(x.keys, x.children, strict=True))
-            for key, child in zip(y.keys, y.children, strict=True):
-                if key in before:
-                    _pair(old, before[key], new, child, pairs)
+    pairs: dict[int, int] = {}
+    taken: set[int] = set()
+    stack: list[tuple[Any, Any]] = [(old.root, new.root)]
+    while stack:
+        a, b = stack.pop()
+        if isinstance(a, Container) and isinstance(b, Container):
+            stack += _common(
+                zip(container_keys(a.treedef), a.children, strict=True),
+                zip(container_keys(b.treedef), b.children, strict=True),
+            )
+        elif isinstance(a, int) and isinstance(b, int) and b not in pairs and a not in taken:
+            x, y = old.entries[a], new.entries[b]
+            if x is None or y is None or x.type is not y.type:
+                continue
+            pairs[b] = a
+            taken.add(a)
+            if isinstance(x, NodeEntry) and isinstance(y, NodeEntry):
+                stack += _common(
+                    zip(x.keys, x.children, strict=True), zip(y.keys, y.children, strict=True)
+                )
+    return pairs
+
+
+def _common(
+    old: Iterable[tuple[Any, Any]], new: Iterable[tuple[Any, Any]]
+) -> list[tuple[Any, Any]]:
+    """The children under the same keys, the last first, so that a stack gives the first."""
+    before = dict(old)
+    return [(before[key], child) for key, child in new if key in before][::-1]
 
 
 def _places(structure: Structure) -> list[Place]:
@@ -189,42 +205,43 @@ def _to_state(group: dict[Path, Any]) -> Any:
 
 
 def _leaves_by_slot(structure: Structure, groups: tuple[Any, ...]) -> list[Any]:
+    """The arrays of all groups in the order of the structure.
+
+    Raises:
+      ValueError: the groups do not have the paths of the structure, or not its values.
+    """
     leaves: list[Any] = [None] * structure.num_leaves
-    missing, used = [], set()
+    problems = []
+    known: dict[Path, Any] = {}  # path to the treedef of the value there
     for place in _places(structure):
+        entry = None if place.entry is None else structure.entries[place.entry]
+        value_child = entry.value if isinstance(entry, VariableEntry) else LEAF
+        treedef = value_child.treedef if isinstance(value_child, Container) else None
+        known[place.path] = treedef
         found = [value for group in groups for value in _lookup(group, place.path)]
+        where = path_string(place.path) or "the root"
         if not found:
-            missing.append(f"  {path_string(place.path) or 'the root'}")
+            problems.append(f"  {where}: missing")
             continue
-        used.add(place.path)
-        value = found[-1]
-        value = value.get_raw_value() if isinstance(value, nnx.Variable) else value
-        own = [value] if len(place.slots) == 1 else jax.tree_util.tree_leaves(value)
-        if place.entry is not None and isinstance(
-            getattr(structure.entries[place.entry], "value", None), Container
-        ):
-            own = jax.tree_util.tree_leaves(value)
-        if len(own) != len(place.slots):
-            missing.append(
-                f"  {path_string(place.path)}: {len(place.slots)} arrays, got {len(own)}"
-            )
+        value = found[-1].get_raw_value() if isinstance(found[-1], nnx.Variable) else found[-1]
+        own, given = jax.tree_util.tree_flatten(value)
+        if given != (treedef or jax.tree_util.tree_structure(0)):
+            problems.append(f"  {where}: {treedef or 'an array'} expected, not {given}")
             continue
         for slot, leaf in zip(place.slots, own, strict=True):
             leaves[slot] = leaf
-    places = {place.path for place in _places(structure)}
-    unknown = [
-        f"  {path_string(path)}"
-        for group in groups
-        for path in _paths_of(group)
-        if not any(path[: len(p)] == p for p in places)
-    ]
-    if missing or unknown:
-        raise ValueError(
-            "the arrays do not fit the structure."
-            + ("\nMissing:\n" + "\n".join(missing) if missing else "")
-            + ("\nUnknown paths:\n" + "\n".join(unknown) if unknown else "")
-        )
+    for group in groups:
+        problems += [
+            f"  {path_string(p)}: unknown" for p in _paths_of(group) if not _is_in(p, known)
+        ]
+    if problems:
+        raise ValueError("the arrays do not fit the structure:\n" + "\n".join(problems))
     return leaves
+
+
+def _is_in(path: Path, known: dict[Path, Any]) -> bool:
+    """Whether a path is known, or lies inside a value that is a pytree."""
+    return path in known or any(known.get(path[:i]) is not None for i in range(len(path)))
 
 
 def _lookup(group: Any, path: Path) -> list[Any]:
@@ -233,12 +250,12 @@ def _lookup(group: Any, path: Path) -> list[Any]:
         if not isinstance(group, Mapping | nnx.State) or key not in group:
             return []
         group = group[key]
-    return [group]
+    is_empty_group = not path and isinstance(group, Mapping | nnx.State) and not group
+    return [] if is_empty_group else [group]
 
 
 def _paths_of(group: Any) -> list[Path]:
-    if isinstance(group, nnx.State):
-        return [path for path, _ in nnx.to_flat_state(group)]
-    if isinstance(group, Mapping):
+    """The paths in a group that end at something else than a mapping."""
+    if isinstance(group, Mapping | nnx.State):
         return [(key, *path) for key, value in group.items() for path in _paths_of(value)]
     return [()]

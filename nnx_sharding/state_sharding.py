@@ -9,6 +9,8 @@ from flax import nnx
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
+from .filters import is_opaque, to_predicate
+
 
 class StateSharding:
     """Says, by ordered NNX filters, how each Variable of one argument is sharded.
@@ -61,7 +63,7 @@ class StateSharding:
             )
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
-        self._predicates = tuple(_predicate(filter_) for filter_ in self._filters)
+        self._predicates = tuple(map(to_predicate, self._filters))
 
     @property
     def filters(self) -> tuple[Any, ...]:
@@ -76,7 +78,7 @@ class StateSharding:
     @property
     def depends_on_values(self) -> bool:
         """Whether a user-written predicate takes part, which may look at shapes and dtypes."""
-        return any(_is_opaque(predicate) for predicate in self._predicates)
+        return any(map(is_opaque, self._predicates))
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
         """The sharding of one Variable.
@@ -142,16 +144,6 @@ def _pairs(given: Any) -> list[tuple[Any, Any]]:
         ) from None
 
 
-def _predicate(filter_: Any) -> Any:
-    try:
-        return nnx.filterlib.to_predicate(filter_)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"StateSharding: {filter_!r} is no NNX filter. Use a Variable type, a tag, `...`, "
-            "a predicate (path, variable) -> bool, or a tuple of these."
-        ) from error
-
-
 def _path_filters(state: nnx.State[Any, Any]) -> list[tuple[Any, Any]]:
     """One filter for all paths of a state that name the same sharding."""
     paths: dict[Any, list[Any]] = {}
@@ -159,23 +151,3 @@ def _path_filters(state: nnx.State[Any, Any]) -> list[tuple[Any, Any]]:
         sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
         paths.setdefault(sharding, []).append(path)
     return [(nnx.filterlib.PathIn(*group), sharding) for sharding, group in paths.items()]
-
-
-_PATH_ONLY = (
-    nnx.PathContains,
-    nnx.filterlib.PathIn,
-    nnx.WithTag,
-    nnx.OfType,
-    nnx.Everything,
-    nnx.Nothing,
-)
-
-
-def _is_opaque(predicate: Any) -> bool:
-    if isinstance(predicate, _PATH_ONLY):
-        return False
-    if isinstance(predicate, nnx.Any | nnx.All):
-        return any(map(_is_opaque, predicate.predicates))
-    if isinstance(predicate, nnx.Not):
-        return _is_opaque(predicate.predicate)
-    return True

@@ -22,7 +22,7 @@ from graphs import (
     snapshot,
 )
 
-EXAMPLES = max(150, settings().max_examples)
+EXAMPLES = max(160, settings().max_examples)
 PLAIN = ("node", "other", "list", "dict")
 
 

@@ -547,17 +547,6 @@ class OptionsTest(parameterized.TestCase):
         self.assertEqual(int(model.count[...]), 0)
         shard_map(body, **options, check_vma=False)(model)
 
-    def test_message_of_the_check_names_the_variable(self):
-        def body(model):
-            model.count[...] += jax.lax.axis_index("model")
-
-        with self.assertRaisesRegex(ValueError, r"model\.count"):
-            shard_map(body, mesh=mesh8(), in_specs=(P(),), out_specs=P())(Counter())
-
-    @parameterized.named_parameters(
-        ("checks", {"check_vma": True, "check_rep": True}),
-        ("axes", {"axis_names": {"model"}, "auto": {"data"}}),
-    )
     def test_both_names_of_one_option(self, options):
         with self.assertRaises(ValueError):
             shard_map(lambda x: x, mesh=mesh8(), in_specs=P(), out_specs=P(), **options)

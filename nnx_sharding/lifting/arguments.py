@@ -78,8 +78,8 @@ class Parameters:
         else:
             self._read(signature)
         self.has_signature = self.var_positional != "args" or bool(self.positional)
-        self._static = self._complete(static_argnums, static_argnames)
-        self._donated = self._complete(donate_argnums, donate_argnames)
+        self.static = self._complete(static_argnums, static_argnames)
+        self.donated = self._complete(donate_argnums, donate_argnames)
         self._layouts: dict[tuple[int, tuple[str, ...]], Layout] = {}
 
     def _read(self, signature: inspect.Signature) -> None:
@@ -148,10 +148,10 @@ class Parameters:
         return Layout(
             names,
             sorted_keywords,
-            positions(self._static[0], "static_argnums"),
-            self._static[1].intersection(keywords),
-            positions(self._donated[0], "donate_argnums"),
-            self._donated[1].intersection(keywords),
+            positions(self.static[0], "static_argnums"),
+            self.static[1].intersection(keywords),
+            positions(self.donated[0], "donate_argnums"),
+            self.donated[1].intersection(keywords),
         )
 
 
@@ -177,15 +177,10 @@ def sort_call(
 ) -> Call:
     """Sorts the arguments of a call by their roles: those of ``layout``, if it is given.
 
-    A class in the place of the first argument is static: there it is the ``cls`` of a
-    classmethod.
-
     Raises:
       ValueError: a static argument is not hashable.
     """
     layout = layout or parameters.layout(len(args), tuple(kwargs))
-    if args and isinstance(args[0], type) and 0 not in layout.static:
-        layout = layout._replace(static=layout.static | {0})
     if not layout.static and not layout.static_keywords:
         return Call(layout, (), (args, kwargs))
     statics = [_static_argument(layout.names[i], args[i]) for i in sorted(layout.static)]
@@ -317,7 +312,7 @@ def _static_parameters(parameters: Parameters, layout: Layout) -> frozenset[int]
     by_name = {i for i, name in enumerate(parameters.positional) if name in names}
     nums = {
         n if n >= 0 else n + len(parameters.positional) - parameters.bound
-        for n in parameters._static[0]
+        for n in parameters.static[0]
     }
     return layout.static | by_name | {n + parameters.bound for n in nums}
 

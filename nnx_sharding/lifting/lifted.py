@@ -154,9 +154,19 @@ class Lifted(Generic[P, R]):
         if self._bound:
             args = (*self._bound, *args)
         _compat.leave_static_cache()
-        call = self._transform.sort_call(self._parameters, args, kwargs)
+        layout = self._parameters.layout(len(args), tuple(kwargs))
+        if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
+            layout = layout._replace(static=layout.static | {0})
+        call = self._transform.sort_call(self._parameters, args, kwargs, layout)
         graph, _ = self._mode()
         return call, flatten(call.tree, graph=graph)
+
+    def _is_classmethod_of(self, owner: type) -> bool:
+        """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
+        own = self._origin or self
+        name = getattr(self._fun, "__name__", "")
+        found = (vars(base).get(name) for base in owner.__mro__)
+        return any(isinstance(x, classmethod) and x.__func__ is own for x in found)
 
     def _plan(self, call: Call, flat: Flat) -> Plan:
         graph, updates = self._mode()
@@ -336,7 +346,7 @@ def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any
 
 
 class _Plans:
-    """The plans of one function with one set of options, the most recently used ones."""
+    """The plans of one function with one set of options; beyond a bound the oldest go."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()

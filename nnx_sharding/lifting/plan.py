@@ -34,9 +34,13 @@ class Transform(Rules, Protocol):
         """Whether Variables that are committed to another layout are moved as well."""
 
     def sort_call(
-        self, parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        parameters: Parameters,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layout: Layout,
     ) -> Call:
-        """The arguments of a call by their roles."""
+        """The arguments of a call by their roles, which a transform may refine."""
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         """What a plan depends on besides the call's structure, such as the mesh in context."""
@@ -266,6 +270,10 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
         assert layout is not None
         shape = jnp.shape(leaf)
         where = f"  {plan.names[slot]}, shape {shape}: "
+        spec = getattr(layout, "spec", ())
+        if len(spec) > len(shape):
+            lines.append(f"{where}{spec} has more entries than the array has dimensions")
+            continue
         try:
             layout.shard_shape(shape)
         except ValueError as error:

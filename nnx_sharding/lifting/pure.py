@@ -107,7 +107,7 @@ class Outcome:
         return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
 
     def _key(self) -> tuple[Any, ...]:
-        return self.structure, self.sources, self.values, self.metadata
+        return self.structure, self.sources, self.values, self.metadata, self.nodes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outcome) and self._key() == other._key()

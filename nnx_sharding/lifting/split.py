@@ -62,10 +62,11 @@ def flatten(
     """
     splitter = _Splitter(graph, known)
     root_slots: list[int] = []
-    root = splitter.container(tree, root_slots, all_leaves=True, link_refs=False)
+    root = splitter.root(tree, root_slots)
     for obj in known:
         if describe_known(obj):
             splitter.link(obj)
+    splitter.describe_pending()
     structure = Structure(
         tuple(splitter.entries), root, tuple(map(tuple, splitter.slots)), tuple(root_slots)
     )
@@ -85,10 +86,11 @@ class _Splitter:
         self.slots: list[list[int]] = [[] for _ in known]
         self.links = [0] * len(known)
         self.leaves: list[Any] = []
-        self._described: set[int] = set()
+        self._linked: set[int] = set()
+        self._pending: list[int] = []
 
     def link(self, obj: Any) -> int:
-        """The index of an object; the first time it is seen it is described."""
+        """The index of an object; the first time it is seen it is noted for description."""
         index = self.index.get(id(obj))
         if index is None:
             index = self.index[id(obj)] = len(self.objects)
@@ -97,10 +99,25 @@ class _Splitter:
             self.slots.append([])
             self.links.append(0)
         self.links[index] += 1
-        if index not in self._described:
-            self._described.add(index)
-            self.entries[index] = self._describe(obj, self.slots[index])
+        if index not in self._linked:
+            self._linked.add(index)
+            self._pending.append(index)
         return index
+
+    def describe_pending(self) -> None:
+        """Describes what was linked to, and what that links to, children before siblings.
+
+        A loop, not a recursion: models may be nested deeper than Python's stack is.
+        """
+        stack = self._take_pending()
+        while stack:
+            index = stack.pop()
+            self.entries[index] = self._describe(self.objects[index], self.slots[index])
+            stack += self._take_pending()
+
+    def _take_pending(self) -> list[int]:
+        taken, self._pending = self._pending[::-1], []
+        return taken
 
     def _describe(self, obj: Any, slots: list[int]) -> Entry:
         if _compat.is_variable(obj):
@@ -111,7 +128,7 @@ class _Splitter:
                 tuple((name, Static(setting)) for name, setting in metadata),
                 self._leaf(value, slots)
                 if type(value) is _compat.ArrayImpl
-                else self.container(value, slots, all_leaves=True),
+                else self._container(value, slots, all_leaves=True),
             )
         if _compat.is_node(obj):
             if not self.graph and not _compat.is_pytree_type(type(obj)):
@@ -132,35 +149,38 @@ class _Splitter:
     def _attribute(self, value: Any, is_data: bool | None, slots: list[int]) -> Child:
         if is_data is False:
             return Static(value)
-        child = self.container(value, slots, all_leaves=not self.graph)
+        child = self._container(value, slots, all_leaves=not self.graph)
         # Flax makes a value that was put under nnx.data an array, whatever its type.
         if isinstance(child, Static) and is_data:
             return self._leaf(value, slots)
         return child
 
-    def container(
-        self, tree: Any, slots: list[int], *, all_leaves: bool, link_refs: bool = True
-    ) -> Child:
-        """A pytree of NNX objects and other leaves.
+    def root(self, tree: Any, slots: list[int]) -> Child:
+        """The pytree that is split. Its arrays and those of its objects come in its order.
 
-        Args:
-          tree: the pytree.
-          slots: takes the slots of its own arrays.
-          all_leaves: whether leaves that are no arrays travel with the arrays, as function
-            arguments do, or are static, as inside of modules.
-          link_refs: whether a ``jax.Ref`` is an object that may be shared. Where a function
-            takes refs themselves, JAX's own rule against passing one twice shall hold.
+        A ``jax.Ref`` in it is a leaf, not an object that may be shared: where a function takes
+        refs themselves, JAX's own rule against passing one twice shall hold.
         """
-        if _compat.is_graph_object(tree):
-            return self.link(tree)
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        children = tuple(self._part(part, slots, all_leaves, link_refs) for part in parts)
-        if is_leaf_treedef(treedef):
-            return children[0]
-        return Container(treedef, children)
+        children: list[Child] = []
+        for part in parts:
+            is_object = _compat.is_graph_object(part)
+            children.append(self.link(part) if is_object else self._leaf(part, slots))
+            self.describe_pending()
+        return children[0] if is_leaf_treedef(treedef) else Container(treedef, tuple(children))
 
-    def _part(self, part: Any, slots: list[int], all_leaves: bool, link_refs: bool) -> Child:
-        if _compat.is_graph_object(part) or (link_refs and _compat.is_ref(part)):
+    def _container(self, tree: Any, slots: list[int], *, all_leaves: bool) -> Child:
+        """A pytree inside of an object.
+
+        ``all_leaves`` tells whether leaves that are no arrays travel with the arrays, or are
+        static.
+        """
+        parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        children = tuple([self._part(part, slots, all_leaves) for part in parts])
+        return children[0] if is_leaf_treedef(treedef) else Container(treedef, children)
+
+    def _part(self, part: Any, slots: list[int], all_leaves: bool) -> Child:
+        if _compat.is_graph_object(part) or _compat.is_ref(part):
             return self.link(part)
         if all_leaves or isinstance(part, _ARRAYS):
             return self._leaf(part, slots)

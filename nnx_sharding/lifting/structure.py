@@ -9,8 +9,9 @@ Position ``i`` of that list is called slot ``i``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -65,9 +66,24 @@ def static_key(value: Any) -> Any:
         return (float, value.hex())
     if kind is complex:
         return (complex, value.real.hex(), value.imag.hex())
-    if kind is tuple:
-        return (tuple, *map(static_key, value))
+    if kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        return (kind, *map(static_key, value))
+    if kind is frozenset:
+        return (frozenset, frozenset(map(static_key, value)))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        compared = (field.name for field in dataclasses.fields(value) if field.compare)
+        fields = tuple(static_key(getattr(value, name)) for name in compared)
+        if _is_hashable(fields):
+            return (kind, value, fields)
     return (kind, value)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 class Container(NamedTuple):
@@ -159,28 +175,30 @@ class Structure:
           slots: the slots of the leaves that ``child`` holds outside of any entry.
           path: the path of ``child``.
         """
-        return self._walk(child, slots, path, set())
-
-    def _walk(
-        self, child: Child, slots: Iterator[int], path: Path, seen: set[int]
-    ) -> Iterator[Place]:
-        if child is LEAF:
-            yield Place(path, None, (next(slots),))
-        elif isinstance(child, Container):
-            for key, part in zip(container_keys(child.treedef), child.children, strict=True):
-                yield from self._walk(part, slots, path + key, seen)
-        elif isinstance(child, int) and child not in seen:
-            seen.add(child)
-            entry, own = self.entries[child], self.slots[child]
-            if isinstance(entry, NodeEntry):
-                remaining = iter(own)
-                for key, part in zip(entry.keys, entry.children, strict=True):
-                    yield from self._walk(part, remaining, (*path, key), seen)
-            elif isinstance(entry, VariableEntry) and isinstance(entry.value, int):
-                seen.add(entry.value)
-                yield Place(path, child, self.slots[entry.value])
-            elif entry is not None:
-                yield Place(path, child, own)
+        seen: set[int] = set()
+        stack = [_steps([path], [child], slots)]  # no recursion: models may be nested deeply
+        while stack:
+            step = next(stack[-1], None)
+            if step is None:
+                stack.pop()
+                continue
+            path, child, slots = step
+            if child is LEAF:
+                yield Place(path, None, (next(slots),))
+            elif isinstance(child, Container):
+                paths = [path + key for key in container_keys(child.treedef)]
+                stack.append(_steps(paths, child.children, slots))
+            elif isinstance(child, int) and child not in seen:
+                seen.add(child)
+                entry, own = self.entries[child], self.slots[child]
+                if isinstance(entry, NodeEntry):
+                    paths = [(*path, key) for key in entry.keys]
+                    stack.append(_steps(paths, entry.children, iter(own)))
+                elif isinstance(entry, VariableEntry) and isinstance(entry.value, int):
+                    seen.add(entry.value)
+                    yield Place(path, child, self.slots[entry.value])
+                elif entry is not None:
+                    yield Place(path, child, own)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -202,6 +220,12 @@ class Structure:
         ]
         header = f"Structure({self.num_leaves} arrays, root={self.root!r}"
         return "\n".join([header, *lines]) + ("\n)" if lines else ")")
+
+
+def _steps(
+    paths: Sequence[Path], children: Sequence[Child], slots: Iterator[int]
+) -> Iterator[tuple[Path, Child, Iterator[int]]]:
+    return ((path, child, slots) for path, child in zip(paths, children, strict=True))
 
 
 class Place(NamedTuple):
@@ -239,7 +263,7 @@ def path_string(path: Path) -> str:
 
 
 def accessor(name: str, path: Path) -> str:
-    """A path as Python code that reaches it: ``model.blocks[3].up.kernel``."""
+    """A path in the manner of Python code: ``model.blocks[3].up.kernel``."""
     parts = (
         f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path
     )

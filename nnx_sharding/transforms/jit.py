@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..lifting.arguments import Call, Parameters, sort_call
+from ..lifting.arguments import Call, Layout, Parameters, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Program
 from ..lifting.resolve import Specs
@@ -37,9 +37,13 @@ class _Jit:
     moves_committed = False
 
     def sort_call(
-        self, parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        parameters: Parameters,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layout: Layout,
     ) -> Call:
-        return sort_call(parameters, args, kwargs)
+        return sort_call(parameters, args, kwargs, layout)
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = None if self.mesh or not self._needs_mesh else _compat.context_mesh()

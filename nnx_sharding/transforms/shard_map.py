@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..lifting.arguments import Call, Parameters, align_specs, sort_call
+from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Program
 from ..lifting.resolve import Specs
@@ -43,13 +43,16 @@ class _ShardMap:
         return self._is_fully_manual()
 
     def sort_call(
-        self, parameters: Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        parameters: Parameters,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layout: Layout,
     ) -> Call:
         """Like any transform; but a plain Python value whose spec is None is static."""
-        call = sort_call(parameters, args, kwargs)
+        call = sort_call(parameters, args, kwargs, layout)
         if not self.in_specs.may_hold_none:
             return call
-        layout = call.layout
         specs = align_specs(self.in_specs.tree, parameters, layout, self.in_name)
         positions = {
             i
@@ -110,9 +113,8 @@ class _ShardMap:
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        mesh = self.mesh
-        if mesh is None and jax.sharding.get_abstract_mesh().empty:
-            mesh = self.current  # the legacy `with mesh:`, which jax.shard_map does not see
+        # Within a trace the mesh in context may have manual axes already, which only JAX sees.
+        mesh = self.current if self.mesh is None and isinstance(self.current, Mesh) else self.mesh
         mapped = jax.shard_map(
             pure,
             mesh=mesh,
