@@ -211,31 +211,32 @@ def _leaves_by_slot(structure: Structure, groups: tuple[Any, ...]) -> list[Any]:
       ValueError: the groups do not have the paths of the structure, or not its values.
     """
     leaves: list[Any] = [None] * structure.num_leaves
-    problems = []
-    known: dict[Path, Any] = {}  # path to the treedef of the value there
+    known: dict[Path, Any] = {}  # path to the treedef of a value that is a pytree
+    missing: list[str] = []
+    different: list[str] = []
     for place in _places(structure):
         entry = None if place.entry is None else structure.entries[place.entry]
-        value_child = entry.value if isinstance(entry, VariableEntry) else LEAF
-        treedef = value_child.treedef if isinstance(value_child, Container) else None
+        child = entry.value if isinstance(entry, VariableEntry) else LEAF
+        treedef = child.treedef if isinstance(child, Container) else None
         known[place.path] = treedef
         found = [value for group in groups for value in _lookup(group, place.path)]
         where = path_string(place.path) or "the root"
         if not found:
-            problems.append(f"  {where}: missing")
+            missing.append(f"  {where}")
             continue
         value = found[-1].get_raw_value() if isinstance(found[-1], nnx.Variable) else found[-1]
         own, given = jax.tree_util.tree_flatten(value)
         if given != (treedef or jax.tree_util.tree_structure(0)):
-            problems.append(f"  {where}: {treedef or 'an array'} expected, not {given}")
+            different.append(f"  {where}: {given}, not {treedef or 'an array'}")
             continue
         for slot, leaf in zip(place.slots, own, strict=True):
             leaves[slot] = leaf
-    for group in groups:
-        problems += [
-            f"  {path_string(p)}: unknown" for p in _paths_of(group) if not _is_in(p, known)
-        ]
-    if problems:
-        raise ValueError("the arrays do not fit the structure:\n" + "\n".join(problems))
+    paths = (path for group in groups for path in _paths_of(group))
+    unknown = [f"  {path_string(path)}" for path in paths if not _is_in(path, known)]
+    problems = {"Missing": missing, "Unknown paths": unknown, "Of another form": different}
+    listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
+    if listed:
+        raise ValueError("\n".join(["the arrays do not fit the structure.", *listed]))
     return leaves
 
 
@@ -247,15 +248,22 @@ def _is_in(path: Path, known: dict[Path, Any]) -> bool:
 def _lookup(group: Any, path: Path) -> list[Any]:
     """What a group holds at a path, as a list of one, or nothing."""
     for key in path:
-        if not isinstance(group, Mapping | nnx.State) or key not in group:
+        group = _mapping(group)
+        if not isinstance(group, Mapping) or key not in group:
             return []
         group = group[key]
-    is_empty_group = not path and isinstance(group, Mapping | nnx.State) and not group
+    is_empty_group = not path and isinstance(_mapping(group), Mapping) and not group
     return [] if is_empty_group else [group]
+
+
+def _mapping(group: Any) -> Any:
+    # Indexing a State wraps what is a dict, also one that is the value of a Variable.
+    return group.raw_mapping if isinstance(group, nnx.State) else group
 
 
 def _paths_of(group: Any) -> list[Path]:
     """The paths in a group that end at something else than a mapping."""
-    if isinstance(group, Mapping | nnx.State):
+    group = _mapping(group)
+    if isinstance(group, Mapping):
         return [(key, *path) for key, value in group.items() for path in _paths_of(value)]
     return [()]

@@ -547,6 +547,10 @@ class OptionsTest(parameterized.TestCase):
         self.assertEqual(int(model.count[...]), 0)
         shard_map(body, **options, check_vma=False)(model)
 
+    @parameterized.named_parameters(
+        ("checks", {"check_vma": True, "check_rep": True}),
+        ("axes", {"axis_names": {"model"}, "auto": {"data"}}),
+    )
     def test_both_names_of_one_option(self, options):
         with self.assertRaises(ValueError):
             shard_map(lambda x: x, mesh=mesh8(), in_specs=P(), out_specs=P(), **options)

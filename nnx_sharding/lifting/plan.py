@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from .pure import Outcome, OutputGroup, Pure, Rules
 from .resolve import Specs, Target, argument_targets, reachable_slots, resolve, slot_names
 from .split import Flat
 from .structure import RefEntry, Static, Structure, VariableEntry, accessor
+
+Committed: TypeAlias = Literal["refuse", "move", "leave"]
 
 
 class Transform(Rules, Protocol):
@@ -30,8 +32,8 @@ class Transform(Rules, Protocol):
         """The specs of inputs as the user wrote them."""
 
     @property
-    def moves_committed(self) -> bool:
-        """Whether Variables that are committed to another layout are moved as well."""
+    def committed(self) -> Committed:
+        """What is done with Variables that are committed to another layout than declared."""
 
     def sort_call(
         self,
@@ -91,7 +93,7 @@ class Plan(NamedTuple):
       program: the pure function in JAX's hands.
       layouts: for each slot the layout that is declared for it, or None.
       variables: the slots that belong to Variables.
-      moves_committed: whether Variables committed to another layout are moved as well.
+      committed: what is done with Variables that are committed to another layout.
     """
 
     fun_name: str
@@ -103,7 +105,7 @@ class Plan(NamedTuple):
     program: Program
     layouts: tuple[jax.sharding.Sharding | None, ...]
     variables: frozenset[int]
-    moves_committed: bool
+    committed: Committed
 
 
 def make_plan(
@@ -178,7 +180,7 @@ def make_plan(
             if isinstance(entry, VariableEntry)
             for slot in slots
         ),
-        moves_committed=transform.moves_committed,
+        committed=transform.committed,
     )
 
 
@@ -237,7 +239,10 @@ def _place(plan: Plan, leaves: list[Any]) -> tuple[list[Any], list[int]]:
     slots = [
         slot
         for slot, layout in enumerate(plan.layouts)
-        if layout is not None and slot in plan.variables and not _is_placed(leaves[slot], layout)
+        if layout is not None
+        and slot in plan.variables
+        and not _is_placed(leaves[slot], layout)
+        and not (plan.committed == "leave" and _is_committed(leaves[slot]))
     ]
     if not slots or not _compat.trace_is_clean():
         return leaves, []
@@ -263,6 +268,10 @@ def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
     )
 
 
+def _is_committed(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.committed
+
+
 def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> None:
     lines = []
     for slot in slots:
@@ -279,9 +288,9 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
         except ValueError as error:
             lines.append(f"{where}not divisible: {error}")
             continue
-        if isinstance(leaf, jax.Array) and leaf.committed:
+        if _is_committed(leaf):
             same_devices = leaf.sharding.device_set == layout.device_set
-            if not (plan.moves_committed and same_devices):
+            if plan.committed == "refuse" or not same_devices:
                 lines.append(f"{where}committed to {leaf.sharding}, declared {layout}")
     if lines:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, ParamSpec, TypeVar, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from ..lifting.arguments import Call, Layout, Parameters, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
-from ..lifting.plan import Program
+from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs
 
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ class _Jit:
 
     name = "jit"
     in_name = "in_shardings"
-    moves_committed = False
+    committed: ClassVar[Committed] = "refuse"
 
     def sort_call(
         self,

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
-from ..lifting.plan import Program
+from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs
 
 P = ParamSpec("P")
@@ -38,9 +38,9 @@ class _ShardMap:
     in_name = "in_specs"
 
     @property
-    def moves_committed(self) -> bool:
+    def committed(self) -> Committed:
         # Over axes that stay automatic, a layout that was chosen elsewhere is none of ours.
-        return self._is_fully_manual()
+        return "move" if self._is_fully_manual() else "leave"
 
     def sort_call(
         self,
