@@ -105,6 +105,12 @@ class Stage:
         values = self._outcome.arrays(per_argument, per_output[:-1])
         return _user_tree(self._outcome.structure, values)
 
+    def __getattr__(self, name: str) -> Any:
+        # What else a release of JAX has on this stage speaks of flat arrays, and is given as it is.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._stage, name)
+
     def __repr__(self) -> str:
         return f"<nnx_sharding.stages.{type(self).__name__} of {self._lifted!r}>"
 
@@ -131,11 +137,6 @@ class Traced(Stage):
     def out_avals(self) -> Any:
         """The aval of each array of the result."""
         return self._outputs(self._stage.out_avals, _arguments(self._stage.in_avals))
-
-    @property
-    def lojax(self) -> Any:
-        """JAX's own lower-level form of the trace, over flat arrays."""
-        return self._stage.lojax
 
     def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> Lowered:
         """Lowers to the compiler's input.
