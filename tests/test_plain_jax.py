@@ -417,11 +417,11 @@ class OptionsTest(parameterized.TestCase):
 
     def test_inline(self):
         for inline in (True, False):
-            ours, theirs = (
-                jax.make_jaxpr(lambda x, f=decorator(jnp.sin, inline=inline): f(x) + 1)(1.0)
-                for decorator in (jit, jax.jit)
-            )
-            names = [[e.primitive.name for e in jaxpr.eqns] for jaxpr in (ours, theirs)]
+            names = []
+            for decorator in (jit, jax.jit):
+                inner = decorator(jnp.sin, inline=inline)
+                jaxpr = jax.make_jaxpr(lambda x, inner=inner: inner(x) + 1)(1.0)
+                names.append([equation.primitive.name for equation in jaxpr.eqns])
             self.assertEqual(names[0], names[1])
 
     def test_compiler_options_reach_xla(self):

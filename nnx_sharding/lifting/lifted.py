@@ -18,7 +18,7 @@ import jax
 from .. import _compat
 from .arguments import Call, Parameters
 from .merge import unflatten
-from .plan import Plan, Transform, as_declared, make_plan, run
+from .plan import Plan, Transform, abstract, as_declared, make_plan, run
 from .pure import Outcome
 from .split import Flat, flatten
 from .structure import NodeEntry, VariableEntry
@@ -79,7 +79,6 @@ class Lifted(Generic[P, R]):
         *,
         graph: bool | None = None,
         graph_updates: bool | None = None,
-        bound: tuple[Any, ...] = (),
         implicit: int = 0,
     ):
         functools.update_wrapper(self, fun)
@@ -88,9 +87,9 @@ class Lifted(Generic[P, R]):
         self._roles = roles
         self._graph = graph
         self._graph_updates = graph_updates
-        self._bound = bound
+        self._implicit = implicit  # how many leading parameters positions do not count
         self._origin: Lifted[..., Any] | None = None
-        self._implicit = implicit
+        self._bound: tuple[Any, ...] = ()
         self._parameters = Parameters(fun, *roles, bound=implicit)
         self._cache = _cache_of(fun)
         self._plans = self._cache.plans((transform, roles, implicit))
@@ -143,7 +142,7 @@ class Lifted(Generic[P, R]):
         call, flat = self._split(args, kwargs)
         plan = self._plan(call, flat)
         *groups, outcome = plan.program.staged.eval_shape(*as_declared(plan, flat.leaves))
-        arrays = outcome.arrays([_abstract(leaf) for leaf in flat.leaves], groups)
+        arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
 
     def clear_cache(self) -> None:
@@ -222,6 +221,8 @@ class Lifted(Generic[P, R]):
         return copy.deepcopy(self._origin, memo).__get__(copy.deepcopy(self._bound[-1], memo))
 
     def __reduce__(self) -> Any:
+        if self._origin is not None:
+            return self._origin.__get__, (self._bound[-1],)
         # A decorated function is found again under its own name, as functions are.
         module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
         name = getattr(self._fun, "__qualname__", "")
@@ -231,9 +232,13 @@ class Lifted(Generic[P, R]):
             found = None
         if found is self:
             return name
-        state = (self._fun, self._transform, self._roles)
-        modes = (self._graph, self._graph_updates, self._bound, self._implicit)
-        return _rebuild, (*state, *modes)
+        modes: dict[str, Any] = {
+            "graph": self._graph,
+            "graph_updates": self._graph_updates,
+            "implicit": self._implicit,
+        }
+        make = functools.partial(Lifted, self._fun, self._transform, self._roles, **modes)
+        return make, ()
 
 
 def lift(
@@ -247,25 +252,19 @@ def lift(
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
     jax.jit(fun, **roles._asdict())
     unbound, bound = _unbind(fun)
-    return Lifted(
-        unbound,
-        transform,
-        roles,
-        graph=graph,
-        graph_updates=graph_updates,
-        bound=bound,
-        implicit=len(bound),
-    )
+    modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+    lifted: Lifted[..., Any] = Lifted(unbound, transform, roles, implicit=len(bound), **modes)
+    for obj in bound:
+        lifted = lifted.__get__(obj)
+    return lifted
 
 
 def _unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A method as the function behind it and the object that it is bound to."""
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
-    if isinstance(fun, Lifted) and fun._bound:
-        unbound = Lifted(
-            fun._fun, fun._transform, fun._roles, graph=fun._graph, graph_updates=fun._graph_updates
-        )
-        return unbound, fun._bound
+    if isinstance(fun, Lifted) and fun._origin is not None:
+        return fun._origin, fun._bound
     if isinstance(fun, functools.partial):
         inner, bound = _unbind(fun.func)
         if bound:
@@ -288,26 +287,6 @@ def _unbound_partial(
     return call_method
 
 
-def _rebuild(
-    fun: Any,
-    transform: Transform,
-    roles: Roles,
-    graph: bool | None,
-    graph_updates: bool | None,
-    bound: tuple[Any, ...],
-    implicit: int,
-) -> Lifted[..., Any]:
-    return Lifted(
-        fun,
-        transform,
-        roles,
-        graph=graph,
-        graph_updates=graph_updates,
-        bound=bound,
-        implicit=implicit,
-    )
-
-
 def _unhashable_statics(flat: Flat) -> str:
     lines = []
     for entry in flat.structure.entries:
@@ -326,13 +305,6 @@ def _unhashable_statics(flat: Flat) -> str:
         "kept, so they must be hashable:\n" + "\n".join(lines) + "\nUse a hashable value, such as "
         "a tuple instead of a list, or put it under nnx.data if it holds arrays."
     )
-
-
-def _abstract(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -13,9 +13,9 @@ from .. import _compat
 from . import merge
 from .arguments import Call, Layout, Parameters, align_specs
 from .pure import Outcome, OutputGroup, Pure, Rules
-from .resolve import Specs, Target, argument_targets, reachable_slots, resolve, slot_names
+from .resolve import Specs, Target, argument_targets, reach, resolve, slot_names
 from .split import Flat
-from .structure import RefEntry, Static, Structure, VariableEntry, accessor
+from .structure import RefEntry, Static, Structure, VariableEntry
 
 Committed: TypeAlias = Literal["refuse", "move", "leave"]
 
@@ -174,40 +174,28 @@ def make_plan(
         names=names,
         program=program,
         layouts=tuple(map(transform.layout_of, slot_specs)),
-        variables=frozenset(
-            slot
-            for entry, slots in zip(structure.entries, structure.slots, strict=True)
-            if isinstance(entry, VariableEntry)
-            for slot in slots
-        ),
+        variables=structure.slots_of(VariableEntry),
         committed=transform.committed,
     )
 
 
 def _donated_slots(structure: Structure, layout: Layout, goals: Sequence[Target]) -> frozenset[int]:
-    names = {layout.names[i] for i in layout.donated} | layout.donated_keywords
-    refs = {
-        slot
-        for entry, slots in zip(structure.entries, structure.slots, strict=True)
-        if isinstance(entry, RefEntry)
-        for slot in slots
-    }
-    return frozenset(reachable_slots(structure, goals, names) - refs)
+    donated = {layout.names[i] for i in layout.donated} | layout.donated_keywords
+    places = (f.place for f in reach(structure, goals) if f.target.name in donated)
+    slots = frozenset(slot for place in places for slot in place.slots)
+    return slots - structure.slots_of(RefEntry)
 
 
 def _known_variables(
-    structure: Structure, goals: Sequence[Target], object_specs: dict[int, Any]
+    structure: Structure, goals: Sequence[Target], object_specs: Mapping[int, Any]
 ) -> dict[int, tuple[str, Any]]:
     """For each Variable of the arguments its first name and its spec."""
-    found: dict[int, tuple[str, Any]] = {}
-    slots = iter(structure.root_slots)
-    for goal in goals:
-        for part in goal.parts:
-            for place in structure.walk(part.child, slots):
-                if place.entry is not None and place.entry not in found:
-                    spec = object_specs[place.slots[0]] if place.slots else None
-                    found[place.entry] = (accessor(goal.name, (*part.keys, *place.path)), spec)
-    return found
+    known: dict[int, tuple[str, Any]] = {}
+    for found in reach(structure, goals):
+        index, slots = found.place.entry, found.place.slots
+        if index is not None and index not in known:
+            known[index] = (found.name, object_specs.get(slots[0]) if slots else None)
+    return known
 
 
 def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
@@ -304,16 +292,18 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     """Arrays to trace with: where their layout is still open, they have the declared one."""
     return [
-        leaf
-        if layout is None or not _is_open(leaf)
-        else jax.ShapeDtypeStruct(
-            jnp.shape(leaf),
-            jax.dtypes.result_type(leaf),
-            sharding=layout,
-            weak_type=getattr(jax.typeof(leaf), "weak_type", False),
-        )
+        leaf if layout is None or not _is_open(leaf) else abstract(leaf, layout)
         for leaf, layout in zip(leaves, plan.layouts, strict=True)
     ]
+
+
+def abstract(leaf: Any, layout: jax.sharding.Sharding | None = None) -> Any:
+    """The type of an array, with a layout."""
+    if layout is None and isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf)
+    weak_type = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout, weak_type=weak_type)
 
 
 def _is_open(leaf: Any) -> bool:
@@ -384,6 +374,6 @@ def _keep_placed(
 
 
 def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:
-    known = _known_variables(plan.structure, plan.targets, dict.fromkeys(range(len(plan.names))))
+    known = _known_variables(plan.structure, plan.targets, {})
     types = [getattr(entry, "type", object).__name__ for entry in plan.structure.entries]
     return [known[index][0] if index in known else f"a {types[index]}" for index in indices]

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -256,7 +256,7 @@ class Pure:
         groups = self.group_specs()
         outputs: dict[Any, list[Any]] = {spec: [] for spec in groups}
         labels: dict[Any, list[str]] = {spec: [] for spec in groups}
-        new_refs = set(_ref_slots(structure))
+        new_refs = structure.slots_of(RefEntry)
         for slot, leaf in enumerate(after.leaves):
             if slot not in sources:
                 spec = specs[slot]
@@ -305,12 +305,6 @@ class Pure:
                 "inputs or were captured:\n" + "\n".join(lines) + "\nReturn a copy made by "
                 "nnx.clone, or use graph=True and graph_updates=True."
             )
-
-
-def _ref_slots(structure: Structure) -> Iterator[int]:
-    for entry, slots in zip(structure.entries, structure.slots, strict=True):
-        if isinstance(entry, RefEntry):
-            yield from slots
 
 
 class _SlotParameter(inspect.Parameter):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -107,7 +106,8 @@ class Specs:
         """What a resolution depends on besides the structure: shapes, if a predicate asks."""
         if not self._opaque:
             return None
-        return tuple((jnp.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+        avals = map(jax.typeof, leaves)
+        return tuple((getattr(a, "shape", None), getattr(a, "dtype", None)) for a in avals)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Specs) and self._key == other._key
@@ -189,28 +189,38 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
     return own[0] if is_leaf_treedef(treedef) else Container(treedef, own)
 
 
-def slot_names(structure: Structure, wanted: Sequence[Target]) -> list[str]:
-    """For each array what the user would write to reach it: ``model.blocks[3].kernel``."""
-    names = [""] * structure.num_leaves
+class Found(NamedTuple):
+    """A place that a target reaches: the target, the part of it, and the place."""
+
+    target: Target
+    part: Part
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """What the user would write to reach it: ``model.blocks[3].kernel``."""
+        return accessor(self.target.name, (*self.part.keys, *self.place.path))
+
+
+def reach(structure: Structure, wanted: Sequence[Target]) -> Iterator[Found]:
+    """All places that the targets reach, in their order; shared ones once for each part.
+
+    The arrays that the targets hold outside of objects must be those of the structure's root.
+    """
     slots = iter(structure.root_slots)
     for goal in wanted:
         for part in goal.parts:
             for place in structure.walk(part.child, slots):
-                for slot in place.slots:
-                    names[slot] = names[slot] or accessor(goal.name, (*part.keys, *place.path))
+                yield Found(goal, part, place)
+
+
+def slot_names(structure: Structure, wanted: Sequence[Target]) -> list[str]:
+    """For each array what the user would write to reach it, or nothing if no target does."""
+    names = [""] * structure.num_leaves
+    for found in reach(structure, wanted):
+        for slot in found.place.slots:
+            names[slot] = names[slot] or found.name
     return names
-
-
-def reachable_slots(structure: Structure, goals: Sequence[Target], chosen: Set[str]) -> set[int]:
-    """The slots of all arrays that the chosen arguments reach."""
-    found: set[int] = set()
-    slots = iter(structure.root_slots)
-    for goal in goals:
-        for part in goal.parts:
-            for place in structure.walk(part.child, slots):
-                if goal.name in chosen:
-                    found.update(place.slots)
-    return found
 
 
 def resolve(
@@ -239,25 +249,21 @@ def resolve(
         different specs.
     """
     result = Resolved([None] * len(leaves), dict(known or {}))
-    slots = iter(structure.root_slots)
     unmatched: list[str] = []
     conflicts: list[str] = []
-    for goal in wanted:
-        for part in goal.parts:
-            for place in structure.walk(part.child, slots):
-                where = accessor(goal.name, (*part.keys, *place.path))
-                spec = part.spec
-                if goal.name in settled and known and place.entry in known:
-                    spec = None
-                elif isinstance(spec, StateSharding):
-                    index = place.entry
-                    subject = leaves[place.slots[0]] if index is None else objects[index]
-                    # Inside a module paths start at the module, as in Flax.
-                    matched, spec = spec.find(place.path or part.below, subject)
-                    if not matched:
-                        unmatched.append(f"  {where}: {_describe(subject)}, by {part.spec!r}")
-                        continue
-                _record(result, place, where, None if spec is None else spec_of(spec), conflicts)
+    for found in reach(structure, wanted):
+        place, spec = found.place, found.part.spec
+        if found.target.name in settled and known and place.entry in known:
+            spec = None
+        elif isinstance(spec, StateSharding):
+            index = place.entry
+            subject = leaves[place.slots[0]] if index is None else objects[index]
+            # Inside a module paths start at the module, as in Flax.
+            matched, spec = spec.find(place.path or found.part.below, subject)
+            if not matched:
+                unmatched.append(f"  {found.name}: {_describe(subject)}, by {found.part.spec!r}")
+                continue
+        _record(result, found, None if spec is None else spec_of(spec), conflicts)
     if unmatched:
         raise ValueError(
             "no filter of the StateSharding matches:\n"
@@ -273,15 +279,16 @@ def resolve(
     return result
 
 
-def _record(result: Resolved, place: Place, where: str, spec: Any, conflicts: list[str]) -> None:
-    if place.entry is not None:
-        first = result.variables.get(place.entry)
+def _record(result: Resolved, found: Found, spec: Any, conflicts: list[str]) -> None:
+    index = found.place.entry
+    if index is not None:
+        first = result.variables.get(index)
         if first is None or first[1] is None:
-            result.variables[place.entry] = (where, spec)
+            result.variables[index] = (found.name, spec)
         elif spec is not None and spec != first[1]:
-            conflicts.append(f"  {first[0]}: {first[1]}\n  {where}: {spec}")
-        spec = result.variables[place.entry][1]
-    for slot in place.slots:
+            conflicts.append(f"  {first[0]}: {first[1]}\n  {found.name}: {spec}")
+        spec = result.variables[index][1]
+    for slot in found.place.slots:
         result.slots[slot] = spec
 
 

@@ -156,6 +156,13 @@ class Structure:
         """The number of arrays that belong to this structure."""
         return len(self.root_slots) + sum(map(len, self.slots))
 
+    def slots_of(self, kind: type) -> frozenset[int]:
+        """The slots of the arrays that belong to entries of one kind."""
+        pairs = zip(self.entries, self.slots, strict=True)
+        return frozenset(
+            slot for entry, slots in pairs if isinstance(entry, kind) for slot in slots
+        )
+
     def paths(self) -> tuple[Path, ...]:
         """The path to each array, by slot: from the root to the Variable, first way found."""
         paths: dict[int, Path] = {}
