@@ -1,5 +1,5 @@
-"""The stages of a transformed function: see :mod:`nnx_sharding.transforms.stages`."""
+"""The stages of a transformed function: see :mod:`nnx_sharding.lifting.stages`."""
 
-from .transforms.stages import Compiled, Lowered, Stage, Traced
+from .lifting.stages import Compiled, Lowered, Stage, Traced
 
 __all__ = ["Compiled", "Lowered", "Stage", "Traced"]

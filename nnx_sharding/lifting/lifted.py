@@ -11,7 +11,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -21,10 +21,8 @@ from .merge import unflatten
 from .plan import Plan, Transform, abstract, as_declared, make_plan, run
 from .pure import Outcome
 from .split import Flat, flatten
+from .stages import Lowered, Traced
 from .structure import NodeEntry, VariableEntry
-
-if TYPE_CHECKING:
-    from ..transforms.stages import Lowered, Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,11 +121,10 @@ class Lifted(Generic[P, R]):
         Returns:
           A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
         """
-        from ..transforms.stages import Traced
-
         call, flat = self._split(args, kwargs)
         plan = self._plan(call, flat)
-        return Traced(plan.program.staged.trace(*as_declared(plan, flat.leaves)), self, plan)
+        traced = plan.program.staged.trace(*as_declared(plan, flat.leaves))
+        return Traced(traced, plan, self._split, len(self._bound))
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""

@@ -15,28 +15,37 @@ What a backend cannot answer is None.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from flax import nnx
 
-from ..lifting.difference import differences
-from ..lifting.merge import assemble
-from ..lifting.plan import Plan, run
-from ..lifting.pure import Outcome
-from ..lifting.structure import LEAF, Child, Container, Structure, VariableEntry
+from .arguments import Call
+from .difference import differences
+from .merge import assemble
+from .plan import Plan, run
+from .pure import Outcome
+from .split import Flat
+from .structure import LEAF, Child, Container, Structure, VariableEntry
 
-if TYPE_CHECKING:
-    from ..lifting.lifted import Lifted
+Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 
 
 class Stage:
-    """What all stages have in common: the JAX stage, and the shape of the user's arguments."""
+    """What all stages have in common: the JAX stage, and the shape of the user's arguments.
 
-    def __init__(self, stage: Any, lifted: Lifted[..., Any], plan: Plan):
+    Args:
+      stage: the object of ``jax.stages``.
+      plan: what it was made from.
+      split: takes the arguments of a call apart.
+      bound: how many leading arguments ``split`` itself adds.
+    """
+
+    def __init__(self, stage: Any, plan: Plan, split: Split, bound: int):
         self._stage = stage
-        self._lifted = lifted
         self._plan = plan
+        self._split = split
+        self._bound = bound
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
 
@@ -112,7 +121,7 @@ class Stage:
         return getattr(self._stage, name)
 
     def __repr__(self) -> str:
-        return f"<nnx_sharding.stages.{type(self).__name__} of {self._lifted!r}>"
+        return f"<nnx_sharding.stages.{type(self).__name__} of {self._plan.fun_name}>"
 
 
 class Traced(Stage):
@@ -146,7 +155,7 @@ class Traced(Stage):
             hand.
         """
         lowered = self._stage.lower(lowering_platforms=lowering_platforms)
-        return Lowered(lowered, self._lifted, self._plan)
+        return Lowered(lowered, self._plan, self._split, self._bound)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the jaxpr for these arguments, and updates modules in place."""
@@ -170,7 +179,7 @@ class Lowered(Stage):
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
         compiled = self._stage.compile(compiler_options, **options)
-        return Compiled(compiled, self._lifted, self._plan)
+        return Compiled(compiled, self._plan, self._split, self._bound)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text.
@@ -255,9 +264,9 @@ class Compiled(Stage):
 
 
 def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plan, lifted = stage._plan, stage._lifted
-    args, kwargs = _with_statics(plan, args, kwargs, len(lifted._bound))
-    call, flat = lifted._split(args, kwargs)
+    plan = stage._plan
+    args, kwargs = _with_statics(plan, args, kwargs, stage._bound)
+    call, flat = stage._split(args, kwargs)
     changed = [
         f"{name}: {old.value!r} → {new.value!r}"
         for name, old, new in zip(_static_names(plan), plan.statics, call.statics, strict=False)
