@@ -150,6 +150,35 @@ class ParameterTableTest(parameterized.TestCase):
             parameter_table(tree)
 
 
+class SharingQuestionsTest(absltest.TestCase):
+    """What a row says is what JAX says of the array itself."""
+
+    def setUp(self):
+        super().setUp()
+        mesh = jax.make_mesh((2, 4), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+        self.sharding = NamedSharding(mesh, P("data", None), memory_kind="pinned_host")
+        self.array = jax.device_put(jnp.ones((4, 6)), self.sharding)
+        [self.row] = parameter_table({"w": nnx.Param(self.array)})
+
+    def test_answers_are_those_of_the_array(self):
+        own = self.array.sharding
+        names = ("device_set", "addressable_devices", "num_devices", "memory_kind")
+        for name in (*names, "is_fully_addressable", "is_fully_replicated"):
+            self.assertEqual(getattr(self.row, name), getattr(own, name), name)
+        for name in ("devices_indices_map", "addressable_devices_indices_map"):
+            self.assertEqual(getattr(self.row, name)(), getattr(own, name)((4, 6)), name)
+
+    def test_equivalent_layouts(self):
+        self.assertTrue(self.row.is_equivalent_to(self.sharding.update(spec=P("data"))))
+        self.assertFalse(self.row.is_equivalent_to(self.sharding.update(spec=P("model"))))
+
+    def test_without_sharding(self):
+        [row] = parameter_table({"w": jax.ShapeDtypeStruct((2,), "float32")})
+        self.assertIsNone(row.memory_kind)
+        self.assertIsNone(row.devices_indices_map())
+        self.assertIsNone(row.is_equivalent_to(self.sharding))
+
+
 class FormatTableTest(absltest.TestCase):
     def test_columns_are_aligned(self):
         tree = {"wide": place(jnp.ones((64, 256)), None, "model"), "x": np.int8(3)}

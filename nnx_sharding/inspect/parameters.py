@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ class ParameterRow:
       shard_shape: the shape of the part that one device holds.
       bytes_per_device: the size of that part.
       bytes_total: the size of the whole array, counted once however often it is replicated.
+      sharding: the sharding itself, or None. The properties below ask it what
+        ``jax.sharding.Sharding`` can tell; without a sharding each is None.
     """
 
     path: str
@@ -36,6 +38,55 @@ class ParameterRow:
     shard_shape: tuple[int, ...]
     bytes_per_device: int
     bytes_total: int
+    sharding: Sharding | None = None
+
+    @property
+    def device_set(self) -> set[jax.Device] | None:
+        """The devices that hold a part of the array."""
+        return None if self.sharding is None else self.sharding.device_set
+
+    @property
+    def addressable_devices(self) -> set[jax.Device] | None:
+        """Those of them that this process can reach."""
+        return None if self.sharding is None else self.sharding.addressable_devices
+
+    @property
+    def num_devices(self) -> int | None:
+        """The number of devices that hold a part, those of an abstract mesh included."""
+        return None if self.sharding is None else self.sharding.num_devices
+
+    @property
+    def memory_kind(self) -> str | None:
+        """The memory of each device that holds its part, such as ``pinned_host``."""
+        return None if self.sharding is None else self.sharding.memory_kind
+
+    @property
+    def is_fully_addressable(self) -> bool | None:
+        """Whether this process can reach all devices that hold a part."""
+        return None if self.sharding is None else self.sharding.is_fully_addressable
+
+    @property
+    def is_fully_replicated(self) -> bool | None:
+        """Whether every device holds the whole array."""
+        return None if self.sharding is None else self.sharding.is_fully_replicated
+
+    def devices_indices_map(self) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
+        """Which part of the array each device holds."""
+        return None if self.sharding is None else self.sharding.devices_indices_map(self.shape)
+
+    def addressable_devices_indices_map(
+        self,
+    ) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
+        """The same for the devices that this process can reach."""
+        if self.sharding is None:
+            return None
+        return self.sharding.addressable_devices_indices_map(self.shape)
+
+    def is_equivalent_to(self, other: Sharding) -> bool | None:
+        """Whether another sharding would lay this array out in the same way."""
+        if self.sharding is None:
+            return None
+        return self.sharding.is_equivalent_to(other, len(self.shape))
 
 
 def parameter_table(tree: Any) -> list[ParameterRow]:
@@ -174,6 +225,7 @@ def _row(path: str, array: Any) -> ParameterRow:
         shard_shape=shard_shape,
         bytes_per_device=math.prod(shard_shape) * itemsize,
         bytes_total=math.prod(shape) * itemsize,
+        sharding=sharding,
     )
 
 
