@@ -15,6 +15,7 @@ import jax
 from flax import errors as flax_errors
 from flax import nnx
 from flax.nnx import graphlib, variablelib
+from flax.typing import HashableMapping as HashableMapping
 from jax.sharding import AbstractMesh, Mesh
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,10 +77,18 @@ def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
     Each attribute is ``(key, value, is_data)``; ``is_data`` is None where the node type
     leaves the decision to the value.
     """
-    impl = graphlib.get_node_impl(node)
-    assert impl is not None
     if not trace_is_clean():
         _adopt_tracers(node)
+    node_type = type(node)
+    if nnx.Pytree in node_type.__mro__ and not getattr(node_type, "_pytree__has_int_keys", True):
+        # What the general way below does for these types, several times as fast.
+        own = vars(node)
+        if not is_pytree_type(node_type):
+            return [(key, own[key], None) for key in sorted(own)], node_type
+        statuses = dict(mapping_items(getattr(node, "_pytree__nodes", {})))
+        return [(key, own[key], statuses.get(key, False)) for key in sorted(own)], node_type
+    impl = graphlib.get_node_impl(node)
+    assert impl is not None
     values, metadata = impl.flatten(node)
     items: list[tuple[Any, Any, bool | None]] = []
     for key, value in values:
@@ -90,6 +99,12 @@ def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
         else:
             items.append((key, value, None))
     return items, metadata
+
+
+def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of one of Flax's hashable mappings, without its slow iterator."""
+    items: Iterable[tuple[Any, Any]] = getattr(mapping, "_mapping", mapping).items()
+    return items
 
 
 def _adopt_tracers(node: Any) -> None:

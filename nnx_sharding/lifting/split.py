@@ -149,6 +149,8 @@ class _Splitter:
     def _attribute(self, value: Any, is_data: bool | None, slots: list[int]) -> Child:
         if is_data is False:
             return Static(value)
+        if _compat.is_graph_object(value):
+            return self.link(value)
         child = self._container(value, slots, all_leaves=not self.graph)
         # Flax makes a value that was put under nnx.data an array, whatever its type.
         if isinstance(child, Static) and is_data:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+
+from .. import _compat
 
 Path: TypeAlias = tuple[Any, ...]
 PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
@@ -62,12 +65,16 @@ class Static:
 def static_key(value: Any) -> Any:
     """What stands for ``value`` where statics are compared and hashed."""
     kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return (kind, value)
     if kind is float:
         return (float, value.hex())
     if kind is complex:
         return (complex, value.real.hex(), value.imag.hex())
     if kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         return (kind, *map(static_key, value))
+    if kind is _compat.HashableMapping:
+        return (kind, frozenset(_compat.mapping_items(value)))  # its own hash sorts in Python
     if kind is frozenset:
         return (frozenset, frozenset(map(static_key, value)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -76,6 +83,10 @@ def static_key(value: Any) -> Any:
         if _is_hashable(fields):
             return (kind, value, fields)
     return (kind, value)
+
+
+# Most statics: nothing else is to be looked at.
+_PLAIN_TYPES = frozenset({str, int, bool, type(None), type, types.FunctionType})
 
 
 def _is_hashable(value: Any) -> bool:
