@@ -70,6 +70,10 @@ def is_ref(x: Any) -> bool:
 
 # Graph nodes
 
+# Where a Pytree keeps which of its attributes are data, and the trace that it belongs to.
+STATUSES = "_pytree__nodes"
+_STATE = "_pytree__state"
+
 
 def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
     """The attributes of a node in their canonical order, and its hashable metadata.
@@ -85,7 +89,7 @@ def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
         own = vars(node)
         if not is_pytree_type(node_type):
             return [(key, own[key], None) for key in sorted(own)], node_type
-        statuses = dict(mapping_items(getattr(node, "_pytree__nodes", {})))
+        statuses = dict(mapping_items(getattr(node, STATUSES, {})))
         return [(key, own[key], statuses.get(key, False)) for key in sorted(own)], node_type
     impl = graphlib.get_node_impl(node)
     assert impl is not None
@@ -113,7 +117,7 @@ def _adopt_tracers(node: Any) -> None:
     ``nnx.is_data`` does not recognise tracers, so Flax would keep them as static attributes,
     and they would leak out of the trace.
     """
-    statuses = getattr(node, "_pytree__nodes", None)
+    statuses = getattr(node, STATUSES, None)
     if statuses is None or not is_pytree_type(type(node)):
         return
     missed = {
@@ -122,7 +126,7 @@ def _adopt_tracers(node: Any) -> None:
         if isinstance(value, jax.core.Tracer) and not statuses.get(name, False)
     }
     if missed:
-        object.__setattr__(node, "_pytree__nodes", statuses.update(missed))
+        object.__setattr__(node, STATUSES, statuses.update(missed))
 
 
 def is_pytree_type(node_type: type) -> bool:
@@ -156,7 +160,7 @@ def rewrite_node(
         for key in removed:
             del own[str(key)]
         for key, value in changed:
-            if key != "_pytree__state":  # belongs to the object, not to its content
+            if key != _STATE:  # belongs to the object, not to its content
                 own[str(key)] = value
     else:
         complete = attributes()
@@ -208,7 +212,7 @@ def can_update(x: Any) -> bool:
     """Whether a Variable or node belongs to the current trace and may be changed in it."""
     if isinstance(x, nnx.Variable):
         return bool(x._can_update)
-    state = getattr(x, "_pytree__state", None)
+    state = getattr(x, _STATE, None)
     return state is None or bool(state.trace_state.is_valid())
 
 

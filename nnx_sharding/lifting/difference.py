@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .. import _compat
 from .structure import (
     LEAF,
     Child,
@@ -107,7 +108,7 @@ def _compare_parts(
     for key, child in parts_a.items():
         if key not in parts_b:
             yield f"{name(path + key)}: {_show(old, child)} → missing"
-        elif key[:1] != ("_pytree__nodes",):  # which attributes are data shows in themselves
+        elif key != (_compat.STATUSES,):  # which attributes are data shows in themselves
             yield from _compare(old, child, new, parts_b[key], path + key, pairs, name)
     for key, child in parts_b.items():
         if key not in parts_a:

@@ -1,0 +1,84 @@
+"""Private names of JAX and Flax stand in one file, and are there in the releases we test."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+import nnx_sharding
+from nnx_sharding import _compat
+
+PACKAGE = pathlib.Path(nnx_sharding.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_compat.py")
+PRIVATE = re.compile(
+    r"_src\b|^_pytree__|^_raw_value$|^_var_metadata$|^_trace_state$|^_can_update$|^GRAPH_"
+)
+
+
+def names_in(path: pathlib.Path) -> set[str]:
+    """Every name, attribute, imported module and string of a file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.alias(name=name):
+                found.add(name)
+            case ast.ImportFrom(module=str(name)) | ast.Constant(value=str(name)):
+                found.add(name)
+    return found
+
+
+class OneFileTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        (str(path.relative_to(PACKAGE)).replace("/", "_"), path) for path in FILES
+    )
+    def test_no_private_names_elsewhere(self, path):
+        self.assertEqual([name for name in names_in(path) if PRIVATE.search(name)], [])
+
+    def test_the_search_finds_them_where_they_are(self):
+        found = [n for n in names_in(PACKAGE / "_compat.py") if PRIVATE.search(n)]
+        self.assertGreater(len(found), 5)
+
+
+class PrivateNamesTest(absltest.TestCase):
+    def test_all_are_there(self):
+        for name in ("ArrayImpl", "_thread_resources", "_traceback_util", "_trace_state_clean"):
+            self.assertIsNotNone(getattr(_compat, name), name)
+
+    def test_array_type(self):
+        self.assertIs(type(jnp.ones(1)), _compat.ArrayImpl)
+
+    def test_variable_slots(self):
+        variable = nnx.Param(jnp.ones(2), tag="t")
+        _compat.set_value(variable, 3)
+        _compat.set_metadata(variable, {**_compat.get_metadata(variable), "tag": "u"})
+        self.assertEqual((variable.get_raw_value(), variable.tag), (3, "u"))
+
+    def test_attributes_are_those_of_flax(self):
+        """The direct way to read a module gives what Flax's own gives."""
+        for node in (nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.List([1, jnp.ones(1)]), nnx.Rngs(0)):
+            impl = nnx.graphlib.get_node_impl(node)
+            expected = [
+                (key, getattr(value, "value", value), isinstance(value, nnx.graphlib.DataElem))
+                for key, value in impl.flatten(node)[0]
+            ]
+            items, metadata = _compat.node_items(node)
+            self.assertIs(metadata, type(node))
+            for (key, value, is_data), other in zip(items, expected, strict=True):
+                self.assertEqual((key, is_data), (other[0], other[2]))
+                self.assertIs(value, other[1])
+
+    def test_trace(self):
+        self.assertTrue(_compat.trace_is_clean())
+        seen = []
+        jax.jit(lambda: seen.append(_compat.trace_is_clean()))()
+        self.assertEqual(seen, [False])
+
+
+if __name__ == "__main__":
+    absltest.main()
