@@ -178,15 +178,15 @@ class GlobalFlagsTest(parameterized.TestCase):
         assert self.calls(graph=False, graph_updates=True) == 0
         assert self.calls(graph_updates=False) == 0
 
-    def test_flags_count_at_the_call_as_one_function_is_called_in_many_modes(self):
-        lifted = nnx_sharding.jit(step)
-        model = Model()
-        lifted(model, 1.0)
-        with nnx.set_graph_updates(False):
-            lifted(model, 1.0)
-        assert model.calls == 1
-        lifted(model, 1.0)
-        assert model.calls == 2
+    def test_flags_count_where_a_function_is_decorated_as_in_flax(self):
+        for jit in (nnx_sharding.jit, nnx.jit):
+            model, before = Model(), jit(step)
+            with nnx.set_graph_updates(False):
+                within = jit(step)
+                before(model, 1.0)
+            assert model.calls == 1
+            within(model, 1.0)
+            assert model.calls == 1
 
     def test_shared_references_in_tree_mode_by_flag(self):
         model = Model()

@@ -75,8 +75,8 @@ class Lifted(Generic[P, R]):
         transform: Transform,
         roles: Roles,
         *,
-        graph: bool | None = None,
-        graph_updates: bool | None = None,
+        graph: bool,
+        updates: bool,
         implicit: int = 0,
     ):
         functools.update_wrapper(self, fun)
@@ -84,13 +84,13 @@ class Lifted(Generic[P, R]):
         self._transform = transform
         self._roles = roles
         self._graph = graph
-        self._graph_updates = graph_updates
+        self._updates = updates
         self._implicit = implicit  # how many leading parameters positions do not count
         self._origin: Lifted[..., Any] | None = None
         self._bound: tuple[Any, ...] = ()
         self._parameters = Parameters(fun, *roles, bound=implicit)
         self._cache = _cache_of(fun)
-        self._plans = self._cache.plans((transform, roles, implicit))
+        self._plans = self._cache.plans((transform, roles, graph, updates, implicit))
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -154,8 +154,7 @@ class Lifted(Generic[P, R]):
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
             layout = layout._replace(static=layout.static | {0})
         call = self._transform.sort_call(self._parameters, args, kwargs, layout)
-        graph, _ = self._mode()
-        return call, flatten(call.tree, graph=graph)
+        return call, flatten(call.tree, graph=self._graph)
 
     def _is_classmethod_of(self, owner: type) -> bool:
         """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
@@ -165,15 +164,7 @@ class Lifted(Generic[P, R]):
         return any(isinstance(x, classmethod) and x.__func__ is own for x in found)
 
     def _plan(self, call: Call, flat: Flat) -> Plan:
-        graph, updates = self._mode()
-        key = (
-            call.layout,
-            call.statics,
-            flat.structure,
-            graph,
-            updates,
-            self._transform.key(flat.leaves),
-        )
+        key = (call.layout, call.statics, flat.structure, self._transform.key(flat.leaves))
         try:
             hash(flat.structure)
         except TypeError:
@@ -186,14 +177,11 @@ class Lifted(Generic[P, R]):
                 self._parameters,
                 call,
                 flat,
-                graph,
-                updates,
+                self._graph,
+                self._updates,
                 self._cache.traced,
             ),
         )
-
-    def _mode(self) -> tuple[bool, bool]:
-        return _compat.graph_mode(self._graph, self._graph_updates)
 
     def __repr__(self) -> str:
         return f"<nnx_sharding.{self._transform.name} of {self._fun!r}>"
@@ -231,7 +219,7 @@ class Lifted(Generic[P, R]):
             return name
         modes: dict[str, Any] = {
             "graph": self._graph,
-            "graph_updates": self._graph_updates,
+            "updates": self._updates,
             "implicit": self._implicit,
         }
         make = functools.partial(Lifted, self._fun, self._transform, self._roles, **modes)
@@ -249,8 +237,11 @@ def lift(
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
     jax.jit(fun, **roles._asdict())
     unbound, bound = _unbind(fun)
-    modes: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
-    lifted: Lifted[..., Any] = Lifted(unbound, transform, roles, implicit=len(bound), **modes)
+    # As in Flax, the global flags count where a function is decorated, not where it is called.
+    graph, updates = _compat.graph_mode(graph, graph_updates)
+    lifted: Lifted[..., Any] = Lifted(
+        unbound, transform, roles, graph=graph, updates=updates, implicit=len(bound)
+    )
     for obj in bound:
         lifted = lifted.__get__(obj)
     return lifted

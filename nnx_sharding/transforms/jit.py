@@ -207,7 +207,7 @@ def jit(
       inline: inline into enclosing jaxprs.
       abstracted_axes: gone from JAX; only None is accepted.
       compiler_options: passed to XLA.
-      graph: None takes Flax's global flag. False treats modules as pytrees: shared references
+      graph: None takes Flax's global flag as it is now. False treats modules as pytrees: shared references
         are an error, and only the values of Variables are updated.
       graph_updates: None takes Flax's global flag. False keeps sharing but updates only the
         values and metadata of Variables.
