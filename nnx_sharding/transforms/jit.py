@@ -207,10 +207,10 @@ def jit(
       inline: inline into enclosing jaxprs.
       abstracted_axes: gone from JAX; only None is accepted.
       compiler_options: passed to XLA.
-      graph: None takes Flax's global flag as it is now. False treats modules as pytrees: shared references
-        are an error, and only the values of Variables are updated.
-      graph_updates: None takes Flax's global flag. False keeps sharing but updates only the
-        values and metadata of Variables.
+      graph: None takes Flax's global flag as it is now. False treats modules as pytrees:
+        shared references are an error, and only the values of Variables are updated.
+      graph_updates: None takes Flax's global flag as it is now. False keeps sharing but updates
+        only the values and metadata of Variables.
 
     Returns:
       A :class:`~nnx_sharding.Lifted`: the function, with ``trace``, ``lower``, ``eval_shape``
