@@ -68,6 +68,21 @@ def is_ref(x: Any) -> bool:
     return type(x) is not ArrayImpl and variablelib.is_array_ref(x)
 
 
+def is_hijax_variable(x: Any) -> bool:
+    """Whether ``x`` is a Variable made with ``hijax=True``, concrete or traced."""
+    return type(x) is not ArrayImpl and isinstance(x, nnx.Variable) and not is_variable(x)
+
+
+def prefix_state(x: Any) -> tuple[Any, Any] | None:
+    """What ``nnx.prefix(..., graph=True)`` made: its function of (path, value), and a State.
+
+    The State has the prefix at every path. None for anything else.
+    """
+    if type(x).__name__ != "TreeState":
+        return None
+    return x.prefix_fn.value, x.state
+
+
 # Graph nodes
 
 # Where a Pytree keeps which of its attributes are data, and the trace that it belongs to.

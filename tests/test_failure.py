@@ -303,7 +303,6 @@ class ThreadsTest(parameterized.TestCase):
         assert len(traces) == traced
 
     def test_modes_of_one_thread_do_not_reach_another(self):
-        @nnx_sharding.jit
         def f(m):
             m.size += 1
 
@@ -311,9 +310,9 @@ class ThreadsTest(parameterized.TestCase):
             model = Model()
             if i % 2:
                 with nnx.set_graph_updates(False):
-                    f(model)
+                    nnx_sharding.jit(f)(model)
             else:
-                f(model)
+                nnx_sharding.jit(f)(model)
             return model.size
 
         assert self.run_together(work) == [2, 1, 2, 1]

@@ -279,3 +279,92 @@ class ShardingInEveryModeTest(parameterized.TestCase):
             lambda: nnx.Linear(8, 2, rngs=nnx.Rngs(0)), out_shardings=specs, mesh=mesh, **options
         )
         assert make().kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
+
+
+class FlaxPrefixTest(parameterized.TestCase):
+    """What ``nnx.prefix`` makes stands where a spec may stand, as in Flax."""
+
+    def setUp(self):
+        super().setUp()
+        self.mesh = Mesh(jax.devices(), ("x",))
+        self.specs = {nnx.Param: P("x"), ...: P()}
+
+    def prefix(self, value: Any, graph: bool) -> Any:
+        shardings = {f: NamedSharding(self.mesh, s) for f, s in self.specs.items()}
+        return nnx.prefix(value, shardings, graph=graph)
+
+    def model(self) -> nnx.Dict:
+        return nnx.Dict(w=nnx.Param(jnp.ones(8)), n=nnx.BatchStat(jnp.ones(8)))
+
+    def layout(self, model: nnx.Dict) -> list[P]:
+        return [model.w.get_raw_value().sharding.spec, model.n.get_raw_value().sharding.spec]
+
+    @parameterized.product(graph=(True, False), updates=(True, False))
+    def test_inputs_and_outputs(self, graph, updates):
+        prefix = self.prefix(self.model(), graph)
+        modes = {"graph": graph, "graph_updates": updates}
+        made = nnx_sharding.jit(self.model, out_shardings=prefix, **modes)()
+        assert self.layout(made) == [P("x"), P()]
+        taken = self.model()
+        nnx_sharding.jit(lambda m: m.w[...].sum(), in_shardings=(prefix,), **modes)(taken)
+        assert self.layout(taken) == [P("x"), P()]
+
+    def test_same_as_nnx_jit(self):
+        for graph in (True, False):
+            prefix = self.prefix(self.model(), graph)
+            modes = {"graph": graph, "graph_updates": False}
+            models = [jit(self.model, out_shardings=prefix, **modes)() for jit in JITS]
+            assert self.layout(models[0]) == self.layout(models[1])
+
+    def test_shared_objects(self):
+        model = self.model()
+        prefixes = tuple(self.prefix((model, model), True))
+        modes = {"graph": True, "graph_updates": False}
+        one, two = nnx_sharding.jit(
+            lambda: (lambda m: (m, m))(self.model()), out_shardings=prefixes, **modes
+        )()
+        assert one is two
+        assert self.layout(one) == [P("x"), P()]
+
+    def test_shard_map(self):
+        prefix = nnx.prefix(self.model(), self.specs, graph=True)
+        seen = []
+
+        @nnx_sharding.shard_map(mesh=self.mesh, in_specs=(prefix,), out_specs=P("x"))
+        def f(model):
+            seen.append((model.w.shape, model.n.shape))
+            return model.w[...]
+
+        f(self.model())
+        assert seen == [((1,), (8,))]
+
+
+JITS = (nnx_sharding.jit, nnx.jit)
+
+
+class HijaxTest(parameterized.TestCase):
+    """Variables whose content JAX itself keeps (``hijax=True``)."""
+
+    def test_updated_and_shared_as_with_flax(self):
+        for jit in JITS:
+            variable = nnx.Variable(jnp.array(1.0), hijax=True)
+
+            @jit(graph=True, graph_updates=False)
+            def f(v, w):
+                assert v is w
+                v[...] += 1.0
+                return v[...] * 2
+
+            assert [float(f(variable, variable)) for _ in range(2)] == [4.0, 6.0]
+            assert float(variable[...]) == 3.0
+
+    def test_inside_of_a_module(self):
+        model = nnx.Dict(v=nnx.Variable(jnp.array(1.0), hijax=True))
+
+        @nnx_sharding.jit
+        def f(model):
+            model.v[...] += 1.0
+
+        f(model)
+        f(model)
+        assert float(model.v[...]) == 3.0

@@ -91,7 +91,9 @@ def _new_object(entry: Any, structure: Structure, index: int, leaves: Sequence[A
     if isinstance(entry, RefEntry):
         leaf = leaves[structure.slots[index][0]]
         # An abstract value stays one: there is nothing yet that a ref could refer to.
-        if _compat.is_ref(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if _compat.is_ref(leaf) or _compat.is_hijax_variable(leaf):
             return leaf
         return jax.new_ref(leaf)
     return None

@@ -256,13 +256,16 @@ class Pure:
         groups = self.group_specs()
         outputs: dict[Any, list[Any]] = {spec: [] for spec in groups}
         labels: dict[Any, list[str]] = {spec: [] for spec in groups}
-        new_refs = structure.slots_of(RefEntry)
+        inputs = {id(leaf): slot for slot, leaf in enumerate(leaves)}
         for slot, leaf in enumerate(after.leaves):
-            if slot not in sources:
+            is_ref = slot in structure.slots_of(RefEntry) and _compat.is_ref(leaf)
+            if is_ref and id(leaf) in inputs:
+                sources[slot] = (-1, inputs[id(leaf)])
+            elif slot not in sources:
                 spec = specs[slot]
                 sources[slot] = (groups.index(spec), len(outputs[spec]))
                 # A ref cannot leave a trace; its value can, and becomes a new ref outside.
-                outputs[spec].append(leaf[...] if slot in new_refs else leaf)
+                outputs[spec].append(leaf[...] if is_ref else leaf)
                 labels[spec].append(names[slot])
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         return (
@@ -301,9 +304,10 @@ class Pure:
                 lines.append(f"  {where}: a Variable captured from outside of the function")
         if lines:
             raise ValueError(
-                f"{self.rules.name} without graph updates cannot return Variables that are "
-                "inputs or were captured:\n" + "\n".join(lines) + "\nReturn a copy made by "
-                "nnx.clone, or use graph=True and graph_updates=True."
+                f"{self.rules.name} without graph updates does not support Variable aliasing: it "
+                "cannot return Variables that are inputs or were captured:\n"
+                + "\n".join(lines)
+                + "\nReturn a copy made by nnx.clone, or use graph=True and graph_updates=True."
             )
 
 

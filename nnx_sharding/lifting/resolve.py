@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from .structure import (
     accessor,
     container_keys,
     is_leaf_treedef,
+    path_key,
 )
 
 
@@ -65,14 +66,45 @@ class Resolved(NamedTuple):
 
 def is_spec(x: Any) -> bool:
     """Whether ``x`` ends a prefix: a spec, None, or a mapping of filters."""
-    return is_single_spec(x) or isinstance(x, StateSharding | nnx.State)
+    return (
+        is_single_spec(x)
+        or isinstance(x, StateSharding | nnx.State)
+        or _compat.is_node(x)
+        or _compat.prefix_state(x) is not None
+    )
 
 
 def _own_spec(spec: Any) -> Any:
-    """A spec with Flax's ``StateSharding`` turned into ours."""
+    """A spec in our own form: what Flax has for the same, and modules of specs, included."""
     if type(spec) is getattr(nnx, "StateSharding", None):
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
+    prefix = _compat.prefix_state(spec)
+    if prefix is not None:
+        return PathFunction(prefix[0], jax.tree_util.tree_leaves(prefix[1], is_leaf=is_single_spec))
+    if _compat.is_node(spec):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_single_spec)
+        paths = ((tuple(map(path_key, path)), leaf) for path, leaf in leaves)
+        return StateSharding((nnx.filterlib.PathIn(path), leaf) for path, leaf in paths)
     return spec
+
+
+class PathFunction(StateSharding):
+    """A ``StateSharding`` given by a function of path and value, as ``nnx.prefix`` makes it."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[[Path, Any], Any], shardings: Iterable[Any]):
+        super().__init__((function, sharding) for sharding in dict.fromkeys(shardings))
+        self._function = function
+
+    @property
+    def depends_on_values(self) -> bool:
+        """A function may look at anything."""
+        return True
+
+    def find(self, path: Path, variable: Any) -> tuple[bool, Any]:
+        """The function always has an answer, or raises an error of its own."""
+        return True, self._function(path, variable)
 
 
 class Specs:
@@ -272,7 +304,7 @@ def resolve(
         )
     if conflicts:
         raise ValueError(
-            "inconsistent aliasing: one Variable is reached with different shardings:\n"
+            "Inconsistent aliasing: one Variable is reached with different shardings:\n"
             + "\n".join(conflicts)
             + "\nGive it the same sharding everywhere."
         )

@@ -43,7 +43,7 @@ def flatten(
     tree: Any,
     *,
     graph: bool = True,
-    known: Sequence[Any] = (),
+    known: Sequence[Any] | None = None,
     describe_known: Callable[[Any], bool] = lambda _: True,
 ) -> Flat:
     """Takes a pytree of NNX objects, arrays and scalars apart; changes nothing.
@@ -52,7 +52,8 @@ def flatten(
       tree: any pytree; NNX objects in it may share references and form cycles.
       graph: False for Flax's tree mode, where modules are plain pytrees: no Variable may be
         reached twice, and every non-module inside a data attribute is an array.
-      known: objects that get the first indices, whether or not ``tree`` reaches them.
+      known: objects that get the first indices, whether or not ``tree`` reaches them. Given,
+        even if empty, ``tree`` is what a function returns, else what it takes.
       describe_known: which of the known objects are described even if ``tree`` does not
         reach them; the others then have the entry None.
 
@@ -60,17 +61,17 @@ def flatten(
       ValueError: in tree mode without ``known``, a Variable is reached twice or there is a
         cycle; in tree mode, an object is no pytree.
     """
-    splitter = _Splitter(graph, known)
+    splitter = _Splitter(graph, known or ())
     root_slots: list[int] = []
-    root = splitter.root(tree, root_slots)
-    for obj in known:
+    root = splitter.root(tree, root_slots, link_refs=known is not None)
+    for obj in known or ():
         if describe_known(obj):
             splitter.link(obj)
     splitter.describe_pending()
     structure = Structure(
         tuple(splitter.entries), root, tuple(map(tuple, splitter.slots)), tuple(root_slots)
     )
-    if not graph and not known:
+    if not graph and known is None:
         _check_tree(structure, splitter.links, splitter.objects)
     return Flat(structure, splitter.leaves, splitter.objects)
 
@@ -157,16 +158,21 @@ class _Splitter:
             return self._leaf(value, slots)
         return child
 
-    def root(self, tree: Any, slots: list[int]) -> Child:
+    def root(self, tree: Any, slots: list[int], *, link_refs: bool) -> Child:
         """The pytree that is split. Its arrays and those of its objects come in its order.
 
-        A ``jax.Ref`` in it is a leaf, not an object that may be shared: where a function takes
-        refs themselves, JAX's own rule against passing one twice shall hold.
+        ``link_refs`` tells whether a ``jax.Ref`` in it is an object that may be shared. Where a
+        function takes refs themselves it is not, so that JAX's own rule against passing one
+        twice holds.
         """
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
         children: list[Child] = []
         for part in parts:
-            is_object = _compat.is_graph_object(part)
+            is_object = (
+                _compat.is_graph_object(part)
+                or (link_refs and _compat.is_ref(part))
+                or _compat.is_hijax_variable(part)
+            )
             children.append(self.link(part) if is_object else self._leaf(part, slots))
             self.describe_pending()
         return children[0] if is_leaf_treedef(treedef) else Container(treedef, tuple(children))
@@ -183,6 +189,8 @@ class _Splitter:
 
     def _part(self, part: Any, slots: list[int], all_leaves: bool) -> Child:
         if _compat.is_graph_object(part) or _compat.is_ref(part):
+            return self.link(part)
+        if _compat.is_hijax_variable(part):
             return self.link(part)
         if all_leaves or isinstance(part, _ARRAYS):
             return self._leaf(part, slots)
@@ -214,8 +222,9 @@ def _check_tree(structure: Structure, links: list[int], objects: list[Any]) -> N
         for index in sorted({*shared, *cyclic})
     ]
     raise ValueError(
-        "graph=False does not support shared references, but these objects are reached "
-        "more than once:\n" + "\n".join(lines) + "\nRemove the duplicates, or use graph=True."
+        "graph=False does not support shared references. Duplicates, found at paths:\n"
+        + "\n".join(lines)
+        + "\nRemove the duplicates, or use graph=True."
     )
 
 

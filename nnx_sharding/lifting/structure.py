@@ -126,7 +126,7 @@ class VariableEntry(NamedTuple):
 
 
 class RefEntry(NamedTuple):
-    """A ``jax.Ref``: its array lives outside of Python, only its identity is ours."""
+    """A ``jax.Ref``, or a hijax Variable: JAX keeps its content, only its identity is ours."""
 
     type: type = jax.Ref
 
