@@ -237,22 +237,6 @@ class CapturedTest(parameterized.TestCase):
         memory.assert_unchanged()
 
 
-class UnhashableTest(parameterized.TestCase):
-    @parameterized.named_parameters(
-        ("attribute", lambda m: setattr(m.child, "names", ["a"]), "Node.names"),
-        ("metadata", lambda m: m.w.set_metadata(axes=["a"]), "Param.axes"),
-        ("nested", lambda m: setattr(m, "sizes", (1, [2])), "Model.sizes"),
-        ("set", lambda m: setattr(m, "tags", {"a"}), "Model.tags"),
-    )
-    def test_message_names_class_and_attribute(self, change, named):
-        model = Model()
-        change(model)
-        memory = Memory(model)
-        with pytest.raises(TypeError, match=rf"{named}: unhashable type"):
-            nnx_sharding.jit(fine)(model, 1.0)
-        memory.assert_unchanged()
-
-
 class ThreadsTest(parameterized.TestCase):
     def run_together(self, work: Callable[[int], Any], count: int = 4) -> list[Any]:
         barrier = threading.Barrier(count)

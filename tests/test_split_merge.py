@@ -373,13 +373,6 @@ class StructureTest(parameterized.TestCase):
         assert sorted(structure.paths()) == [("block", "stat"), ("block", "w"), ("raw",)]
         assert structure.num_leaves == len(structure.paths()) == len(_paths(state))
 
-    def test_unhashable_static_can_be_split_but_not_hashed(self):
-        model = node(names=["a"])
-        structure, state = split(model)
-        assert merge(structure, state).names == ["a"]
-        with pytest.raises(TypeError, match="unhashable"):
-            hash(structure)
-
 
 class AbstractAndTracedTest(parameterized.TestCase):
     def test_abstract_model(self):

@@ -211,16 +211,15 @@ def join_call(
 
 
 def _static_argument(name: str, value: Any) -> Static:
-    static = Static(value)
     try:
-        hash(static)
+        hash(value)
     except TypeError as error:
         raise ValueError(
             f"argument {name!r} is static, but its value of type {type(value).__name__} is not "
             f"hashable ({error}). Static arguments are part of the key under which the compiled "
             "function is kept: pass a hashable value, such as a tuple instead of a list."
         ) from None
-    return static
+    return Static(value)
 
 
 def align_specs(

@@ -22,7 +22,6 @@ from .plan import Plan, Transform, abstract, as_declared, make_plan, run
 from .pure import Outcome
 from .split import Flat, flatten
 from .stages import Lowered, Traced
-from .structure import NodeEntry, VariableEntry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,10 +164,6 @@ class Lifted(Generic[P, R]):
 
     def _plan(self, call: Call, flat: Flat) -> Plan:
         key = (call.layout, call.statics, flat.structure, self._transform.key(flat.leaves))
-        try:
-            hash(flat.structure)
-        except TypeError:
-            raise TypeError(_unhashable_statics(flat)) from None
         return self._plans.get_or_make(
             key,
             lambda: make_plan(
@@ -273,26 +268,6 @@ def _unbound_partial(
         parameters=[parameters[0], *remaining.parameters.values()]
     )
     return call_method
-
-
-def _unhashable_statics(flat: Flat) -> str:
-    lines = []
-    for entry in flat.structure.entries:
-        statics: list[tuple[Any, Any]] = []
-        if isinstance(entry, VariableEntry):
-            statics = list(entry.metadata)
-        elif isinstance(entry, NodeEntry):
-            statics = list(zip(entry.keys, entry.children, strict=True))
-        for key, child in statics:
-            try:
-                hash(child)
-            except TypeError as error:
-                lines.append(f"  {entry.type.__name__}.{key}: {error}")  # type: ignore[union-attr]
-    return (
-        "static attributes and metadata are part of the key under which a compiled function is "
-        "kept, so they must be hashable:\n" + "\n".join(lines) + "\nUse a hashable value, such as "
-        "a tuple instead of a list, or put it under nnx.data if it holds arrays."
-    )
 
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:

@@ -197,6 +197,8 @@ class Pure:
         built = merge.unflatten(self.structure, leaves)
         args, kwargs = join_call(self.layout, self.statics, built.root)
         out = fun(*args, **kwargs)
+        if not self.graph:
+            flatten(out, graph=False)  # refuses objects that are shared within the output
         after = flatten(
             out,
             graph=self.graph,

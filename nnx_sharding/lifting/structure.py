@@ -9,6 +9,7 @@ Position ``i`` of that list is called slot ``i``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import types
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from .. import _compat
 
@@ -41,13 +43,22 @@ class Static:
 
     Python calls 1, 1.0 and True equal; a traced function does not treat them alike. So two
     statics are equal only where their types are, and zeros only where their signs are.
+
+    A value that can change, such as a list, is kept as it is now, and given out as a copy: what
+    happens to it later must not reach a structure under which a trace is kept.
     """
 
-    __slots__ = ("_key", "value")
+    __slots__ = ("_key", "_mutable", "_value")
 
     def __init__(self, value: Any):
-        self.value = value
         self._key = static_key(value)
+        self._mutable = type(value) not in _PLAIN_TYPES and not is_hashable(value)
+        self._value = _copy(value) if self._mutable else value
+
+    @property
+    def value(self) -> Any:
+        """The value."""
+        return _copy(self._value) if self._mutable else self._value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key == other._key
@@ -56,14 +67,14 @@ class Static:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"Static({self.value!r})"
+        return f"Static({self._value!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Static, (self.value,)
+        return Static, (self._value,)
 
 
 def static_key(value: Any) -> Any:
-    """What stands for ``value`` where statics are compared and hashed."""
+    """What stands for ``value`` where statics are compared and hashed: always hashable."""
     kind = type(value)
     if kind in _PLAIN_TYPES:
         return (kind, value)
@@ -71,30 +82,59 @@ def static_key(value: Any) -> Any:
         return (float, value.hex())
     if kind is complex:
         return (complex, value.real.hex(), value.imag.hex())
-    if kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+    if kind is list or kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         return (kind, *map(static_key, value))
     if kind is _compat.HashableMapping:
         return (kind, frozenset(_compat.mapping_items(value)))  # its own hash sorts in Python
-    if kind is frozenset:
-        return (frozenset, frozenset(map(static_key, value)))
+    if kind is frozenset or kind is set:
+        return (kind, frozenset(map(static_key, value)))
+    if isinstance(value, dict):
+        return (kind, frozenset((static_key(k), static_key(v)) for k, v in value.items()))
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
+        array = np.asarray(value)
+        return (kind, array.shape, array.dtype.str, array.tobytes())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        compared = (field.name for field in dataclasses.fields(value) if field.compare)
-        fields = tuple(static_key(getattr(value, name)) for name in compared)
-        if _is_hashable(fields):
-            return (kind, value, fields)
-    return (kind, value)
+        fields = [f.name for f in dataclasses.fields(value) if f.compare and hasattr(value, f.name)]
+        own = tuple(static_key(getattr(value, name)) for name in fields)
+        return (kind, value if is_hashable(value) else None, own)
+    return (kind, value if is_hashable(value) else _ByEquality(value))
+
+
+class _ByEquality:
+    """A value that can be compared, but has no hash."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = _copy(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByEquality) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
 
 
 # Most statics: nothing else is to be looked at.
 _PLAIN_TYPES = frozenset({str, int, bool, type(None), type, types.FunctionType})
 
 
-def _is_hashable(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
+    """Whether ``value`` has a hash."""
     try:
         hash(value)
     except TypeError:
         return False
     return True
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever its own __deepcopy__ raises: then it is shared, as in Flax
+        return value
 
 
 class Container(NamedTuple):

@@ -112,7 +112,6 @@ class _Jit:
 @overload
 def jit(
     fun: Callable[P, R],
-    /,
     *,
     in_shardings: Any = ...,
     out_shardings: Any = ...,
@@ -155,7 +154,6 @@ def jit(
 
 def jit(
     fun: Any = None,
-    /,
     *,
     in_shardings: Any = None,
     out_shardings: Any = None,
@@ -218,8 +216,7 @@ def jit(
 
     Raises:
       TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``,
-        or something else stands where a spec belongs; at a call, a static attribute is not
-        hashable.
+        or something else stands where a spec belongs.
       ValueError: at a call, a static argument is not hashable, specs do not fit the arguments,
         a ``PartitionSpec`` has no mesh, or a Variable cannot be laid out as declared.
 

@@ -177,7 +177,6 @@ def _manual_part(spec: PartitionSpec, manual: Set[Any]) -> PartitionSpec:
 @overload
 def shard_map(
     f: Callable[P, R],
-    /,
     *,
     out_specs: Any,
     in_specs: Any = ...,
@@ -210,7 +209,6 @@ def shard_map(
 
 def shard_map(
     f: Any = None,
-    /,
     *,
     out_specs: Any,
     in_specs: Any = None,
