@@ -73,6 +73,11 @@ def is_hijax_variable(x: Any) -> bool:
     return type(x) is not ArrayImpl and isinstance(x, nnx.Variable) and not is_variable(x)
 
 
+def is_unspecified(x: Any) -> bool:
+    """Whether ``x`` is what JAX writes for a sharding that nobody gave."""
+    return type(x).__name__ == "UnspecifiedValue"
+
+
 def prefix_state(x: Any) -> tuple[Any, Any] | None:
     """What ``nnx.prefix(..., graph=True)`` made: its function of (path, value), and a State.
 

@@ -926,3 +926,41 @@ class ShardMapTest(parameterized.TestCase):
 
 if __name__ == "__main__":
     absltest.main()
+
+
+class FromJaxTest(parameterized.TestCase):
+    """Small things that JAX's own tests ask for."""
+
+    def test_lowering_for_whatever_has_a_shape_and_a_dtype(self):
+        class Duck:
+            shape, dtype = (3,), np.dtype("float32")
+
+        for jit_ in (jit, jax.jit):
+            lowered = jit_(lambda x: x * 2).lower(Duck())
+            self.assertEqual((lowered.out_info.shape, lowered.out_info.dtype), ((3,), np.float32))
+
+    def test_function_without_weak_references(self):
+        self.assertEqual(float(jit(lambda: np.float32(2))()), 2.0)
+        np.testing.assert_array_equal(jit(np.shape)(jnp.ones((2, 3))), (2, 3))
+
+    def test_device_warns_at_the_decoration_and_only_there(self):
+        with self.assertWarns(DeprecationWarning):
+            fun = jit(lambda x: x + 1, device=jax.devices()[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertEqual(fun(1.0).devices(), {jax.devices()[1]})
+
+    def test_repr_of_a_function_without_one(self):
+        class Bad:
+            def __call__(self, x):
+                return x
+
+            def __repr__(self):
+                raise ValueError("no repr")
+
+        self.assertIn("Bad", repr(jit(Bad())))
+
+    def test_missing_mesh_is_the_error_of_jax(self):
+        for jit_ in (jit, jax.jit):
+            with self.assertRaises(RuntimeError):
+                jit_(lambda x: x, in_shardings=P("a"))(jnp.ones(8))

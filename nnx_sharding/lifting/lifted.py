@@ -179,7 +179,10 @@ class Lifted(Generic[P, R]):
         )
 
     def __repr__(self) -> str:
-        return f"<nnx_sharding.{self._transform.name} of {self._fun!r}>"
+        try:
+            return f"<nnx_sharding.{self._transform.name} of {self._fun!r}>"
+        except Exception:  # the function's own __repr__ may raise anything, as in JAX
+            return f"<nnx_sharding.{self._transform.name} of a {type(self._fun).__name__}>"
 
     def __eq__(self, other: object) -> bool:
         # Each access to a method makes a new object; like Python's, they compare by content.
@@ -227,10 +230,14 @@ def lift(
     roles: Roles,
     graph: bool | None,
     graph_updates: bool | None,
+    **jax_options: Any,
 ) -> Lifted[..., Any]:
-    """Wraps a function; a bound method of an NNX object becomes a function of that object."""
+    """Wraps a function; a bound method of an NNX object becomes a function of that object.
+
+    ``jax_options`` are options of ``jax.jit`` on which JAX has something to say here already.
+    """
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
-    jax.jit(fun, **roles._asdict())
+    jax.jit(fun, **roles._asdict(), **jax_options)
     unbound, bound = _unbind(fun)
     # As in Flax, the global flags count where a function is decorated, not where it is called.
     graph, updates = _compat.graph_mode(graph, graph_updates)

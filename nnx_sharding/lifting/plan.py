@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from . import merge
@@ -149,7 +150,7 @@ def make_plan(
         for slot in slots
     }
     pure = Pure(
-        fun=weakref.ref(fun),
+        fun=_weak(fun),
         rules=transform,
         layout=layout._replace(donated=frozenset(), donated_keywords=frozenset()),
         statics=call.statics,
@@ -299,11 +300,14 @@ def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
 
 def abstract(leaf: Any, layout: jax.sharding.Sharding | None = None) -> Any:
     """The type of an array, with a layout."""
-    if layout is None and isinstance(leaf, jax.ShapeDtypeStruct):
+    if layout is None and not isinstance(leaf, _DATA):
         return leaf
     aval = jax.typeof(leaf)
     weak_type = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout, weak_type=weak_type)
+
+
+_DATA = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def _is_open(leaf: Any) -> bool:
@@ -311,7 +315,14 @@ def _is_open(leaf: Any) -> bool:
         return False
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is None
-    return not (isinstance(leaf, jax.Array) and leaf.committed)
+    return isinstance(leaf, _DATA) and not _is_committed(leaf)
+
+
+def _weak(fun: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(fun)
+    except TypeError:  # some callables of NumPy; nothing is kept for them beyond their callers
+        return lambda: fun
 
 
 def write_back(

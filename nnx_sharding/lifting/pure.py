@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -135,7 +134,7 @@ class Pure:
       updates: whether changes of structure reach the caller.
     """
 
-    fun: weakref.ref[Callable[..., Any]]
+    fun: Callable[[], Callable[..., Any] | None]
     rules: Rules
     layout: Layout
     statics: tuple[Static, ...]

@@ -78,6 +78,8 @@ def _own_spec(spec: Any) -> Any:
     """A spec in our own form: what Flax has for the same, and modules of specs, included."""
     if type(spec) is getattr(nnx, "StateSharding", None):
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
+    if _compat.is_unspecified(spec):
+        return None
     prefix = _compat.prefix_state(spec)
     if prefix is not None:
         return PathFunction(prefix[0], jax.tree_util.tree_leaves(prefix[1], is_leaf=is_single_spec))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar, overload
 
@@ -17,6 +18,10 @@ from ..lifting.resolve import Specs
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class NoMeshError(RuntimeError, ValueError):
+    """A ``PartitionSpec`` has no mesh; a ``RuntimeError`` as from ``jax.jit``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,7 @@ class _Jit:
             return self
         mesh = _compat.context_mesh()
         if mesh is None:
-            raise ValueError(
+            raise NoMeshError(
                 "jit was given a PartitionSpec, but there is no mesh to resolve it against. Pass "
                 "mesh=..., call within `with jax.set_mesh(mesh):`, or give NamedSharding(mesh, "
                 "spec) instead."
@@ -105,7 +110,10 @@ class _Jit:
             options["backend"] = self.backend
         if self.compiler_options is not None:
             options["compiler_options"] = dict(self.compiler_options)
-        jitted = jax.jit(pure, **options)
+        with warnings.catch_warnings():
+            if self.device is not None or self.backend is not None:
+                warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
+            jitted = jax.jit(pure, **options)
         return Program(staged=jitted, top_level=jitted, inline=jitted)
 
 
@@ -263,9 +271,12 @@ def jit(
                 f"jit {option}: {', '.join(map(repr, specs.invalid))} is no sharding. Use a "
                 "Sharding, a PartitionSpec such as P('data', None), a StateSharding, or None."
             )
+    jax_options: dict[str, Any] = {} if device is None else {"device": device}
+    if backend is not None:
+        jax_options["backend"] = backend
     roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
 
     def decorate(fun: Callable[..., Any]) -> Any:
-        return lift(fun, transform, roles, graph, graph_updates)
+        return lift(fun, transform, roles, graph, graph_updates, **jax_options)
 
     return decorate if fun is None else decorate(fun)
