@@ -950,6 +950,18 @@ class FromJaxTest(parameterized.TestCase):
             warnings.simplefilter("error")
             self.assertEqual(fun(1.0).devices(), {jax.devices()[1]})
 
+    def test_positions_may_be_numbers_of_numpy(self):
+        fun = jit(lambda x, n: x * [2, 3][n], static_argnums=np.int64(1))
+        self.assertEqual(float(fun(1.0, 1)), 3.0)
+
+    def test_partial_has_the_name_of_its_function(self):
+        def named(x, y):
+            return x + y
+
+        for jit_ in (jit, jax.jit):
+            traced = jit_(functools.partial(named, 1.0)).trace(2.0)
+            self.assertEqual(traced.fun_name, "named")
+
     def test_repr_of_a_function_without_one(self):
         class Bad:
             def __call__(self, x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import sys
 import threading
 import types
@@ -57,7 +58,9 @@ class Roles(NamedTuple):
 
 
 def _hashable(role: Any) -> Any:
-    return role if role is None or isinstance(role, int | str) else tuple(role)
+    if role is None or isinstance(role, str):
+        return role
+    return operator.index(role) if hasattr(role, "__index__") else tuple(role)
 
 
 class Lifted(Generic[P, R]):

@@ -10,6 +10,7 @@ after tracing and may depend on shapes, so it travels as the static part of the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -178,6 +179,8 @@ class Pure:
             return self._call(leaves)
 
         fun = self.fun()
+        while isinstance(fun, functools.partial):
+            fun = fun.func
         pure.__name__ = getattr(fun, "__name__", type(fun).__name__)
         pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
         code = getattr(inspect.unwrap(fun), "__code__", None) if fun is not None else None
