@@ -36,6 +36,10 @@ class Transform(Rules, Protocol):
     def committed(self) -> Committed:
         """What is done with Variables that are committed to another layout than declared."""
 
+    @property
+    def tells_layouts(self) -> bool:
+        """Whether JAX hears of the layouts of inputs by an option, and not by their types."""
+
     def sort_call(
         self,
         parameters: Parameters,
@@ -94,6 +98,7 @@ class Plan(NamedTuple):
       program: the pure function in JAX's hands.
       layouts: for each slot the layout that is declared for it, or None.
       variables: the slots that belong to Variables.
+      declared: the slots whose type says the layout where nothing else does.
       committed: what is done with Variables that are committed to another layout.
     """
 
@@ -106,6 +111,7 @@ class Plan(NamedTuple):
     program: Program
     layouts: tuple[jax.sharding.Sharding | None, ...]
     variables: frozenset[int]
+    declared: frozenset[int]
     committed: Committed
 
 
@@ -166,6 +172,7 @@ def make_plan(
     if function is None:
         function = traced.setdefault(pure.key, pure.function(names))
     program = transform.compile(function, slot_specs, pure.group_specs(), tuple(sorted(donated)))
+    variables = structure.slots_of(VariableEntry)
     return Plan(
         fun_name=function.__name__,
         structure=structure,
@@ -175,7 +182,8 @@ def make_plan(
         names=names,
         program=program,
         layouts=tuple(map(transform.layout_of, slot_specs)),
-        variables=structure.slots_of(VariableEntry),
+        variables=variables,
+        declared=variables if transform.tells_layouts else frozenset(range(len(names))),
         committed=transform.committed,
     )
 
@@ -293,8 +301,8 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     """Arrays to trace with: where their layout is still open, they have the declared one."""
     return [
-        leaf if layout is None or not _is_open(leaf) else abstract(leaf, layout)
-        for leaf, layout in zip(leaves, plan.layouts, strict=True)
+        abstract(leaf, layout) if layout and slot in plan.declared and _is_open(leaf) else leaf
+        for slot, (leaf, layout) in enumerate(zip(leaves, plan.layouts, strict=True))
     ]
 
 

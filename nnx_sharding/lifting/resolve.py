@@ -179,11 +179,10 @@ def target(name: str, prefix: Any, value: Any, child: Child) -> Target:
     """
     if isinstance(child, Container):
         keys, children = container_keys(child.treedef), child.children
-        full = jax.tree_util.tree_unflatten(child.treedef, range(len(children)))
     else:
-        keys, children, full = ((),), (child,), 0
+        keys, children = ((),), (child,)
     try:
-        spread = list(_spread(prefix, full, 0))
+        spread = _spread_over(prefix, child, len(children))
     except ValueError as error:
         raise ValueError(
             f"the specs for {name} are no tree prefix of its value, in which modules and "
@@ -196,6 +195,14 @@ def target(name: str, prefix: Any, value: Any, child: Child) -> Target:
             for path, part, (spec, depth) in zip(keys, children, spread, strict=True)
         ),
     )
+
+
+def _spread_over(prefix: Any, child: Child, count: int) -> list[tuple[Any, int]]:
+    """For each part of a child its spec, and how many keys lead to the place of the spec."""
+    if is_single_spec(prefix) or isinstance(prefix, StateSharding):
+        return [(prefix, 0)] * count  # without a look at the pytree, which may not like numbers
+    full = child.treedef.unflatten(range(count)) if isinstance(child, Container) else 0
+    return list(_spread(prefix, full, 0))
 
 
 def _spread(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -294,11 +293,19 @@ class Place(NamedTuple):
     slots: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=4096)
 def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
-    """The path of each leaf of a pytree, in the keys that NNX uses."""
-    tree = jax.tree_util.tree_unflatten(treedef, [LEAF] * treedef.num_leaves)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    """The path of each leaf of a pytree, in the keys that NNX uses.
+
+    Not cached: treedefs hold data of the user's, which a cache would keep and compare.
+    """
+    count = treedef.num_leaves
+    try:
+        tree = jax.tree_util.tree_unflatten(treedef, [LEAF] * count)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    except Exception:  # a class whose constructor checks its children; then positions must do
+        leaves = []
+    if len(leaves) != count:
+        return tuple((index,) for index in range(count))
     return tuple(tuple(map(path_key, path)) for path, _ in leaves)
 
 

@@ -40,6 +40,7 @@ class _Jit:
     name = "jit"
     in_name = "in_shardings"
     committed: ClassVar[Committed] = "refuse"
+    tells_layouts = True
 
     def sort_call(
         self,
@@ -64,7 +65,8 @@ class _Jit:
                 "mesh=..., call within `with jax.set_mesh(mesh):`, or give NamedSharding(mesh, "
                 "spec) instead."
             )
-        return dataclasses.replace(self, mesh=mesh)
+        # Inside a trace the mesh is abstract; there JAX itself knows best what a spec means.
+        return dataclasses.replace(self, mesh=mesh) if isinstance(mesh, Mesh) else self
 
     @property
     def _needs_mesh(self) -> bool:
@@ -75,8 +77,7 @@ class _Jit:
         return ("jit", self.mesh, self.out_specs)
 
     def spec_of(self, spec: Any) -> Any:
-        if isinstance(spec, PartitionSpec):
-            assert self.mesh is not None
+        if isinstance(spec, PartitionSpec) and self.mesh is not None:
             return NamedSharding(self.mesh, spec)
         return spec
 

@@ -36,6 +36,7 @@ class _ShardMap:
 
     name = "shard_map"
     in_name = "in_specs"
+    tells_layouts = False
 
     @property
     def committed(self) -> Committed:
@@ -279,6 +280,8 @@ def shard_map(
         raise ValueError("give check_vma or check_rep, which is its older name, not both.")
     if axis_names and auto:
         raise ValueError("give axis_names or auto, which is its complement, not both.")
+    if isinstance(axis_names, str) or isinstance(auto, str):
+        raise TypeError("axis_names and auto are sets of names, such as {'model'}, not a string.")
     checked = check_vma if check_vma is not None else check_rep
     transform = _ShardMap(
         Specs(in_specs),
