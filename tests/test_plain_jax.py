@@ -976,3 +976,51 @@ class FromJaxTest(parameterized.TestCase):
         for jit_ in (jit, jax.jit):
             with self.assertRaises(RuntimeError):
                 jit_(lambda x: x, in_shardings=P("a"))(jnp.ones(8))
+
+
+@jax.tree_util.register_pytree_node_class
+class Picky:
+    """A pytree whose constructor takes arrays and numbers only."""
+
+    def __init__(self, x):
+        if not isinstance(x, jax.Array | float):
+            raise TypeError(type(x))
+        self.x = x
+
+    def tree_flatten(self):
+        return (self.x,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+class PytreesOfTheUserTest(absltest.TestCase):
+    def test_classes_that_check_their_children(self):
+        mesh = mesh_of((8,), ("a",))
+        for options in ({}, {"in_shardings": P(), "out_shardings": P(), "mesh": mesh}):
+            self.assertEqual(float(jit(lambda v: Picky(v.x * 2), **options)(Picky(1.0)).x), 2.0)
+
+    def test_nested_partition_spec_gives_a_named_sharding(self):
+        mesh, x = mesh_of((8,), ("a",)), jnp.ones(8)
+        found = []
+        for jit_ in (jit, jax.jit):
+            inner = jit_(lambda x: x * 2, in_shardings=P("a"), out_shardings=P("a"))
+            with jax.set_mesh(mesh):
+                found.append(jax.jit(lambda x, inner=inner: inner(x) + 1)(x).sharding)
+        self.assertEqual(found[0], found[1])
+
+    def test_staging_shares_the_trace_of_a_call(self):
+        sharding = NamedSharding(mesh_of((8,), ("a",)), P("a"))
+        counts = []
+        for jit_ in (jit, jax.jit):
+            counted = Counted(lambda x: x + 1)
+            fun = jit_(counted.fun, in_shardings=sharding)
+            fun(np.ones(8, np.float32))
+            fun.lower(np.ones(8, np.float32))
+            counts.append(counted.count)
+        self.assertEqual(counts, [1, 1])
+
+    def test_a_string_is_no_set_of_axes(self):
+        with self.assertRaises(TypeError):
+            shard_map(lambda x: x, mesh=mesh_of((8,), ("a",)), out_specs=P(), axis_names="a")
