@@ -261,8 +261,9 @@ class Pure:
         outputs: dict[Any, list[Any]] = {spec: [] for spec in groups}
         labels: dict[Any, list[str]] = {spec: [] for spec in groups}
         inputs = {id(leaf): slot for slot, leaf in enumerate(leaves)}
+        refs = structure.slots_of(RefEntry)
         for slot, leaf in enumerate(after.leaves):
-            is_ref = slot in structure.slots_of(RefEntry) and _compat.is_ref(leaf)
+            is_ref = slot in refs and _compat.is_ref(leaf)
             if is_ref and id(leaf) in inputs:
                 sources[slot] = (-1, inputs[id(leaf)])
             elif slot not in sources:
