@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 from flax import errors as flax_errors
 from flax import nnx
-from flax.nnx import graphlib, variablelib
+from flax.nnx import graphlib, pytreelib, variablelib
 from flax.typing import HashableMapping as HashableMapping
 from jax.sharding import AbstractMesh, Mesh
 
@@ -149,9 +151,36 @@ def _adopt_tracers(node: Any) -> None:
         object.__setattr__(node, STATUSES, statuses.update(missed))
 
 
+def is_plain_pytree(node: Any) -> bool:
+    """Whether the content of a node is all in its ``__dict__``, which nothing hides."""
+    node_type: Any = type(node)
+    if nnx.Pytree not in node_type.__mro__:
+        return False
+    own = next(vars(base)["__dict__"] for base in node_type.__mro__ if "__dict__" in vars(base))
+    is_hidden = node_type.__getattribute__ is not object.__getattribute__
+    return isinstance(own, types.GetSetDescriptorType) and not is_hidden
+
+
 def is_pytree_type(node_type: type) -> bool:
     """Whether JAX itself can flatten this node type (``nnx.Pytree`` with ``pytree=True``)."""
     return bool(getattr(node_type, "_pytree__is_pytree", True))
+
+
+# What Flax notes on a Pytree while it is set up: a pytree without leaves, but not a constant.
+_NodeState: Any = getattr(pytreelib, "PytreeState", None)
+_initializing: Any = getattr(_NodeState, "_initializing", None)
+_is_setup: Any = getattr(_NodeState, "_is_setup", None)
+_NODE_STATE_KNOWN = hasattr(_initializing, "__get__") and hasattr(_is_setup, "__get__")
+
+
+def is_node_state(x: Any) -> bool:
+    """Whether ``x`` is what Flax notes on a Pytree while it is set up."""
+    return _NODE_STATE_KNOWN and type(x) is _NodeState
+
+
+def node_flags(state: Any) -> tuple[bool, bool]:
+    """All in a node state that is part of its tree structure."""
+    return _initializing.__get__(state), _is_setup.__get__(state)
 
 
 def new_node(node_type: type, metadata: Any) -> Any:
@@ -228,12 +257,49 @@ else:
         variable.set_metadata(metadata)
 
 
+# The trace that a Variable belongs to; a guard compares it by identity.
+_raw_trace_state: Any = getattr(nnx.Variable, "_trace_state", None)
+get_trace_state: Callable[[Any], Any] = (
+    _raw_trace_state.__get__
+    if hasattr(_raw_trace_state, "__set__")
+    else operator.attrgetter("_trace_state")
+)
+
+
 def can_update(x: Any) -> bool:
     """Whether a Variable or node belongs to the current trace and may be changed in it."""
     if isinstance(x, nnx.Variable):
         return bool(x._can_update)
     state = getattr(x, _STATE, None)
     return state is None or bool(state.trace_state.is_valid())
+
+
+# Pytrees
+
+get_mapping: Callable[[Any], dict[Any, Any]] = operator.attrgetter("_mapping")
+
+
+def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
+    """What a pytree consists of, if JAX sees just that: a mapping by key, or a sequence.
+
+    None for a pytree whose class decides what its children are.
+    """
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    if level is None:
+        return None
+    children = list(level[0])
+    if type(tree) in (tuple, list) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+        return tree if _are_same(children, tree) else None
+    mapping = tree if type(tree) is dict else getattr(tree, "_mapping", None)
+    if type(tree) not in (dict, nnx.State) or type(mapping) is not dict:
+        return None
+    if not {str, int}.issuperset(map(type, mapping)):
+        return None  # other keys may be equal without being the same
+    return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
+
+
+def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 # Modes and contexts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -192,7 +192,7 @@ def _places(structure: Structure) -> list[Place]:
     return list(structure.walk(structure.root, iter(structure.root_slots)))
 
 
-def _value_at(structure: Structure, place: Place, leaves: list[Any]) -> Any:
+def _value_at(structure: Structure, place: Place, leaves: Sequence[Any]) -> Any:
     entry = None if place.entry is None else structure.entries[place.entry]
     own = (leaves[slot] for slot in place.slots)
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):

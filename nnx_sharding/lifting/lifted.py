@@ -18,9 +18,11 @@ import jax
 
 from .. import _compat
 from .arguments import Call, Parameters
+from .guards import Guards
 from .merge import unflatten
-from .plan import Plan, Transform, abstract, as_declared, make_plan, run
+from .plan import Plan, Transform, abstract, as_declared, make_plan
 from .pure import Outcome
+from .run import run
 from .split import Flat, flatten
 from .stages import Lowered, Traced
 
@@ -92,16 +94,27 @@ class Lifted(Generic[P, R]):
         self._bound: tuple[Any, ...] = ()
         self._parameters = Parameters(fun, *roles, bound=implicit)
         self._cache = _cache_of(fun)
-        self._plans = self._cache.plans((transform, roles, graph, updates, implicit))
+        self._plans = self._cache.plans((transform, roles, graph, updates, implicit), transform)
+        self._guards = self._plans.guards
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function; objects that it changes are the caller's own."""
-        call, flat = self._split(args, kwargs)
-        plan = self._plan(call, flat)
-        program = plan.program
-        execute = program.top_level if _compat.trace_is_clean() else program.inline
-        return run(plan, flat, execute)  # type: ignore[no-any-return]
+        if self._bound:
+            args = (*self._bound, *args)  # type: ignore[assignment]
+        if not _compat.trace_is_clean():
+            call, flat = self._split(args, kwargs)
+            plan, _ = self._plan(call, flat)
+            return run(plan, flat, plan.program.inline)  # type: ignore[no-any-return]
+        _compat.leave_static_cache()
+        found = self._guards.find(args, kwargs)
+        if found is None:
+            call, flat = self._split(args, kwargs)
+            plan, is_new = self._plan(call, flat)
+            self._guards.add(plan, call, flat, args, kwargs, is_new=is_new)
+        else:
+            plan, flat = found
+        return run(plan, flat, plan.program.top_level)  # type: ignore[no-any-return]
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         if obj is None:
@@ -123,10 +136,10 @@ class Lifted(Generic[P, R]):
         Returns:
           A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
         """
-        call, flat = self._split(args, kwargs)
-        plan = self._plan(call, flat)
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
         traced = plan.program.staged.trace(*as_declared(plan, flat.leaves))
-        return Traced(traced, plan, self._split, len(self._bound))
+        return Traced(traced, plan, self._split, self._bound)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
@@ -138,8 +151,8 @@ class Lifted(Generic[P, R]):
 
         Modules in the output are new, abstract ones. Nothing of the caller's is changed.
         """
-        call, flat = self._split(args, kwargs)
-        plan = self._plan(call, flat)
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
         *groups, outcome = plan.program.staged.eval_shape(*as_declared(plan, flat.leaves))
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
@@ -149,8 +162,6 @@ class Lifted(Generic[P, R]):
         self._plans.clear()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
-        if self._bound:
-            args = (*self._bound, *args)
         _compat.leave_static_cache()
         layout = self._parameters.layout(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
@@ -165,7 +176,8 @@ class Lifted(Generic[P, R]):
         found = (vars(base).get(name) for base in owner.__mro__)
         return any(isinstance(x, classmethod) and x.__func__ is own for x in found)
 
-    def _plan(self, call: Call, flat: Flat) -> Plan:
+    def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
+        """The plan for a call, and whether it is new."""
         key = (call.layout, call.statics, flat.structure, self._transform.key(flat.leaves))
         return self._plans.get_or_make(
             key,
@@ -293,22 +305,25 @@ def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any
 class _Plans:
     """The plans of one function with one set of options; beyond a bound the oldest go."""
 
-    def __init__(self) -> None:
+    def __init__(self, transform: Transform) -> None:
+        self.guards = Guards(transform.key if transform.has_key else None)
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+    def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
+        """The plan with this key, and whether it was made now."""
         plan = self._plans.get(key)
         if plan is not None:
-            return plan
+            return plan, False
         made = make()  # resolving runs user code (filters), so no lock is held
         with self._lock:
             plan = self._plans.setdefault(key, made)
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
-        return plan
+        return plan, True
 
     def clear(self) -> None:
+        self.guards.clear()
         with self._lock:
             for plan in self._plans.values():
                 plan.program.staged.clear_cache()
@@ -329,13 +344,13 @@ class _FunctionCache:
         self._plans: OrderedDict[Hashable, _Plans] = OrderedDict()
         self._lock = threading.Lock()
 
-    def plans(self, options: Hashable) -> _Plans:
+    def plans(self, options: Hashable, transform: Transform) -> _Plans:
         try:
             hash(options)
         except TypeError:  # such as a filter that is a list
-            return _Plans()
+            return _Plans(transform)
         with self._lock:
-            plans = self._plans.setdefault(options, _Plans())
+            plans = self._plans.setdefault(options, _Plans(transform))
             while len(self._plans) > MAX_OPTIONS:
                 self._plans.popitem(last=False)
             return plans

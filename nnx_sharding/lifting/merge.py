@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -142,6 +143,18 @@ def node_changes(
     )
     removed = tuple(key for key in old if key not in new)
     return NodeChange(index, changed, removed) if changed or removed else None
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that picks these positions from a sequence, at C speed."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda items: [items[position] for position in positions]
+
+
+def is_leaf_variable(entry: Any) -> bool:
+    """Whether an entry is that of a Variable whose value is one array."""
+    return isinstance(entry, VariableEntry) and entry.value is LEAF
 
 
 def count_leaves(child: Child) -> int:

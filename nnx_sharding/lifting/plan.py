@@ -7,13 +7,12 @@ from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequenc
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
 from . import merge
 from .arguments import Call, Layout, Parameters, align_specs
-from .pure import Outcome, OutputGroup, Pure, Rules
+from .pure import Pure, Rules
 from .resolve import Specs, Target, argument_targets, reach, resolve, slot_names
 from .split import Flat
 from .structure import RefEntry, Static, Structure, VariableEntry
@@ -51,6 +50,10 @@ class Transform(Rules, Protocol):
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         """What a plan depends on besides the call's structure, such as the mesh in context."""
+
+    @property
+    def has_key(self) -> bool:
+        """Whether :meth:`key` is not always the same."""
 
     def in_context(self) -> Transform:
         """This transform with the mesh in context filled in, if it needs one."""
@@ -97,7 +100,9 @@ class Plan(NamedTuple):
       names: for each slot what the user would write to reach it.
       program: the pure function in JAX's hands.
       layouts: for each slot the layout that is declared for it, or None.
-      variables: the slots that belong to Variables.
+      placed_slots: the slots of Variables for which a layout is declared.
+      placed_layouts: these layouts.
+      pick_placed: picks these slots from all arrays.
       declared: the slots whose type says the layout where nothing else does.
       committed: what is done with Variables that are committed to another layout.
     """
@@ -110,7 +115,9 @@ class Plan(NamedTuple):
     names: list[str]
     program: Program
     layouts: tuple[jax.sharding.Sharding | None, ...]
-    variables: frozenset[int]
+    placed_slots: tuple[int, ...]
+    placed_layouts: list[jax.sharding.Sharding]
+    pick_placed: Callable[[Sequence[Any]], Sequence[Any]]
     declared: frozenset[int]
     committed: Committed
 
@@ -162,7 +169,7 @@ def make_plan(
         statics=call.statics,
         structure=structure,
         targets=tuple(goal.objects_only() for goal in goals),
-        known=_known_variables(structure, goals, object_specs),
+        known=known_variables(structure, goals, object_specs),
         object_specs=object_specs,
         donated=donated.intersection(object_specs),
         graph=graph,
@@ -173,6 +180,8 @@ def make_plan(
         function = traced.setdefault(pure.key, pure.function(names))
     program = transform.compile(function, slot_specs, pure.group_specs(), tuple(sorted(donated)))
     variables = structure.slots_of(VariableEntry)
+    layouts = tuple(map(transform.layout_of, slot_specs))
+    placed = {s: own for s, own in enumerate(layouts) if own is not None and s in variables}
     return Plan(
         fun_name=function.__name__,
         structure=structure,
@@ -181,8 +190,10 @@ def make_plan(
         targets=goals,
         names=names,
         program=program,
-        layouts=tuple(map(transform.layout_of, slot_specs)),
-        variables=variables,
+        layouts=layouts,
+        placed_slots=tuple(placed),
+        placed_layouts=list(placed.values()),
+        pick_placed=merge.picker(tuple(placed)),
         declared=variables if transform.tells_layouts else frozenset(range(len(names))),
         committed=transform.committed,
     )
@@ -195,7 +206,7 @@ def _donated_slots(structure: Structure, layout: Layout, goals: Sequence[Target]
     return slots - structure.slots_of(RefEntry)
 
 
-def _known_variables(
+def known_variables(
     structure: Structure, goals: Sequence[Target], object_specs: Mapping[int, Any]
 ) -> dict[int, tuple[str, Any]]:
     """For each Variable of the arguments its first name and its spec."""
@@ -205,97 +216,6 @@ def _known_variables(
         if index is not None and index not in known:
             known[index] = (found.name, object_specs.get(slots[0]) if slots else None)
     return known
-
-
-def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
-    """One call: gather, place, execute, write back.
-
-    Nothing of the caller's is touched before ``execute`` returned. Nothing here waits for
-    the device.
-
-    Args:
-      plan: the plan for the structure of ``flat``.
-      flat: the arguments of this call, taken apart.
-      execute: takes the arrays and returns the outputs: JAX's jitted function, or an
-        executable compiled from it.
-
-    Raises:
-      TraceContextError: the function changed objects that belong to another trace.
-    """
-    leaves, placed = _place(plan, flat.leaves)
-    *groups, outcome = execute(*leaves)
-    return write_back(plan, flat.objects, leaves, groups, outcome, placed)
-
-
-def _place(plan: Plan, leaves: list[Any]) -> tuple[list[Any], list[int]]:
-    """Lays Variables out as declared, those that are not laid out yet.
-
-    Raises:
-      ValueError: a Variable is committed to another layout, or has a shape that does not fit.
-    """
-    slots = [
-        slot
-        for slot, layout in enumerate(plan.layouts)
-        if layout is not None
-        and slot in plan.variables
-        and not _is_placed(leaves[slot], layout)
-        and not (plan.committed == "leave" and _is_committed(leaves[slot]))
-    ]
-    if not slots or not _compat.trace_is_clean():
-        return leaves, []
-    _check_placing(plan, leaves, slots)
-    placed = jax.device_put([leaves[s] for s in slots], [plan.layouts[s] for s in slots])
-    leaves = list(leaves)
-    for slot, array in zip(slots, placed, strict=True):
-        leaves[slot] = array
-    return leaves, slots
-
-
-def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
-    if not isinstance(leaf, jax.Array):
-        # An abstract array has no data to place; a NumPy array or a number does.
-        return isinstance(leaf, jax.ShapeDtypeStruct) or _compat.is_ref(leaf)
-    if isinstance(leaf, jax.core.Tracer):
-        return True
-    own = leaf.sharding
-    return (
-        own is layout
-        or own == layout
-        or (leaf.committed and own.is_equivalent_to(layout, leaf.ndim))
-    )
-
-
-def _is_committed(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.committed
-
-
-def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> None:
-    lines = []
-    for slot in slots:
-        leaf, layout = leaves[slot], plan.layouts[slot]
-        assert layout is not None
-        shape = jnp.shape(leaf)
-        where = f"  {plan.names[slot]}, shape {shape}: "
-        spec = getattr(layout, "spec", ())
-        if len(spec) > len(shape):
-            lines.append(f"{where}{spec} has more entries than the array has dimensions")
-            continue
-        try:
-            layout.shard_shape(shape)
-        except ValueError as error:
-            lines.append(f"{where}not divisible: {error}")
-            continue
-        if _is_committed(leaf):
-            same_devices = leaf.sharding.device_set == layout.device_set
-            if plan.committed == "refuse" or not same_devices:
-                lines.append(f"{where}committed to {leaf.sharding}, declared {layout}")
-    if lines:
-        raise ValueError(
-            "cannot lay out these arrays as declared:\n"
-            + "\n".join(lines)
-            + "\nDeclare what they are, or move them with jax.device_put; a dimension must be a "
-            "multiple of the mesh axes that cut it."
-        )
 
 
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
@@ -318,12 +238,17 @@ def abstract(leaf: Any, layout: jax.sharding.Sharding | None = None) -> Any:
 _DATA = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
+def is_committed(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array that must stay on its devices."""
+    return isinstance(leaf, jax.Array) and leaf.committed
+
+
 def _is_open(leaf: Any) -> bool:
     if isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return False
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is None
-    return isinstance(leaf, _DATA) and not _is_committed(leaf)
+    return isinstance(leaf, _DATA) and not is_committed(leaf)
 
 
 def _weak(fun: Any) -> Callable[[], Any]:
@@ -331,68 +256,3 @@ def _weak(fun: Any) -> Callable[[], Any]:
         return weakref.ref(fun)
     except TypeError:  # some callables of NumPy; nothing is kept for them beyond their callers
         return lambda: fun
-
-
-def write_back(
-    plan: Plan,
-    objects: Sequence[Any],
-    leaves: Sequence[Any],
-    groups: Sequence[OutputGroup],
-    outcome: Outcome,
-    placed: Sequence[int] = (),
-) -> Any:
-    """Brings the caller's objects to the state after the call, and returns the output.
-
-    All new objects are made, and all checks done, before the first old one is changed.
-    """
-    after = outcome.structure
-    arrays = outcome.arrays(leaves, groups)
-    built = merge.unflatten(after, arrays, dict(enumerate(objects)))
-    variables = [*outcome.values, *outcome.metadata]
-    stale = [
-        index
-        for index in (*variables, *(change.node for change in outcome.nodes))
-        if not _compat.can_update(objects[index])
-    ]
-    if stale:
-        raise _compat.TraceContextError(
-            "the function changed objects that belong to another trace, where they cannot be "
-            f"updated: {', '.join(_object_names(plan, stale))}. Pass them into the transformed "
-            "function that is being traced, instead of capturing them."
-        )
-    values = []
-    for index in variables:
-        entry = after.entries[index]
-        assert isinstance(entry, VariableEntry)
-        own = (arrays[slot] for slot in after.slots[index])
-        values.append(merge.assemble(entry.value, own, built.objects))
-    attributes = merge.node_values(outcome.nodes, arrays, built.objects)
-    if placed:
-        _keep_placed(plan, objects, leaves, placed)
-    for index, value in zip(variables, values, strict=True):
-        _compat.set_value(objects[index], value)
-    for index in outcome.metadata:
-        entry = after.entries[index]
-        assert isinstance(entry, VariableEntry)
-        _compat.set_metadata(objects[index], merge.metadata_of(entry))
-    for change, new in zip(outcome.nodes, attributes, strict=True):
-        merge.write_node(change, new, after, arrays, built.objects)
-    return built.root
-
-
-def _keep_placed(
-    plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], placed: Sequence[int]
-) -> None:
-    """Lets Variables hold the placed arrays, so that the next call finds nothing to move."""
-    moved = set(placed)
-    for index, entry in enumerate(plan.structure.entries):
-        slots = plan.structure.slots[index]
-        if isinstance(entry, VariableEntry) and not moved.isdisjoint(slots):
-            own = (leaves[slot] for slot in slots)
-            _compat.set_value(objects[index], merge.assemble(entry.value, own, objects))
-
-
-def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:
-    known = _known_variables(plan.structure, plan.targets, {})
-    types = [getattr(entry, "type", object).__name__ for entry in plan.structure.entries]
-    return [known[index][0] if index in known else f"a {types[index]}" for index in indices]

@@ -83,9 +83,10 @@ class Outcome:
       values: indices of input Variables whose arrays changed.
       metadata: indices of input Variables whose metadata or kind of value changed.
       nodes: the attributes of input modules that changed.
+      update: room for what those who write back have worked out from all this.
     """
 
-    __slots__ = ("metadata", "nodes", "sources", "structure", "values")
+    __slots__ = ("metadata", "nodes", "sources", "structure", "update", "values")
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class Outcome:
         self.values = values
         self.metadata = metadata
         self.nodes = nodes
+        self.update: Any = None
 
     def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:
         """For each array of ``structure`` what the inputs or the outputs hold for it."""

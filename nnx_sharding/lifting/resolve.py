@@ -117,6 +117,7 @@ class Specs:
       written: every spec in it that is a leaf, those inside of ``StateSharding`` included.
       invalid: those of them that are no specs at all.
       has_partition_spec: whether one of them needs a mesh.
+      depend_on_values: whether shapes and dtypes decide as well, by a predicate of the user's.
       may_hold_none: whether single arguments can have None.
     """
 
@@ -131,14 +132,16 @@ class Specs:
             for spec in wrapped
             for part in (spec.shardings if isinstance(spec, StateSharding) else (spec,))
         )
-        self._opaque = any(isinstance(s, StateSharding) and s.depends_on_values for s in wrapped)
+        self.depend_on_values = any(
+            isinstance(s, StateSharding) and s.depends_on_values for s in wrapped
+        )
         self.invalid = [spec for spec in self.written if not is_single_spec(spec)]
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
         self.may_hold_none = self.tree is not None and None in leaves
 
     def value_key(self, leaves: Sequence[Any]) -> Any:
         """What a resolution depends on besides the structure: shapes, if a predicate asks."""
-        if not self._opaque:
+        if not self.depend_on_values:
             return None
         avals = map(jax.typeof, leaves)
         return tuple((getattr(a, "shape", None), getattr(a, "dtype", None)) for a in avals)

@@ -32,11 +32,13 @@ class Flat(NamedTuple):
       structure: all but the arrays.
       leaves: the arrays, by slot.
       objects: the object of each entry of the structure.
+      updatable: whether all objects are known to belong to the current trace.
     """
 
     structure: Structure
-    leaves: list[Any]
-    objects: list[Any]
+    leaves: Sequence[Any]
+    objects: Sequence[Any]
+    updatable: bool = False
 
 
 def flatten(

@@ -20,11 +20,14 @@ from typing import Any
 import jax
 from flax import nnx
 
+from .. import _compat
 from .arguments import Call
 from .difference import differences
+from .guards import Guards
 from .merge import assemble
-from .plan import Plan, run
+from .plan import Plan
 from .pure import Outcome
+from .run import run
 from .split import Flat
 from .structure import LEAF, Child, Container, Structure, VariableEntry
 
@@ -38,14 +41,15 @@ class Stage:
       stage: the object of ``jax.stages``.
       plan: what it was made from.
       split: takes the arguments of a call apart.
-      bound: how many leading arguments ``split`` itself adds.
+      bound: the objects to which the function is bound: its first arguments.
     """
 
-    def __init__(self, stage: Any, plan: Plan, split: Split, bound: int):
+    def __init__(self, stage: Any, plan: Plan, split: Split, bound: tuple[Any, ...]):
         self._stage = stage
         self._plan = plan
         self._split = split
         self._bound = bound
+        self._guards = Guards()
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
 
@@ -265,7 +269,24 @@ class Compiled(Stage):
 
 def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plan = stage._plan
-    args, kwargs = _with_statics(plan, args, kwargs, stage._bound)
+    if plan.statics:
+        args, kwargs = _with_statics(plan, args, kwargs, len(stage._bound))
+    args = (*stage._bound, *args)
+    if not _compat.trace_is_clean():
+        return run(plan, _split_as_planned(stage, args, kwargs)[1], stage._stage)
+    found = stage._guards.find(args, kwargs)
+    if found is None:
+        call, flat = _split_as_planned(stage, args, kwargs)
+        stage._guards.add(plan, call, flat, args, kwargs, is_new=True)
+    else:
+        _, flat = found
+    return run(plan, flat, stage._stage)
+
+
+def _split_as_planned(
+    stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, Flat]:
+    plan = stage._plan
     call, flat = stage._split(args, kwargs)
     changed = [
         f"{name}: {old.value!r} → {new.value!r}"
@@ -285,7 +306,7 @@ def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any
             f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
             "called with now:\n  " + "\n  ".join(changed) + "\nLower it again for these."
         )
-    return run(plan, flat, stage._stage)
+    return call, flat
 
 
 def _with_statics(

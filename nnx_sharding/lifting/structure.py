@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
+import functools
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -116,6 +118,48 @@ class _ByEquality:
 
 # Most statics: nothing else is to be looked at.
 _PLAIN_TYPES = frozenset({str, int, bool, type(None), type, types.FunctionType})
+
+
+_FROZEN_TYPES = _PLAIN_TYPES | {
+    float,
+    complex,
+    bytes,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    _compat.HashableMapping,
+}
+_FROZEN_BASES = (
+    enum.Enum,
+    type,
+    np.dtype,
+    np.generic,
+    jax.Array,
+    jax.Device,
+    jax.sharding.Sharding,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.PartitionSpec,
+)
+
+
+def is_frozen(value: Any) -> bool:
+    """Whether the same object always has the same :func:`static_key`."""
+    kind: Any = type(value)
+    if kind in _FROZEN_TYPES:
+        return True
+    if isinstance(value, _FROZEN_BASES):
+        return not isinstance(value, np.void)
+    if (
+        kind is tuple
+        or kind is frozenset
+        or (isinstance(value, tuple) and hasattr(kind, "_fields"))
+    ):
+        return all(map(is_frozen, value))
+    if dataclasses.is_dataclass(kind):
+        return False
+    by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
+    return by_identity and not isinstance(value, dict | set | np.ndarray)
 
 
 def is_hashable(value: Any) -> bool:

@@ -51,6 +51,10 @@ class _Jit:
     ) -> Call:
         return sort_call(parameters, args, kwargs, layout)
 
+    @property
+    def has_key(self) -> bool:
+        return self.in_specs.depend_on_values or (self.mesh is None and self._needs_mesh)
+
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = None if self.mesh or not self._needs_mesh else _compat.context_mesh()
         return (mesh, self.in_specs.value_key(leaves))

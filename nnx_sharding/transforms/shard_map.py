@@ -66,6 +66,11 @@ class _ShardMap:
             parameters, args, kwargs, layout._replace(static=layout.static | positions)
         )
 
+    @property
+    def has_key(self) -> bool:
+        inferred = self.in_specs.tree is None
+        return self.mesh is None or inferred or self.in_specs.depend_on_values
+
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
         return (mesh, self._inferred(leaves, mesh), self.in_specs.value_key(leaves))

@@ -1,0 +1,499 @@
+"""Is this still the graph that was split? If so, its arrays and objects at a fraction of the cost.
+
+Splitting describes a graph anew; the guard only compares it with what it was. It walks the live
+objects from the arguments on, lays everything that it meets into one flat list (the stream), and
+compares this list at C speed: attribute names, who is who, types, statics. A match means that
+splitting again would give the same structure, for all on which a structure depends is compared:
+
+* The names of all attributes, metadata entries and dict keys, in order.
+* The types of all objects, containers and arrays.
+* The identity of statics that cannot change; the content of those that can.
+* The identity of objects. It is their pattern that counts (what is shared with what), so a number
+  is enough, and no reference to an object is kept: a guard keeps no model alive. That the number
+  might meanwhile belong to another object does no harm, since its content is compared as well.
+
+A mismatch, or anything unexpected, means "changed": the call then splits. So a guard may be too
+careful, which costs time, but never too trusting.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _compat
+from . import merge
+from .arguments import Call
+from .split import Flat
+from .structure import (
+    LEAF,
+    Child,
+    Container,
+    NodeEntry,
+    RefEntry,
+    Static,
+    Structure,
+    VariableEntry,
+    is_frozen,
+    is_leaf_treedef,
+)
+
+Positions = tuple[int, ...]
+
+
+class Wave(NamedTuple):
+    """Positions in the stream whose objects are opened next; what they hold extends the stream.
+
+    In this order: attributes of nodes, entries of States and dicts, metadata of Variables,
+    values of Variables, items of sequences, leaves of other pytrees.
+    """
+
+    nodes: Positions
+    states: Positions
+    dicts: Positions
+    variables: Positions
+    sequences: Positions
+    trees: Positions
+
+
+class Recipe(NamedTuple):
+    """How to walk all graphs of one structure whose attributes come in one order.
+
+    Attributes:
+      waves: what to open, in turn.
+      keys: the keys of each mapping that is opened, in the order of opening.
+      types: the type of each object and container that is opened.
+      lengths: the length of each sequence.
+      treedefs: the treedef of each other pytree.
+      frozen: positions of statics that cannot change.
+      mutable: positions of other statics.
+      mentions: positions of graph objects, each as often as it is mentioned.
+      leaves: the position of each array, by slot.
+      leaf_types: their types.
+      objects: the first position of each object, by index.
+    """
+
+    waves: tuple[Wave, ...]
+    keys: tuple[tuple[Any, ...], ...]
+    types: tuple[type, ...]
+    lengths: tuple[int, ...]
+    treedefs: tuple[Any, ...]
+    frozen: Positions
+    mutable: Positions
+    mentions: Positions
+    leaves: Positions
+    leaf_types: tuple[type, ...]
+    objects: Positions
+
+
+class Pins(NamedTuple):
+    """What one graph must still have in the places that a recipe names.
+
+    Attributes:
+      frozen: statics that cannot change.
+      mutable: the content of other statics.
+      mentions: the id of each mentioned object.
+      trace_states: the trace state of each Variable.
+      node_states: what Flax notes on each node while it is set up, and the two flags in it.
+      flags: these flags.
+    """
+
+    frozen: tuple[Any, ...]
+    mutable: tuple[Static, ...]
+    mentions: tuple[int, ...]
+    trace_states: tuple[Any, ...]
+    node_states: tuple[Any, ...]
+    flags: tuple[tuple[bool, bool], ...]
+
+
+class Guard:
+    """A recipe with what it has to find.
+
+    Args:
+      structure: the structure that the graph has as long as the guard holds.
+      recipe: how to walk it.
+      pins: what to find.
+    """
+
+    __slots__ = (
+        "_frozen",
+        "_leaves",
+        "_mentions",
+        "_mutable",
+        "_objects",
+        "_pins",
+        "_recipe",
+        "_structure",
+        "_waves",
+    )
+
+    def __init__(self, structure: Structure, recipe: Recipe, pins: Pins):
+        self._structure = structure
+        self._recipe = recipe
+        self._pins = pins
+        self._waves = [[merge.picker(p) if p else None for p in wave] for wave in recipe.waves]
+        self._frozen = merge.picker(recipe.frozen)
+        self._mutable = merge.picker(recipe.mutable)
+        self._mentions = merge.picker(recipe.mentions)
+        self._leaves = merge.picker(recipe.leaves)
+        self._objects = merge.picker(recipe.objects)
+
+    def check(self, arguments: Sequence[Any]) -> Flat | None:
+        """The graph taken apart as by ``flatten``, or None if it may have changed.
+
+        Args:
+          arguments: all arguments of the call, positional ones first.
+        """
+        try:
+            return self._check(arguments)
+        except Exception:  # an attribute that is gone, a comparison that raises: all are changes
+            return None
+
+    def _check(self, arguments: Sequence[Any]) -> Flat | None:
+        recipe, pins = self._recipe, self._pins
+        stream = list(arguments)
+        opened: list[Any] = []
+        mappings: list[Any] = []
+        variables: list[Any] = []
+        lengths: list[int] = []
+        treedefs: list[Any] = []
+        for nodes, states, dicts, own_variables, sequences, trees in self._waves:
+            start = len(mappings)
+            if nodes is not None:
+                found = nodes(stream)
+                opened += found
+                mappings += map(_get_dict, found)
+            if states is not None:
+                found = states(stream)
+                opened += found
+                mappings += map(_compat.get_mapping, found)
+            if dicts is not None:
+                found = dicts(stream)
+                opened += found
+                mappings += found
+            values: Any = ()
+            if own_variables is not None:
+                found = own_variables(stream)
+                opened += found
+                variables += found
+                mappings += map(_compat.get_metadata, found)
+                values = map(_compat.get_value, found)
+            items: Any = ()
+            if sequences is not None:
+                found = sequences(stream)
+                opened += found
+                lengths += map(len, found)
+                items = chain.from_iterable(found)
+            parts: list[Any] = []
+            if trees is not None:
+                for tree in trees(stream):
+                    own, treedef = _flatten_tree(tree)
+                    parts += own
+                    treedefs.append(treedef)
+                    opened.append(tree)
+            stream += chain.from_iterable(map(dict.values, mappings[start:]))
+            stream += values
+            stream += items
+            stream += parts
+        if not all(map(operator.is_, map(type, opened), recipe.types)):
+            return None
+        if tuple(map(tuple, mappings)) != recipe.keys:
+            return None
+        if tuple(lengths) != recipe.lengths:
+            return None
+        if tuple(treedefs) != recipe.treedefs:
+            return None
+        if not _are_equal(self._frozen(stream), pins.frozen):
+            return None
+        if tuple(map(id, self._mentions(stream))) != pins.mentions:
+            return None
+        leaves = self._leaves(stream)
+        if not all(map(operator.is_, map(type, leaves), recipe.leaf_types)):
+            return None
+        if tuple(map(_compat.get_trace_state, variables)) != pins.trace_states:
+            return None
+        if tuple(map(_compat.node_flags, pins.node_states)) != pins.flags:
+            return None
+        if not all(map(_is_still, self._mutable(stream), pins.mutable)):
+            return None
+        return Flat(self._structure, leaves, self._objects(stream), updatable=True)
+
+
+_get_dict = operator.attrgetter("__dict__")
+
+
+def _flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+
+
+def _are_equal(values: Sequence[Any], pinned: Sequence[Any]) -> bool:
+    if all(map(operator.is_, values, pinned)):
+        return True
+    pairs = zip(values, pinned, strict=True)
+    return all(value is old or _is_still(value, Static(old)) for value, old in pairs)
+
+
+def _is_still(value: Any, pinned: Static) -> bool:
+    now = Static(value)
+    return hash(now) == hash(pinned) and now == pinned
+
+
+class _NotGuardedError(Exception):
+    """The graph has something that the guard does not know how to compare, or is changing."""
+
+
+def make_guard(
+    call: Call, flat: Flat, arguments: Sequence[Any], keywords: Sequence[str]
+) -> Guard | None:
+    """A guard for the arguments of a call, or None if there is something it cannot watch.
+
+    Args:
+      call: the arguments by their roles.
+      flat: the arguments taken apart.
+      arguments: all arguments of the call, positional ones first.
+      keywords: the names of the keyword arguments, in their order in ``arguments``.
+    """
+    try:
+        builder = _Builder(flat)
+        builder.add_arguments(call, arguments, keywords)
+        builder.open_all()
+        guard = builder.guard()
+    except _NotGuardedError:
+        return None
+    # What was written down piece by piece must hold as a whole.
+    return guard if guard.check(arguments) is not None else None
+
+
+class _Builder:
+    """Walks a graph once, verifies that it has the structure, and notes the way."""
+
+    def __init__(self, flat: Flat):
+        self._structure = flat.structure
+        self._known = flat.objects
+        self._stream: list[Any] = []
+        self._waves: list[Wave] = []
+        self._keys: list[tuple[Any, ...]] = []
+        self._types: list[type] = []
+        self._lengths: list[int] = []
+        self._treedefs: list[Any] = []
+        self._frozen: list[int] = []
+        self._mutable: list[int] = []
+        self._mentions: list[int] = []
+        self._variables: list[Any] = []
+        self._node_states: list[Any] = []
+        self._leaves: dict[int, int] = {}
+        self._objects: dict[int, int] = {}
+        self._clear_next()
+
+    def _clear_next(self) -> None:
+        # What the next wave opens: the position, and what is known of it.
+        self._nodes: list[tuple[int, int]] = []
+        self._variables_next: list[tuple[int, int]] = []
+        self._states: list[tuple[int, list[_Want]]] = []
+        self._dicts: list[tuple[int, list[_Want]]] = []
+        self._sequences: list[tuple[int, list[_Want]]] = []
+        self._trees: list[tuple[int, list[_Want]]] = []
+
+    def add_arguments(self, call: Call, arguments: Sequence[Any], keywords: Sequence[str]) -> None:
+        """Puts the arguments of a call at the start of the stream."""
+        layout, root = call.layout, self._structure.root
+        assert isinstance(root, Container)
+        dynamic: list[Any] = [*layout.dynamic, *sorted(layout.dynamic_keywords)]
+        values = [*call.tree[0], *(call.tree[1][k] for k in sorted(layout.dynamic_keywords))]
+        want = _Want(root.children, self._structure.root_slots)
+        wants: dict[Any, _Want] = dict(zip(dynamic, want.divide(values), strict=True))
+        static = [*sorted(layout.static), *sorted(layout.static_keywords)]
+        statics = dict(zip(static, call.statics, strict=True))
+        names = [*range(len(arguments) - len(keywords)), *keywords]
+        for name, value in zip(names, arguments, strict=True):
+            if name in statics:
+                self._add(value, statics[name], ())
+            else:
+                self._add_tree(value, wants[name])
+
+    def open_all(self) -> None:
+        """Opens what was added, and what comes to light by that, until nothing is left."""
+        while True:
+            nodes, variables = self._nodes, self._variables_next
+            states, dicts = self._states, self._dicts
+            sequences, trees = self._sequences, self._trees
+            kinds = (nodes, states, dicts, variables, sequences, trees)
+            if not any(kinds):
+                return
+            self._clear_next()
+            self._waves.append(Wave(*(tuple(position for position, _ in kind) for kind in kinds)))
+            self._open_nodes(nodes)
+            self._open_mappings(states, _compat.get_mapping)
+            self._open_mappings(dicts, lambda own: own)
+            self._open_variables(variables)
+            for position, wants in sequences:
+                own = self._opened(position)
+                self._lengths.append(len(own))
+                self._add_all(own, wants)
+            for position, wants in trees:
+                own, treedef = _flatten_tree(self._opened(position))
+                self._treedefs.append(treedef)
+                self._add_all(own, wants)
+
+    def _opened(self, position: int) -> Any:
+        found = self._stream[position]
+        self._types.append(type(found))
+        return found
+
+    def _open_nodes(self, nodes: Sequence[tuple[int, int]]) -> None:
+        for position, index in nodes:
+            node = self._opened(position)
+            own = _get_dict(node)
+            parts = {str(k): part for k, part in merge.parts(self._structure, index).items()}
+            if own.keys() != parts.keys():
+                raise _NotGuardedError
+            self._keys.append(tuple(own))
+            for key, value in own.items():
+                self._add(value, *parts[key])
+
+    def _open_mappings(
+        self, mappings: Sequence[tuple[int, list[_Want]]], content: Callable[[Any], Any]
+    ) -> None:
+        for position, wants in mappings:
+            own = content(self._opened(position))
+            self._keys.append(tuple(own))
+            self._add_all(own.values(), wants)
+
+    def _open_variables(self, variables: Sequence[tuple[int, int]]) -> None:
+        for position, index in variables:
+            variable = self._opened(position)
+            entry = self._structure.entries[index]
+            assert isinstance(entry, VariableEntry)
+            self._variables.append(variable)
+            own, metadata = _compat.get_metadata(variable), dict(entry.metadata)
+            if own.keys() != metadata.keys():
+                raise _NotGuardedError
+            self._keys.append(tuple(own))
+            for key, value in own.items():
+                self._add(value, metadata[key], ())
+        for position, index in variables:
+            value = _compat.get_value(self._stream[position])
+            entry = self._structure.entries[index]
+            self._add(value, entry.value, self._structure.slots[index])  # type: ignore[union-attr]
+
+    def _add_all(self, values: Any, wants: Sequence[_Want]) -> None:
+        for value, want in zip(values, wants, strict=True):
+            self._add_tree(value, want)
+
+    def _add(self, value: Any, child: Child, slots: Sequence[int]) -> None:
+        """Puts a value on the stream that stands where the structure has ``child``."""
+        if isinstance(child, Container):
+            if _flatten_tree(value)[1] != child.treedef:
+                raise _NotGuardedError
+            self._add_tree(value, _Want(child.children, slots))
+            return
+        position = len(self._stream)
+        self._stream.append(value)
+        if child is LEAF:
+            if isinstance(value, jax.core.Tracer):
+                raise _NotGuardedError
+            self._leaves[slots[0]] = position
+        elif isinstance(child, Static):
+            if not _is_still(value, child):
+                raise _NotGuardedError
+            (self._frozen if is_frozen(value) else self._mutable).append(position)
+        else:
+            assert isinstance(child, int)
+            self._mention(position, value, child)
+
+    def _mention(self, position: int, value: Any, index: int) -> None:
+        if self._known[index] is not value or not _compat.can_update(value):
+            raise _NotGuardedError
+        self._mentions.append(position)
+        if index in self._objects:
+            return
+        self._objects[index] = position
+        entry = self._structure.entries[index]
+        if isinstance(entry, NodeEntry) and _compat.is_plain_pytree(value):
+            self._nodes.append((position, index))
+        elif isinstance(entry, VariableEntry) and type(value) is entry.type:
+            self._variables_next.append((position, index))
+        elif isinstance(entry, RefEntry) and _compat.is_ref(value):
+            self._leaves[self._structure.slots[index][0]] = position
+        else:
+            raise _NotGuardedError
+
+    def _add_tree(self, value: Any, want: _Want) -> None:
+        """Puts a pytree on the stream whose leaves are given by ``want``."""
+        _, treedef = _flatten_tree(value)
+        if is_leaf_treedef(treedef):
+            self._add(value, want.children[0], want.slots)
+            return
+        position = len(self._stream)
+        self._stream.append(value)
+        if value is None:
+            self._frozen.append(position)
+        elif _compat.is_node_state(value):
+            self._frozen.append(position)
+            self._node_states.append(value)
+        else:
+            self._add_container(position, value, want)
+
+    def _add_container(self, position: int, value: Any, want: _Want) -> None:
+        kind, items = type(value), _compat.own_items(value)
+        if items is None:  # a pytree of a type that only JAX can open
+            parts, _ = _flatten_tree(value)
+            self._trees.append((position, want.divide(parts)))
+        elif isinstance(items, Mapping):
+            ordered = sorted(items)
+            wants = dict(zip(ordered, want.divide([items[k] for k in ordered]), strict=True))
+            pending = self._dicts if kind is dict else self._states
+            pending.append((position, [wants[key] for key in items]))
+        else:
+            self._sequences.append((position, want.divide(items)))
+
+    def guard(self) -> Guard:
+        """The guard for what was walked."""
+        structure, stream = self._structure, self._stream
+        if len(self._leaves) != structure.num_leaves or len(self._objects) != len(self._known):
+            raise _NotGuardedError
+        leaves = tuple(self._leaves[slot] for slot in range(structure.num_leaves))
+        recipe = Recipe(
+            waves=tuple(self._waves),
+            keys=tuple(self._keys),
+            types=tuple(self._types),
+            lengths=tuple(self._lengths),
+            treedefs=tuple(self._treedefs),
+            frozen=tuple(self._frozen),
+            mutable=tuple(self._mutable),
+            mentions=tuple(self._mentions),
+            leaves=leaves,
+            leaf_types=tuple(type(stream[position]) for position in leaves),
+            objects=tuple(self._objects[index] for index in range(len(self._objects))),
+        )
+        pins = Pins(
+            frozen=tuple(stream[position] for position in self._frozen),
+            mutable=tuple(Static(stream[position]) for position in self._mutable),
+            mentions=tuple(id(stream[position]) for position in self._mentions),
+            trace_states=tuple(map(_compat.get_trace_state, self._variables)),
+            node_states=tuple(self._node_states),
+            flags=tuple(map(_compat.node_flags, self._node_states)),
+        )
+        return Guard(structure, recipe, pins)
+
+
+class _Want(NamedTuple):
+    """What the structure has for the leaves of a pytree, and the slots of its arrays."""
+
+    children: Sequence[Child]
+    slots: Sequence[int]
+
+    def divide(self, values: Sequence[Any]) -> list[_Want]:
+        """The same for each of the subtrees that the pytree consists of."""
+        children, slots = iter(self.children), iter(self.slots)
+        return [_take(value, children, slots) for value in values]
+
+
+def _take(value: Any, children: Iterator[Child], slots: Iterator[int]) -> _Want:
+    own = [next(children) for _ in range(_flatten_tree(value)[1].num_leaves)]
+    count = sum(map(merge.count_leaves, own))
+    return _Want(own, [next(slots) for _ in range(count)])

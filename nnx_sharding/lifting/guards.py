@@ -1,0 +1,154 @@
+"""The guards of one function: which plan serves these arguments, found without splitting them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from .. import _compat
+from .arguments import Call
+from .guard import Guard, make_guard
+from .merge import picker
+from .plan import Plan
+from .split import Flat
+
+# Sets of arguments that are remembered, and guards for each of them: a model that is trained and
+# evaluated in turn has two.
+MAX_ARGUMENTS = 256
+MAX_GUARDS = 8
+
+Key = tuple[Any, ...]
+
+
+class _Entry(NamedTuple):
+    guard: Guard
+    plan: Plan
+    key: Hashable
+    roots: tuple[Any, ...]
+
+
+class _Record:
+    """What is known of one set of arguments."""
+
+    __slots__ = ("entries", "misses")
+
+    def __init__(self) -> None:
+        self.entries: tuple[_Entry, ...] = ()
+        self.misses = 0
+
+
+class Guards:
+    """Guards by the arguments of a call: by their types, and by who the graph objects are.
+
+    Holds no object of the user's: what belongs to a module goes when the module does.
+
+    Args:
+      key_of: what a plan depends on besides the arguments' structure, such as the mesh in
+        context, given the arrays; None if nothing.
+    """
+
+    def __init__(self, key_of: Callable[[Sequence[Any]], Hashable] | None = None):
+        self._key_of = key_of
+        self._roots: dict[Key, Callable[[Sequence[Any]], Sequence[Any]]] = {}
+        self._records: dict[Key, _Record] = {}
+        self._lock = threading.RLock()  # a collected module may drop its record at any time
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
+        """The plan that serves a call, and its arguments taken apart; None if no guard holds."""
+        arguments = (*args, *kwargs.values()) if kwargs else args
+        try:
+            record = self._records.get(self._key(arguments, kwargs))
+        except TypeError:  # a class that cannot be hashed
+            return None
+        if record is None:
+            return None
+        for entry in record.entries:
+            flat = entry.guard.check(arguments)
+            if flat is None:
+                continue
+            if self._key_of is None or self._key_of(flat.leaves) == entry.key:
+                if entry is not record.entries[0]:
+                    others = (other for other in record.entries if other is not entry)
+                    record.entries = (entry, *others)
+                return entry.plan, flat
+        return None
+
+    def add(
+        self,
+        plan: Plan,
+        call: Call,
+        flat: Flat,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_new: bool,
+    ) -> None:
+        """Notes which plan serves a call that no guard held for.
+
+        A guard costs about as much as splitting, which a model that is used once would pay for
+        nothing: unless the plan is new too, it is made when the same arguments come again.
+        """
+        arguments = (*args, *kwargs.values()) if kwargs else args
+        try:
+            key = self._key(arguments, kwargs)
+            record = self._record(key)
+        except TypeError:
+            return
+        record.misses += 1
+        # Arguments that change all the time are not worth a guard each time.
+        often = record.misses <= 2 * MAX_GUARDS or record.misses % 64 == 0
+        if not often or not (is_new or record.misses > 1):
+            return
+        guard = make_guard(call, flat, arguments, tuple(kwargs))
+        if guard is None:
+            record.misses += 2 * MAX_GUARDS
+            return
+        roots = tuple(self._watch(root, key) for root in _roots(plan, flat))
+        key_of_plan = None if self._key_of is None else self._key_of(flat.leaves)
+        entry = _Entry(guard, plan, key_of_plan, roots)
+        record.entries = (entry, *record.entries[: MAX_GUARDS - 1])
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            self._records.clear()
+            self._roots.clear()
+
+    def _key(self, arguments: Sequence[Any], kwargs: dict[str, Any]) -> Key:
+        signature = (*map(type, arguments), *kwargs)
+        roots = self._roots.get(signature)
+        if roots is None:
+            positions = [i for i, arg in enumerate(arguments) if _compat.is_graph_object(arg)]
+            roots = picker(positions)
+            with self._lock:
+                if len(self._roots) >= MAX_ARGUMENTS:
+                    self._roots.pop(next(iter(self._roots)))
+                self._roots[signature] = roots
+        return (*signature, *map(id, roots(arguments)))
+
+    def _record(self, key: Key) -> _Record:
+        with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                while len(self._records) >= MAX_ARGUMENTS:
+                    self._records.pop(next(iter(self._records)))
+                record = self._records[key] = _Record()
+            return record
+
+    def _watch(self, root: Any, key: Key) -> Any:
+        try:
+            return weakref.ref(root, functools.partial(self._drop, key))
+        except TypeError:  # a Variable; nothing of it but metadata is held
+            return None
+
+    def _drop(self, key: Key, _: Any) -> None:
+        self._records.pop(key, None)
+
+
+def _roots(plan: Plan, flat: Flat) -> list[Any]:
+    """The objects that stand in the arguments themselves."""
+    parts = (part.child for target in plan.targets for part in target.parts)
+    return [flat.objects[child] for child in parts if isinstance(child, int)]

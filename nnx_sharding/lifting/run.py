@@ -1,0 +1,246 @@
+"""What every call does once its plan is known: place, execute, write back."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from . import merge
+from .plan import Plan, is_committed, known_variables
+from .pure import Outcome, OutputGroup
+from .split import Flat
+from .structure import VariableEntry
+
+
+def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
+    """One call: gather, place, execute, write back.
+
+    Nothing of the caller's is touched before ``execute`` returned. Nothing here waits for
+    the device.
+
+    Args:
+      plan: the plan for the structure of ``flat``.
+      flat: the arguments of this call, taken apart.
+      execute: takes the arrays and returns the outputs: JAX's jitted function, or an
+        executable compiled from it.
+
+    Raises:
+      TraceContextError: the function changed objects that belong to another trace.
+      ValueError: a Variable cannot be laid out as declared.
+    """
+    leaves, placed = _place(plan, flat.leaves)
+    *groups, outcome = execute(*leaves)
+    return _write_back(plan, flat, leaves, groups, outcome, placed)
+
+
+_get_sharding = operator.attrgetter("sharding")
+
+
+def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
+    """Lays Variables out as declared, those that are not laid out yet.
+
+    Raises:
+      ValueError: a Variable is committed to another layout, or has a shape that does not fit.
+    """
+    if not plan.placed_slots:
+        return leaves, ()
+    try:
+        # Lists compare by identity first: this is all that a call costs from the second on.
+        if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_layouts:
+            return leaves, ()
+    except AttributeError:  # a NumPy array, a number, a ref
+        pass
+    slots = [
+        slot
+        for slot, layout in zip(plan.placed_slots, plan.placed_layouts, strict=True)
+        if not _is_placed(leaves[slot], layout)
+        and not (plan.committed == "leave" and is_committed(leaves[slot]))
+    ]
+    if not slots or not _compat.trace_is_clean():
+        return leaves, ()
+    _check_placing(plan, leaves, slots)
+    placed = jax.device_put([leaves[s] for s in slots], [plan.layouts[s] for s in slots])
+    leaves = list(leaves)
+    for slot, array in zip(slots, placed, strict=True):
+        leaves[slot] = array
+    return leaves, slots
+
+
+def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
+    if not isinstance(leaf, jax.Array):
+        # An abstract array has no data to place; a NumPy array or a number does.
+        return isinstance(leaf, jax.ShapeDtypeStruct) or _compat.is_ref(leaf)
+    if isinstance(leaf, jax.core.Tracer):
+        return True
+    own = leaf.sharding
+    return (
+        own is layout
+        or own == layout
+        or (leaf.committed and own.is_equivalent_to(layout, leaf.ndim))
+    )
+
+
+def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> None:
+    lines = []
+    for slot in slots:
+        leaf, layout = leaves[slot], plan.layouts[slot]
+        assert layout is not None
+        shape = jnp.shape(leaf)
+        where = f"  {plan.names[slot]}, shape {shape}: "
+        spec = getattr(layout, "spec", ())
+        if len(spec) > len(shape):
+            lines.append(f"{where}{spec} has more entries than the array has dimensions")
+            continue
+        try:
+            layout.shard_shape(shape)
+        except ValueError as error:
+            lines.append(f"{where}not divisible: {error}")
+            continue
+        if is_committed(leaf):
+            same_devices = leaf.sharding.device_set == layout.device_set
+            if plan.committed == "refuse" or not same_devices:
+                lines.append(f"{where}committed to {leaf.sharding}, declared {layout}")
+    if lines:
+        raise ValueError(
+            "cannot lay out these arrays as declared:\n"
+            + "\n".join(lines)
+            + "\nDeclare what they are, or move them with jax.device_put; a dimension must be a "
+            "multiple of the mesh axes that cut it."
+        )
+
+
+class _Update:
+    """What to write back after a call that only changed the arrays of Variables.
+
+    Nearly every call is of this kind, so it is worked out once for each outcome.
+    """
+
+    __slots__ = ("root", "root_sources", "values")
+
+    def __init__(self, outcome: Outcome):
+        after = outcome.structure
+        by_group: dict[int, tuple[list[int], list[int]]] = {}
+        for index in outcome.values:
+            group, position = outcome.sources[after.slots[index][0]]
+            variables, positions = by_group.setdefault(group, ([], []))
+            variables.append(index)
+            positions.append(position)
+        self.values = [
+            (group, merge.picker(variables), merge.picker(positions))
+            for group, (variables, positions) in by_group.items()
+        ]
+        self.root = after.root
+        self.root_sources = [outcome.sources[slot] for slot in after.root_slots]
+
+    @classmethod
+    def of(cls, outcome: Outcome, known: int) -> _Update | None:
+        """The update for an outcome, or None if it is of another kind.
+
+        Args:
+          outcome: what the call did.
+          known: how many objects went in.
+        """
+        if outcome.update is None:
+            entries = outcome.structure.entries
+            is_simple = (
+                not outcome.metadata
+                and not outcome.nodes
+                and len(entries) == known
+                and all(merge.is_leaf_variable(entries[index]) for index in outcome.values)
+            )
+            outcome.update = cls(outcome) if is_simple else False
+        return outcome.update or None
+
+    def output(
+        self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]
+    ) -> Any:
+        """What the function returned."""
+        own = (leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self.root_sources)
+        return merge.assemble(self.root, own, objects)
+
+    def apply(self, objects: Sequence[Any], groups: Sequence[OutputGroup]) -> None:
+        """Sets the Variables."""
+        for group, variables, positions in self.values:
+            new = positions(groups[group].arrays)
+            deque(map(_compat.set_value, variables(objects), new), maxlen=0)
+
+
+def _write_back(
+    plan: Plan,
+    flat: Flat,
+    leaves: Sequence[Any],
+    groups: Sequence[OutputGroup],
+    outcome: Outcome,
+    placed: Sequence[int],
+) -> Any:
+    """Brings the caller's objects to the state after the call, and returns the output.
+
+    All new objects are made, and all checks done, before the first old one is changed.
+    """
+    objects = flat.objects
+    update = _Update.of(outcome, len(objects))
+    if not flat.updatable:
+        _check_updatable(plan, objects, outcome)
+    if update is not None:
+        output = update.output(objects, leaves, groups)
+        if placed:
+            _keep_placed(plan, objects, leaves, placed)
+        update.apply(objects, groups)
+        return output
+    after = outcome.structure
+    arrays = outcome.arrays(leaves, groups)
+    built = merge.unflatten(after, arrays, dict(enumerate(objects)))
+    variables = [*outcome.values, *outcome.metadata]
+    values = []
+    for index in variables:
+        entry = after.entries[index]
+        assert isinstance(entry, VariableEntry)
+        own = (arrays[slot] for slot in after.slots[index])
+        values.append(merge.assemble(entry.value, own, built.objects))
+    attributes = merge.node_values(outcome.nodes, arrays, built.objects)
+    if placed:
+        _keep_placed(plan, objects, leaves, placed)
+    for index, value in zip(variables, values, strict=True):
+        _compat.set_value(objects[index], value)
+    for index in outcome.metadata:
+        entry = after.entries[index]
+        assert isinstance(entry, VariableEntry)
+        _compat.set_metadata(objects[index], merge.metadata_of(entry))
+    for change, new in zip(outcome.nodes, attributes, strict=True):
+        merge.write_node(change, new, after, arrays, built.objects)
+    return built.root
+
+
+def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> None:
+    changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
+    stale = [index for index in changed if not _compat.can_update(objects[index])]
+    if stale:
+        raise _compat.TraceContextError(
+            "the function changed objects that belong to another trace, where they cannot be "
+            f"updated: {', '.join(_object_names(plan, stale))}. Pass them into the transformed "
+            "function that is being traced, instead of capturing them."
+        )
+
+
+def _keep_placed(
+    plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], placed: Sequence[int]
+) -> None:
+    """Lets Variables hold the placed arrays, so that the next call finds nothing to move."""
+    moved = set(placed)
+    for index, entry in enumerate(plan.structure.entries):
+        slots = plan.structure.slots[index]
+        if isinstance(entry, VariableEntry) and not moved.isdisjoint(slots):
+            own = (leaves[slot] for slot in slots)
+            _compat.set_value(objects[index], merge.assemble(entry.value, own, objects))
+
+
+def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:
+    known = known_variables(plan.structure, plan.targets, {})
+    types = [getattr(entry, "type", object).__name__ for entry in plan.structure.entries]
+    return [known[index][0] if index in known else f"a {types[index]}" for index in indices]
