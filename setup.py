@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 
@@ -67,6 +67,14 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["nnx_sharding", "nnx_sharding.*"]),
     package_data={"nnx_sharding": ["py.typed"]},
+    # Makes calls faster. Without a compiler the installation goes on, and Python does the same.
+    ext_modules=[
+        Extension(
+            "nnx_sharding.lifting._walk",
+            sources=["nnx_sharding/lifting/_walk.c"],
+            optional=True,
+        )
+    ],
     install_requires=[
         "flax>=0.12.8",
         "jax>=0.10.2",

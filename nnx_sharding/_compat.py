@@ -266,6 +266,10 @@ get_trace_state: Callable[[Any], Any] = (
 )
 
 
+# Where a guard looks by position in memory, if these are slots.
+GUARDED_SLOTS = (_raw_value, _raw_metadata, _raw_trace_state, _initializing, _is_setup)
+
+
 def can_update(x: Any) -> bool:
     """Whether a Variable or node belongs to the current trace and may be changed in it."""
     if isinstance(x, nnx.Variable):

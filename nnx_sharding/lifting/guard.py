@@ -18,9 +18,7 @@ careful, which costs time, but never too trusting.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,205 +39,36 @@ from .structure import (
     is_frozen,
     is_leaf_treedef,
 )
-
-Positions = tuple[int, ...]
-
-
-class Wave(NamedTuple):
-    """Positions in the stream whose objects are opened next; what they hold extends the stream.
-
-    In this order: attributes of nodes, entries of States and dicts, metadata of Variables,
-    values of Variables, items of sequences, leaves of other pytrees.
-    """
-
-    nodes: Positions
-    states: Positions
-    dicts: Positions
-    variables: Positions
-    sequences: Positions
-    trees: Positions
+from .walk import Pins, Recipe, Walk, Wave, flatten_tree, get_dict, is_still
 
 
-class Recipe(NamedTuple):
-    """How to walk all graphs of one structure whose attributes come in one order.
+class Guard(NamedTuple):
+    """The way through a graph, and what must be found on it.
 
     Attributes:
-      waves: what to open, in turn.
-      keys: the keys of each mapping that is opened, in the order of opening.
-      types: the type of each object and container that is opened.
-      lengths: the length of each sequence.
-      treedefs: the treedef of each other pytree.
-      frozen: positions of statics that cannot change.
-      mutable: positions of other statics.
-      mentions: positions of graph objects, each as often as it is mentioned.
-      leaves: the position of each array, by slot.
-      leaf_types: their types.
-      objects: the first position of each object, by index.
-    """
-
-    waves: tuple[Wave, ...]
-    keys: tuple[tuple[Any, ...], ...]
-    types: tuple[type, ...]
-    lengths: tuple[int, ...]
-    treedefs: tuple[Any, ...]
-    frozen: Positions
-    mutable: Positions
-    mentions: Positions
-    leaves: Positions
-    leaf_types: tuple[type, ...]
-    objects: Positions
-
-
-class Pins(NamedTuple):
-    """What one graph must still have in the places that a recipe names.
-
-    Attributes:
-      frozen: statics that cannot change.
-      mutable: the content of other statics.
-      mentions: the id of each mentioned object.
-      trace_states: the trace state of each Variable.
-      node_states: what Flax notes on each node while it is set up, and the two flags in it.
-      flags: these flags.
-    """
-
-    frozen: tuple[Any, ...]
-    mutable: tuple[Static, ...]
-    mentions: tuple[int, ...]
-    trace_states: tuple[Any, ...]
-    node_states: tuple[Any, ...]
-    flags: tuple[tuple[bool, bool], ...]
-
-
-class Guard:
-    """A recipe with what it has to find.
-
-    Args:
       structure: the structure that the graph has as long as the guard holds.
-      recipe: how to walk it.
+      walk: how to walk it.
       pins: what to find.
     """
 
-    __slots__ = (
-        "_frozen",
-        "_leaves",
-        "_mentions",
-        "_mutable",
-        "_objects",
-        "_pins",
-        "_recipe",
-        "_structure",
-        "_waves",
-    )
+    structure: Structure
+    walk: Any
+    pins: Pins
 
-    def __init__(self, structure: Structure, recipe: Recipe, pins: Pins):
-        self._structure = structure
-        self._recipe = recipe
-        self._pins = pins
-        self._waves = [[merge.picker(p) if p else None for p in wave] for wave in recipe.waves]
-        self._frozen = merge.picker(recipe.frozen)
-        self._mutable = merge.picker(recipe.mutable)
-        self._mentions = merge.picker(recipe.mentions)
-        self._leaves = merge.picker(recipe.leaves)
-        self._objects = merge.picker(recipe.objects)
-
-    def check(self, arguments: Sequence[Any]) -> Flat | None:
+    def check(self, arguments: tuple[Any, ...]) -> Flat | None:
         """The graph taken apart as by ``flatten``, or None if it may have changed.
 
         Args:
           arguments: all arguments of the call, positional ones first.
         """
         try:
-            return self._check(arguments)
+            found = self.walk.follow(self.pins, arguments)
         except Exception:  # an attribute that is gone, a comparison that raises: all are changes
             return None
-
-    def _check(self, arguments: Sequence[Any]) -> Flat | None:
-        recipe, pins = self._recipe, self._pins
-        stream = list(arguments)
-        opened: list[Any] = []
-        mappings: list[Any] = []
-        variables: list[Any] = []
-        lengths: list[int] = []
-        treedefs: list[Any] = []
-        for nodes, states, dicts, own_variables, sequences, trees in self._waves:
-            start = len(mappings)
-            if nodes is not None:
-                found = nodes(stream)
-                opened += found
-                mappings += map(_get_dict, found)
-            if states is not None:
-                found = states(stream)
-                opened += found
-                mappings += map(_compat.get_mapping, found)
-            if dicts is not None:
-                found = dicts(stream)
-                opened += found
-                mappings += found
-            values: Any = ()
-            if own_variables is not None:
-                found = own_variables(stream)
-                opened += found
-                variables += found
-                mappings += map(_compat.get_metadata, found)
-                values = map(_compat.get_value, found)
-            items: Any = ()
-            if sequences is not None:
-                found = sequences(stream)
-                opened += found
-                lengths += map(len, found)
-                items = chain.from_iterable(found)
-            parts: list[Any] = []
-            if trees is not None:
-                for tree in trees(stream):
-                    own, treedef = _flatten_tree(tree)
-                    parts += own
-                    treedefs.append(treedef)
-                    opened.append(tree)
-            stream += chain.from_iterable(map(dict.values, mappings[start:]))
-            stream += values
-            stream += items
-            stream += parts
-        if not all(map(operator.is_, map(type, opened), recipe.types)):
+        if found is None:
             return None
-        if tuple(map(tuple, mappings)) != recipe.keys:
-            return None
-        if tuple(lengths) != recipe.lengths:
-            return None
-        if tuple(treedefs) != recipe.treedefs:
-            return None
-        if not _are_equal(self._frozen(stream), pins.frozen):
-            return None
-        if tuple(map(id, self._mentions(stream))) != pins.mentions:
-            return None
-        leaves = self._leaves(stream)
-        if not all(map(operator.is_, map(type, leaves), recipe.leaf_types)):
-            return None
-        if tuple(map(_compat.get_trace_state, variables)) != pins.trace_states:
-            return None
-        if tuple(map(_compat.node_flags, pins.node_states)) != pins.flags:
-            return None
-        if not all(map(_is_still, self._mutable(stream), pins.mutable)):
-            return None
-        return Flat(self._structure, leaves, self._objects(stream), updatable=True)
-
-
-_get_dict = operator.attrgetter("__dict__")
-
-
-def _flatten_tree(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-
-
-def _are_equal(values: Sequence[Any], pinned: Sequence[Any]) -> bool:
-    if all(map(operator.is_, values, pinned)):
-        return True
-    pairs = zip(values, pinned, strict=True)
-    return all(value is old or _is_still(value, Static(old)) for value, old in pairs)
-
-
-def _is_still(value: Any, pinned: Static) -> bool:
-    now = Static(value)
-    return hash(now) == hash(pinned) and now == pinned
+        leaves, objects = found
+        return Flat(self.structure, leaves, objects, updatable=True)
 
 
 class _NotGuardedError(Exception):
@@ -247,7 +76,11 @@ class _NotGuardedError(Exception):
 
 
 def make_guard(
-    call: Call, flat: Flat, arguments: Sequence[Any], keywords: Sequence[str]
+    call: Call,
+    flat: Flat,
+    arguments: tuple[Any, ...],
+    keywords: Sequence[str],
+    walks: MutableMapping[Recipe, Any],
 ) -> Guard | None:
     """A guard for the arguments of a call, or None if there is something it cannot watch.
 
@@ -256,14 +89,20 @@ def make_guard(
       flat: the arguments taken apart.
       arguments: all arguments of the call, positional ones first.
       keywords: the names of the keyword arguments, in their order in ``arguments``.
+      walks: the walks of recipes that were seen before: models of one class share them.
     """
     try:
         builder = _Builder(flat)
         builder.add_arguments(call, arguments, keywords)
         builder.open_all()
-        guard = builder.guard()
+        recipe, pins = builder.recipe(), builder.pins()
     except _NotGuardedError:
         return None
+    try:
+        walk = walks.get(recipe) or walks.setdefault(recipe, Walk(recipe))
+    except TypeError:  # a treedef with data that cannot be hashed
+        walk = Walk(recipe)
+    guard = Guard(flat.structure, walk, pins)
     # What was written down piece by piece must hold as a whole.
     return guard if guard.check(arguments) is not None else None
 
@@ -335,7 +174,7 @@ class _Builder:
                 self._lengths.append(len(own))
                 self._add_all(own, wants)
             for position, wants in trees:
-                own, treedef = _flatten_tree(self._opened(position))
+                own, treedef = flatten_tree(self._opened(position))
                 self._treedefs.append(treedef)
                 self._add_all(own, wants)
 
@@ -347,7 +186,7 @@ class _Builder:
     def _open_nodes(self, nodes: Sequence[tuple[int, int]]) -> None:
         for position, index in nodes:
             node = self._opened(position)
-            own = _get_dict(node)
+            own = get_dict(node)
             parts = {str(k): part for k, part in merge.parts(self._structure, index).items()}
             if own.keys() != parts.keys():
                 raise _NotGuardedError
@@ -387,7 +226,7 @@ class _Builder:
     def _add(self, value: Any, child: Child, slots: Sequence[int]) -> None:
         """Puts a value on the stream that stands where the structure has ``child``."""
         if isinstance(child, Container):
-            if _flatten_tree(value)[1] != child.treedef:
+            if flatten_tree(value)[1] != child.treedef:
                 raise _NotGuardedError
             self._add_tree(value, _Want(child.children, slots))
             return
@@ -398,7 +237,7 @@ class _Builder:
                 raise _NotGuardedError
             self._leaves[slots[0]] = position
         elif isinstance(child, Static):
-            if not _is_still(value, child):
+            if not is_still(value, child):
                 raise _NotGuardedError
             (self._frozen if is_frozen(value) else self._mutable).append(position)
         else:
@@ -424,7 +263,7 @@ class _Builder:
 
     def _add_tree(self, value: Any, want: _Want) -> None:
         """Puts a pytree on the stream whose leaves are given by ``want``."""
-        _, treedef = _flatten_tree(value)
+        _, treedef = flatten_tree(value)
         if is_leaf_treedef(treedef):
             self._add(value, want.children[0], want.slots)
             return
@@ -441,7 +280,7 @@ class _Builder:
     def _add_container(self, position: int, value: Any, want: _Want) -> None:
         kind, items = type(value), _compat.own_items(value)
         if items is None:  # a pytree of a type that only JAX can open
-            parts, _ = _flatten_tree(value)
+            parts, _ = flatten_tree(value)
             self._trees.append((position, want.divide(parts)))
         elif isinstance(items, Mapping):
             ordered = sorted(items)
@@ -451,13 +290,13 @@ class _Builder:
         else:
             self._sequences.append((position, want.divide(items)))
 
-    def guard(self) -> Guard:
-        """The guard for what was walked."""
+    def recipe(self) -> Recipe:
+        """The way that was walked."""
         structure, stream = self._structure, self._stream
         if len(self._leaves) != structure.num_leaves or len(self._objects) != len(self._known):
             raise _NotGuardedError
         leaves = tuple(self._leaves[slot] for slot in range(structure.num_leaves))
-        recipe = Recipe(
+        return Recipe(
             waves=tuple(self._waves),
             keys=tuple(self._keys),
             types=tuple(self._types),
@@ -469,8 +308,13 @@ class _Builder:
             leaves=leaves,
             leaf_types=tuple(type(stream[position]) for position in leaves),
             objects=tuple(self._objects[index] for index in range(len(self._objects))),
+            size=len(stream),
         )
-        pins = Pins(
+
+    def pins(self) -> Pins:
+        """What was found on it."""
+        stream = self._stream
+        return Pins(
             frozen=tuple(stream[position] for position in self._frozen),
             mutable=tuple(Static(stream[position]) for position in self._mutable),
             mentions=tuple(id(stream[position]) for position in self._mentions),
@@ -478,7 +322,6 @@ class _Builder:
             node_states=tuple(self._node_states),
             flags=tuple(map(_compat.node_flags, self._node_states)),
         )
-        return Guard(structure, recipe, pins)
 
 
 class _Want(NamedTuple):
@@ -494,6 +337,6 @@ class _Want(NamedTuple):
 
 
 def _take(value: Any, children: Iterator[Child], slots: Iterator[int]) -> _Want:
-    own = [next(children) for _ in range(_flatten_tree(value)[1].num_leaves)]
+    own = [next(children) for _ in range(flatten_tree(value)[1].num_leaves)]
     count = sum(map(merge.count_leaves, own))
     return _Want(own, [next(slots) for _ in range(count)])

@@ -14,6 +14,7 @@ from .guard import Guard, make_guard
 from .merge import picker
 from .plan import Plan
 from .split import Flat
+from .walk import Recipe
 
 # Sets of arguments that are remembered, and guards for each of them: a model that is trained and
 # evaluated in turn has two.
@@ -54,6 +55,7 @@ class Guards:
         self._key_of = key_of
         self._roots: dict[Key, Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._records: dict[Key, _Record] = {}
+        self._walks: dict[Recipe, Any] = {}
         self._lock = threading.RLock()  # a collected module may drop its record at any time
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
@@ -102,7 +104,9 @@ class Guards:
         often = record.misses <= 2 * MAX_GUARDS or record.misses % 64 == 0
         if not often or not (is_new or record.misses > 1):
             return
-        guard = make_guard(call, flat, arguments, tuple(kwargs))
+        if len(self._walks) >= MAX_ARGUMENTS:
+            self._walks.clear()
+        guard = make_guard(call, flat, arguments, tuple(kwargs), self._walks)
         if guard is None:
             record.misses += 2 * MAX_GUARDS
             return
@@ -116,6 +120,7 @@ class Guards:
         with self._lock:
             self._records.clear()
             self._roots.clear()
+            self._walks.clear()
 
     def _key(self, arguments: Sequence[Any], kwargs: dict[str, Any]) -> Key:
         signature = (*map(type, arguments), *kwargs)

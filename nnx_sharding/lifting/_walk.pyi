@@ -1,0 +1,22 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .walk import Pins, Recipe
+
+class Walk:
+    def __init__(self, recipe: Recipe) -> None: ...
+    def follow(
+        self, pins: Pins, arguments: tuple[Any, ...]
+    ) -> tuple[Sequence[Any], Sequence[Any]] | None: ...
+
+def set_up(
+    flatten_tree: Callable[..., Any],
+    is_still: Callable[..., Any],
+    static: type,
+    value: Any,
+    metadata: Any,
+    trace_state: Any,
+    initializing: Any,
+    is_setup: Any,
+    /,
+) -> None: ...
