@@ -1,42 +1,62 @@
 /* The walk of walk.py, several times as fast: read that file first.
  *
  * A recipe becomes a list of steps. Each step opens one object of the stream, checks its type and
- * its names, and appends what it holds; what must be identical is compared as it is appended.
+ * its names, and appends what it holds. What is appended is compared at once, and kept only if
+ * it is asked for later: arrays and objects go straight into the result.
+ *
  * Python code runs only between steps (other pytrees) and after the last one (statics that are
  * equal without being identical, statics that can change), never while a dict is being read.
- * The stream owns its items, so that no such code can take them away.
+ * What is kept is owned, so that no such code can take it away.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <structmember.h>
 
 enum kind { NODE, STATE, DICT, METADATA, VALUE, SEQUENCE, TREE };
-enum rule { ANY, FROZEN, MENTION };
+
+/* What happens to an item of the stream. */
+enum rule {
+    UNSET,
+    FROZEN, /* is compared with a pin */
+    LEAF,   /* its type is compared; goes to slot `index` */
+    FIRST,  /* its identity is compared; goes to object `index` */
+    AGAIN,  /* its identity is compared */
+    OTHER,  /* is opened or compared later; goes to place `index` */
+};
+
+typedef struct {
+    enum rule rule;
+    int32_t index;
+} Place;
 
 typedef struct {
     enum kind kind;
-    Py_ssize_t position;
-    PyObject *type;     /* of what is opened; borrowed from the recipe, like all below */
-    PyObject *expected; /* the keys of a mapping, the length of a sequence, the treedef of a tree */
-    Py_ssize_t length;
+    int32_t index;      /* of the object or other item that is opened */
+    PyObject *type;     /* its type; borrowed from the recipe, as the next */
+    PyObject *expected; /* the keys of a mapping, or the treedef of a tree */
+    Py_ssize_t length;  /* of a sequence */
 } Step;
+
+/* A jax.Ref is an object and the content of a slot. */
+typedef struct {
+    int32_t slot, object;
+} RefSlot;
 
 typedef struct {
     PyObject_HEAD
     PyObject *recipe;
+    PyObject *leaf_types; /* borrowed from the recipe */
+    Place *places;
+    Py_ssize_t size;
     Step *steps;
     Py_ssize_t num_steps;
-    unsigned char *rules;
-    Py_ssize_t size;
-    Py_ssize_t *leaves;
-    PyObject *leaf_types;
-    Py_ssize_t num_leaves;
-    Py_ssize_t *objects;
-    Py_ssize_t num_objects;
-    Py_ssize_t *mutables;
+    int32_t *mutables; /* among the others */
     Py_ssize_t num_mutables;
+    RefSlot *refs;
+    Py_ssize_t num_refs, num_leaves, num_objects, num_others, num_frozen, num_mentions;
 } Walk;
 
 /* What the module needs from Python, looked up once. */
@@ -51,43 +71,55 @@ static inline PyObject *slot_at(PyObject *object, Py_ssize_t offset) {
     return *(PyObject **)((char *)object + offset);
 }
 
-/* The stream of one walk. */
+static inline uint64_t id_of(PyObject *object) {
+    return (uint64_t)(uintptr_t)object;
+}
+
+#define MAX_UNEQUAL 8
+
+/* One walk. */
 typedef struct {
     const Walk *walk;
-    PyObject **items;
     Py_ssize_t length;
-    PyObject *frozen; /* pins, in the order of the stream */
-    PyObject *mentions;
+    PyObject *leaves, *objects; /* tuples, filled in on the way */
+    PyObject **others;
+    /* Pins, in the order of the stream. */
+    PyObject *const *frozen;
+    const uint64_t *mentions;
     Py_ssize_t num_frozen, num_mentions;
     /* Statics that are not identical to their pins, to be compared when the walk is over. */
-    Py_ssize_t unequal[8];
-    PyObject *unequal_pins[8];
+    PyObject *unequal[MAX_UNEQUAL], *unequal_pins[MAX_UNEQUAL];
     int num_unequal;
 } Stream;
 
-/* Appends an item, and checks it by its rule. Returns 1, or 0 for a change. */
+/* Appends an item. Returns 1, or 0 for a change. */
 static inline int append(Stream *stream, PyObject *item) {
-    Py_ssize_t position = stream->length;
-    if (item == NULL || position >= stream->walk->size) return 0;
-    Py_INCREF(item);
-    stream->items[position] = item;
-    stream->length = position + 1;
-    switch (stream->walk->rules[position]) {
+    if (item == NULL || stream->length >= stream->walk->size) return 0;
+    const Place place = stream->walk->places[stream->length++];
+    switch (place.rule) {
         case FROZEN: {
-            if (stream->num_frozen >= PyTuple_GET_SIZE(stream->frozen)) return 0;
-            PyObject *pin = PyTuple_GET_ITEM(stream->frozen, stream->num_frozen++);
+            PyObject *pin = stream->frozen[stream->num_frozen++];
             if (item == pin) return 1;
-            if (stream->num_unequal == 8) return 0;
-            stream->unequal[stream->num_unequal] = position;
+            if (stream->num_unequal == MAX_UNEQUAL) return 0;
+            stream->unequal[stream->num_unequal] = Py_NewRef(item);
             stream->unequal_pins[stream->num_unequal++] = pin;
             return 1;
         }
-        case MENTION: {
-            if (stream->num_mentions >= PyTuple_GET_SIZE(stream->mentions)) return 0;
-            PyObject *pin = PyTuple_GET_ITEM(stream->mentions, stream->num_mentions++);
-            return PyLong_AsVoidPtr(pin) == (void *)item;
-        }
+        case LEAF:
+            if ((PyObject *)Py_TYPE(item) !=
+                PyTuple_GET_ITEM(stream->walk->leaf_types, place.index)) {
+                return 0;
+            }
+            PyTuple_SET_ITEM(stream->leaves, place.index, Py_NewRef(item));
+            return 1;
+        case FIRST:
+            if (stream->mentions[stream->num_mentions++] != id_of(item)) return 0;
+            PyTuple_SET_ITEM(stream->objects, place.index, Py_NewRef(item));
+            return 1;
+        case AGAIN:
+            return stream->mentions[stream->num_mentions++] == id_of(item);
         default:
+            stream->others[place.index] = Py_NewRef(item);
             return 1;
     }
 }
@@ -146,17 +178,22 @@ static int append_tree(Stream *stream, PyObject *tree, PyObject *treedef) {
 }
 
 static int take_step(Stream *stream, const Step *step) {
-    if (step->position >= stream->length) return 0;
-    PyObject *item = stream->items[step->position];
-    if (step->kind == VALUE) return append(stream, slot_at(item, value_offset));
-    if ((PyObject *)Py_TYPE(item) != step->type) return 0;
-    switch (step->kind) {
-        case NODE: {
-            PyObject *own = PyObject_GenericGetDict(item, NULL);
-            int same = append_mapping(stream, own, step->expected);
-            Py_XDECREF(own);
-            return same;
+    if (step->kind == NODE || step->kind == METADATA || step->kind == VALUE) {
+        PyObject *object = PyTuple_GET_ITEM(stream->objects, step->index);
+        if (object == NULL) return 0;
+        if (step->kind == VALUE) return append(stream, slot_at(object, value_offset));
+        if ((PyObject *)Py_TYPE(object) != step->type) return 0;
+        if (step->kind == METADATA) {
+            return append_mapping(stream, slot_at(object, metadata_offset), step->expected);
         }
+        PyObject *own = PyObject_GenericGetDict(object, NULL);
+        int same = append_mapping(stream, own, step->expected);
+        Py_XDECREF(own);
+        return same;
+    }
+    PyObject *item = stream->others[step->index];
+    if (item == NULL || (PyObject *)Py_TYPE(item) != step->type) return 0;
+    switch (step->kind) {
         case STATE: {
             PyObject *own = PyObject_GetAttr(item, get_mapping_name);
             int same = append_mapping(stream, own, step->expected);
@@ -165,8 +202,6 @@ static int take_step(Stream *stream, const Step *step) {
         }
         case DICT:
             return append_mapping(stream, item, step->expected);
-        case METADATA:
-            return append_mapping(stream, slot_at(item, metadata_offset), step->expected);
         case SEQUENCE:
             return append_sequence(stream, item, step->length);
         case TREE:
@@ -182,7 +217,7 @@ static int same_trace_states(const Stream *stream, PyObject *pins) {
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < walk->num_steps; i++) {
         if (walk->steps[i].kind != METADATA) continue;
-        PyObject *variable = stream->items[walk->steps[i].position];
+        PyObject *variable = PyTuple_GET_ITEM(stream->objects, walk->steps[i].index);
         if (count >= PyTuple_GET_SIZE(pins)) return 0;
         if (slot_at(variable, trace_state_offset) != PyTuple_GET_ITEM(pins, count++)) return 0;
     }
@@ -199,43 +234,34 @@ static int same_flags(PyObject *states, PyObject *flags) {
     return 1;
 }
 
-/* Python's part of the comparison. Returns -1 with an error set. */
-static int same_statics(const Stream *stream, PyObject *mutables) {
-    const Walk *walk = stream->walk;
-    for (int i = 0; i < stream->num_unequal; i++) {
-        PyObject *pin = PyObject_CallOneArg(Static, stream->unequal_pins[i]);
-        if (pin == NULL) return -1;
-        PyObject *item = stream->items[stream->unequal[i]];
-        PyObject *answer = PyObject_CallFunctionObjArgs(is_still, item, pin, NULL);
-        Py_DECREF(pin);
-        if (answer == NULL) return -1;
-        int same = answer == Py_True;
-        Py_DECREF(answer);
-        if (!same) return 0;
-    }
-    if (PyTuple_GET_SIZE(mutables) != walk->num_mutables) return 0;
-    for (Py_ssize_t i = 0; i < walk->num_mutables; i++) {
-        PyObject *item = stream->items[walk->mutables[i]];
-        PyObject *answer =
-            PyObject_CallFunctionObjArgs(is_still, item, PyTuple_GET_ITEM(mutables, i), NULL);
-        if (answer == NULL) return -1;
-        int same = answer == Py_True;
-        Py_DECREF(answer);
-        if (!same) return 0;
-    }
-    return 1;
+/* Asks Python whether a static is still what it was. Returns -1 with an error set. */
+static int ask_is_still(PyObject *value, PyObject *pinned) {
+    PyObject *answer = PyObject_CallFunctionObjArgs(is_still, value, pinned, NULL);
+    if (answer == NULL) return -1;
+    int same = answer == Py_True;
+    Py_DECREF(answer);
+    return same;
 }
 
-static PyObject *pick(const Stream *stream, const Py_ssize_t *positions, Py_ssize_t count) {
-    PyObject *picked = PyTuple_New(count);
-    if (picked == NULL) return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = stream->items[positions[i]];
-        Py_INCREF(item);
-        PyTuple_SET_ITEM(picked, i, item);
+static int same_statics(const Stream *stream, PyObject *mutables) {
+    const Walk *walk = stream->walk;
+    int same = 1;
+    for (int i = 0; i < stream->num_unequal && same == 1; i++) {
+        PyObject *pinned = PyObject_CallOneArg(Static, stream->unequal_pins[i]);
+        if (pinned == NULL) return -1;
+        same = ask_is_still(stream->unequal[i], pinned);
+        Py_DECREF(pinned);
     }
-    return picked;
+    if (PyTuple_GET_SIZE(mutables) != walk->num_mutables) return 0;
+    for (Py_ssize_t i = 0; i < walk->num_mutables && same == 1; i++) {
+        PyObject *item = stream->others[walk->mutables[i]];
+        same = ask_is_still(item, PyTuple_GET_ITEM(mutables, i));
+    }
+    return same;
 }
+
+/* Fields of Pins. */
+enum { PIN_FROZEN, PIN_MUTABLE, PIN_MENTIONS, PIN_TRACE_STATES, PIN_NODE_STATES, PIN_FLAGS };
 
 /* Returns 1 if all is as it was, 0 for a change, -1 with an error set. */
 static int follow_stream(Stream *stream, PyObject *pins, PyObject *arguments) {
@@ -248,104 +274,164 @@ static int follow_stream(Stream *stream, PyObject *pins, PyObject *arguments) {
         if (same != 1) return same;
     }
     if (stream->length != walk->size) return 0;
-    for (Py_ssize_t i = 0; i < walk->num_leaves; i++) {
-        PyObject *leaf = stream->items[walk->leaves[i]];
-        if ((PyObject *)Py_TYPE(leaf) != PyTuple_GET_ITEM(walk->leaf_types, i)) return 0;
+    for (Py_ssize_t i = 0; i < walk->num_refs; i++) {
+        PyObject *ref = PyTuple_GET_ITEM(stream->objects, walk->refs[i].object);
+        Py_ssize_t slot = walk->refs[i].slot;
+        if ((PyObject *)Py_TYPE(ref) != PyTuple_GET_ITEM(walk->leaf_types, slot)) return 0;
+        PyTuple_SET_ITEM(stream->leaves, slot, Py_NewRef(ref));
     }
-    if (!same_trace_states(stream, PyTuple_GET_ITEM(pins, 3))) return 0;
-    if (!same_flags(PyTuple_GET_ITEM(pins, 4), PyTuple_GET_ITEM(pins, 5))) return 0;
-    return same_statics(stream, PyTuple_GET_ITEM(pins, 1));
+    if (!same_trace_states(stream, PyTuple_GET_ITEM(pins, PIN_TRACE_STATES))) return 0;
+    PyObject *node_states = PyTuple_GET_ITEM(pins, PIN_NODE_STATES);
+    if (!same_flags(node_states, PyTuple_GET_ITEM(pins, PIN_FLAGS))) return 0;
+    return same_statics(stream, PyTuple_GET_ITEM(pins, PIN_MUTABLE));
+}
+
+static int check_pins(const Walk *walk, PyObject *pins) {
+    if (!PyTuple_Check(pins) || PyTuple_GET_SIZE(pins) != 6) goto bad;
+    for (int i = 0; i < 6; i++) {
+        PyObject *pin = PyTuple_GET_ITEM(pins, i);
+        if (i == PIN_MENTIONS ? !PyBytes_Check(pin) : !PyTuple_Check(pin)) goto bad;
+    }
+    if (PyTuple_GET_SIZE(PyTuple_GET_ITEM(pins, PIN_FROZEN)) != walk->num_frozen) goto bad;
+    Py_ssize_t bytes = walk->num_mentions * (Py_ssize_t)sizeof(uint64_t);
+    if (PyBytes_GET_SIZE(PyTuple_GET_ITEM(pins, PIN_MENTIONS)) != bytes) goto bad;
+    PyObject *states = PyTuple_GET_ITEM(pins, PIN_NODE_STATES);
+    if (PyTuple_GET_SIZE(states) != PyTuple_GET_SIZE(PyTuple_GET_ITEM(pins, PIN_FLAGS))) goto bad;
+    return 0;
+bad:
+    PyErr_SetString(PyExc_TypeError, "these pins do not belong to this walk");
+    return -1;
 }
 
 static PyObject *Walk_follow(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Walk *walk = (Walk *)self;
-    if (count != 2 || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) != 6 ||
-        !PyTuple_Check(args[1])) {
+    if (count != 2 || !PyTuple_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "follow(pins, arguments) takes two tuples");
         return NULL;
     }
-    Stream stream = {.walk = walk,
-                     .frozen = PyTuple_GET_ITEM(args[0], 0),
-                     .mentions = PyTuple_GET_ITEM(args[0], 2)};
-    stream.items = PyMem_Malloc((walk->size ? walk->size : 1) * sizeof(PyObject *));
-    if (stream.items == NULL) return PyErr_NoMemory();
-    int same = follow_stream(&stream, args[0], args[1]);
+    PyObject *pins = args[0];
+    if (check_pins(walk, pins) < 0) return NULL;
+    PyObject *mentions = PyTuple_GET_ITEM(pins, PIN_MENTIONS);
+    Stream stream = {
+        .walk = walk,
+        .leaves = PyTuple_New(walk->num_leaves),
+        .objects = PyTuple_New(walk->num_objects),
+        .others = PyMem_Calloc(walk->num_others + 1, sizeof(PyObject *)),
+        .frozen = ((PyTupleObject *)PyTuple_GET_ITEM(pins, PIN_FROZEN))->ob_item,
+        .mentions = (const uint64_t *)PyBytes_AS_STRING(mentions),
+    };
     PyObject *result = NULL;
-    if (same == 1) {
-        PyObject *leaves = pick(&stream, walk->leaves, walk->num_leaves);
-        PyObject *objects = pick(&stream, walk->objects, walk->num_objects);
-        if (leaves != NULL && objects != NULL) result = PyTuple_Pack(2, leaves, objects);
-        Py_XDECREF(leaves);
-        Py_XDECREF(objects);
-    } else if (!PyErr_Occurred()) {
-        result = Py_NewRef(Py_None);
+    if (stream.others == NULL) {
+        PyErr_NoMemory();
+    } else if (stream.leaves != NULL && stream.objects != NULL) {
+        int same = follow_stream(&stream, pins, args[1]);
+        if (same == 1) {
+            result = PyTuple_Pack(2, stream.leaves, stream.objects);
+        } else if (!PyErr_Occurred()) {
+            result = Py_NewRef(Py_None);
+        }
     }
-    for (Py_ssize_t i = 0; i < stream.length; i++) Py_DECREF(stream.items[i]);
-    PyMem_Free(stream.items);
+    if (stream.others != NULL) {
+        for (Py_ssize_t i = 0; i < walk->num_others; i++) Py_XDECREF(stream.others[i]);
+        PyMem_Free(stream.others);
+    }
+    for (int i = 0; i < stream.num_unequal; i++) Py_DECREF(stream.unequal[i]);
+    Py_XDECREF(stream.leaves);
+    Py_XDECREF(stream.objects);
     return result;
 }
 
-/* Building: a recipe into steps. */
+/* Building: a recipe into places and steps. */
 
-static Py_ssize_t *positions_of(PyObject *tuple, Py_ssize_t size) {
-    Py_ssize_t count = PyTuple_GET_SIZE(tuple);
-    Py_ssize_t *positions = PyMem_Calloc(count ? count : 1, sizeof(Py_ssize_t));
-    if (positions == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        positions[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(tuple, i));
-        if (positions[i] < 0 || positions[i] >= size) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "position out of range");
-            PyMem_Free(positions);
-            return NULL;
-        }
-    }
-    return positions;
+/* Fields of Recipe. */
+enum {
+    WAVES,
+    KEYS,
+    TYPES,
+    LENGTHS,
+    TREEDEFS,
+    FROZEN_STATICS,
+    MUTABLE_STATICS,
+    MENTIONS,
+    LEAVES,
+    LEAF_TYPES,
+    OBJECTS,
+    SIZE,
+    NUM_FIELDS,
+};
+
+static PyObject *field(const Walk *walk, int index) {
+    return PyTuple_GET_ITEM(walk->recipe, index);
 }
 
-static int set_rules(Walk *walk, PyObject *tuple, enum rule rule) {
-    Py_ssize_t *positions = positions_of(tuple, walk->size);
-    if (positions == NULL) return -1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) walk->rules[positions[i]] = rule;
-    PyMem_Free(positions);
+/* The place that a number in the recipe speaks of; NULL with an error set if there is none. */
+static Place *place_at(Walk *walk, PyObject *number) {
+    Py_ssize_t position = PyLong_AsSsize_t(number);
+    if (position >= 0 && position < walk->size) return &walk->places[position];
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "position out of range");
+    return NULL;
+}
+
+static int set_rules(Walk *walk, int which, enum rule rule) {
+    PyObject *positions = field(walk, which);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
+        Place *place = place_at(walk, PyTuple_GET_ITEM(positions, i));
+        if (place == NULL) return -1;
+        if (rule == LEAF && place->rule == FIRST) {
+            walk->refs[walk->num_refs++] = (RefSlot){.slot = (int32_t)i, .object = place->index};
+        } else {
+            place->rule = rule;
+            place->index = (int32_t)i;
+        }
+    }
     return 0;
+}
+
+/* Gives all that has no rule yet a place of its own. */
+static void place_others(Walk *walk) {
+    for (Py_ssize_t i = 0; i < walk->size; i++) {
+        if (walk->places[i].rule != UNSET) continue;
+        walk->places[i] = (Place){.rule = OTHER, .index = (int32_t)walk->num_others++};
+    }
 }
 
 /* The next expectations of each kind, in the order in which the recipe lists them. */
 typedef struct {
-    PyObject *types, *keys, *lengths, *treedefs;
     Py_ssize_t type, key, length, treedef;
-} Expected;
+} Cursor;
 
-static PyObject *next_of(PyObject *tuple, Py_ssize_t *index) {
-    if (*index >= PyTuple_GET_SIZE(tuple)) {
-        PyErr_SetString(PyExc_ValueError, "the recipe is too short");
-        return NULL;
-    }
-    return PyTuple_GET_ITEM(tuple, (*index)++);
+static PyObject *next_of(const Walk *walk, int which, Py_ssize_t *index) {
+    PyObject *tuple = field(walk, which);
+    if (*index < PyTuple_GET_SIZE(tuple)) return PyTuple_GET_ITEM(tuple, (*index)++);
+    PyErr_SetString(PyExc_ValueError, "the recipe is too short");
+    return NULL;
 }
 
-static int add_steps(Walk *walk, enum kind kind, PyObject *positions, Expected *expected) {
+static int add_steps(Walk *walk, enum kind kind, PyObject *positions, Cursor *cursor) {
+    int opens_object = kind == NODE || kind == METADATA || kind == VALUE;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
+        Place *place = place_at(walk, PyTuple_GET_ITEM(positions, i));
+        if (place == NULL) return -1;
+        if (place->rule != (opens_object ? FIRST : OTHER)) {
+            PyErr_SetString(PyExc_ValueError, "the recipe opens what it does not keep");
+            return -1;
+        }
         Step *step = &walk->steps[walk->num_steps];
         step->kind = kind;
-        step->position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
-        if (step->position < 0) return -1;
+        step->index = place->index;
         if (kind != VALUE) {
-            step->type = next_of(expected->types, &expected->type);
+            step->type = next_of(walk, TYPES, &cursor->type);
             if (step->type == NULL) return -1;
         }
-        if (kind == NODE || kind == STATE || kind == DICT || kind == METADATA) {
-            step->expected = next_of(expected->keys, &expected->key);
-            if (step->expected == NULL) return -1;
-        } else if (kind == SEQUENCE) {
-            PyObject *length = next_of(expected->lengths, &expected->length);
+        if (kind == SEQUENCE) {
+            PyObject *length = next_of(walk, LENGTHS, &cursor->length);
             if (length == NULL) return -1;
             step->length = PyLong_AsSsize_t(length);
         } else if (kind == TREE) {
-            step->expected = next_of(expected->treedefs, &expected->treedef);
+            step->expected = next_of(walk, TREEDEFS, &cursor->treedef);
+            if (step->expected == NULL) return -1;
+        } else if (kind != VALUE) {
+            step->expected = next_of(walk, KEYS, &cursor->key);
             if (step->expected == NULL) return -1;
         }
         walk->num_steps++;
@@ -353,45 +439,65 @@ static int add_steps(Walk *walk, enum kind kind, PyObject *positions, Expected *
     return 0;
 }
 
-static int make_steps(Walk *walk, PyObject *waves, Expected *expected) {
+static int make_steps(Walk *walk) {
     /* Fields of a wave, with Variables taken twice: first all metadata, then all values. */
     static const enum kind kinds[] = {NODE, STATE, DICT, METADATA, VALUE, SEQUENCE, TREE};
     static const int fields[] = {0, 1, 2, 3, 3, 4, 5};
+    PyObject *waves = field(walk, WAVES);
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waves); i++) {
         PyObject *wave = PyTuple_GET_ITEM(waves, i);
         for (int j = 0; j < 7; j++) count += PyTuple_GET_SIZE(PyTuple_GET_ITEM(wave, fields[j]));
     }
-    walk->steps = PyMem_Calloc(count ? count : 1, sizeof(Step));
+    walk->steps = PyMem_Calloc(count + 1, sizeof(Step));
     if (walk->steps == NULL) {
         PyErr_NoMemory();
         return -1;
     }
+    Cursor cursor = {0};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waves); i++) {
         PyObject *wave = PyTuple_GET_ITEM(waves, i);
         for (int j = 0; j < 7; j++) {
             PyObject *positions = PyTuple_GET_ITEM(wave, fields[j]);
-            if (add_steps(walk, kinds[j], positions, expected) < 0) return -1;
+            if (add_steps(walk, kinds[j], positions, &cursor) < 0) return -1;
         }
     }
     return 0;
 }
 
-static void Walk_dealloc(PyObject *self) {
-    Walk *walk = (Walk *)self;
-    PyObject_GC_UnTrack(self);
-    PyMem_Free(walk->steps);
-    PyMem_Free(walk->rules);
-    PyMem_Free(walk->leaves);
-    PyMem_Free(walk->objects);
-    PyMem_Free(walk->mutables);
-    Py_XDECREF(walk->recipe);
-    Py_TYPE(self)->tp_free(self);
+static int find_mutables(Walk *walk) {
+    PyObject *positions = field(walk, MUTABLE_STATICS);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
+        Place *place = place_at(walk, PyTuple_GET_ITEM(positions, i));
+        if (place == NULL) return -1;
+        walk->mutables[walk->num_mutables++] = place->index;
+    }
+    return 0;
 }
 
-static int Walk_traverse(PyObject *self, visitproc visit, void *arg) {
-    Py_VISIT(((Walk *)self)->recipe);
-    return 0;
+static int build(Walk *walk) {
+    walk->size = PyLong_AsSsize_t(field(walk, SIZE));
+    if (walk->size < 0) return -1;
+    walk->leaf_types = field(walk, LEAF_TYPES);
+    walk->num_leaves = PyTuple_GET_SIZE(field(walk, LEAVES));
+    walk->num_objects = PyTuple_GET_SIZE(field(walk, OBJECTS));
+    walk->num_frozen = PyTuple_GET_SIZE(field(walk, FROZEN_STATICS));
+    walk->num_mentions = PyTuple_GET_SIZE(field(walk, MENTIONS));
+    walk->places = PyMem_Calloc(walk->size + 1, sizeof(Place));
+    walk->refs = PyMem_Calloc(walk->num_leaves + 1, sizeof(RefSlot));
+    walk->mutables =
+        PyMem_Calloc(PyTuple_GET_SIZE(field(walk, MUTABLE_STATICS)) + 1, sizeof(int32_t));
+    if (walk->places == NULL || walk->refs == NULL || walk->mutables == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (set_rules(walk, FROZEN_STATICS, FROZEN) < 0) return -1;
+    if (set_rules(walk, MENTIONS, AGAIN) < 0) return -1;
+    if (set_rules(walk, OBJECTS, FIRST) < 0) return -1;
+    if (set_rules(walk, LEAVES, LEAF) < 0) return -1;
+    place_others(walk);
+    if (find_mutables(walk) < 0) return -1;
+    return make_steps(walk);
 }
 
 static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -400,37 +506,31 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &PyTuple_Type, &recipe)) {
         return NULL;
     }
-    if (PyTuple_GET_SIZE(recipe) != 12) {
-        PyErr_SetString(PyExc_ValueError, "a recipe has 12 fields");
+    if (PyTuple_GET_SIZE(recipe) != NUM_FIELDS) {
+        PyErr_SetString(PyExc_ValueError, "this is no recipe");
         return NULL;
     }
     Walk *walk = (Walk *)type->tp_alloc(type, 0);
     if (walk == NULL) return NULL;
     walk->recipe = Py_NewRef(recipe);
-#define FIELD(i) PyTuple_GET_ITEM(recipe, i)
-    walk->size = PyLong_AsSsize_t(FIELD(11));
-    if (walk->size < 0) goto fail;
-    walk->rules = PyMem_Calloc(walk->size ? walk->size : 1, 1);
-    if (walk->rules == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    if (set_rules(walk, FIELD(5), FROZEN) < 0 || set_rules(walk, FIELD(7), MENTION) < 0) goto fail;
-    Expected expected = {
-        .types = FIELD(2), .keys = FIELD(1), .lengths = FIELD(3), .treedefs = FIELD(4)};
-    if (make_steps(walk, FIELD(0), &expected) < 0) goto fail;
-    walk->num_mutables = PyTuple_GET_SIZE(FIELD(6));
-    walk->num_leaves = PyTuple_GET_SIZE(FIELD(8));
-    walk->leaf_types = FIELD(9);
-    walk->num_objects = PyTuple_GET_SIZE(FIELD(10));
-    if ((walk->mutables = positions_of(FIELD(6), walk->size)) == NULL) goto fail;
-    if ((walk->leaves = positions_of(FIELD(8), walk->size)) == NULL) goto fail;
-    if ((walk->objects = positions_of(FIELD(10), walk->size)) == NULL) goto fail;
+    if (build(walk) < 0) Py_CLEAR(walk);
     return (PyObject *)walk;
-#undef FIELD
-fail:
-    Py_DECREF(walk);
-    return NULL;
+}
+
+static void Walk_dealloc(PyObject *self) {
+    Walk *walk = (Walk *)self;
+    PyObject_GC_UnTrack(self);
+    PyMem_Free(walk->places);
+    PyMem_Free(walk->steps);
+    PyMem_Free(walk->mutables);
+    PyMem_Free(walk->refs);
+    Py_XDECREF(walk->recipe);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static int Walk_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(((Walk *)self)->recipe);
+    return 0;
 }
 
 static PyMethodDef Walk_methods[] = {
@@ -460,7 +560,7 @@ static Py_ssize_t offset_of(PyObject *descriptor) {
     return -1;
 }
 
-static PyObject *set_up(PyObject *module, PyObject *args) {
+static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *flatten, *still, *statics, *value, *metadata, *trace_state, *initializing, *is_setup;
     if (!PyArg_ParseTuple(args, "OOOOOOOO", &flatten, &still, &statics, &value, &metadata,
                           &trace_state, &initializing, &is_setup)) {

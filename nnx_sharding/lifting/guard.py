@@ -39,7 +39,7 @@ from .structure import (
     is_frozen,
     is_leaf_treedef,
 )
-from .walk import Pins, Recipe, Walk, Wave, flatten_tree, get_dict, is_still
+from .walk import Pins, Recipe, Walk, Wave, flatten_tree, get_dict, ids_of, is_still
 
 
 class Guard(NamedTuple):
@@ -317,7 +317,7 @@ class _Builder:
         return Pins(
             frozen=tuple(stream[position] for position in self._frozen),
             mutable=tuple(Static(stream[position]) for position in self._mutable),
-            mentions=tuple(id(stream[position]) for position in self._mentions),
+            mentions=ids_of([stream[position] for position in self._mentions]),
             trace_states=tuple(map(_compat.get_trace_state, self._variables)),
             node_states=tuple(self._node_states),
             flags=tuple(map(_compat.node_flags, self._node_states)),

@@ -10,6 +10,7 @@ times as fast and is used where it could be compiled. They must agree.
 
 from __future__ import annotations
 
+import array
 import operator
 import os
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ class Pins(NamedTuple):
     Attributes:
       frozen: statics that cannot change.
       mutable: the content of other statics.
-      mentions: the id of each mentioned object.
+      mentions: the id of each mentioned object, as in memory.
       trace_states: the trace state of each Variable.
       node_states: what Flax notes on each node while it is set up, and the two flags in it.
       flags: these flags.
@@ -86,7 +87,7 @@ class Pins(NamedTuple):
 
     frozen: tuple[Any, ...]
     mutable: tuple[Static, ...]
-    mentions: tuple[int, ...]
+    mentions: bytes
     trace_states: tuple[Any, ...]
     node_states: tuple[Any, ...]
     flags: tuple[tuple[bool, bool], ...]
@@ -172,7 +173,7 @@ class PythonWalk:
             return None
         if not _are_equal(self._frozen(stream), pins.frozen):
             return None
-        if tuple(map(id, self._mentions(stream))) != pins.mentions:
+        if ids_of(self._mentions(stream)) != pins.mentions:
             return None
         leaves = self._leaves(stream)
         if not all(map(operator.is_, map(type, leaves), recipe.leaf_types)):
@@ -188,6 +189,11 @@ class PythonWalk:
 
 
 get_dict = operator.attrgetter("__dict__")
+
+
+def ids_of(objects: Sequence[Any]) -> bytes:
+    """Who the objects are, as numbers of 64 bits."""
+    return array.array("Q", map(id, objects)).tobytes()
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
