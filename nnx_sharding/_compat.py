@@ -152,13 +152,18 @@ def _adopt_tracers(node: Any) -> None:
 
 
 def is_plain_pytree(node: Any) -> bool:
-    """Whether the content of a node is all in its ``__dict__``, which nothing hides."""
-    node_type: Any = type(node)
-    if nnx.Pytree not in node_type.__mro__:
+    """Whether the content of a node is all in its ``__dict__``, and nothing hides that."""
+    bases = type(node).__mro__
+    if nnx.Pytree not in bases:
         return False
-    own = next(vars(base)["__dict__"] for base in node_type.__mro__ if "__dict__" in vars(base))
-    is_hidden = node_type.__getattribute__ is not object.__getattribute__
-    return isinstance(own, types.GetSetDescriptorType) and not is_hidden
+    own = next(vars(base)["__dict__"] for base in bases if "__dict__" in vars(base))
+    return isinstance(own, types.GetSetDescriptorType) and vars(node) is get_dict(node)
+
+
+def get_dict(node: Any) -> dict[str, Any]:
+    """The ``__dict__`` of a node, past any ``__getattribute__`` of its class."""
+    own: dict[str, Any] = object.__getattribute__(node, "__dict__")
+    return own
 
 
 def is_pytree_type(node_type: type) -> bool:

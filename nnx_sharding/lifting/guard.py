@@ -39,7 +39,7 @@ from .structure import (
     is_frozen,
     is_leaf_treedef,
 )
-from .walk import Pins, Recipe, Walk, Wave, flatten_tree, get_dict, ids_of, is_still
+from .walk import Pins, Recipe, Walk, Wave, flatten_tree, ids_of, is_still
 
 
 class Guard(NamedTuple):
@@ -186,7 +186,7 @@ class _Builder:
     def _open_nodes(self, nodes: Sequence[tuple[int, int]]) -> None:
         for position, index in nodes:
             node = self._opened(position)
-            own = get_dict(node)
+            own = _compat.get_dict(node)
             parts = {str(k): part for k, part in merge.parts(self._structure, index).items()}
             if own.keys() != parts.keys():
                 raise _NotGuardedError

@@ -14,7 +14,7 @@ import array
 import operator
 import os
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +130,7 @@ class PythonWalk:
             if nodes is not None:
                 found = nodes(stream)
                 opened += found
-                mappings += map(get_dict, found)
+                mappings += map(object.__getattribute__, found, repeat("__dict__"))
             if states is not None:
                 found = states(stream)
                 opened += found
@@ -186,9 +186,6 @@ class PythonWalk:
         if not all(map(is_still, self._mutable(stream), pins.mutable)):
             return None
         return leaves, self._objects(stream)
-
-
-get_dict = operator.attrgetter("__dict__")
 
 
 def ids_of(objects: Sequence[Any]) -> bytes:

@@ -1,0 +1,332 @@
+"""The guard: it holds only where splitting again would give the same, and both walks agree."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nnx_sharding
+from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
+from nnx_sharding.lifting import guard as guard_module
+from nnx_sharding.lifting.guard import Guard, make_guard
+from nnx_sharding.lifting.split import Flat
+from nnx_sharding.lifting.walk import PythonWalk
+
+HAS_C_WALK = importlib.util.find_spec("nnx_sharding.lifting._walk") is not None
+WALKS: list[Any] = [PythonWalk]
+if HAS_C_WALK:
+    from nnx_sharding.lifting._walk import Walk as CWalk
+
+    WALKS.append(CWalk)
+
+
+def take(*args: Any, **kwargs: Any) -> None:
+    """Only its arguments matter."""
+
+
+class Watched:
+    """Arguments with a guard of each kind."""
+
+    def __init__(self, *args: Any, graph: bool = True, **kwargs: Any):
+        self.args, self.kwargs = args, kwargs
+        self.lifted = nnx_sharding.jit(take, graph=graph, graph_updates=graph)
+        self.arguments = (*args, *kwargs.values())
+        call, self.flat = self.lifted._split(args, kwargs)
+        walks: dict[Any, Any] = {}
+        guard = make_guard(call, self.flat, self.arguments, tuple(kwargs), walks)
+        self.recipe = next(iter(walks), None)
+        self.guards = []
+        if guard is not None:
+            self.guards = [Guard(guard.structure, walk(self.recipe), guard.pins) for walk in WALKS]
+
+    def check(self) -> Flat | None:
+        """What the guards say, which must be the same, and true."""
+        answers = [guard.check(self.arguments) for guard in self.guards]
+        held = [answer is not None for answer in answers]
+        assert len(set(held)) == 1, f"{WALKS} disagree: {held}"
+        for answer in answers:
+            if answer is not None:
+                self.assert_true(answer)
+        return answers[0]
+
+    def assert_true(self, answer: Flat) -> None:
+        now = self.lifted._split(self.args, self.kwargs)[1]
+        assert now.structure == answer.structure == self.flat.structure
+        assert hash(now.structure) == hash(self.flat.structure)
+        assert_same_objects(answer.leaves, now.leaves)
+        assert_same_objects(answer.objects, now.objects)
+
+
+def assert_same_objects(one: Sequence[Any], two: Sequence[Any]) -> None:
+    assert len(one) == len(two)
+    assert all(a is b for a, b in zip(one, two, strict=True))
+
+
+numbers = st.integers(0, 7)
+operations = st.tuples(st.sampled_from(sorted(OPERATIONS)), numbers, numbers, numbers)
+
+
+class TestSoundness:
+    @given(graphs(values=("array", "pair", "ref")), st.lists(operations, max_size=6))
+    @settings(max_examples=settings().max_examples * 4)
+    def test_random_graphs_and_changes(self, graph, changes):
+        watched = Watched(*build(graph))
+        assert watched.guards
+        assert watched.check() is not None, "nothing has changed"
+        for name, *own in changes:
+            OPERATIONS[name](reachable(watched.args), [], *own)
+            watched.check()
+
+    @given(graphs(nodes=("node", "other", "list", "dict")), st.lists(operations, max_size=3))
+    def test_values_alone_do_not_matter(self, graph, changes):
+        watched = Watched(*build(graph))
+        for x in reachable(watched.args):
+            if isinstance(x, nnx.Variable):
+                x.set_raw_value(jax.tree.map(lambda leaf: leaf + 1, x.get_raw_value()))
+            assert watched.check() is not None
+
+    def test_arrays_and_objects_are_the_present_ones(self):
+        model = Node()
+        model.w = nnx.Param(jnp.zeros(2))
+        watched = Watched(model)
+        model.w[...] = new = jnp.ones(2)
+        found = watched.check()
+        assert found is not None and found.leaves[0] is new
+
+    @pytest.mark.parametrize("kind", sorted(NODES))
+    def test_every_kind_of_node_is_guarded(self, kind):
+        node = NODES[kind]()
+        if kind == "list":
+            node.append(nnx.Param(jnp.zeros(2)))
+        else:
+            node.a = nnx.Param(jnp.zeros(2))
+        assert Watched(node).check() is not None
+
+
+def linear() -> nnx.Linear:
+    return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+
+def optimizer() -> nnx.Optimizer:
+    return nnx.Optimizer(linear(), optax.adam(1e-3), wrt=nnx.Param)
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "static": (linear, lambda m: setattr(m, "use_bias", False)),
+    "static, equal but of another type": (linear, lambda m: setattr(m, "use_bias", 1)),
+    "attribute added": (linear, lambda m: setattr(m, "extra", 1)),
+    "attribute removed": (linear, lambda m: delattr(m, "in_features")),
+    "metadata": (linear, lambda m: m.kernel.set_metadata(extra=1)),
+    "metadata in place": (linear, lambda m: m.kernel._var_metadata.update(hijax=0)),
+    "variable": (linear, lambda m: setattr(m, "bias", nnx.Param(jnp.zeros(3)))),
+    "variable type": (linear, lambda m: setattr(m, "bias", nnx.BatchStat(jnp.zeros(3)))),
+    "alias": (linear, lambda m: setattr(m, "bias", m.kernel)),
+    "kind of value": (linear, lambda m: m.bias.set_raw_value(np.zeros(3))),
+    "container as value": (linear, lambda m: m.bias.set_raw_value((jnp.zeros(3),))),
+    "class": (linear, lambda m: setattr(m, "__class__", type("Sub", (nnx.Linear,), {}))),
+    "flag": (linear, lambda m: setattr(m._pytree__state, "_initializing", True)),
+    "optimizer state": (
+        optimizer,
+        lambda o: setattr(o, "opt_state", nnx.data((o.opt_state[0],))),
+    ),
+    "inside a State": (
+        optimizer,
+        lambda o: o.opt_state[0].mu.update(bias=nnx.Variable(jnp.zeros(3))),
+    ),
+}
+
+
+class TestChanges:
+    @pytest.mark.parametrize("name", sorted(CHANGES))
+    def test_is_noticed(self, name):
+        make, change = CHANGES[name]
+        watched = Watched(make())
+        assert watched.check() is not None
+        change(watched.args[0])
+        assert watched.check() is None
+
+    @pytest.mark.parametrize("name", sorted(CHANGES))
+    def test_in_a_container_argument(self, name):
+        make, change = CHANGES[name]
+        watched = Watched({"m": (make(), jnp.zeros(2))}, flag=1.0)
+        assert watched.check() is not None
+        change(watched.args[0]["m"][0])
+        assert watched.check() is None
+
+    def test_an_equal_static_is_no_change(self):
+        model = linear()
+        model.note = ("a", 1.5)
+        watched = Watched(model)
+        model.note = ("a", float("1.5"))
+        assert watched.check() is not None
+        model.note = ("a", 2.5)
+        assert watched.check() is None
+
+    def test_zeros_of_another_sign(self):
+        model = linear()
+        model.note = 0.0
+        watched = Watched(model)
+        model.note = -0.0
+        assert watched.check() is None
+
+    def test_list_edited_in_place(self):
+        model = linear()
+        model.note = nnx.static([1, 2])
+        watched = Watched(model)
+        assert watched.check() is not None
+        model.note.append(3)
+        assert watched.check() is None
+        model.note.pop()
+        assert watched.check() is not None
+
+    def test_comparison_that_raises(self):
+        class Angry:
+            def __eq__(self, other: object) -> bool:
+                raise RuntimeError
+
+            def __hash__(self) -> int:
+                return 0
+
+        model = linear()
+        model.note = Angry()
+        watched = Watched(model)
+        model.note = Angry()
+        assert watched.check() is None
+
+    def test_last_attribute_of_one_module_becomes_the_next_ones_first(self):
+        outer, first, second = Node(), Node(), Node()
+        outer.x, outer.y = first, second
+        first.a, first.b = 1, 2
+        second.c = 3
+        watched = Watched(outer)
+        assert watched.check() is not None
+        for node in (first, second):
+            del node.__dict__["_pytree__nodes"]
+        nodes = {"a": False, "b": False, "c": False}
+        first.__dict__["_pytree__nodes"] = second.__dict__["_pytree__nodes"] = nodes
+        watched = Watched(outer)
+        assert watched.check() is not None
+        value = first.__dict__.pop("b")
+        second.__dict__.update({"b": value, "c": second.__dict__.pop("c")})
+        assert watched.check() is None
+
+    def test_new_object_with_the_id_of_the_old_one(self):
+        model = Node()
+        model.child = Node()
+        model.child.a = 1
+        watched = Watched(model)
+        watched.flat = watched.flat._replace(leaves=(), objects=())  # lets the child go
+        old = id(model.child)
+        for _ in range(1000):
+            del model.child
+            model.child = Node()
+            model.child.a = 2
+            if id(model.child) == old:
+                break
+        else:
+            pytest.fail("memory was not used again")
+        assert watched.check() is None
+
+
+class TestNotGuarded:
+    def test_type_registered_by_the_user(self):
+        class Own:
+            def __init__(self) -> None:
+                self.w = nnx.Param(jnp.zeros(2))
+
+        nnx.graphlib.register_graph_node_type(
+            Own,
+            lambda own: ([("w", own.w)], None),
+            lambda own, key, value: setattr(own, key, value),
+            lambda own, key: delattr(own, key),
+            lambda metadata: Own(),
+            lambda own: None,
+            lambda own, attributes: own.__dict__.update(attributes),
+        )
+        assert not Watched(Own()).guards
+
+    def test_module_that_hides_its_content(self):
+        class Hidden(nnx.Module):
+            def __getattribute__(self, name: str) -> Any:
+                own = super().__getattribute__(name)
+                return dict(own) if name == "__dict__" else own
+
+        assert not Watched(Hidden()).guards
+
+    def test_module_that_watches_each_access(self):
+        class Spy(nnx.Module):
+            def __getattribute__(self, name: str) -> Any:
+                return super().__getattribute__(name)
+
+        watched = Watched(Spy())
+        assert watched.check() is not None
+        watched.args[0].extra = 1
+        assert watched.check() is None
+
+    def test_variable_of_another_trace(self):
+        leaked: list[Any] = []
+
+        @jax.jit
+        def leak(x: jax.Array) -> jax.Array:
+            leaked.append(nnx.Param(np.zeros(2)))
+            return x
+
+        leak(jnp.zeros(2))
+        model = Node()
+        assign(model, "w", leaked[0])
+        assert not Watched(model).guards
+
+
+@pytest.mark.skipif(not HAS_C_WALK, reason="there was no compiler")
+class TestCWalk:
+    def test_is_used(self):
+        import os
+
+        wanted = PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else CWalk
+        assert guard_module.Walk is wanted
+
+    @pytest.mark.parametrize("fields", [0, 5, 13])
+    def test_refuses_what_is_no_recipe(self, fields):
+        with pytest.raises(ValueError, match="recipe"):
+            CWalk(((),) * fields)
+
+    def test_refuses_positions_out_of_range(self):
+        recipe = Watched(linear()).recipe
+        with pytest.raises(ValueError, match="out of range"):
+            CWalk(recipe._replace(leaves=(10**6,)))
+        with pytest.raises(ValueError, match="out of range"):
+            CWalk(recipe._replace(frozen=(-1,)))
+        with pytest.raises(ValueError, match="too short"):
+            CWalk(recipe._replace(keys=()))
+        with pytest.raises(ValueError, match="does not keep"):
+            CWalk(recipe._replace(mentions=(), objects=()))
+
+    def test_refuses_pins_of_another_walk(self):
+        watched = Watched(linear())
+        guard = watched.guards[-1]
+        for pins in [
+            guard.pins._replace(frozen=()),
+            guard.pins._replace(mentions=b""),
+            guard.pins._replace(flags=()),
+            (),
+            None,
+        ]:
+            with pytest.raises(TypeError, match="pins"):
+                guard.walk.follow(pins, watched.arguments)
+        with pytest.raises(TypeError, match="tuples"):
+            guard.walk.follow(guard.pins, list(watched.arguments))
+
+    def test_more_or_fewer_arguments(self):
+        watched = Watched(linear(), jnp.zeros(2))
+        guard = watched.guards[-1]
+        assert guard.walk.follow(guard.pins, ()) is None
+        assert guard.walk.follow(guard.pins, watched.arguments[:1]) is None
+        assert guard.walk.follow(guard.pins, (*watched.arguments, 1)) is None
