@@ -68,7 +68,7 @@ class Guard(NamedTuple):
         if found is None:
             return None
         leaves, objects = found
-        return Flat(self.structure, leaves, objects, updatable=True)
+        return Flat(self.structure, leaves, objects, True)
 
 
 class _NotGuardedError(Exception):

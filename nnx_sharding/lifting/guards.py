@@ -21,8 +21,6 @@ from .walk import Recipe
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
 
-Key = tuple[Any, ...]
-
 
 class _Entry(NamedTuple):
     guard: Guard
@@ -41,6 +39,13 @@ class _Record:
         self.misses = 0
 
 
+class _Shelf(NamedTuple):
+    """What is known of arguments of certain types: which are graph objects; records by who."""
+
+    pick_roots: Callable[[Sequence[Any]], Sequence[Any]]
+    records: dict[tuple[int, ...], _Record]
+
+
 class Guards:
     """Guards by the arguments of a call: by their types, and by who the graph objects are.
 
@@ -53,18 +58,20 @@ class Guards:
 
     def __init__(self, key_of: Callable[[Sequence[Any]], Hashable] | None = None):
         self._key_of = key_of
-        self._roots: dict[Key, Callable[[Sequence[Any]], Sequence[Any]]] = {}
-        self._records: dict[Key, _Record] = {}
+        self._shelves: dict[tuple[Any, ...], _Shelf] = {}
         self._walks: dict[Recipe, Any] = {}
-        self._lock = threading.RLock()  # a collected module may drop its record at any time
+        self._lock = threading.Lock()
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """The plan that serves a call, and its arguments taken apart; None if no guard holds."""
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
-            record = self._records.get(self._key(arguments, kwargs))
+            shelf = self._shelves.get((*map(type, arguments), *kwargs))
         except TypeError:  # a class that cannot be hashed
             return None
+        if shelf is None:
+            return None
+        record = shelf.records.get((*map(id, shelf.pick_roots(arguments)),))
         if record is None:
             return None
         for entry in record.entries:
@@ -95,10 +102,11 @@ class Guards:
         """
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
-            key = self._key(arguments, kwargs)
-            record = self._record(key)
+            shelf = self._shelf(arguments, kwargs)
         except TypeError:
             return
+        ids = (*map(id, shelf.pick_roots(arguments)),)
+        record = self._record(shelf, ids)
         record.misses += 1
         # Arguments that change all the time are not worth a guard each time.
         often = record.misses <= 2 * MAX_GUARDS or record.misses % 64 == 0
@@ -110,47 +118,52 @@ class Guards:
         if guard is None:
             record.misses += 2 * MAX_GUARDS
             return
-        roots = tuple(self._watch(root, key) for root in _roots(plan, flat))
-        key_of_plan = None if self._key_of is None else self._key_of(flat.leaves)
-        entry = _Entry(guard, plan, key_of_plan, roots)
+        forget = functools.partial(_forget, shelf.records, ids)
+        roots = tuple(_watch(root, forget) for root in _roots(plan, flat))
+        key = None if self._key_of is None else self._key_of(flat.leaves)
+        entry = _Entry(guard, plan, key, roots)
         record.entries = (entry, *record.entries[: MAX_GUARDS - 1])
 
     def clear(self) -> None:
         """Forgets all."""
         with self._lock:
-            self._records.clear()
-            self._roots.clear()
+            self._shelves.clear()
             self._walks.clear()
 
-    def _key(self, arguments: Sequence[Any], kwargs: dict[str, Any]) -> Key:
+    def _shelf(self, arguments: Sequence[Any], kwargs: dict[str, Any]) -> _Shelf:
         signature = (*map(type, arguments), *kwargs)
-        roots = self._roots.get(signature)
-        if roots is None:
-            positions = [i for i, arg in enumerate(arguments) if _compat.is_graph_object(arg)]
-            roots = picker(positions)
-            with self._lock:
-                if len(self._roots) >= MAX_ARGUMENTS:
-                    self._roots.pop(next(iter(self._roots)))
-                self._roots[signature] = roots
-        return (*signature, *map(id, roots(arguments)))
-
-    def _record(self, key: Key) -> _Record:
+        positions = [i for i, arg in enumerate(arguments) if _compat.is_graph_object(arg)]
         with self._lock:
-            record = self._records.get(key)
-            if record is None:
-                while len(self._records) >= MAX_ARGUMENTS:
-                    self._records.pop(next(iter(self._records)))
-                record = self._records[key] = _Record()
-            return record
+            found = self._shelves.get(signature)
+            if found is None:
+                _make_room(self._shelves)
+                found = self._shelves[signature] = _Shelf(picker(positions), {})
+            return found
 
-    def _watch(self, root: Any, key: Key) -> Any:
-        try:
-            return weakref.ref(root, functools.partial(self._drop, key))
-        except TypeError:  # a Variable; nothing of it but metadata is held
-            return None
+    def _record(self, shelf: _Shelf, ids: tuple[int, ...]) -> _Record:
+        with self._lock:
+            found = shelf.records.get(ids)
+            if found is None:
+                _make_room(shelf.records)
+                found = shelf.records[ids] = _Record()
+            return found
 
-    def _drop(self, key: Key, _: Any) -> None:
-        self._records.pop(key, None)
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    while len(kept) >= MAX_ARGUMENTS:
+        # Entries may go at any time, when a module is collected.
+        kept.pop(next(iter(kept), None), None)
+
+
+def _watch(root: Any, forget: Callable[[Any], None]) -> Any:
+    try:
+        return weakref.ref(root, forget)
+    except TypeError:  # a Variable; nothing of it but metadata is held
+        return None
+
+
+def _forget(records: dict[tuple[int, ...], _Record], ids: tuple[int, ...], _: Any) -> None:
+    records.pop(ids, None)
 
 
 def _roots(plan: Plan, flat: Flat) -> list[Any]:

@@ -147,9 +147,12 @@ def node_changes(
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that picks these positions from a sequence, at C speed."""
-    if len(positions) > 1:
-        return operator.itemgetter(*positions)
-    return lambda items: [items[position] for position in positions]
+    if not positions:
+        return lambda items: ()
+    if len(positions) == 1:  # of one position, itemgetter would not give a sequence
+        start = positions[0]
+        return operator.itemgetter(slice(start, start + 1))
+    return operator.itemgetter(*positions)
 
 
 def is_leaf_variable(entry: Any) -> bool:

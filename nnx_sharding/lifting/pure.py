@@ -55,9 +55,9 @@ class OutputGroup:
 
     __slots__ = ("arrays", "names")
 
-    def __init__(self, arrays: Sequence[Any], names: tuple[str, ...]):
-        self.arrays = arrays
+    def __init__(self, names: tuple[str, ...], arrays: Any):
         self.names = names
+        self.arrays = arrays
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -66,7 +66,7 @@ jax.tree_util.register_pytree_with_keys(
         tuple(zip(map(jax.tree_util.GetAttrKey, group.names), group.arrays, strict=True)),
         group.names,
     ),
-    lambda names, arrays: OutputGroup(arrays, names),  # type: ignore[arg-type]
+    OutputGroup,  # called at every call: a function around it would cost as much again
     lambda group: (group.arrays, group.names),
 )
 
@@ -276,7 +276,7 @@ class Pure:
                 labels[spec].append(names[slot])
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         return (
-            *(OutputGroup(outputs[spec], tuple(labels[spec])) for spec in groups),
+            *(OutputGroup(tuple(labels[spec]), outputs[spec]) for spec in groups),
             Outcome(structure, by_slot, tuple(values), tuple(metadata), tuple(nodes)),
         )
 

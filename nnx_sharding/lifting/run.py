@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from . import merge
 from .plan import Plan, is_committed, known_variables
 from .pure import Outcome, OutputGroup
 from .split import Flat
-from .structure import VariableEntry
+from .structure import LEAF, VariableEntry
 
 
 def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
@@ -34,9 +34,19 @@ def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
       TraceContextError: the function changed objects that belong to another trace.
       ValueError: a Variable cannot be laid out as declared.
     """
-    leaves, placed = _place(plan, flat.leaves)
+    leaves: Sequence[Any] = flat.leaves
+    placed: Sequence[int] = ()
+    if plan.placed_slots:
+        leaves, placed = _place(plan, leaves)
     *groups, outcome = execute(*leaves)
-    return _write_back(plan, flat, leaves, groups, outcome, placed)
+    update = outcome.update
+    if update is None:
+        update = outcome.update = _Update.of(outcome, len(flat.objects))
+    if not update or placed or not flat.updatable:
+        return _write_back(plan, flat, leaves, groups, outcome, placed)
+    output = update.output(flat.objects, leaves, groups)
+    update.apply(flat.objects, groups)
+    return output
 
 
 _get_sharding = operator.attrgetter("sharding")
@@ -48,8 +58,6 @@ def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[i
     Raises:
       ValueError: a Variable is committed to another layout, or has a shape that does not fit.
     """
-    if not plan.placed_slots:
-        return leaves, ()
     try:
         # Lists compare by identity first: this is all that a call costs from the second on.
         if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_layouts:
@@ -121,7 +129,7 @@ class _Update:
     Nearly every call is of this kind, so it is worked out once for each outcome.
     """
 
-    __slots__ = ("root", "root_sources", "values")
+    __slots__ = ("_root", "_root_sources", "_values")
 
     def __init__(self, outcome: Outcome):
         after = outcome.structure
@@ -131,42 +139,40 @@ class _Update:
             variables, positions = by_group.setdefault(group, ([], []))
             variables.append(index)
             positions.append(position)
-        self.values = [
+        self._values = [
             (group, merge.picker(variables), merge.picker(positions))
             for group, (variables, positions) in by_group.items()
         ]
-        self.root = after.root
-        self.root_sources = [outcome.sources[slot] for slot in after.root_slots]
+        self._root = after.root
+        self._root_sources = [outcome.sources[slot] for slot in after.root_slots]
 
     @classmethod
-    def of(cls, outcome: Outcome, known: int) -> _Update | None:
-        """The update for an outcome, or None if it is of another kind.
+    def of(cls, outcome: Outcome, known: int) -> _Update | Literal[False]:
+        """The update for an outcome, or False if it is of another kind.
 
         Args:
           outcome: what the call did.
           known: how many objects went in.
         """
-        if outcome.update is None:
-            entries = outcome.structure.entries
-            is_simple = (
-                not outcome.metadata
-                and not outcome.nodes
-                and len(entries) == known
-                and all(merge.is_leaf_variable(entries[index]) for index in outcome.values)
-            )
-            outcome.update = cls(outcome) if is_simple else False
-        return outcome.update or None
+        entries = outcome.structure.entries
+        is_simple = (
+            not outcome.metadata
+            and not outcome.nodes
+            and len(entries) == known
+            and all(merge.is_leaf_variable(entries[index]) for index in outcome.values)
+        )
+        return is_simple and cls(outcome)
 
     def output(
         self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]
     ) -> Any:
         """What the function returned."""
-        own = (leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self.root_sources)
-        return merge.assemble(self.root, own, objects)
+        own = [leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self._root_sources]
+        return own[0] if self._root is LEAF else merge.assemble(self._root, iter(own), objects)
 
     def apply(self, objects: Sequence[Any], groups: Sequence[OutputGroup]) -> None:
         """Sets the Variables."""
-        for group, variables, positions in self.values:
+        for group, variables, positions in self._values:
             new = positions(groups[group].arrays)
             deque(map(_compat.set_value, variables(objects), new), maxlen=0)
 
@@ -184,15 +190,8 @@ def _write_back(
     All new objects are made, and all checks done, before the first old one is changed.
     """
     objects = flat.objects
-    update = _Update.of(outcome, len(objects))
     if not flat.updatable:
         _check_updatable(plan, objects, outcome)
-    if update is not None:
-        output = update.output(objects, leaves, groups)
-        if placed:
-            _keep_placed(plan, objects, leaves, placed)
-        update.apply(objects, groups)
-        return output
     after = outcome.structure
     arrays = outcome.arrays(leaves, groups)
     built = merge.unflatten(after, arrays, dict(enumerate(objects)))
