@@ -114,7 +114,8 @@ class Guards:
             return
         if len(self._walks) >= MAX_ARGUMENTS:
             self._walks.clear()
-        guard = make_guard(call, flat, arguments, tuple(kwargs), self._walks)
+        shared = flat._replace(structure=plan.structure)  # equal, but there is only one
+        guard = make_guard(call, shared, arguments, tuple(kwargs), self._walks)
         if guard is None:
             record.misses += 2 * MAX_GUARDS
             return

@@ -13,7 +13,7 @@ from .. import _compat
 from . import merge
 from .arguments import Call, Layout, Parameters, align_specs
 from .pure import Pure, Rules
-from .resolve import Specs, Target, argument_targets, reach, resolve, slot_names
+from .resolve import Found, Specs, Target, argument_targets, reach, resolve, slot_names
 from .split import Flat
 from .structure import RefEntry, Static, Structure, VariableEntry
 
@@ -152,10 +152,12 @@ def make_plan(
     transform = transform.in_context()
     specs = align_specs(transform.in_specs.tree, parameters, layout, transform.in_name)
     goals = argument_targets(structure, call.tree, specs, [layout.names[i] for i in layout.dynamic])
-    resolved = resolve(structure, flat.objects, flat.leaves, goals, transform.spec_of)
+    reached = reach(structure, goals)
+    resolved = resolve(reached, flat.objects, flat.leaves, transform.spec_of)
     slot_specs = transform.slot_specs(resolved.slots, flat.leaves)
-    donated = _donated_slots(structure, layout, goals)
-    names = [name or f"array {slot}" for slot, name in enumerate(slot_names(structure, goals))]
+    donated = _donated_slots(structure, layout, reached)
+    found_names = slot_names(structure.num_leaves, reached)
+    names = [name or f"array {slot}" for slot, name in enumerate(found_names)]
     unspecified = transform.spec_of(None)
     object_specs = {
         slot: unspecified if slot_specs[slot] is None else slot_specs[slot]
@@ -169,7 +171,7 @@ def make_plan(
         statics=call.statics,
         structure=structure,
         targets=tuple(goal.objects_only() for goal in goals),
-        known=known_variables(structure, goals, object_specs),
+        known=known_variables(reached, object_specs),
         object_specs=object_specs,
         donated=donated.intersection(object_specs),
         graph=graph,
@@ -199,19 +201,21 @@ def make_plan(
     )
 
 
-def _donated_slots(structure: Structure, layout: Layout, goals: Sequence[Target]) -> frozenset[int]:
+def _donated_slots(
+    structure: Structure, layout: Layout, reached: Sequence[Found]
+) -> frozenset[int]:
     donated = {layout.names[i] for i in layout.donated} | layout.donated_keywords
-    places = (f.place for f in reach(structure, goals) if f.target.name in donated)
+    places = (found.place for found in reached if found.target.name in donated)
     slots = frozenset(slot for place in places for slot in place.slots)
     return slots - structure.slots_of(RefEntry)
 
 
 def known_variables(
-    structure: Structure, goals: Sequence[Target], object_specs: Mapping[int, Any]
+    reached: Sequence[Found], object_specs: Mapping[int, Any]
 ) -> dict[int, tuple[str, Any]]:
     """For each Variable of the arguments its first name and its spec."""
     known: dict[int, tuple[str, Any]] = {}
-    for found in reach(structure, goals):
+    for found in reached:
         index, slots = found.place.entry, found.place.slots
         if index is not None and index not in known:
             known[index] = (found.name, object_specs.get(slots[0]) if slots else None)

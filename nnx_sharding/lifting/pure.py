@@ -22,7 +22,7 @@ from .. import _compat
 from ..state_sharding import StateSharding
 from . import merge
 from .arguments import Layout, join_call
-from .resolve import Specs, Target, resolve, slot_names, target
+from .resolve import Found, Specs, Target, reach, resolve, slot_names, target
 from .split import Flat, flatten
 from .structure import NodeEntry, RefEntry, Static, Structure, VariableEntry, accessor
 
@@ -212,16 +212,27 @@ class Pure:
         if not self.updates:
             self._check_output(after)
         goal = target("output", self.rules.out_specs.tree, out, after.structure.root)
-        specs = self._output_specs(after, goal)
-        return self._pack(leaves, after, specs, self._output_names(after, goal))
+        # What is known keeps its spec and its name, so only new things are looked for.
+        changed = self.updates and not self._is_unchanged(after.structure)
+        reached = reach(after.structure, [*self.targets, goal] if changed else [goal])
+        specs = self._output_specs(after, reached)
+        return self._pack(leaves, after, specs, self._output_names(after.structure, reached))
 
-    def _output_specs(self, after: Flat, goal: Target) -> list[Any]:
+    def _is_unchanged(self, after: Structure) -> bool:
+        """Whether there are the same objects as before, and no module changed or holds arrays."""
+        before = self.structure.entries
+        return len(before) == len(after.entries) and all(
+            new == old and not slots
+            for old, new, slots in zip(before, after.entries, after.slots, strict=True)
+            if isinstance(old, NodeEntry)
+        )
+
+    def _output_specs(self, after: Flat, reached: Sequence[Found]) -> list[Any]:
         """The final spec of each array after the call."""
         resolved = resolve(
-            after.structure,
+            reached,
             after.objects,
             after.leaves,
-            [*self.targets, goal] if self.updates else [goal],
             self.rules.spec_of,
             known=self.known,
             settled={g.name for g in self.targets},
@@ -232,10 +243,10 @@ class Pure:
         unspecified = self.rules.spec_of(None)
         return [unspecified if spec is None else spec for spec in resolved.slots]
 
-    def _output_names(self, after: Flat, goal: Target) -> list[str]:
-        names = slot_names(after.structure, [*self.targets, goal])
+    def _output_names(self, after: Structure, reached: Sequence[Found]) -> list[str]:
+        names = slot_names(after.num_leaves, reached)
         for index, (where, _) in self.known.items():
-            for slot in after.structure.slots[index]:
+            for slot in after.slots[index]:
                 names[slot] = where
         return names
 
@@ -248,9 +259,12 @@ class Pure:
         values, metadata, nodes = [], [], []
         for index, old in enumerate(self.structure.entries):
             entry = structure.entries[index]
+            slots = structure.slots[index]
+            if not slots and entry == old:
+                continue
             unchanged = self._unchanged(index, leaves, after, specs)
             sources.update((slot, (-1, before)) for slot, before in unchanged.items())
-            fresh = set(structure.slots[index]) - unchanged.keys()
+            fresh = {slot for slot in slots if slot not in unchanged}
             if isinstance(entry, VariableEntry) and entry != old:
                 metadata.append(index)
             elif isinstance(entry, VariableEntry) and fresh:
@@ -284,20 +298,23 @@ class Pure:
         self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
     ) -> dict[int, int]:
         """The arrays of one object that were left alone: slot after the call to slot before."""
-        before = merge.parts(self.structure, index)
-        found = {}
-        for key, (child, slots) in merge.parts(after.structure, index).items():
-            old_child, old_slots = before.get(key, (None, ()))
-            if child != old_child:
-                continue
-            for slot, old in zip(slots, old_slots, strict=True):
-                if (
-                    after.leaves[slot] is leaves[old]
-                    and old not in self.donated
-                    and specs[slot] == self.object_specs[old]
-                ):
-                    found[slot] = old
-        return found
+        entries = self.structure.entries[index], after.structure.entries[index]
+        if all(map(merge.is_leaf_variable, entries)):  # nearly all are: no need to look for parts
+            pairs = [(after.structure.slots[index][0], self.structure.slots[index][0])]
+        else:
+            before = merge.parts(self.structure, index)
+            pairs = []
+            for key, (child, slots) in merge.parts(after.structure, index).items():
+                old_child, old_slots = before.get(key, (None, ()))
+                if child == old_child:
+                    pairs += zip(slots, old_slots, strict=True)
+        return {
+            slot: old
+            for slot, old in pairs
+            if after.leaves[slot] is leaves[old]
+            and old not in self.donated
+            and specs[slot] == self.object_specs[old]
+        }
 
     def _check_output(self, after: Flat) -> None:
         """Without graph updates no Variable may stand in two places of input and output."""

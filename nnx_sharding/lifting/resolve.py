@@ -234,56 +234,55 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
 
 
 class Found(NamedTuple):
-    """A place that a target reaches: the target, the part of it, and the place."""
+    """A place that a target reaches: the target, the part of it, and the place.
+
+    ``name`` is what the user would write to reach it: ``model.blocks[3].kernel``.
+    """
 
     target: Target
     part: Part
     place: Place
-
-    @property
-    def name(self) -> str:
-        """What the user would write to reach it: ``model.blocks[3].kernel``."""
-        return accessor(self.target.name, (*self.part.keys, *self.place.path))
+    name: str
 
 
-def reach(structure: Structure, wanted: Sequence[Target]) -> Iterator[Found]:
+def reach(structure: Structure, wanted: Sequence[Target]) -> list[Found]:
     """All places that the targets reach, in their order; shared ones once for each part.
 
     The arrays that the targets hold outside of objects must be those of the structure's root.
     """
     slots = iter(structure.root_slots)
-    for goal in wanted:
-        for part in goal.parts:
-            for place in structure.walk(part.child, slots):
-                yield Found(goal, part, place)
+    return [
+        Found(goal, part, place, accessor(goal.name, (*part.keys, *place.path)))
+        for goal in wanted
+        for part in goal.parts
+        for place in structure.walk(part.child, slots)
+    ]
 
 
-def slot_names(structure: Structure, wanted: Sequence[Target]) -> list[str]:
+def slot_names(num_leaves: int, reached: Sequence[Found]) -> list[str]:
     """For each array what the user would write to reach it, or nothing if no target does."""
-    names = [""] * structure.num_leaves
-    for found in reach(structure, wanted):
+    names = [""] * num_leaves
+    for found in reached:
         for slot in found.place.slots:
             names[slot] = names[slot] or found.name
     return names
 
 
 def resolve(
-    structure: Structure,
+    reached: Sequence[Found],
     objects: Sequence[Any],
     leaves: Sequence[Any],
-    wanted: Sequence[Target],
     spec_of: Callable[[Any], Any],
     *,
     known: Mapping[int, tuple[str, Any]] | None = None,
     settled: Set[str] = frozenset(),
 ) -> Resolved:
-    """Gives every array that the targets reach its spec.
+    """Gives every array that targets reach its spec.
 
     Args:
-      structure: the structure whose root holds the arrays of the targets, in their order.
+      reached: what they reach.
       objects: the object of each entry.
       leaves: the arrays, by slot.
-      wanted: the targets.
       spec_of: turns a spec as the user wrote it into its final form.
       known: Variables that have their spec already, and where they were found.
       settled: names of targets that have no say about known Variables.
@@ -295,7 +294,7 @@ def resolve(
     result = Resolved([None] * len(leaves), dict(known or {}))
     unmatched: list[str] = []
     conflicts: list[str] = []
-    for found in reach(structure, wanted):
+    for found in reached:
         place, spec = found.place, found.part.spec
         if found.target.name in settled and known and place.entry in known:
             spec = None

@@ -14,6 +14,7 @@ from .. import _compat
 from . import merge
 from .plan import Plan, is_committed, known_variables
 from .pure import Outcome, OutputGroup
+from .resolve import reach
 from .split import Flat
 from .structure import LEAF, VariableEntry
 
@@ -240,6 +241,6 @@ def _keep_placed(
 
 
 def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:
-    known = known_variables(plan.structure, plan.targets, {})
+    known = known_variables(reach(plan.structure, plan.targets), {})
     types = [getattr(entry, "type", object).__name__ for entry in plan.structure.entries]
     return [known[index][0] if index in known else f"a {types[index]}" for index in indices]

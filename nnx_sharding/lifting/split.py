@@ -128,7 +128,7 @@ class _Splitter:
             value = _compat.get_value(obj)
             return VariableEntry(
                 type(obj),
-                tuple((name, Static(setting)) for name, setting in metadata),
+                tuple([(name, Static.of(setting)) for name, setting in metadata]),
                 self._leaf(value, slots)
                 if type(value) is _compat.ArrayImpl
                 else self._container(value, slots, all_leaves=True),
@@ -143,15 +143,20 @@ class _Splitter:
             return NodeEntry(
                 type(obj),
                 metadata,
-                tuple(key for key, _, _ in items),
-                tuple(self._attribute(value, is_data, slots) for _, value, is_data in items),
+                tuple([key for key, _, _ in items]),
+                tuple(
+                    [
+                        Static.of(value)
+                        if is_data is False
+                        else self._attribute(value, bool(is_data), slots)
+                        for _, value, is_data in items
+                    ]
+                ),
             )
         self._leaf(obj, slots)
         return RefEntry()
 
-    def _attribute(self, value: Any, is_data: bool | None, slots: list[int]) -> Child:
-        if is_data is False:
-            return Static(value)
+    def _attribute(self, value: Any, is_data: bool, slots: list[int]) -> Child:
         if _compat.is_graph_object(value):
             return self.link(value)
         child = self._container(value, slots, all_leaves=not self.graph)
@@ -196,7 +201,7 @@ class _Splitter:
             return self.link(part)
         if all_leaves or isinstance(part, _ARRAYS):
             return self._leaf(part, slots)
-        return Static(part)
+        return Static.of(part)
 
     def _leaf(self, value: Any, slots: list[int]) -> Child:
         slots.append(len(self.leaves))

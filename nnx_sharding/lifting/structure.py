@@ -52,9 +52,27 @@ class Static:
     __slots__ = ("_key", "_mutable", "_value")
 
     def __init__(self, value: Any):
+        kind = type(value)
+        if kind in _PLAIN_TYPES:
+            self._key, self._mutable, self._value = (kind, value), False, value
+            return
         self._key = static_key(value)
-        self._mutable = type(value) not in _PLAIN_TYPES and not is_hashable(value)
+        # The hash of Flax's mappings is slow, but they have one.
+        self._mutable = kind is not _compat.HashableMapping and not is_hashable(value)
         self._value = _copy(value) if self._mutable else value
+
+    @staticmethod
+    def of(value: Any) -> Static:
+        """A static for ``value``; for common ones always the same, which saves time and room."""
+        kind = type(value)
+        if kind not in _SHARED_TYPES:
+            return Static(value)
+        found = _SHARED.get((kind, value))
+        if found is None:
+            if len(_SHARED) >= MAX_SHARED:
+                _SHARED.clear()
+            found = _SHARED[kind, value] = Static(value)
+        return found
 
     @property
     def value(self) -> Any:
@@ -119,6 +137,11 @@ class _ByEquality:
 # Most statics: nothing else is to be looked at.
 _PLAIN_TYPES = frozenset({str, int, bool, type(None), type, types.FunctionType})
 
+
+# Those among them that refer to nothing of the user's.
+_SHARED_TYPES = frozenset({str, int, bool, type(None)})
+_SHARED: dict[tuple[type, Any], Static] = {}
+MAX_SHARED = 4096
 
 _FROZEN_TYPES = _PLAIN_TYPES | {
     float,
