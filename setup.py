@@ -30,6 +30,10 @@ EXTRAS = {
         "sphinx>=9",
         "sphinx-book-theme>=1.4",  # the theme of the JAX and Flax documentation
     ],
+    "bench": [
+        "equinox",  # one of the peers
+        "optax",
+    ],
     "demo": [
         "optax",
         "rich",
