@@ -63,7 +63,7 @@ typedef struct {
 static PyObject *get_mapping_name;
 static PyObject *flatten_tree;
 static PyObject *is_still;
-static PyObject *Static;
+static PyObject *pin;
 static Py_ssize_t value_offset, metadata_offset, trace_state_offset;
 static Py_ssize_t initializing_offset, is_setup_offset;
 
@@ -98,11 +98,11 @@ static inline int append(Stream *stream, PyObject *item) {
     const Place place = stream->walk->places[stream->length++];
     switch (place.rule) {
         case FROZEN: {
-            PyObject *pin = stream->frozen[stream->num_frozen++];
-            if (item == pin) return 1;
+            PyObject *expected = stream->frozen[stream->num_frozen++];
+            if (item == expected) return 1;
             if (stream->num_unequal == MAX_UNEQUAL) return 0;
             stream->unequal[stream->num_unequal] = Py_NewRef(item);
-            stream->unequal_pins[stream->num_unequal++] = pin;
+            stream->unequal_pins[stream->num_unequal++] = expected;
             return 1;
         }
         case LEAF:
@@ -247,7 +247,7 @@ static int same_statics(const Stream *stream, PyObject *mutables) {
     const Walk *walk = stream->walk;
     int same = 1;
     for (int i = 0; i < stream->num_unequal && same == 1; i++) {
-        PyObject *pinned = PyObject_CallOneArg(Static, stream->unequal_pins[i]);
+        PyObject *pinned = PyObject_CallOneArg(pin, stream->unequal_pins[i]);
         if (pinned == NULL) return -1;
         same = ask_is_still(stream->unequal[i], pinned);
         Py_DECREF(pinned);
@@ -289,8 +289,8 @@ static int follow_stream(Stream *stream, PyObject *pins, PyObject *arguments) {
 static int check_pins(const Walk *walk, PyObject *pins) {
     if (!PyTuple_Check(pins) || PyTuple_GET_SIZE(pins) != 6) goto bad;
     for (int i = 0; i < 6; i++) {
-        PyObject *pin = PyTuple_GET_ITEM(pins, i);
-        if (i == PIN_MENTIONS ? !PyBytes_Check(pin) : !PyTuple_Check(pin)) goto bad;
+        PyObject *own = PyTuple_GET_ITEM(pins, i);
+        if (i == PIN_MENTIONS ? !PyBytes_Check(own) : !PyTuple_Check(own)) goto bad;
     }
     if (PyTuple_GET_SIZE(PyTuple_GET_ITEM(pins, PIN_FROZEN)) != walk->num_frozen) goto bad;
     Py_ssize_t bytes = walk->num_mentions * (Py_ssize_t)sizeof(uint64_t);
@@ -561,8 +561,8 @@ static Py_ssize_t offset_of(PyObject *descriptor) {
 }
 
 static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *flatten, *still, *statics, *value, *metadata, *trace_state, *initializing, *is_setup;
-    if (!PyArg_ParseTuple(args, "OOOOOOOO", &flatten, &still, &statics, &value, &metadata,
+    PyObject *flatten, *still, *pinned, *value, *metadata, *trace_state, *initializing, *is_setup;
+    if (!PyArg_ParseTuple(args, "OOOOOOOO", &flatten, &still, &pinned, &value, &metadata,
                           &trace_state, &initializing, &is_setup)) {
         return NULL;
     }
@@ -573,7 +573,7 @@ static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args) {
     if ((is_setup_offset = offset_of(is_setup)) < 0) return NULL;
     Py_XSETREF(flatten_tree, Py_NewRef(flatten));
     Py_XSETREF(is_still, Py_NewRef(still));
-    Py_XSETREF(Static, Py_NewRef(statics));
+    Py_XSETREF(pin, Py_NewRef(pinned));
     Py_RETURN_NONE;
 }
 

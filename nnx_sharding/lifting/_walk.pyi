@@ -12,7 +12,7 @@ class Walk:
 def set_up(
     flatten_tree: Callable[..., Any],
     is_still: Callable[..., Any],
-    static: type,
+    pin: Callable[..., Any],
     value: Any,
     metadata: Any,
     trace_state: Any,

@@ -39,7 +39,7 @@ from .structure import (
     is_frozen,
     is_leaf_treedef,
 )
-from .walk import Pins, Recipe, Walk, Wave, flatten_tree, ids_of, is_still
+from .walk import Pins, Recipe, Walk, Wave, flatten_tree, ids_of, pin
 
 
 class Guard(NamedTuple):
@@ -237,7 +237,7 @@ class _Builder:
                 raise _NotGuardedError
             self._leaves[slots[0]] = position
         elif isinstance(child, Static):
-            if not is_still(value, child):
+            if Static(value) != child:
                 raise _NotGuardedError
             (self._frozen if is_frozen(value) else self._mutable).append(position)
         else:
@@ -316,7 +316,7 @@ class _Builder:
         stream = self._stream
         return Pins(
             frozen=tuple(stream[position] for position in self._frozen),
-            mutable=tuple(Static(stream[position]) for position in self._mutable),
+            mutable=tuple(pin(stream[position]) for position in self._mutable),
             mentions=ids_of([stream[position] for position in self._mentions]),
             trace_states=tuple(map(_compat.get_trace_state, self._variables)),
             node_states=tuple(self._node_states),

@@ -86,7 +86,7 @@ class Pins(NamedTuple):
     """
 
     frozen: tuple[Any, ...]
-    mutable: tuple[Static, ...]
+    mutable: tuple[Pinned, ...]
     mentions: bytes
     trace_states: tuple[Any, ...]
     node_states: tuple[Any, ...]
@@ -202,13 +202,25 @@ def _are_equal(values: Sequence[Any], pinned: Sequence[Any]) -> bool:
     if all(map(operator.is_, values, pinned)):
         return True
     pairs = zip(values, pinned, strict=True)
-    return all(value is old or is_still(value, Static(old)) for value, old in pairs)
+    return all(value is old or is_still(value, pin(old)) for value, old in pairs)
 
 
-def is_still(value: Any, pinned: Static) -> bool:
+class Pinned(NamedTuple):
+    """A static, and its hash at the time: an object that is changed later may change its hash."""
+
+    static: Static
+    hash: int
+
+
+def pin(value: Any) -> Pinned:
+    """What a static must still be."""
+    static = Static(value)
+    return Pinned(static, hash(static))
+
+
+def is_still(value: Any, pinned: Pinned) -> bool:
     """Whether splitting would still find the same static."""
-    now = Static(value)
-    return hash(now) == hash(pinned) and now == pinned
+    return pin(value) == pinned
 
 
 def _load_walk() -> Any:
@@ -217,7 +229,7 @@ def _load_walk() -> Any:
     try:
         from nnx_sharding.lifting import _walk
 
-        _walk.set_up(flatten_tree, is_still, Static, *_compat.GUARDED_SLOTS)
+        _walk.set_up(flatten_tree, is_still, pin, *_compat.GUARDED_SLOTS)
     except (ImportError, TypeError):  # there was no compiler, or Flax keeps things elsewhere
         return PythonWalk
     return _walk.Walk
