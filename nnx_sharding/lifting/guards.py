@@ -40,14 +40,14 @@ class _Record:
 
 
 class _Shelf(NamedTuple):
-    """What is known of arguments of certain types: which are graph objects; records by who."""
+    """What is known of arguments of certain types: which are modules; records by who they are."""
 
     pick_roots: Callable[[Sequence[Any]], Sequence[Any]]
     records: dict[tuple[int, ...], _Record]
 
 
 class Guards:
-    """Guards by the arguments of a call: by their types, and by who the graph objects are.
+    """Guards by the arguments of a call: by their types, and by who the modules are.
 
     Holds no object of the user's: what belongs to a module goes when the module does.
 
@@ -133,7 +133,12 @@ class Guards:
 
     def _shelf(self, arguments: Sequence[Any], kwargs: dict[str, Any]) -> _Shelf:
         signature = (*map(type, arguments), *kwargs)
-        positions = [i for i, arg in enumerate(arguments) if _compat.is_graph_object(arg)]
+        # Variables are not told apart here: nobody tells when they go, so they would pile up.
+        positions = [
+            i
+            for i, arg in enumerate(arguments)
+            if _compat.is_graph_object(arg) and type(arg).__weakrefoffset__
+        ]
         with self._lock:
             found = self._shelves.get(signature)
             if found is None:
