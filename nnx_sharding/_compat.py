@@ -11,7 +11,7 @@ import importlib
 import operator
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from flax import errors as flax_errors
@@ -97,34 +97,55 @@ STATUSES = "_pytree__nodes"
 _STATE = "_pytree__state"
 
 
-def node_items(node: Any) -> tuple[list[tuple[Any, Any, bool | None]], Any]:
-    """The attributes of a node in their canonical order, and its hashable metadata.
+class NodeItems(NamedTuple):
+    """The attributes of a node in their canonical order.
 
-    Each attribute is ``(key, value, is_data)``; ``is_data`` is None where the node type
-    leaves the decision to the value.
+    Attributes:
+      keys: their names.
+      values: their values.
+      is_data: whether each is data; None where the node type leaves that to the value.
+      metadata: what else belongs to the node, hashable.
     """
+
+    keys: Sequence[Any]
+    values: Sequence[Any]
+    is_data: Sequence[bool | None]
+    metadata: Any
+
+
+def node_items(node: Any) -> NodeItems:
+    """The attributes of a node."""
     if not trace_is_clean():
         _adopt_tracers(node)
     node_type = type(node)
     if nnx.Pytree in node_type.__mro__ and not getattr(node_type, "_pytree__has_int_keys", True):
         # What the general way below does for these types, several times as fast.
         own = vars(node)
+        keys = sorted(own)
+        values = [own[key] for key in keys]
         if not is_pytree_type(node_type):
-            return [(key, own[key], None) for key in sorted(own)], node_type
-        statuses = dict(mapping_items(getattr(node, STATUSES, {})))
-        return [(key, own[key], statuses.get(key, False)) for key in sorted(own)], node_type
+            return NodeItems(keys, values, [None] * len(keys), node_type)
+        statuses = getattr(node, STATUSES, {})
+        is_data = getattr(statuses, "_mapping", statuses).get
+        return NodeItems(keys, values, [is_data(key, False) for key in keys], node_type)
     impl = graphlib.get_node_impl(node)
     assert impl is not None
-    values, metadata = impl.flatten(node)
-    items: list[tuple[Any, Any, bool | None]] = []
-    for key, value in values:
-        if isinstance(value, graphlib.DataElem):
-            items.append((key, value.value, True))
-        elif isinstance(value, graphlib.StaticElem):
-            items.append((key, value.value, False))
-        else:
-            items.append((key, value, None))
-    return items, metadata
+    items, metadata = impl.flatten(node)
+    found = [(key, *_unwrap(value)) for key, value in items]
+    return NodeItems(
+        [key for key, _, _ in found],
+        [value for _, value, _ in found],
+        [is_data for _, _, is_data in found],
+        metadata,
+    )
+
+
+def _unwrap(value: Any) -> tuple[Any, bool | None]:
+    if isinstance(value, graphlib.DataElem):
+        return value.value, True
+    if isinstance(value, graphlib.StaticElem):
+        return value.value, False
+    return value, None
 
 
 def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
@@ -186,6 +207,11 @@ def is_node_state(x: Any) -> bool:
 def node_flags(state: Any) -> tuple[bool, bool]:
     """All in a node state that is part of its tree structure."""
     return _initializing.__get__(state), _is_setup.__get__(state)
+
+
+def new_node_state(*flags: bool) -> Any:
+    """A node state with these flags."""
+    return _NodeState(*flags)
 
 
 def new_node(node_type: type, metadata: Any) -> Any:

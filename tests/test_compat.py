@@ -67,9 +67,10 @@ class PrivateNamesTest(absltest.TestCase):
                 (key, getattr(value, "value", value), isinstance(value, nnx.graphlib.DataElem))
                 for key, value in impl.flatten(node)[0]
             ]
-            items, metadata = _compat.node_items(node)
-            self.assertIs(metadata, type(node))
-            for (key, value, is_data), other in zip(items, expected, strict=True):
+            items = _compat.node_items(node)
+            self.assertIs(items.metadata, type(node))
+            columns = zip(items.keys, items.values, items.is_data, strict=True)
+            for (key, value, is_data), other in zip(columns, expected, strict=True):
                 self.assertEqual((key, is_data), (other[0], other[2]))
                 self.assertIs(value, other[1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +91,7 @@ class _Splitter:
         self.links = [0] * len(known)
         self.leaves: list[Any] = []
         self._linked: set[int] = set()
+        self._statics: dict[int, Static] = {}
         self._pending: list[int] = []
 
     def link(self, obj: Any) -> int:
@@ -128,7 +130,7 @@ class _Splitter:
             value = _compat.get_value(obj)
             return VariableEntry(
                 type(obj),
-                tuple([(name, Static.of(setting)) for name, setting in metadata]),
+                tuple([(name, self._static(setting)) for name, setting in metadata]),
                 self._leaf(value, slots)
                 if type(value) is _compat.ArrayImpl
                 else self._container(value, slots, all_leaves=True),
@@ -139,26 +141,31 @@ class _Splitter:
                     f"{type(obj).__name__} is declared with pytree=False, so it cannot be used "
                     "with graph=False. Use graph=True, or make the class a pytree."
                 )
-            items, metadata = _compat.node_items(obj)
-            return NodeEntry(
-                type(obj),
-                metadata,
-                tuple([key for key, _, _ in items]),
-                tuple(
-                    [
-                        Static.of(value)
-                        if is_data is False
-                        else self._attribute(value, bool(is_data), slots)
-                        for _, value, is_data in items
-                    ]
-                ),
-            )
+            items = _compat.node_items(obj)
+            children = [
+                self._static(value)
+                if is_data is False
+                else self._attribute(value, bool(is_data), slots)
+                for value, is_data in zip(items.values, items.is_data, strict=True)
+            ]
+            return NodeEntry(type(obj), items.metadata, tuple(items.keys), tuple(children))
         self._leaf(obj, slots)
         return RefEntry()
+
+    def _static(self, value: Any) -> Static:
+        """The static for a value; the same object is looked at once."""
+        found = self._statics.get(id(value))
+        if found is None:
+            found = Static.of(value)
+            if found.holds(value):  # then nothing else can get its id
+                self._statics[id(value)] = found
+        return found
 
     def _attribute(self, value: Any, is_data: bool, slots: list[int]) -> Child:
         if _compat.is_graph_object(value):
             return self.link(value)
+        if _compat.is_node_state(value):
+            return _node_state(_compat.node_flags(value))
         child = self._container(value, slots, all_leaves=not self.graph)
         # Flax makes a value that was put under nnx.data an array, whatever its type.
         if isinstance(child, Static) and is_data:
@@ -201,12 +208,18 @@ class _Splitter:
             return self.link(part)
         if all_leaves or isinstance(part, _ARRAYS):
             return self._leaf(part, slots)
-        return Static.of(part)
+        return self._static(part)
 
     def _leaf(self, value: Any, slots: list[int]) -> Child:
         slots.append(len(self.leaves))
         self.leaves.append(value)
         return LEAF
+
+
+@functools.cache
+def _node_state(flags: tuple[bool, bool]) -> Container:
+    """What stands for Flax's note on how far a module is set up: a pytree without leaves."""
+    return Container(jax.tree_util.tree_structure(_compat.new_node_state(*flags)), ())
 
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)

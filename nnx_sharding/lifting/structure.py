@@ -74,6 +74,10 @@ class Static:
             found = _SHARED[kind, value] = Static(value)
         return found
 
+    def holds(self, value: Any) -> bool:
+        """Whether it keeps this very object alive, and not a copy or an equal one."""
+        return self._value is value and not self._mutable
+
     @property
     def value(self) -> Any:
         """The value."""
