@@ -95,6 +95,7 @@ def prefix_state(x: Any) -> tuple[Any, Any] | None:
 # Where a Pytree keeps which of its attributes are data, and the trace that it belongs to.
 STATUSES = "_pytree__nodes"
 _STATE = "_pytree__state"
+_Tracer = jax.core.Tracer
 
 
 class NodeItems(NamedTuple):
@@ -166,7 +167,7 @@ def _adopt_tracers(node: Any) -> None:
     missed = {
         name: True
         for name, value in vars(node).items()
-        if isinstance(value, jax.core.Tracer) and not statuses.get(name, False)
+        if isinstance(value, _Tracer) and not statuses.get(name, False)
     }
     if missed:
         object.__setattr__(node, STATUSES, statuses.update(missed))

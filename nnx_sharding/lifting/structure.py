@@ -314,6 +314,8 @@ class Structure:
             if child is LEAF:
                 yield Place(path, None, (next(slots),))
             elif isinstance(child, Container):
+                if not child.children:
+                    continue
                 paths = [path + key for key in container_keys(child.treedef)]
                 stack.append(_steps(paths, child.children, slots))
             elif isinstance(child, int) and child not in seen:
