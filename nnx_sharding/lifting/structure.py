@@ -141,7 +141,6 @@ class _ByEquality:
 # Most statics: nothing else is to be looked at.
 _PLAIN_TYPES = frozenset({str, int, bool, type(None), type, types.FunctionType})
 
-
 # Those among them that refer to nothing of the user's.
 _SHARED_TYPES = frozenset({str, int, bool, type(None)})
 _SHARED: dict[tuple[type, Any], Static] = {}
@@ -154,6 +153,10 @@ _FROZEN_TYPES = _PLAIN_TYPES | {
     types.BuiltinFunctionType,
     types.MethodType,
     functools.partial,
+    type(jax.jit(len)),
+    jax.custom_jvp,
+    jax.custom_vjp,
+    np.ufunc,
     _compat.HashableMapping,
 }
 _FROZEN_BASES = (
@@ -171,22 +174,17 @@ _FROZEN_BASES = (
 
 
 def is_frozen(value: Any) -> bool:
-    """Whether the same object always has the same :func:`static_key`."""
-    kind: Any = type(value)
+    """Whether the same object always has the same :func:`static_key`.
+
+    That leaves out objects of the user's classes, even if they are compared by identity, because
+    their class can be changed.
+    """
+    kind = type(value)
     if kind in _FROZEN_TYPES:
         return True
-    if isinstance(value, _FROZEN_BASES):
-        return not isinstance(value, np.void)
-    if (
-        kind is tuple
-        or kind is frozenset
-        or (isinstance(value, tuple) and hasattr(kind, "_fields"))
-    ):
+    if kind is tuple or kind is frozenset:
         return all(map(is_frozen, value))
-    if dataclasses.is_dataclass(kind):
-        return False
-    by_identity = kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__
-    return by_identity and not isinstance(value, dict | set | np.ndarray)
+    return isinstance(value, _FROZEN_BASES) and not isinstance(value, np.void)
 
 
 def is_hashable(value: Any) -> bool:
