@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import jax
 from absl.testing import parameterized
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -137,6 +138,7 @@ class GuardMachineTest(parameterized.TestCase):
     def test_random_changes_and_calls(self, name: str):
         family = FAMILIES[name]
         seen: collections.Counter[str] = collections.Counter()
+        self.addCleanup(jax.clear_caches)  # thousands of programs take gigabytes
         with watching_guards() as hits:
             run_state_machine_as_test(
                 machine_of(name, seen),

@@ -1495,8 +1495,8 @@ CHANGES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-NO_CHANGES = ("nothing", "equal static", "static that raises")
-TOO_CAREFUL = ("many equal statics",)  # a guard may fail where it need not
+NO_CHANGES = ("nothing", "equal static")
+TOO_CAREFUL = ("many equal statics", "static that raises")  # a guard may fail where it need not
 
 
 def parts_of(*arguments: Any) -> list[Any]:

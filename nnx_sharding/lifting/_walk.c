@@ -75,7 +75,7 @@ static inline uint64_t id_of(PyObject *object) {
     return (uint64_t)(uintptr_t)object;
 }
 
-#define MAX_UNEQUAL 8
+#define MAX_UNEQUAL 128
 
 /* One walk. */
 typedef struct {
@@ -135,7 +135,7 @@ static int append_mapping(Stream *stream, PyObject *mapping, PyObject *keys) {
         if (key != expected) {
             /* Only keys whose comparison runs no code of the user's. */
             int is_plain = (PyUnicode_CheckExact(key) && PyUnicode_CheckExact(expected)) ||
-                           (PyLong_Check(key) && PyLong_Check(expected));
+                           (PyLong_CheckExact(key) && PyLong_CheckExact(expected));
             if (!is_plain || PyObject_RichCompareBool(key, expected, Py_EQ) != 1) return 0;
         }
         if (!append(stream, value)) return 0;

@@ -39,7 +39,7 @@ from .structure import (
     is_frozen,
     is_leaf_treedef,
 )
-from .walk import Pins, Recipe, Walk, Wave, flatten_tree, ids_of, pin
+from .walk import Pinned, Pins, Recipe, Walk, Wave, flatten_tree, ids_of, pin
 
 
 class Guard(NamedTuple):
@@ -120,7 +120,7 @@ class _Builder:
         self._lengths: list[int] = []
         self._treedefs: list[Any] = []
         self._frozen: list[int] = []
-        self._mutable: list[int] = []
+        self._mutable: dict[int, Pinned] = {}
         self._mentions: list[int] = []
         self._variables: list[Any] = []
         self._node_states: list[Any] = []
@@ -237,9 +237,14 @@ class _Builder:
                 raise _NotGuardedError
             self._leaves[slots[0]] = position
         elif isinstance(child, Static):
-            if Static(value) != child:
+            pinned = Pinned(child, hash(child))
+            if pin(value) != pinned:
                 raise _NotGuardedError
-            (self._frozen if is_frozen(value) else self._mutable).append(position)
+            if is_frozen(value):
+                self._frozen.append(position)
+            else:
+                # The static of the plan, and not this one, which may refer to its model.
+                self._mutable[position] = pinned
         else:
             assert isinstance(child, int)
             self._mention(position, value, child)
@@ -316,7 +321,7 @@ class _Builder:
         stream = self._stream
         return Pins(
             frozen=tuple(stream[position] for position in self._frozen),
-            mutable=tuple(pin(stream[position]) for position in self._mutable),
+            mutable=tuple(self._mutable.values()),
             mentions=ids_of([stream[position] for position in self._mentions]),
             trace_states=tuple(map(_compat.get_trace_state, self._variables)),
             node_states=tuple(self._node_states),

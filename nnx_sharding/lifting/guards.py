@@ -60,7 +60,7 @@ class Guards:
         self._key_of = key_of
         self._shelves: dict[tuple[Any, ...], _Shelf] = {}
         self._walks: dict[Recipe, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection under it may run a finalizer that calls
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """The plan that serves a call, and its arguments taken apart; None if no guard holds."""
@@ -157,8 +157,10 @@ class Guards:
 
 def _make_room(kept: dict[Any, Any]) -> None:
     while len(kept) >= MAX_ARGUMENTS:
-        # Entries may go at any time, when a module is collected.
-        kept.pop(next(iter(kept), None), None)
+        try:
+            kept.pop(next(iter(kept)), None)
+        except (RuntimeError, StopIteration):  # a module was collected, and made room itself
+            continue
 
 
 def _watch(root: Any, forget: Callable[[Any], None]) -> Any:
