@@ -506,6 +506,10 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &PyTuple_Type, &recipe)) {
         return NULL;
     }
+    if (pin == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "set_up has not been called");
+        return NULL;
+    }
     if (PyTuple_GET_SIZE(recipe) != NUM_FIELDS) {
         PyErr_SetString(PyExc_ValueError, "this is no recipe");
         return NULL;

@@ -224,15 +224,13 @@ def is_still(value: Any, pinned: Pinned) -> bool:
 
 
 def _load_walk() -> Any:
-    if os.environ.get("NNX_SHARDING_PURE_PYTHON"):
-        return PythonWalk
     try:
         from nnx_sharding.lifting import _walk
 
         _walk.set_up(flatten_tree, is_still, pin, *_compat.GUARDED_SLOTS)
     except (ImportError, TypeError):  # there was no compiler, or Flax keeps things elsewhere
         return PythonWalk
-    return _walk.Walk
+    return PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else _walk.Walk
 
 
 Walk: Any = _load_walk()
