@@ -3,7 +3,9 @@
 from . import stages
 from ._version import __version__
 from .graph import merge, split
+from .inspect.retraces import explain_retraces
 from .lifting.lifted import Lifted
+from .lifting.limits import limit_traces
 from .lifting.structure import Structure
 from .state_sharding import StateSharding
 from .transforms.jit import jit
@@ -14,7 +16,9 @@ __all__ = [
     "StateSharding",
     "Structure",
     "__version__",
+    "explain_retraces",
     "jit",
+    "limit_traces",
     "merge",
     "shard_map",
     "split",

@@ -10,10 +10,12 @@ import functools
 import importlib
 import operator
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+import numpy as np
 from flax import errors as flax_errors
 from flax import nnx
 from flax.nnx import graphlib, pytreelib, variablelib
@@ -38,7 +40,10 @@ def _private(module: str, name: str) -> Any:
 ArrayImpl: Any = _private("jax._src.array", "ArrayImpl")
 _thread_resources: Any = _private("jax._src.mesh", "thread_resources")
 _traceback_util: Any = _private("jax._src", "traceback_util")
+IndivisibleError: Any = _private("jax._src.sharding", "IndivisibleError") or ValueError
 _trace_state_clean: Any = _private("jax._src.core", "trace_state_clean")
+_trace_context: Any = _private("jax._src.config", "trace_context")
+_trace_context_names: Any = _private("jax._src.config", "trace_context_names")
 
 
 # Kinds of objects
@@ -73,6 +78,19 @@ def is_ref(x: Any) -> bool:
 def is_hijax_variable(x: Any) -> bool:
     """Whether ``x`` is a Variable made with ``hijax=True``, concrete or traced."""
     return type(x) is not ArrayImpl and isinstance(x, nnx.Variable) and not is_variable(x)
+
+
+def is_array_like(x: Any) -> bool:
+    """Whether JAX takes ``x`` as an array, or as another value of a type of its own."""
+    if isinstance(x, jax.Array | int | float | complex):
+        return True
+    if not isinstance(x, np.ndarray | np.generic) and hasattr(x, "shape") and hasattr(x, "dtype"):
+        return True
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
 
 
 def is_unspecified(x: Any) -> bool:
@@ -377,6 +395,77 @@ else:
 
     def trace_is_clean() -> bool:
         return bool(jax.extend.core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL)
+
+
+# What is told of JAX's configuration where it does not tell itself what a trace depends on.
+_TRACE_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_device",
+    "jax_disable_jit",
+)
+
+
+def trace_context() -> dict[str, Any]:
+    """What in JAX's configuration and contexts a trace depends on, by name."""
+    if _trace_context is not None and _trace_context_names is not None:
+        names, values = tuple(_trace_context_names()), tuple(_trace_context())
+        if len(names) == len(values):
+            return dict(zip(names, values, strict=True))
+    options = {name: getattr(jax.config, name, None) for name in _TRACE_OPTIONS}
+    return {**options, "abstract_mesh_context_manager": context_mesh()}
+
+
+def is_eager_tracer(x: Any) -> bool:
+    """Whether ``x`` stands for the shards of an array while a ``shard_map`` runs uncompiled."""
+    return type(x).__name__ == "ShardMapTracer"
+
+
+def explicit_axes(mesh: Any) -> frozenset[Any]:
+    """The axes of a mesh whose sharding is part of the types of arrays."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit)
+
+
+def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
+    """The devices of a sharding in their order; None if it has none, or does not tell."""
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return None
+    if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        return None
+    devices: tuple[jax.Device, ...] | None = getattr(sharding, "_device_assignment", None)
+    return None if devices is None else tuple(devices)
+
+
+def refusing_unusable_donations(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for which JAX's warning about donated buffers without a use is an error."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Some donated buffers were not usable", UserWarning)
+            return function(*args, **kwargs)
+
+    return call
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The mesh axes along which a value inside of ``shard_map`` is not known to be the same.
+
+    Empty also where a release of JAX does not tell; JAX then checks with a message of its own.
+    """
+    aval = jax.typeof(x)
+    kind = getattr(aval, "mat", None)
+    found: frozenset[Any] = getattr(kind, "vur", getattr(aval, "vma", frozenset()))
+    return found
+
+
+def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+    """The axes of a mesh over which an enclosing ``shard_map`` is mapped."""
+    axes: tuple[Any, ...] = getattr(mesh, "manual_axes", ())
+    return axes
 
 
 # Tracebacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from .filters import is_opaque, to_predicate
+from .partition.fit import INDIVISIBLE, Indivisible, suggested_spec
 
 
 class StateSharding:
@@ -26,9 +28,14 @@ class StateSharding:
         Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple of
         filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
         or None for "leave it to JAX".
+      indivisible: what to do where a sharding does not divide the shape of its Variable:
+        ``"error"``; ``"replicate"`` the whole array; or ``"drop"`` the mesh axes that do not
+        divide. The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`) with a
+        list of what they changed. None takes what the transform says.
 
     Raises:
       TypeError: something else stands where a filter or a sharding belongs.
+      ValueError: ``indivisible`` is something else.
 
     Example:
       >>> from flax import nnx
@@ -44,26 +51,35 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = ("__weakref__", "_filters", "_predicates", "_shardings")
+    __slots__ = ("__weakref__", "_filters", "_indivisible", "_predicates", "_shardings")
 
     def __init__(
         self,
         filter_sharding: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
         /,
+        *,
+        indivisible: Indivisible | None = None,
     ):
+        if indivisible is not None and indivisible not in INDIVISIBLE:
+            raise ValueError(f"indivisible is one of {INDIVISIBLE} or None, not {indivisible!r}.")
         if isinstance(filter_sharding, nnx.State):
             pairs = _path_filters(filter_sharding)
         else:
             pairs = _pairs(filter_sharding)
-        wrong = [sharding for _, sharding in pairs if not is_single_spec(sharding)]
+        wrong = [(own, sharding) for own, sharding in pairs if not is_single_spec(sharding)]
         if wrong:
+            lines = (
+                f"  {_show(own)}: {sharding!r}{suggested_spec(sharding)}" for own, sharding in wrong
+            )
             raise TypeError(
-                f"StateSharding: {', '.join(map(repr, wrong))} is no sharding. Use a "
-                "PartitionSpec, such as P('data', None), a Sharding, or None."
+                "StateSharding: what stands here is no sharding:\n"
+                + "\n".join(lines)
+                + "\nUse a PartitionSpec such as P('data', None), a Sharding, or None."
             )
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
         self._predicates = tuple(map(to_predicate, self._filters))
+        self._indivisible = indivisible
 
     @property
     def filters(self) -> tuple[Any, ...]:
@@ -71,14 +87,24 @@ class StateSharding:
         return self._filters
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The filters as text."""
+        return tuple(map(_show, self._filters))
+
+    @property
     def shardings(self) -> tuple[Any, ...]:
         """The sharding of each filter."""
         return self._shardings
 
     @property
+    def indivisible(self) -> Indivisible | None:
+        """What to do where a sharding does not divide a shape; None if the transform decides."""
+        return self._indivisible
+
+    @property
     def depends_on_values(self) -> bool:
-        """Whether a user-written predicate takes part, which may look at shapes and dtypes."""
-        return any(map(is_opaque, self._predicates))
+        """Whether shapes or dtypes decide as well: in the user's predicates, or to make it fit."""
+        return self._indivisible not in (None, "error") or any(map(is_opaque, self._predicates))
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
         """The sharding of one Variable.
@@ -90,8 +116,8 @@ class StateSharding:
         Raises:
           ValueError: no filter matches.
         """
-        found, sharding = self.find(path, variable)
-        if found:
+        index, sharding = self.find(path, variable)
+        if index is not None:
             return sharding
         shape = getattr(variable, "shape", None)
         raise ValueError(
@@ -100,32 +126,40 @@ class StateSharding:
             "Add a filter for it, or a last entry `...: PartitionSpec()`."
         )
 
-    def find(self, path: tuple[Any, ...], variable: Any) -> tuple[bool, Any]:
-        """Whether a filter matches, and the sharding of the first that does."""
-        for predicate, sharding in zip(self._predicates, self._shardings, strict=True):
+    def find(self, path: tuple[Any, ...], variable: Any) -> tuple[int | None, Any]:
+        """The number of the first filter that matches and its sharding; None if none does."""
+        for index, predicate in enumerate(self._predicates):
             if predicate(path, variable):
-                return True, sharding
-        return False, None
+                return index, self._shardings[index]
+        return None, None
 
     def __repr__(self) -> str:
-        pairs = ", ".join(
-            f"{'...' if f is ... else repr(f)}: {s!r}"
-            for f, s in zip(self._filters, self._shardings, strict=True)
-        )
-        return f"StateSharding({{{pairs}}})"
+        pairs = zip(self.names, self._shardings, strict=True)
+        inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
+        option = "" if self._indivisible is None else f", indivisible={self._indivisible!r}"
+        return f"StateSharding({{{inside}}}{option})"
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, StateSharding)
             and self._filters == other._filters
             and self._shardings == other._shardings
+            and self._indivisible == other._indivisible
         )
 
     def __hash__(self) -> int:
-        return hash((self._filters, self._shardings))
+        return hash((self._filters, self._shardings, self._indivisible))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StateSharding, (tuple(zip(self._filters, self._shardings, strict=True)),)
+        pairs = tuple(zip(self._filters, self._shardings, strict=True))
+        return functools.partial(StateSharding, indivisible=self._indivisible), (pairs,)
+
+
+def _show(filter_: Any) -> str:
+    """A filter as the user wrote it, types by their name."""
+    if filter_ is ...:
+        return "..."
+    return filter_.__name__ if isinstance(filter_, type) else repr(filter_)
 
 
 def is_single_spec(x: Any) -> bool:

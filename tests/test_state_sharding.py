@@ -73,12 +73,13 @@ class RuleTest(parameterized.TestCase):
             try:
                 expected = theirs.map_prefix(path, variable)
             except ValueError:
-                self.assertEqual(ours.find(path, variable), (False, None))
+                self.assertEqual(ours.find(path, variable), (None, None))
                 with self.assertRaises(ValueError):
                     ours.map_prefix(path, variable)
             else:
                 self.assertEqual(ours.map_prefix(path, variable), expected)
-                self.assertEqual(ours.find(path, variable), (True, expected))
+                index, found = ours.find(path, variable)
+                self.assertEqual((ours.shardings[index], found), (expected, expected))
 
     def test_first_match_decides(self):
         kernel = nnx.Param(jnp.ones((2, 2)))
@@ -107,7 +108,7 @@ class RuleTest(parameterized.TestCase):
     )
     def test_every_kind_of_sharding(self, sharding):
         found = StateSharding({...: sharding}).find(("x",), nnx.Param(jnp.ones(8)))
-        self.assertEqual(found, (True, sharding))
+        self.assertEqual(found, (0, sharding))
 
     def test_state_of_specs(self):
         model = MLP()
@@ -132,8 +133,8 @@ class RuleTest(parameterized.TestCase):
         sharding = NamedSharding(mesh_of((8,), ("a",)), P())
         state = nnx.State({"x": {"y": None}, "z": sharding})
         made = StateSharding(state)
-        self.assertEqual(made.find(("x", "y"), nnx.Param(1.0)), (True, None))
-        self.assertEqual(made.find(("z",), nnx.Param(1.0)), (True, sharding))
+        self.assertEqual(made.find(("x", "y"), nnx.Param(1.0)), (0, None))
+        self.assertEqual(made.find(("z",), nnx.Param(1.0)), (1, sharding))
 
 
 class ObjectTest(parameterized.TestCase):

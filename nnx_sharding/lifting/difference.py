@@ -1,9 +1,17 @@
-"""In what two structures differ, in the user's words."""
+"""In what two calls differ, in the user's words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
 
 from .. import _compat
 from .structure import (
@@ -17,7 +25,21 @@ from .structure import (
     VariableEntry,
     accessor,
     container_keys,
+    static_key,
 )
+
+
+class Difference(NamedTuple):
+    """One thing in which two calls differ.
+
+    Attributes:
+      text: what it is: ``model.dropout.deterministic: False → True``.
+      look_alike: whether all that can be seen of the two values is the same, and they differ
+        only in who they are.
+    """
+
+    text: str
+    look_alike: bool = False
 
 
 def differences(old: Structure, new: Structure, names: Sequence[str], limit: int = 10) -> list[str]:
@@ -29,103 +51,255 @@ def differences(old: Structure, new: Structure, names: Sequence[str], limit: int
       names: the names of the positional arguments.
       limit: how many differences to name.
     """
-
-    def name(path: Path) -> str:
-        if len(path) < 2:
-            return "the arguments"
-        label = path[1] if path[0] == 1 else names[path[1]] if path[1] < len(names) else "args"
-        return accessor(str(label), path[2:])
-
-    found: list[str] = []
-    for line in _compare(old, old.root, new, new.root, (), {}, name):
-        found.append(line)
-        if len(found) == limit:
-            found.append("…")
-            break
-    return found
+    found = [d.text for d in itertools.islice(compare(old, new, names), limit + 1)]
+    return found if len(found) <= limit else [*found[:limit], "…"]
 
 
-def _compare(
-    old: Structure,
-    a: Child,
-    new: Structure,
-    b: Child,
-    path: Path,
-    pairs: dict[tuple[str, int], int],
-    name: Callable[[Path], str],
-) -> Iterator[str]:
-    if isinstance(a, int) and isinstance(b, int):
-        before, after = pairs.setdefault(("old", a), b), pairs.setdefault(("new", b), a)
-        if (before, after) != (b, a):
-            yield f"{name(path)}: shared with other objects than before"
-        elif ("done", a) not in pairs:
-            pairs["done", a] = b
-            yield from _compare_entries(old, a, new, b, path, pairs, name)
-    elif isinstance(a, Container) and isinstance(b, Container):
-        parts_a = dict(zip(container_keys(a.treedef), a.children, strict=True))
-        parts_b = dict(zip(container_keys(b.treedef), b.children, strict=True))
-        yield from _compare_parts(old, parts_a, new, parts_b, path, pairs, name)
-        if a.treedef != b.treedef and parts_a.keys() == parts_b.keys():
-            yield f"{name(path)}: {a.treedef} → {b.treedef}"
-    elif a != b:
-        yield f"{name(path)}: {_show(old, a)} → {_show(new, b)}"
+_MISSING = object()
+
+# A path as a chain, from the last key to the first: all paths of a deep model would be long.
+_Link: TypeAlias = "tuple[_Link, Path] | None"
 
 
-def _compare_entries(
-    old: Structure,
-    a: int,
-    new: Structure,
-    b: int,
-    path: Path,
-    pairs: dict[tuple[str, int], int],
-    name: Callable[[Path], str],
-) -> Iterator[str]:
-    x, y = old.entries[a], new.entries[b]
-    if type(x) is not type(y) or (x is not None and y is not None and x.type is not y.type):
-        yield f"{name(path)}: {_show(old, a)} → {_show(new, b)}"
-    elif isinstance(x, NodeEntry) and isinstance(y, NodeEntry):
-        parts_a = {(k,): c for k, c in zip(x.keys, x.children, strict=True)}
-        parts_b = {(k,): c for k, c in zip(y.keys, y.children, strict=True)}
-        yield from _compare_parts(old, parts_a, new, parts_b, path, pairs, name)
-    elif isinstance(x, VariableEntry) and isinstance(y, VariableEntry):
-        settings_a, settings_b = dict(x.metadata), dict(y.metadata)
-        for key in sorted({*settings_a, *settings_b}):
-            if settings_a.get(key) != settings_b.get(key):
-                before, after = (_setting(s, key) for s in (settings_a, settings_b))
-                yield f"{name(path)}, metadata {key!r}: {before} → {after}"
-        yield from _compare(old, x.value, new, y.value, path, pairs, name)
+def compare(old: Structure, new: Structure, names: Sequence[str]) -> Iterator[Difference]:
+    """Where two structures differ; arguments that only one call has are left out.
+
+    Args:
+      old: the structure of the arguments of one call, whose root is ``(positional, keywords)``.
+      new: that of another call.
+      names: the names of the positional arguments.
+    """
+    partner: dict[tuple[str, int], int] = {}
+    done: set[int] = set()
+    stack: list[tuple[_Link, Any, Any]] = [(None, old.root, new.root)]
+    while stack:  # no recursion: models may be nested deeply
+        link, a, b = stack.pop()
+        if isinstance(a, int) and isinstance(b, int):
+            if (partner.setdefault(("old", a), b), partner.setdefault(("new", b), a)) != (b, a):
+                yield Difference(f"{_name(link, names)}: shared with other objects than before")
+                continue
+            if a in done:
+                continue
+            done.add(a)
+            x, y = old.entries[a], new.entries[b]
+            if type(x) is type(y) and (x is None or x.type is y.type):  # type: ignore[union-attr]
+                yield from _own_differences(x, y, link, names)
+                stack += _pairs(_parts_of(x), _parts_of(y), link)
+                continue
+        elif isinstance(a, Container) and isinstance(b, Container):
+            parts_a, parts_b = _parts_of(a), _parts_of(b)
+            if a.treedef != b.treedef and parts_a.keys() == parts_b.keys():
+                shown = f"{_shorten(str(a.treedef))} → {_shorten(str(b.treedef))}"
+                yield Difference(f"{_name(link, names)}: {shown}")
+            if link is None:  # the arguments themselves
+                common = {key[:2] for key in parts_a} & {key[:2] for key in parts_b}
+                parts_a, parts_b = (
+                    {key: part for key, part in parts.items() if key[:2] in common}
+                    for parts in (parts_a, parts_b)
+                )
+            stack += _pairs(parts_a, parts_b, link)
+            continue
+        elif isinstance(a, Static) and isinstance(b, Static):
+            yield from static_differences(_name(link, names), a, b)
+            continue
+        elif a is b:
+            continue
+        yield Difference(f"{_name(link, names)}: {_show(old, a)} → {_show(new, b)}")
 
 
-def _compare_parts(
-    old: Structure,
-    parts_a: dict[Path, Child],
-    new: Structure,
-    parts_b: dict[Path, Child],
-    path: Path,
-    pairs: dict[tuple[str, int], int],
-    name: Callable[[Path], str],
-) -> Iterator[str]:
-    for key, child in parts_a.items():
-        if key not in parts_b:
-            yield f"{name(path + key)}: {_show(old, child)} → missing"
-        elif key != (_compat.STATUSES,):  # which attributes are data shows in themselves
-            yield from _compare(old, child, new, parts_b[key], path + key, pairs, name)
-    for key, child in parts_b.items():
-        if key not in parts_a:
-            yield f"{name(path + key)}: missing → {_show(new, child)}"
+def _own_differences(x: Any, y: Any, link: _Link, names: Sequence[str]) -> Iterator[Difference]:
+    """What differs in two objects of one type besides their parts."""
+    if isinstance(x, NodeEntry) and x.metadata != y.metadata:
+        yield Difference(f"{_name(link, names)}: {show(x.metadata)} → {show(y.metadata)}")
+    if not isinstance(x, VariableEntry) or x.metadata == y.metadata:
+        return
+    before, after = dict(x.metadata), dict(y.metadata)
+    for key in sorted({*before, *after}):
+        where = f"{_name(link, names)}, metadata {key!r}"
+        if key in before and key in after:
+            yield from static_differences(where, before[key], after[key])
+        else:
+            pair = (show(s[key].value) if key in s else "missing" for s in (before, after))
+            yield Difference(f"{where}: {' → '.join(pair)}")
 
 
-def _setting(settings: dict[str, Static], key: str) -> str:
-    return repr(settings[key].value) if key in settings else "missing"
+def _parts_of(x: Any) -> dict[Path, Child]:
+    if isinstance(x, Container):
+        return dict(zip(container_keys(x.treedef), x.children, strict=True))
+    if isinstance(x, VariableEntry):
+        return {(): x.value}
+    if isinstance(x, NodeEntry):
+        parts = zip(x.keys, x.children, strict=True)
+        # Which attributes are data shows in themselves.
+        return {(key,): child for key, child in parts if key != _compat.STATUSES}
+    return {}
 
 
-def _show(structure: Structure, child: Child) -> str:
+def _pairs(
+    parts_a: dict[Path, Child], parts_b: dict[Path, Child], link: _Link
+) -> list[tuple[_Link, Any, Any]]:
+    """The parts of two objects side by side, in reverse, as a stack wants them."""
+    keys = reversed({**parts_a, **parts_b})
+    return [((link, key), parts_a.get(key, _MISSING), parts_b.get(key, _MISSING)) for key in keys]
+
+
+def _name(link: _Link, names: Sequence[str]) -> str:
+    keys: list[Path] = []
+    while link is not None:
+        link, key = link
+        keys.append(key)
+    path = tuple(itertools.chain.from_iterable(reversed(keys)))
+    if len(path) < 2:
+        return "the arguments"
+    label = path[1] if path[0] == 1 else names[path[1]] if path[1] < len(names) else "args"
+    return _shorten(accessor(str(label), path[2:]), 200)
+
+
+def _show(structure: Structure, child: Any) -> str:
+    if child is _MISSING:
+        return "missing"
     if child is LEAF:
         return "an array"
     if isinstance(child, Static):
-        return repr(child.value)
+        return show(child.value)
     if isinstance(child, Container):
-        return str(child.treedef)
-    assert isinstance(child, int)
+        return _shorten(str(child.treedef))
     entry: Any = structure.entries[child]
-    return f"a {entry.type.__name__}"
+    name = entry.type.__name__
+    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
+
+
+# Statics
+
+_MAX_PARTS = 1000  # of one value: beyond them nobody reads, and an object may lead anywhere
+
+
+def static_differences(where: str, old: Static, new: Static) -> Iterator[Difference]:
+    """In which parts two static values differ.
+
+    Args:
+      where: what the user would write to reach the value.
+      old: what was there.
+      new: what is there now.
+    """
+    if _equal(old, new):
+        return
+    a, b = old.value, new.value
+    changed: list[tuple[str, Any, Any]] = []
+    replaced: list[tuple[str, Any]] = []
+    stack: list[tuple[str, Any, Any, bool]] = [("", a, b, False)]
+    seen: set[tuple[int, int]] = set()
+    while stack and len(seen) < _MAX_PARTS:
+        suffix, x, y, inside = stack.pop()
+        if x is y or (id(x), id(y)) in seen:
+            continue
+        seen.add((id(x), id(y)))
+        parts_x, parts_y = _value_parts(x), _value_parts(y)
+        by_identity = type(x) is type(y) and _has_no_eq(x)
+        if type(x) is not type(y) or _code(x) != _code(y):
+            changed.append((suffix, x, y))
+        elif parts_x is None and parts_y is None:
+            if by_identity and show(x) == show(y):
+                replaced += [] if inside else [(suffix, x)]
+            elif not _equal(x, y):
+                changed.append((suffix, x, y))
+        elif parts_x is None or parts_y is None or parts_x.keys() != parts_y.keys():
+            changed.append((suffix, x, y))
+        else:
+            replaced += [(suffix, x)] if by_identity and not inside else []
+            pairs = [
+                (suffix + key, part, parts_y[key], inside or by_identity)
+                for key, part in parts_x.items()
+            ]
+            stack += reversed(pairs)
+    if changed:
+        for suffix, x, y in changed:
+            yield Difference(f"{where}{suffix}: {_show_two(x, y)}")
+    elif replaced:
+        yield Difference(_replaced(where, replaced), look_alike=True)
+    else:
+        yield Difference(f"{where}: {_show_two(a, b)}")
+
+
+def _replaced(where: str, replaced: Sequence[tuple[str, Any]]) -> str:
+    suffixes = [suffix for suffix, _ in replaced if suffix]
+    more = f" and {len(suffixes) - 3} more" if len(suffixes) > 3 else ""
+    parts = f": {', '.join(suffixes[:3])}{more}" if suffixes else ""
+    kinds = ", ".join(dict.fromkeys(type(value).__name__ for _, value in replaced))
+    return (
+        f"{where} is a new object each call, though it looks the same{parts} (compared by "
+        f"identity: {kinds} has no __eq__ of its own); make it once, outside of the loop"
+    )
+
+
+def _value_parts(value: Any) -> dict[str, Any] | None:
+    """What a value consists of, by what one would write behind it; None if it is one piece."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {f".{key}": part for key, part in zip(value._fields, value, strict=True)}
+    if isinstance(value, list | tuple):
+        return {f"[{index}]": part for index, part in enumerate(value)}
+    if isinstance(value, _compat.HashableMapping):
+        value = dict(_compat.mapping_items(value))
+    if isinstance(value, dict):
+        return {f"[{show(key)}]": part for key, part in value.items()}
+    if isinstance(value, functools.partial):
+        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return {".__func__": value.__func__, ".__self__": value.__self__}
+    if isinstance(value, types.FunctionType):
+        parts: dict[str, Any] = {}
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                parts[f", its variable {key}"] = cell.cell_contents
+        return {**parts, ", its defaults": (value.__defaults__, value.__kwdefaults__)}
+    if isinstance(value, type | jax.Array | types.ModuleType):
+        return None
+    own = getattr(value, "__dict__", None)
+    if dataclasses.is_dataclass(value) or _has_no_eq(value):
+        return None if own is None else {f".{key}": part for key, part in own.items()}
+    return None
+
+
+def _has_no_eq(value: Any) -> bool:
+    own: Any = type(value).__eq__
+    return own is object.__eq__
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, jax.Array) or isinstance(b, jax.Array):
+        return False  # to compare them would wait for the device; nobody asks if they are the same
+    try:
+        return bool(a == b if isinstance(a, Static) else static_key(a) == static_key(b))
+    except Exception:  # whatever the user's own __eq__ and __hash__ raise
+        return False
+
+
+def _code(value: Any) -> types.CodeType | None:
+    return value.__code__ if isinstance(value, types.FunctionType) else None
+
+
+def _show_two(a: Any, b: Any) -> str:
+    before, after = show(a), show(b)
+    if before != after:
+        return f"{before} → {after}"
+    one, other = _code(a), _code(b)
+    if one and other and one != other:
+        lines = (f"{before} ({code.co_filename}:{code.co_firstlineno})" for code in (one, other))
+        return " → ".join(lines)
+    return f"{before} → {after} (they look the same, but compare unequal)"
+
+
+def show(value: Any) -> str:
+    """A value in a message: its name or its repr, without addresses, and not too long."""
+    try:
+        name = getattr(value, "__qualname__", None) if callable(value) else None
+        text = name if isinstance(name, str) else repr(value)
+    except Exception as error:  # the user's own
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return _shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
+
+
+def _shorten(text: str, length: int = 120) -> str:
+    text = " ".join(text.split())
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"

@@ -19,12 +19,14 @@ import jax
 from .. import _compat
 from .arguments import Call, Parameters
 from .guards import Guards
+from .limits import TraceLimit
 from .merge import unflatten
 from .plan import Plan, Transform, abstract, as_declared, make_plan
 from .pure import Outcome
 from .run import run
 from .split import Flat, flatten
 from .stages import Lowered, Traced
+from .traces import TraceLog
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,6 +84,7 @@ class Lifted(Generic[P, R]):
         graph: bool,
         updates: bool,
         implicit: int = 0,
+        max_traces: int | None = None,
     ):
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -90,6 +93,10 @@ class Lifted(Generic[P, R]):
         self._graph = graph
         self._updates = updates
         self._implicit = implicit  # how many leading parameters positions do not count
+        self._max_traces = max_traces
+        self._trace_limit: TraceLimit | None = None
+        if max_traces is not None:
+            self._trace_limit = TraceLimit.of(max_traces, "max_traces", 1)
         self._origin: Lifted[..., Any] | None = None
         self._bound: tuple[Any, ...] = ()
         self._parameters = Parameters(fun, *roles, bound=implicit)
@@ -158,8 +165,14 @@ class Lifted(Generic[P, R]):
         return _abstract_output(outcome, arrays, flat)
 
     def clear_cache(self) -> None:
-        """Forgets all traces and compiled programs of this function with these options."""
+        """Forgets all traces and compiled programs of this function with these options.
+
+        Also what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` know of the function.
+        """
         self._plans.clear()
+        self._cache.log.clear()
+        if self._trace_limit is not None:
+            self._trace_limit.used = 0
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
         _compat.leave_static_cache()
@@ -190,6 +203,7 @@ class Lifted(Generic[P, R]):
                 self._graph,
                 self._updates,
                 self._cache.traced,
+                self._cache.log,
             ),
         )
 
@@ -234,6 +248,7 @@ class Lifted(Generic[P, R]):
             "graph": self._graph,
             "updates": self._updates,
             "implicit": self._implicit,
+            "max_traces": self._max_traces,
         }
         make = functools.partial(Lifted, self._fun, self._transform, self._roles, **modes)
         return make, ()
@@ -245,6 +260,7 @@ def lift(
     roles: Roles,
     graph: bool | None,
     graph_updates: bool | None,
+    max_traces: int | None,
     **jax_options: Any,
 ) -> Lifted[..., Any]:
     """Wraps a function; a bound method of an NNX object becomes a function of that object.
@@ -257,7 +273,13 @@ def lift(
     # As in Flax, the global flags count where a function is decorated, not where it is called.
     graph, updates = _compat.graph_mode(graph, graph_updates)
     lifted: Lifted[..., Any] = Lifted(
-        unbound, transform, roles, graph=graph, updates=updates, implicit=len(bound)
+        unbound,
+        transform,
+        roles,
+        graph=graph,
+        updates=updates,
+        implicit=len(bound),
+        max_traces=max_traces,
     )
     for obj in bound:
         lifted = lifted.__get__(obj)
@@ -341,6 +363,7 @@ class _FunctionCache:
         self.traced: weakref.WeakValueDictionary[Hashable, Callable[..., Any]] = (
             weakref.WeakValueDictionary()
         )
+        self.log = TraceLog()
         self._plans: OrderedDict[Hashable, _Plans] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -12,12 +12,16 @@ import numpy as np
 from .. import _compat
 from . import merge
 from .arguments import Call, Layout, Parameters, align_specs
+from .check import Terms, check_arrays, check_axes, fitted, shape_of, uses_of
 from .pure import Pure, Rules
 from .resolve import Found, Specs, Target, argument_targets, reach, resolve, slot_names
 from .split import Flat
 from .structure import RefEntry, Static, Structure, VariableEntry
+from .traces import TraceLog
 
-Committed: TypeAlias = Literal["refuse", "move", "leave"]
+# What is done with what is committed to another layout than declared: it is an error; it is laid
+# out anew, on the same devices or wherever it is; or its own layout counts.
+Committed: TypeAlias = Literal["error", "relayout", "move", "leave"]
 
 
 class Transform(Rules, Protocol):
@@ -33,7 +37,11 @@ class Transform(Rules, Protocol):
 
     @property
     def committed(self) -> Committed:
-        """What is done with Variables that are committed to another layout than declared."""
+        """What is done with what is committed to another layout than declared."""
+
+    @property
+    def terms(self) -> Terms:
+        """What it says about fitting specs to arrays."""
 
     @property
     def tells_layouts(self) -> bool:
@@ -100,11 +108,18 @@ class Plan(NamedTuple):
       names: for each slot what the user would write to reach it.
       program: the pure function in JAX's hands.
       layouts: for each slot the layout that is declared for it, or None.
-      placed_slots: the slots of Variables for which a layout is declared.
+      placed_slots: the slots that are laid out as declared before the function runs: those of
+        Variables, and all where what is committed may be moved.
       placed_layouts: these layouts.
       pick_placed: picks these slots from all arrays.
       declared: the slots whose type says the layout where nothing else does.
-      committed: what is done with Variables that are committed to another layout.
+      committed: what is done with what is committed to another layout.
+      terms: what the transform says about fitting specs to arrays.
+      specs: the spec of each slot.
+      out_specs: all specs that outputs can have.
+      donated: the slots whose arrays are donated.
+      fun: the function, held weakly.
+      log: what is remembered of the traces of the function.
     """
 
     fun_name: str
@@ -120,6 +135,12 @@ class Plan(NamedTuple):
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]
     declared: frozenset[int]
     committed: Committed
+    terms: Terms
+    specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    donated: frozenset[int]
+    fun: Callable[[], Any]
+    log: TraceLog
 
 
 def make_plan(
@@ -131,6 +152,7 @@ def make_plan(
     graph: bool,
     updates: bool,
     traced: MutableMapping[Hashable, Callable[..., Any]],
+    log: TraceLog,
 ) -> Plan:
     """Works out the plan for a structure.
 
@@ -144,20 +166,33 @@ def make_plan(
       updates: whether changes of structure reach the caller.
       traced: pure functions of ``fun`` that were made before, by their keys. Options that do
         not matter to the trace, such as compiler options, then do not cost another one.
+      log: where the traces are noted.
 
     Raises:
       ValueError: the specs do not fit the arguments.
+      TypeError: an argument is no array.
+      StrictError: the transform is strict, and there is something to warn of.
     """
     layout, structure = call.layout, flat.structure
     transform = transform.in_context()
     specs = align_specs(transform.in_specs.tree, parameters, layout, transform.in_name)
     goals = argument_targets(structure, call.tree, specs, [layout.names[i] for i in layout.dynamic])
     reached = reach(structure, goals)
-    resolved = resolve(reached, flat.objects, flat.leaves, transform.spec_of)
-    slot_specs = transform.slot_specs(resolved.slots, flat.leaves)
-    donated = _donated_slots(structure, layout, reached)
     found_names = slot_names(structure.num_leaves, reached)
     names = [name or f"array {slot}" for slot, name in enumerate(found_names)]
+    check_arrays(names, flat.leaves)
+    terms = transform.terms
+    uses = uses_of(reached, flat.objects, flat.leaves)
+    check_axes(terms, transform.in_specs, transform.out_specs, uses)
+    resolved = resolve(reached, flat.objects, flat.leaves, transform.spec_of)
+    slot_specs = fitted(
+        terms,
+        names,
+        [shape_of(leaf) for leaf in flat.leaves],
+        transform.slot_specs(resolved.slots, flat.leaves),
+        resolved.indivisible,
+    )
+    donated = _donated_slots(structure, layout, reached)
     unspecified = transform.spec_of(None)
     object_specs = {
         slot: unspecified if slot_specs[slot] is None else slot_specs[slot]
@@ -173,17 +208,21 @@ def make_plan(
         targets=tuple(goal.objects_only() for goal in goals),
         known=known_variables(reached, object_specs),
         object_specs=object_specs,
+        indivisible=resolved.indivisible,
         donated=donated.intersection(object_specs),
+        uses=tuple(resolved.uses),
         graph=graph,
         updates=updates,
     )
     function = traced.get(pure.key)
     if function is None:
-        function = traced.setdefault(pure.key, pure.function(names))
-    program = transform.compile(function, slot_specs, pure.group_specs(), tuple(sorted(donated)))
+        function = traced.setdefault(pure.key, pure.function(names, log))
+    groups = pure.group_specs()
+    program = transform.compile(function, slot_specs, groups, tuple(sorted(donated)))
     variables = structure.slots_of(VariableEntry)
     layouts = tuple(map(transform.layout_of, slot_specs))
-    placed = {s: own for s, own in enumerate(layouts) if own is not None and s in variables}
+    movable = frozenset(range(len(names))) if transform.committed == "move" else variables
+    placed = {s: own for s, own in enumerate(layouts) if own is not None and s in movable}
     return Plan(
         fun_name=function.__name__,
         structure=structure,
@@ -198,6 +237,12 @@ def make_plan(
         pick_placed=merge.picker(tuple(placed)),
         declared=variables if transform.tells_layouts else frozenset(range(len(names))),
         committed=transform.committed,
+        terms=terms,
+        specs=tuple(slot_specs),
+        out_specs=groups,
+        donated=donated,
+        fun=pure.fun,
+        log=log,
     )
 
 

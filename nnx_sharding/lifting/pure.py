@@ -17,14 +17,18 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..partition.fit import Indivisible, spec_and_mesh, variants
 from ..state_sharding import StateSharding
 from . import merge
 from .arguments import Layout, join_call
-from .resolve import Found, Specs, Target, reach, resolve, slot_names, target
+from .check import Terms, check_captured, check_filters, check_results, fitted, shape_of
+from .resolve import Found, Specs, Target, Use, reach, resolve, slot_names, target
 from .split import Flat, flatten
 from .structure import NodeEntry, RefEntry, Static, Structure, VariableEntry, accessor
+from .traces import TraceLog
 
 
 class Rules(Protocol):
@@ -41,6 +45,18 @@ class Rules(Protocol):
     @property
     def trace_key(self) -> Hashable:
         """All options on which a trace depends."""
+
+    @property
+    def terms(self) -> Terms:
+        """What it says about fitting specs to arrays."""
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        """Refuses arrays that must not come out with these specs."""
+
+    def with_spec(self, spec: Any, partition: PartitionSpec) -> Any:
+        """A final spec with another ``PartitionSpec`` in it."""
 
     def spec_of(self, spec: Any) -> Any:
         """The final, hashable form of a spec that the user wrote."""
@@ -132,7 +148,9 @@ class Pure:
       targets: the graph objects among the arguments, with their specs.
       known: for each Variable of the arguments, what messages call it, and its final spec.
       object_specs: the final specs of all arrays that belong to objects, by slot.
+      indivisible: by slot, what to do where a spec does not divide, if not what ``rules`` say.
       donated: slots whose arrays are always outputs.
+      uses: what each ``StateSharding`` decided about among the arguments.
       graph: whether references are kept (graph mode) or refused (tree mode).
       updates: whether changes of structure reach the caller.
     """
@@ -145,7 +163,9 @@ class Pure:
     targets: tuple[Target, ...]
     known: dict[int, tuple[str, Any]]
     object_specs: dict[int, Any]
+    indivisible: dict[int, Indivisible]
     donated: frozenset[int]
+    uses: tuple[Use, ...]
     graph: bool
     updates: bool
 
@@ -159,6 +179,7 @@ class Pure:
             self.structure,
             self.targets,
             tuple(self.object_specs.items()),
+            tuple(self.indivisible.items()),
             self.donated,
             self.graph,
             self.updates,
@@ -166,24 +187,34 @@ class Pure:
 
     def group_specs(self) -> tuple[Any, ...]:
         """The spec of each group of outputs: every spec that an output can have."""
-        written = [None, *self.rules.out_specs.written]
-        for goal in self.targets:
-            for part in goal.parts:
-                spec = part.spec
-                written += spec.shardings if isinstance(spec, StateSharding) else [spec]
-        final = [self.rules.spec_of(spec) for spec in written]
+        parts = [part.spec for goal in self.targets for part in goal.parts]
+        final = [self.rules.spec_of(None)]
+        for spec in (*self.rules.out_specs.rules, *parts):
+            is_rules = isinstance(spec, StateSharding)
+            how = (is_rules and spec.indivisible) or self.rules.terms.indivisible
+            for written in spec.shardings if is_rules else [spec]:
+                own = self.rules.spec_of(written)
+                final.append(own)
+                pair = spec_and_mesh(own, self.rules.terms.mesh)
+                if pair is not None:
+                    final += [self.rules.with_spec(own, part) for part in variants(pair[0], how)]
         return tuple(dict.fromkeys([*final, *self.object_specs.values()]))
 
-    def function(self, labels: Sequence[str]) -> Callable[..., Any]:
+    def function(self, labels: Sequence[str], log: TraceLog) -> Callable[..., Any]:
         """The function to give to JAX, with the user's names for its many arguments."""
 
         def pure(*leaves: Any) -> Any:
-            return self._call(leaves)
+            forget = log.add_trace(self, labels, leaves)
+            try:
+                return self._call(leaves)
+            except BaseException:
+                forget()
+                raise
 
         fun = self.fun()
         while isinstance(fun, functools.partial):
             fun = fun.func
-        pure.__name__ = getattr(fun, "__name__", type(fun).__name__)
+        pure.__name__ = _name_of(fun)
         pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
         code = getattr(inspect.unwrap(fun), "__code__", None) if fun is not None else None
         if code is not None:
@@ -215,8 +246,12 @@ class Pure:
         # What is known keeps its spec and its name, so only new things are looked for.
         changed = self.updates and not self._is_unchanged(after.structure)
         reached = reach(after.structure, [*self.targets, goal] if changed else [goal])
-        specs = self._output_specs(after, reached)
-        return self._pack(leaves, after, specs, self._output_names(after.structure, reached))
+        names = self._output_names(after.structure, reached)
+        check_results(self.rules.name, names, after.leaves)
+        specs = self._output_specs(leaves, after, reached, names)
+        self.rules.check_outputs(_name_of(fun), names, after.leaves, specs)
+        check_captured(self.rules.terms, fun)
+        return self._pack(leaves, after, specs, names)
 
     def _is_unchanged(self, after: Structure) -> bool:
         """Whether there are the same objects as before, and no module changed or holds arrays."""
@@ -227,7 +262,13 @@ class Pure:
             if isinstance(old, NodeEntry)
         )
 
-    def _output_specs(self, after: Flat, reached: Sequence[Found]) -> list[Any]:
+    def _output_specs(
+        self,
+        leaves: Sequence[Any],
+        after: Flat,
+        reached: Sequence[Found],
+        names: Sequence[str],
+    ) -> list[Any]:
         """The final spec of each array after the call."""
         resolved = resolve(
             reached,
@@ -237,11 +278,23 @@ class Pure:
             known=self.known,
             settled={g.name for g in self.targets},
         )
+        check_filters(self.rules.terms, (*self.uses, *resolved.uses))
+        indivisible = resolved.indivisible
+        before: dict[int, tuple[int, ...] | None] = {}
         for index in self.known:
-            for slot in after.structure.slots[index]:
+            old_slots = self.structure.slots[index]
+            for position, slot in enumerate(after.structure.slots[index]):
                 resolved.slots[slot] = resolved.variables[index][1]
+                if old_slots:
+                    old = old_slots[min(position, len(old_slots) - 1)]
+                    before[slot] = shape_of(leaves[old])
+                    if old in self.indivisible:
+                        indivisible[slot] = self.indivisible[old]
         unspecified = self.rules.spec_of(None)
-        return [unspecified if spec is None else spec for spec in resolved.slots]
+        specs = [unspecified if spec is None else spec for spec in resolved.slots]
+        shapes = [shape_of(leaf) for leaf in after.leaves]
+        terms = self.rules.terms
+        return fitted(terms, names, shapes, specs, indivisible, outputs=True, before=before)
 
     def _output_names(self, after: Structure, reached: Sequence[Found]) -> list[str]:
         names = slot_names(after.num_leaves, reached)
@@ -333,6 +386,13 @@ class Pure:
                 + "\n".join(lines)
                 + "\nReturn a copy made by nnx.clone, or use graph=True and graph_updates=True."
             )
+
+
+def _name_of(fun: Any) -> str:
+    """The name of a function, behind any ``functools.partial``."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return str(getattr(fun, "__name__", type(fun).__name__))
 
 
 class _SlotParameter(inspect.Parameter):

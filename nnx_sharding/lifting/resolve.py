@@ -10,6 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..filters import is_opaque, to_predicate
+from ..partition.fit import Indivisible, describe_both, suggested_spec, suggestion
 from ..state_sharding import StateSharding, is_single_spec
 from .structure import (
     Child,
@@ -58,10 +60,14 @@ class Resolved(NamedTuple):
     Attributes:
       slots: the spec of each array, by slot.
       variables: for each Variable or ref that was reached, its spec and where it was found.
+      indivisible: the slots for which a ``StateSharding`` says what to do where it does not divide.
+      uses: what each ``StateSharding`` decided about.
     """
 
     slots: list[Any]
     variables: dict[int, tuple[str, Any]]
+    indivisible: dict[int, Indivisible]
+    uses: list[Use]
 
 
 def is_spec(x: Any) -> bool:
@@ -104,9 +110,10 @@ class PathFunction(StateSharding):
         """A function may look at anything."""
         return True
 
-    def find(self, path: Path, variable: Any) -> tuple[bool, Any]:
+    def find(self, path: Path, variable: Any) -> tuple[int | None, Any]:
         """The function always has an answer, or raises an error of its own."""
-        return True, self._function(path, variable)
+        sharding = self._function(path, variable)
+        return next((i for i, s in enumerate(self.shardings) if s == sharding), 0), sharding
 
 
 class Specs:
@@ -114,8 +121,9 @@ class Specs:
 
     Attributes:
       tree: the prefix itself.
-      written: every spec in it that is a leaf, those inside of ``StateSharding`` included.
-      invalid: those of them that are no specs at all.
+      rules: every spec in it that is a leaf, a ``StateSharding`` as a whole.
+      written: likewise, with those inside of a ``StateSharding`` instead of it.
+      invalid: what stands in it and is no spec at all: where, and what to write instead.
       has_partition_spec: whether one of them needs a mesh.
       depend_on_values: whether shapes and dtypes decide as well, by a predicate of the user's.
       may_hold_none: whether single arguments can have None.
@@ -123,10 +131,12 @@ class Specs:
 
     def __init__(self, tree: Any):
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
+        self.invalid = list(_no_specs(tree, ()))
         leaves = list(map(_own_spec, leaves))
         self.tree = jax.tree_util.tree_unflatten(treedef, leaves)
         wrapped = [StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves]
         self._key = (tuple(wrapped), treedef)
+        self.rules: tuple[Any, ...] = tuple(wrapped)
         self.written: tuple[Any, ...] = tuple(
             part
             for spec in wrapped
@@ -135,16 +145,12 @@ class Specs:
         self.depend_on_values = any(
             isinstance(s, StateSharding) and s.depends_on_values for s in wrapped
         )
-        self.invalid = [spec for spec in self.written if not is_single_spec(spec)]
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
         self.may_hold_none = self.tree is not None and None in leaves
 
     def value_key(self, leaves: Sequence[Any]) -> Any:
-        """What a resolution depends on besides the structure: shapes, if a predicate asks."""
-        if not self.depend_on_values:
-            return None
-        avals = map(jax.typeof, leaves)
-        return tuple((getattr(a, "shape", None), getattr(a, "dtype", None)) for a in avals)
+        """The shapes and dtypes of arrays, for a resolution that depends on them."""
+        return tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Specs) and self._key == other._key
@@ -154,6 +160,19 @@ class Specs:
 
     def __repr__(self) -> str:
         return repr(self.tree)
+
+
+def _no_specs(tree: Any, path: Path) -> Iterator[str]:
+    """What stands in a prefix and is no spec, with its place, and with what may be meant."""
+    if is_spec(tree):
+        return
+    meant = suggested_spec(tree) if path or isinstance(tree, str) else ""
+    parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    if meant or is_leaf_treedef(treedef):
+        yield f"{accessor('', path)}: {tree!r}{meant}"
+        return
+    for key, part in parts:
+        yield from _no_specs(part, (*path, *map(path_key, key)))
 
 
 def argument_targets(
@@ -186,10 +205,16 @@ def target(name: str, prefix: Any, value: Any, child: Child) -> Target:
         keys, children = ((),), (child,)
     try:
         spread = _spread_over(prefix, child, len(children))
-    except ValueError as error:
+    except ValueError:
+        full = _skeleton(child)
+        problems = [
+            f"  {name}{where}: {what}" for where, what in _prefix_problems(prefix, full, ())
+        ]
+        if not problems:
+            raise
         raise ValueError(
-            f"the specs for {name} are no tree prefix of its value, in which modules and "
-            f"Variables count as leaves: {error}"
+            "these specs are no tree prefix of the value they are for, in which modules and "
+            "Variables count as leaves:\n" + "\n".join(problems)
         ) from None
     return Target(
         name,
@@ -204,8 +229,14 @@ def _spread_over(prefix: Any, child: Child, count: int) -> list[tuple[Any, int]]
     """For each part of a child its spec, and how many keys lead to the place of the spec."""
     if is_single_spec(prefix) or isinstance(prefix, StateSharding):
         return [(prefix, 0)] * count  # without a look at the pytree, which may not like numbers
-    full = child.treedef.unflatten(range(count)) if isinstance(child, Container) else 0
-    return list(_spread(prefix, full, 0))
+    return list(_spread(prefix, _skeleton(child), 0))
+
+
+def _skeleton(child: Child) -> Any:
+    """The pytree of a child, with anything at its leaves."""
+    if not isinstance(child, Container):
+        return 0
+    return child.treedef.unflatten(range(child.treedef.num_leaves))
 
 
 def _spread(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
@@ -222,6 +253,36 @@ def _spread(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
     subtrees: list[Any] = treedef.flatten_up_to(full)  # type: ignore[attr-defined]
     for part, below in zip(parts, subtrees, strict=True):
         yield from _spread(part, below, depth + 1)
+
+
+def _prefix_problems(prefix: Any, full: Any, path: Path) -> Iterator[tuple[str, str]]:
+    """Why a prefix is none: where, and what is wrong there."""
+    if is_spec(prefix):
+        return
+    where = accessor("", path)
+    own, theirs = (_parts(tree) for tree in (prefix, full))
+    if type(prefix) is not type(full) or not theirs:
+        kind = type(full).__name__ if theirs else "module, Variable or array"
+        yield where, f"the specs are a {type(prefix).__name__}, the value is a {kind}"
+        return
+    if isinstance(prefix, tuple | list) and len(own) != len(theirs):
+        yield where, f"{len(own)} specs for {len(theirs)} values"
+        return
+    missing = [key for key in theirs if key not in own]
+    extra = [key for key in own if key not in theirs]
+    if missing:
+        yield where, f"no spec for {', '.join(map(repr, missing))}"
+    for key in extra:
+        yield where, f"there is no {key!r}{suggestion(key, missing or theirs)}"
+    for key in own:
+        if key in theirs:
+            yield from _prefix_problems(own[key], theirs[key], (*path, key))
+
+
+def _parts(tree: Any) -> dict[Any, Any]:
+    """The children of one level of a pytree by their keys."""
+    parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return {} if is_leaf_treedef(treedef) else {path_key(path[0]): part for path, part in parts}
 
 
 def _take(value: Any, children: Iterator[Child]) -> Child:
@@ -291,28 +352,35 @@ def resolve(
       ValueError: no filter matches some Variables; or one Variable is reached with two
         different specs.
     """
-    result = Resolved([None] * len(leaves), dict(known or {}))
-    unmatched: list[str] = []
+    result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
+    uses: dict[int, Use] = {}
     conflicts: list[str] = []
     for found in reached:
         place, spec = found.place, found.part.spec
         if found.target.name in settled and known and place.entry in known:
             spec = None
         elif isinstance(spec, StateSharding):
+            use = uses.setdefault(id(spec), Use(spec))
             index = place.entry
             subject = leaves[place.slots[0]] if index is None else objects[index]
             # Inside a module paths start at the module, as in Flax.
-            matched, spec = spec.find(place.path or found.part.below, subject)
-            if not matched:
-                unmatched.append(f"  {found.name}: {_describe(subject)}, by {found.part.spec!r}")
+            path = place.path or found.part.below
+            which, spec = use.rules.find(path, subject)
+            use.note(which, path, found.target.name)
+            if which is None:
+                use.unmatched.append(f"  {found.name}: {_describe(subject)}")
                 continue
+            if use.rules.indivisible is not None:
+                result.indivisible.update(dict.fromkeys(place.slots, use.rules.indivisible))
         _record(result, found, None if spec is None else spec_of(spec), conflicts)
+    unmatched = [use for use in uses.values() if use.unmatched]
     if unmatched:
         raise ValueError(
             "no filter of the StateSharding matches:\n"
-            + "\n".join(unmatched)
+            + "\n".join(use.unmatched_lines() for use in unmatched)
             + "\nAdd a filter for them, or a last entry `...: PartitionSpec()`."
         )
+    result.uses.extend(uses.values())
     if conflicts:
         raise ValueError(
             "Inconsistent aliasing: one Variable is reached with different shardings:\n"
@@ -322,6 +390,66 @@ def resolve(
     return result
 
 
+class Use:
+    """What one ``StateSharding`` decided about."""
+
+    def __init__(self, rules: StateSharding):
+        self.rules = rules
+        self.unmatched: list[str] = []
+        self._matched: set[int | None] = set()
+        self._keys: dict[Any, None] = {}
+        self._arguments: dict[str, None] = {}
+
+    def note(self, which: int | None, path: Path, argument: str) -> None:
+        """Notes one decision: the number of the filter, for what path and argument."""
+        self._matched.add(which)
+        self._keys.update(dict.fromkeys(path))
+        self._arguments[argument] = None
+
+    def copy(self) -> Use:
+        """One that can be added to."""
+        new = Use(self.rules)
+        new.add(self)
+        return new
+
+    def add(self, other: Use) -> None:
+        """Takes in the decisions of an equal one."""
+        self._matched |= other._matched
+        self._keys |= other._keys
+        self._arguments |= other._arguments
+
+    def unmatched_lines(self) -> str:
+        """What no filter matched, and the filters that were tried."""
+        return "\n".join([*self.unmatched, f"The filters are {', '.join(self.rules.names)}."])
+
+    def unused_lines(self) -> Iterator[str]:
+        """The filters that decided about nothing.
+
+        A last resort may do so, and so may a predicate that looks at shapes.
+        """
+        for index, filter_ in enumerate(self.rules.filters):
+            is_last_resort = filter_ in (..., True, nnx.Everything())
+            if index in self._matched or is_last_resort or is_opaque(to_predicate(filter_)):
+                continue
+            name = self.rules.names[index]
+            near = ""
+            if isinstance(filter_, nnx.PathContains) and filter_.key not in self._keys:
+                near = suggestion(filter_.key, self._keys)
+            yield f"  {name}, for {', '.join(self._arguments)}{near}"
+
+
+def merged(uses: Iterable[Use]) -> list[Use]:
+    """Uses of equal rules as one: each filter may be meant for one argument only."""
+    found: list[Use] = []
+    for use in uses:
+        same = next((other for other in found if other.rules == use.rules), None)
+        if same is None:
+            found.append(use.copy())
+        else:
+            same.add(use)
+    return found
+
+
 def _record(result: Resolved, found: Found, spec: Any, conflicts: list[str]) -> None:
     index = found.place.entry
     if index is not None:
@@ -329,7 +457,8 @@ def _record(result: Resolved, found: Found, spec: Any, conflicts: list[str]) -> 
         if first is None or first[1] is None:
             result.variables[index] = (found.name, spec)
         elif spec is not None and spec != first[1]:
-            conflicts.append(f"  {first[0]}: {first[1]}\n  {found.name}: {spec}")
+            old, new = describe_both(first[1], spec)
+            conflicts.append(f"  {first[0]}: {old}\n  {found.name}: {new}")
         spec = result.variables[index][1]
     for slot in found.place.slots:
         result.slots[slot] = spec

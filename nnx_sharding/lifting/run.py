@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from ..partition.fit import describe_both
 from . import merge
+from .check import committed_message, fitted
+from .diagnose import explain
 from .plan import Plan, is_committed, known_variables
 from .pure import Outcome, OutputGroup
 from .resolve import reach
@@ -39,7 +42,11 @@ def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
     placed: Sequence[int] = ()
     if plan.placed_slots:
         leaves, placed = _place(plan, leaves)
-    *groups, outcome = execute(*leaves)
+    try:
+        *groups, outcome = execute(*leaves)
+    except Exception as error:
+        explain(plan, leaves, error)
+        raise
     update = outcome.update
     if update is None:
         update = outcome.update = _Update.of(outcome, len(flat.objects))
@@ -96,32 +103,24 @@ def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
 
 
 def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> None:
+    names = [plan.names[slot] for slot in slots]
+    shapes = [jnp.shape(leaves[slot]) for slot in slots]
+    fitted(plan.terms, names, shapes, [plan.specs[slot] for slot in slots], {})
+    if plan.committed == "move":
+        return
     lines = []
     for slot in slots:
         leaf, layout = leaves[slot], plan.layouts[slot]
         assert layout is not None
-        shape = jnp.shape(leaf)
-        where = f"  {plan.names[slot]}, shape {shape}: "
-        spec = getattr(layout, "spec", ())
-        if len(spec) > len(shape):
-            lines.append(f"{where}{spec} has more entries than the array has dimensions")
-            continue
-        try:
-            layout.shard_shape(shape)
-        except ValueError as error:
-            lines.append(f"{where}not divisible: {error}")
-            continue
         if is_committed(leaf):
-            same_devices = leaf.sharding.device_set == layout.device_set
-            if plan.committed == "refuse" or not same_devices:
-                lines.append(f"{where}committed to {leaf.sharding}, declared {layout}")
+            moves = leaf.sharding.device_set != layout.device_set
+            if moves or plan.committed == "error":
+                own, declared = describe_both(leaf.sharding, layout)
+                lines.append(
+                    f"  {plan.names[slot]}, shape {leaf.shape}: is {own}, declared {declared}"
+                )
     if lines:
-        raise ValueError(
-            "cannot lay out these arrays as declared:\n"
-            + "\n".join(lines)
-            + "\nDeclare what they are, or move them with jax.device_put; a dimension must be a "
-            "multiple of the mesh axes that cut it."
-        )
+        raise ValueError(committed_message(plan.terms.name, lines))
 
 
 class _Update:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ClassVar, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..errors import NoMeshError
 from ..lifting.arguments import Call, Layout, Parameters, sort_call
+from ..lifting.check import Terms
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs
+from ..partition.fit import INDIVISIBLE, Indivisible
+from .options import check_options, check_specs
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class NoMeshError(RuntimeError, ValueError):
-    """A ``PartitionSpec`` has no mesh; a ``RuntimeError`` as from ``jax.jit``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,12 @@ class _Jit:
     backend: str | None
     inline: bool
     compiler_options: tuple[tuple[str, Any], ...] | None
+    committed: Committed
+    indivisible: Indivisible
+    strict: bool
 
     name = "jit"
     in_name = "in_shardings"
-    committed: ClassVar[Committed] = "refuse"
     tells_layouts = True
 
     def sort_call(
@@ -53,11 +55,15 @@ class _Jit:
 
     @property
     def has_key(self) -> bool:
-        return self.in_specs.depend_on_values or (self.mesh is None and self._needs_mesh)
+        return self._depends_on_shapes or (self.mesh is None and self._needs_mesh)
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = None if self.mesh or not self._needs_mesh else _compat.context_mesh()
-        return (mesh, self.in_specs.value_key(leaves))
+        return (mesh, self.in_specs.value_key(leaves) if self._depends_on_shapes else None)
+
+    @property
+    def _depends_on_shapes(self) -> bool:
+        return self.in_specs.depend_on_values or self.indivisible != "error"
 
     def in_context(self) -> _Jit:
         if self.mesh is not None or not self._needs_mesh:
@@ -78,7 +84,33 @@ class _Jit:
 
     @property
     def trace_key(self) -> Hashable:
-        return ("jit", self.mesh, self.out_specs)
+        return ("jit", self.mesh, self.out_specs, self.indivisible, self.strict)
+
+    @property
+    def terms(self) -> Terms:
+        mesh = (
+            self.mesh if self.mesh is not None or not self._needs_mesh else _compat.context_mesh()
+        )
+        return Terms(
+            name=self.name,
+            in_name=self.in_name,
+            tells_layouts=self.tells_layouts,
+            mesh=mesh,
+            usable=None,
+            indivisible=self.indivisible,
+            divides_outputs=True,
+            strict=self.strict,
+        )
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        pass  # their shapes are all that matters
+
+    def with_spec(self, spec: Any, partition: PartitionSpec) -> Any:
+        if isinstance(spec, NamedSharding):
+            return NamedSharding(spec.mesh, partition, memory_kind=spec.memory_kind)
+        return partition
 
     def spec_of(self, spec: Any) -> Any:
         if isinstance(spec, PartitionSpec) and self.mesh is not None:
@@ -119,7 +151,8 @@ class _Jit:
             if self.device is not None or self.backend is not None:
                 warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
             jitted = jax.jit(pure, **options)
-        return Program(staged=jitted, top_level=jitted, inline=jitted)
+        call = _compat.refusing_unusable_donations(jitted) if self.strict and donated else jitted
+        return Program(staged=jitted, top_level=call, inline=call)
 
 
 @overload
@@ -139,6 +172,10 @@ def jit(
     inline: bool = ...,
     abstracted_axes: None = ...,
     compiler_options: dict[str, Any] | None = ...,
+    committed: Literal["error", "move"] = ...,
+    indivisible: Indivisible = ...,
+    strict: bool = ...,
+    max_traces: int | None = ...,
     graph: bool | None = ...,
     graph_updates: bool | None = ...,
 ) -> Lifted[P, R]: ...
@@ -160,6 +197,10 @@ def jit(
     inline: bool = ...,
     abstracted_axes: None = ...,
     compiler_options: dict[str, Any] | None = ...,
+    committed: Literal["error", "move"] = ...,
+    indivisible: Indivisible = ...,
+    strict: bool = ...,
+    max_traces: int | None = ...,
     graph: bool | None = ...,
     graph_updates: bool | None = ...,
 ) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
@@ -181,6 +222,10 @@ def jit(
     inline: bool = False,
     abstracted_axes: None = None,
     compiler_options: dict[str, Any] | None = None,
+    committed: Literal["error", "move"] = "error",
+    indivisible: Indivisible = "error",
+    strict: bool = False,
+    max_traces: int | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -218,6 +263,18 @@ def jit(
       inline: inline into enclosing jaxprs.
       abstracted_axes: gone from JAX; only None is accepted.
       compiler_options: passed to XLA.
+      committed: what to do with arrays that are committed to another layout than
+        ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` them. A Variable then
+        stays where it was moved to; an array that is no Variable is moved at each call.
+      indivisible: what to do with specs that do not divide the shapes they are for:
+        ``"error"``; ``"replicate"`` these arrays; or ``"drop"`` the mesh axes that do not divide.
+        The latter two warn with a list of what they changed. A
+        :class:`~nnx_sharding.StateSharding` may say otherwise for its part.
+      strict: whether everything that the library would warn of is an error, and a donated
+        buffer that cannot be used, too.
+      max_traces: how often the function may be traced through this wrapper: the call that would
+        trace it once more raises instead, and says what differs. A trace for what was traced
+        before, as after ``jax.clear_caches()``, does not count. None is no limit.
       graph: None takes Flax's global flag as it is now. False treats modules as pytrees:
         shared references are an error, and only the values of Variables are updated.
       graph_updates: None takes Flax's global flag as it is now. False keeps sharing but updates
@@ -229,9 +286,12 @@ def jit(
 
     Raises:
       TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``,
-        or something else stands where a spec belongs.
-      ValueError: at a call, a static argument is not hashable, specs do not fit the arguments,
-        a ``PartitionSpec`` has no mesh, or a Variable cannot be laid out as declared.
+        or something else stands where a spec belongs; at a call, an argument is no array.
+      ValueError: an option has another value than those above; at a call, a static argument is
+        not hashable or holds arrays, specs do not fit the arguments or the mesh, a
+        ``PartitionSpec`` has no mesh, or arrays cannot be laid out as declared.
+      StrictError: at a call, with ``strict``.
+      RetraceError: at a call that would have to trace once more than ``max_traces`` allows.
 
     Example:
       >>> import jax.numpy as jnp
@@ -266,22 +326,20 @@ def jit(
         backend,
         inline,
         None if compiler_options is None else tuple(compiler_options.items()),
+        committed,
+        indivisible,
+        strict,
     )
-    for option, specs in (
-        ("in_shardings", transform.in_specs),
-        ("out_shardings", transform.out_specs),
-    ):
-        if specs.invalid:
-            raise TypeError(
-                f"jit {option}: {', '.join(map(repr, specs.invalid))} is no sharding. Use a "
-                "Sharding, a PartitionSpec such as P('data', None), a StateSharding, or None."
-            )
+    check_options(
+        "jit", committed=(committed, ("error", "move")), indivisible=(indivisible, INDIVISIBLE)
+    )
+    check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)
     jax_options: dict[str, Any] = {} if device is None else {"device": device}
     if backend is not None:
         jax_options["backend"] = backend
     roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
 
     def decorate(fun: Callable[..., Any]) -> Any:
-        return lift(fun, transform, roles, graph, graph_updates, **jax_options)
+        return lift(fun, transform, roles, graph, graph_updates, max_traces, **jax_options)
 
     return decorate if fun is None else decorate(fun)

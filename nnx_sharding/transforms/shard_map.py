@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
+from ..lifting.check import Terms
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs
+from ..partition.fit import INDIVISIBLE, Indivisible, axes_of
+from .options import check_options, check_specs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +34,9 @@ class _ShardMap:
     auto: frozenset[AxisName]
     check_vma: bool
     compiled: bool
+    on_committed: Committed
+    indivisible: Indivisible
+    strict: bool
     # The mesh that applies to one plan: `mesh`, or the one in context.
     current: Mesh | AbstractMesh | None = None
 
@@ -41,7 +47,7 @@ class _ShardMap:
     @property
     def committed(self) -> Committed:
         # Over axes that stay automatic, a layout that was chosen elsewhere is none of ours.
-        return "move" if self._is_fully_manual() else "leave"
+        return self.on_committed if self._is_fully_manual() else "leave"
 
     def sort_call(
         self,
@@ -69,11 +75,16 @@ class _ShardMap:
     @property
     def has_key(self) -> bool:
         inferred = self.in_specs.tree is None
-        return self.mesh is None or inferred or self.in_specs.depend_on_values
+        return self.mesh is None or inferred or self._depends_on_shapes
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        return (mesh, self._inferred(leaves, mesh), self.in_specs.value_key(leaves))
+        shapes = self.in_specs.value_key(leaves) if self._depends_on_shapes else None
+        return (mesh, self._inferred(leaves, mesh), shapes)
+
+    @property
+    def _depends_on_shapes(self) -> bool:
+        return self.in_specs.depend_on_values or self.indivisible != "error"
 
     def in_context(self) -> _ShardMap:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
@@ -87,6 +98,50 @@ class _ShardMap:
     @property
     def trace_key(self) -> Hashable:
         return ("shard_map", dataclasses.replace(self, in_specs=Specs(None)))
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            name=self.name,
+            in_name=self.in_name,
+            tells_layouts=self.tells_layouts,
+            mesh=self.current,
+            usable=self._manual_axes(),
+            indivisible=self.indivisible,
+            divides_outputs=False,
+            strict=self.strict,
+        )
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        """Along the axes that a spec leaves out, a result has to be the same on all devices."""
+        if not self.check_vma or self.current is None:
+            return
+        here = frozenset(self.current.axis_names).difference(_compat.manual_axes(self.current))
+        lines, missing = [], dict[Any, None]()
+        for name, leaf, spec in zip(names, leaves, specs, strict=True):
+            named = {axis for entry in spec for axis in axes_of(entry)}
+            axes = sorted(_compat.varying_axes(leaf) & here - named, key=str)
+            if axes:
+                missing.update(dict.fromkeys(axes))
+                along = ", ".join(map(repr, axes))
+                lines.append(
+                    f"  {name}, {jax.typeof(leaf).str_short()}, {spec!r}: varies along {along}"
+                )
+        if lines:
+            axis = next(iter(missing)) if len(missing) == 1 else tuple(missing)
+            raise ValueError(
+                f"shard_map of {fun_name} cannot prove that these results are the same along the "
+                "mesh axes that their specs leave out:\n"
+                + "\n".join(lines)
+                + f"\nReduce them in the function, as in jax.lax.pmean(x, {axis!r}) or psum, pmax, "
+                "all_gather; or name the axis in the spec. If they are the same for reasons that "
+                "JAX cannot see, pass check_vma=False."
+            )
+
+    def with_spec(self, spec: Any, partition: PartitionSpec) -> Any:
+        return partition
 
     def spec_of(self, spec: Any) -> Any:
         if spec is None:
@@ -166,7 +221,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _type_spec(leaf: Any) -> PartitionSpec:
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
     return PartitionSpec() if sharding is None else sharding.spec
 
 
@@ -192,6 +247,10 @@ def shard_map(
     check_rep: bool | None = ...,
     auto: Set[AxisName] = ...,
     jit: bool = ...,
+    committed: Literal["error", "relayout", "move"] = ...,
+    indivisible: Indivisible = ...,
+    strict: bool = ...,
+    max_traces: int | None = ...,
     graph: bool | None = ...,
     graph_updates: bool | None = ...,
 ) -> Lifted[P, R]: ...
@@ -208,6 +267,10 @@ def shard_map(
     check_rep: bool | None = ...,
     auto: Set[AxisName] = ...,
     jit: bool = ...,
+    committed: Literal["error", "relayout", "move"] = ...,
+    indivisible: Indivisible = ...,
+    strict: bool = ...,
+    max_traces: int | None = ...,
     graph: bool | None = ...,
     graph_updates: bool | None = ...,
 ) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
@@ -224,6 +287,10 @@ def shard_map(
     check_rep: bool | None = None,
     auto: Set[AxisName] = frozenset(),
     jit: bool = True,
+    committed: Literal["error", "relayout", "move"] = "relayout",
+    indivisible: Indivisible = "error",
+    strict: bool = False,
+    max_traces: int | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
@@ -250,6 +317,13 @@ def shard_map(
       auto: the older way to say ``axis_names``: the axes that stay automatic.
       jit: False runs operation by operation at top level, to debug with prints and
         breakpoints.
+      committed: what to do with Variables that are committed to another layout than
+        ``in_specs`` declares: ``"relayout"`` them on the devices where they are, as JAX does for
+        arrays; ``"move"`` also arrays, and from other devices; or ``"error"``.
+      indivisible: as in :func:`~nnx_sharding.jit`, for arguments. The function then sees the
+        whole of a dimension where it would have seen a part, and must do without the axis.
+      strict: as in :func:`~nnx_sharding.jit`.
+      max_traces: as in :func:`~nnx_sharding.jit`.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
@@ -260,8 +334,11 @@ def shard_map(
       TypeError: ``f`` is not callable, or something else stands where a mesh or a spec
         belongs; at a call, no ``in_specs`` on a mesh that is not
         Explicit.
-      ValueError: both names of one option are given; at a call, there is no mesh, or the
-        specs do not fit.
+      ValueError: both names of one option are given, or an option has another value than those
+        above; at a call, there is no mesh, the specs do not fit the mesh or the arguments, or
+        it cannot be proved that a result is as replicated as its spec says.
+      StrictError: at a call, with ``strict``.
+      RetraceError: at a call that would have to trace once more than ``max_traces`` allows.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -296,20 +373,23 @@ def shard_map(
         frozenset(auto),
         True if checked is None else checked,
         jit,
+        committed,
+        indivisible,
+        strict,
+    )
+    check_options(
+        "shard_map",
+        committed=(committed, ("error", "relayout", "move")),
+        indivisible=(indivisible, INDIVISIBLE),
     )
 
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"shard_map needs a Mesh or an AbstractMesh, not {mesh!r}.")
-    for option, specs in (("in_specs", transform.in_specs), ("out_specs", transform.out_specs)):
-        if specs.invalid:
-            raise TypeError(
-                f"shard_map {option}: {', '.join(map(repr, specs.invalid))} is no spec. Use a "
-                "PartitionSpec such as P('data', None), a StateSharding, or None."
-            )
+    check_specs("shard_map", in_specs=transform.in_specs, out_specs=transform.out_specs)
 
     def decorate(f: Callable[..., Any]) -> Any:
         if not callable(f):
             raise TypeError(f"shard_map needs a callable, not {f!r} of type {type(f).__name__}.")
-        return lift(f, transform, Roles(), graph, graph_updates)
+        return lift(f, transform, Roles(), graph, graph_updates, max_traces)
 
     return decorate if f is None else decorate(f)

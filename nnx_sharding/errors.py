@@ -1,0 +1,82 @@
+"""What the library raises and warns of beyond the errors of JAX and Flax.
+
+Each error is also of the type that ``jax.jit`` raises for the same mistake, so that code which
+catches that keeps working.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+class NoMeshError(RuntimeError, ValueError):
+    """A ``PartitionSpec`` has no mesh; a ``RuntimeError`` as from ``jax.jit``."""
+
+
+class StrictError(ValueError):
+    """What is a :class:`ShardingWarning` where ``strict=True`` was not given."""
+
+
+class DonatedError(RuntimeError, ValueError):
+    """An array was donated before, or is donated and passed once more; JAX raises either type."""
+
+
+class RetraceError(RuntimeError):
+    """A function would be traced more often than ``max_traces`` or ``limit_traces`` allows."""
+
+
+class ShardingWarning(UserWarning):
+    """What works, but is hardly meant. With ``strict=True`` it is a :class:`StrictError`."""
+
+
+class UnusedFilterWarning(ShardingWarning):
+    """A filter of a ``StateSharding`` decides about no Variable."""
+
+
+class CapturedArrayWarning(ShardingWarning):
+    """A function captures a sharded array, whose sharding is then lost."""
+
+
+class CorrectedSpecWarning(ShardingWarning):
+    """Specs were changed to fit the shapes, as ``indivisible="replicate"`` or ``"drop"`` asks."""
+
+
+class RetraceWarning(ShardingWarning):
+    """A function is traced again and again for something that looks the same each time."""
+
+
+def report(category: type[ShardingWarning], message: str, *, strict: bool) -> None:
+    """Warns at the line of the user's that led here.
+
+    Raises:
+      StrictError: ``strict`` is true.
+    """
+    if strict:
+        raise StrictError(message)
+    warnings.warn(message, category, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The stack level of the nearest frame that is neither ours nor JAX's nor Flax's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file is one of ours, of JAX or of Flax."""
+    return filename.startswith(_LIBRARIES)
+
+
+def _folders(names: Iterable[str]) -> tuple[str, ...]:
+    found = (getattr(sys.modules.get(name), "__file__", None) for name in names)
+    return tuple(str(Path(file).parent) for file in found if file)
+
+
+_LIBRARIES = (_PACKAGE, *_folders(("jax", "jaxlib", "flax")))

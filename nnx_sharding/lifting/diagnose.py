@@ -1,0 +1,244 @@
+"""What is behind an error of JAX, in the user's names.
+
+Nothing here runs before JAX has refused a call. Where the arguments show why, the user gets that as
+the error; otherwise the error of JAX stays, with a note where there is more to say.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .. import _compat
+from ..errors import DonatedError, StrictError, is_library
+from ..partition.fit import axes_of, describe_both
+from .captured import captured_shards, describe_captured
+from .check import committed_message, fitted, shape_of
+from .plan import Plan, is_committed
+from .structure import accessor
+
+SHOWN = 5  # names in a list of arrays that have something in common
+
+
+def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
+    """Says what is behind an error, if that can be seen.
+
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays that JAX was given.
+      error: what it raised.
+
+    Raises:
+      DonatedError: an array was donated before, or is donated twice.
+      ValueError: specs, shardings or devices do not fit together.
+      StrictError: a donated buffer cannot be used, and the transform is strict.
+    """
+    if isinstance(error, ValueError | RuntimeError):
+        for check in _CHECKS:
+            check(plan, leaves)
+    if isinstance(error, UserWarning):
+        _check_donated(plan, leaves, error)
+    if isinstance(error, _compat.TraceContextError):
+        _note_object(error)
+    elif isinstance(error, ValueError | NotImplementedError) and "mesh" in str(error).lower():
+        _note_captured(plan, error)
+
+
+def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> None:
+    lines = [
+        f"  {name}, {jax.typeof(leaf).str_short()}"
+        for name, leaf in zip(plan.names, leaves, strict=True)
+        if _is_concrete(leaf) and leaf.is_deleted()
+    ]
+    if lines:
+        raise DonatedError(
+            "these arguments were deleted, or donated to an earlier call that took their memory:\n"
+            + "\n".join(lines)
+            + "\nUse what that call returned, or do not donate them (donate_argnums, "
+            "donate_argnames)."
+        ) from None
+
+
+def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> None:
+    slots: dict[int, list[int]] = {}
+    for slot, leaf in enumerate(leaves):
+        if _is_concrete(leaf):
+            slots.setdefault(id(leaf), []).append(slot)
+    lines = [
+        f"  {jax.typeof(leaves[same[0]]).str_short()}: {', '.join(plan.names[s] for s in same)}"
+        for same in slots.values()
+        if len(same) > 1 and not plan.donated.isdisjoint(same)
+    ]
+    if lines:
+        raise DonatedError(
+            "one array is donated, and passed once more in the same call:\n"
+            + "\n".join(lines)
+            + "\nDonate a copy (x.copy()), or pass it once."
+        ) from None
+
+
+def _check_donated(plan: Plan, leaves: Sequence[Any], warning: UserWarning) -> None:
+    """Strict transforms make JAX raise its warning of donated buffers without a use."""
+    types = {slot: jax.typeof(leaves[slot]).str_short() for slot in plan.donated}
+    lines = [f"  {plan.names[s]}, {text}" for s, text in types.items() if text in str(warning)]
+    if lines:
+        raise StrictError(
+            f"{plan.terms.name}: these arguments are donated, but {plan.fun_name} has no result of "
+            "their shape and dtype that could use their memory:\n"
+            + "\n".join(lines)
+            + "\nDo not donate them (donate_argnums, donate_argnames)."
+        ) from None
+
+
+def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
+    fitted(plan.terms, plan.names, [shape_of(leaf) for leaf in leaves], plan.specs, {})
+
+
+def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
+    """On Explicit meshes the sharding is part of an array's type."""
+    terms = plan.terms
+    if not terms.tells_layouts and terms.usable != frozenset(terms.mesh.axis_names):
+        return
+    lines = []
+    for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
+        partition = getattr(spec, "spec", spec)
+        own = getattr(jax.typeof(leaf), "sharding", None)
+        if own is None or not isinstance(partition, jax.sharding.PartitionSpec):
+            continue
+        explicit = _compat.explicit_axes(own.mesh)
+        if not explicit or (terms.tells_layouts and not is_committed(leaf)):
+            continue
+        ndim = len(own.spec)
+        if _cuts(own.spec, ndim, explicit) != _cuts(partition, ndim, explicit):
+            lines.append(
+                f"  {name} is {jax.typeof(leaf).str_short()}, declared {partition!r}: write "
+                f"{own.spec!r}, or pass jax.sharding.reshard({name}, {partition!r})"
+            )
+    if lines:
+        raise ValueError(
+            f"{plan.terms.name}: on a mesh with Explicit axes an array's type says how it is "
+            "sharded, and these specs say otherwise:\n"
+            + "\n".join(lines)
+            + f"\nWithout {plan.terms.in_name}, the types decide."
+        ) from None
+
+
+def _cuts(spec: Any, ndim: int, axes: frozenset[Any]) -> list[tuple[Any, ...]]:
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return [tuple(axis for axis in axes_of(entry) if axis in axes) for entry in entries]
+
+
+def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
+    if not plan.terms.tells_layouts:
+        return
+    lines = []
+    for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True):
+        if layout is None or not _is_concrete(leaf) or not leaf.committed:
+            continue
+        same_devices = leaf.sharding.device_set == layout.device_set
+        if same_devices and not leaf.sharding.is_equivalent_to(layout, leaf.ndim):
+            own, declared = describe_both(leaf.sharding, layout)
+            lines.append(f"  {name}, shape {leaf.shape}: is {own}, declared {declared}")
+    if lines:
+        raise ValueError(committed_message(plan.terms.name, lines)) from None
+
+
+def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
+    """All that a program touches is on the same devices, in the same order."""
+    groups: dict[tuple[jax.Device, ...], list[str]] = {}
+
+    def add(sharding: Any, name: str) -> None:
+        devices = _compat.device_assignment(sharding)
+        if devices is not None and name not in groups.setdefault(devices, []):
+            groups[devices].append(name)
+
+    for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True):
+        if layout is not None:
+            add(layout, name)
+        if _is_concrete(leaf) and leaf.committed:
+            add(leaf.sharding, name)
+    for spec in plan.out_specs:
+        add(spec, plan.terms.out_name)
+    if len(groups) > 1:
+        lines = []
+        for devices, names in groups.items():
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            ids = ", ".join(str(device.id) for device in devices)
+            lines.append(f"  {', '.join(names[:SHOWN])}{more}: {devices[0].platform} {ids}")
+        raise ValueError(
+            f"{plan.terms.name}: a program runs on one set of devices in one order, but these are "
+            "on, or declared for, others:\n"
+            + "\n".join(lines)
+            + "\nUse one mesh for all; move arrays with jax.device_put, or committed='move'."
+        ) from None
+
+
+def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
+    names: dict[int, list[str]] = {}
+    for name, leaf in zip(plan.names, leaves, strict=True):
+        if _compat.is_ref(leaf):
+            names.setdefault(id(leaf), []).append(name)
+    lines = [f"  {', '.join(same)}" for same in names.values() if len(same) > 1]
+    if lines:
+        raise ValueError(
+            "one jax.Ref is passed more than once, which JAX does not allow:\n"
+            + "\n".join(lines)
+            + "\nPass it once, or inside of modules only, where it may be shared."
+        ) from None
+
+
+_CHECKS: tuple[Callable[[Plan, Sequence[Any]], None], ...] = (
+    _check_deleted,
+    _check_shapes,
+    _check_types,
+    _check_committed,
+    _check_devices,
+    _check_refs,
+    _check_donated_twice,
+)
+
+
+def _is_concrete(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _note_captured(plan: Plan, error: Exception) -> None:
+    found = captured_shards(plan.fun())
+    if found:
+        error.add_note(
+            f"{plan.fun_name} captures these sharded arrays:\n{describe_captured(found)}\n"
+            "Pass them as arguments."
+        )
+
+
+def _note_object(error: Exception) -> None:
+    """Names the object that a function tried to change, from where it got it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [frame for frame in frames if not is_library(frame.f_code.co_filename)]
+    target = next(
+        (
+            frame.f_locals["self"]
+            for frame in reversed(frames)
+            if frame not in users and _compat.is_graph_object(frame.f_locals.get("self"))
+        ),
+        None,
+    )
+    for frame in reversed(users):
+        named = {
+            **{name: frame.f_globals.get(name) for name in frame.f_code.co_names},
+            **frame.f_locals,
+        }
+        for name, value in named.items():
+            if target is None or not _compat.is_graph_object(value):
+                continue
+            path = next((path for path, node in nnx.iter_graph(value) if node is target), None)
+            if path is not None:
+                error.add_note(
+                    f"This is {accessor(name, path)}. {frame.f_code.co_name} takes it from its "
+                    "surroundings; what a function changes has to be among its arguments."
+                )
+                return

@@ -1,0 +1,159 @@
+"""Whether a partition spec fits a mesh and the shape of an array, and what is left that does."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+# What is done with a spec that does not divide the dimensions of an array.
+Indivisible: TypeAlias = Literal["error", "replicate", "drop"]
+INDIVISIBLE: tuple[Indivisible, ...] = get_args(Indivisible)
+
+
+def axes_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that one entry of a spec names: none, one or several."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def axis_problems(
+    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None = None
+) -> list[str]:
+    """What is wrong with a spec on this mesh, whatever array it is for.
+
+    Args:
+      spec: the spec.
+      mesh: the mesh.
+      usable: the axes of the mesh that the spec may name; None for all.
+    """
+    named = [axis for entry in spec for axis in axes_of(entry)]
+    problems = []
+    for axis, times in Counter(named).items():
+        if axis not in mesh.axis_names:
+            problems.append(f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}")
+        elif usable is not None and axis not in usable:
+            problems.append(f"the function is not mapped over {axis!r}, which stays automatic")
+        if times > 1:
+            problems.append(f"{axis!r} is used {times} times; an axis can cut one dimension only")
+    return problems
+
+
+def suggestion(name: Any, names: Iterable[Any]) -> str:
+    """``; did you mean 'model'?`` for a name that is nearly one of the others."""
+    near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list[str]:
+    """What is wrong with a spec on this mesh for an array of this shape.
+
+    The axes that the spec names must be those of the mesh.
+    """
+    if len(spec) > len(shape):
+        if not shape:
+            return ["a scalar has no dimension to cut; its spec is P()"]
+        return [f"the spec has {len(spec)} entries, the array {_plural(len(shape), 'dimension')}"]
+    problems = []
+    for dimension, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+        axes = axes_of(entry)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
+            product = " × ".join(f"{axis!r} ({mesh.shape[axis]})" for axis in axes)
+            total = f" = {parts}" if len(axes) > 1 else ""
+            problems.append(
+                f"dimension {dimension} of size {size} is not divisible by {product}{total}"
+            )
+    return problems
+
+
+def fit(
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: Indivisible
+) -> PartitionSpec:
+    """The part of a spec that divides the dimensions of an array.
+
+    Args:
+      spec: the spec, with no more entries than the array has dimensions.
+      shape: the shape of the array.
+      sizes: the size of each mesh axis.
+      how: ``"drop"`` keeps of each entry the first axes, as many as divide; ``"replicate"``
+        keeps all or nothing; ``"error"`` leaves the spec as it is.
+    """
+    if how == "error":
+        return spec
+    kept = []
+    for size, entry in zip(shape, spec, strict=False):
+        axes = axes_of(entry)
+        divides = len(axes)
+        while size % math.prod(sizes[axis] for axis in axes[:divides]):
+            divides -= 1
+        if divides < len(axes) and how == "replicate":
+            return PartitionSpec()
+        kept.append(entry if divides == len(axes) else _entry(axes[:divides]))
+    return PartitionSpec(*kept)
+
+
+def variants(spec: PartitionSpec, how: Indivisible) -> list[PartitionSpec]:
+    """All that :func:`fit` can make of a spec, by the shapes of arrays."""
+    if how == "error":
+        return []
+    if how == "replicate":
+        return [PartitionSpec()]
+    choices = []
+    for entry in spec:
+        axes = axes_of(entry)
+        shorter = [_entry(axes[:count]) for count in range(len(axes))]
+        choices.append([entry, *reversed(shorter)])
+    return [PartitionSpec(*entries) for entries in itertools.product(*choices)][1:]
+
+
+def _entry(axes: tuple[Any, ...]) -> Any:
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def suggested_spec(x: Any) -> str:
+    """`` (write P('data', None))`` for names of axes without the ``P(...)`` around them."""
+    names = x if isinstance(x, tuple | list) else (x,)
+    if not names or not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
+        return ""
+    return f": write P({', '.join(map(repr, names))})"
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(name, str) for name in x)
+
+
+def describe(sharding: Any) -> str:
+    """A sharding as short as can be: its spec, if it has one."""
+    return repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
+
+
+def describe_both(one: Any, other: Any) -> tuple[str, str]:
+    """Two shardings that differ, with as much of them as shows it."""
+    short = describe(one), describe(other)
+    if short[0] != short[1]:
+        return short
+    if isinstance(one, NamedSharding) and isinstance(other, NamedSharding):
+        if one.mesh != other.mesh:
+            return f"{short[0]} on {one.mesh}", f"{short[1]} on {other.mesh}"
+        return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
+    return str(one), str(other)
+
+
+def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] | None:
+    """The partition spec in a sharding, and its mesh; None for one that has no spec or no mesh."""
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec, sharding.mesh
+    if isinstance(sharding, PartitionSpec) and mesh is not None:
+        return sharding, mesh
+    return None
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
