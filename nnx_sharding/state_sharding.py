@@ -10,6 +10,7 @@ from flax import nnx
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
+from . import _compat
 from .filters import is_opaque, to_predicate
 from .partition.fit import INDIVISIBLE, Indivisible, suggested_spec
 
@@ -53,6 +54,7 @@ class StateSharding:
 
     __slots__ = ("__weakref__", "_filters", "_indivisible", "_predicates", "_shardings")
 
+    @_compat.api_boundary
     def __init__(
         self,
         filter_sharding: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[Any, Any]],

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
+from nnx_sharding.errors import CapturedArrayWarning, StrictError, UnusedFilterWarning
 
 Library = Any
 
@@ -77,6 +80,11 @@ def grid(kind: AxisType = AxisType.Auto, names: tuple[str, str] = ("data", "mode
     return jax.make_mesh((2, 4), names, axis_types=(kind, kind))
 
 
+def strict(lib: Library) -> dict[str, Any]:
+    """The option that only we have."""
+    return {"strict": True} if lib is nnx_sharding else {}
+
+
 def forward(model: Model, x: jax.Array) -> jax.Array:
     return model(x)
 
@@ -91,40 +99,99 @@ def named(*spec: Any, mesh: Mesh | None = None) -> NamedSharding:
 # 1
 
 
-@mistake(1, "no filter matches some Variables", ValueError)
+@mistake(
+    1,
+    "no filter matches some Variables",
+    ValueError,
+    "model.blocks[0].count: BatchStat of shape ()",
+    "model.blocks[1].down: Param of shape (16, 4)",
+    "PathContains('up'",
+    "`...: PartitionSpec()`",
+)
 def unmatched(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): named(None, "model")})
+    return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
+
+
+@mistake(
+    1,
+    "a filter that matches nothing",
+    UnusedFilterWarning,
+    "PathContains('upp', exact=True), for model; did you mean 'up'?",
+)
+def unused(lib: Library) -> Any:
+    specs = lib.StateSharding({nnx.PathContains("upp"): named(None, "model"), ...: named()})
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
 # 2
 
 
-@mistake(2, "dimensions that the mesh axes do not divide, in `jit`", ValueError)
+@mistake(
+    2,
+    "dimensions that the mesh axes do not divide, in `jit`",
+    ValueError,
+    "model.blocks[0].up, shape (4, 12), P(None, ('data', 'model'))",
+    "model.blocks[1].up",
+    "dimension 1 of size 12",
+    "'data' (2) × 'model' (4) = 8",
+    "indivisible='replicate' or 'drop'",
+)
 def indivisible(lib: Library) -> Any:
-    specs = lib.StateSharding({"up": named(None, ("data", "model")), nnx.PathContains("up"): named(None, ("data", "model")), ...: named()})
+    specs = lib.StateSharding(
+        {
+            "up": named(None, ("data", "model")),
+            nnx.PathContains("up"): named(None, ("data", "model")),
+            ...: named(),
+        }
+    )
     return lib.jit(forward, in_shardings=(specs, None))(Model(12), X)
 
 
-@mistake(2, "the same in `shard_map`", ValueError)
+@mistake(
+    2,
+    "the same in `shard_map`",
+    ValueError,
+    "model.blocks[0].up, shape (4, 10), P(None, 'model')",
+    "model.blocks[1].up",
+    "size 10 is not divisible by 'model' (4)",
+)
 def indivisible_shards(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P()})
     f = lib.shard_map(forward, mesh=grid(), in_specs=(specs, P("data")), out_specs=P("data"))
     return f(Model(10), X)
 
 
-@mistake(2, "a batch that the mesh axis does not divide, in `jit`", ValueError)
+@mistake(
+    2,
+    "a batch that the mesh axis does not divide, in `jit`",
+    ValueError,
+    "x, shape (7, 4), P('data',)",
+    "dimension 0 of size 7 is not divisible by 'data' (2)",
+)
 def indivisible_batch(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, named("data")))(Model(), X[:7])
 
 
-@mistake(2, "the same in `shard_map`", ValueError)
+@mistake(
+    2,
+    "the same in `shard_map`",
+    ValueError,
+    "x, shape (7, 4), P('data',)",
+    "dimension 0 of size 7 is not divisible by 'data' (2)",
+)
 def indivisible_batch_shards(lib: Library) -> Any:
     f = lib.shard_map(forward, mesh=grid(), in_specs=(P(), P("data")), out_specs=P("data"))
     return f(Model(), X[:7])
 
 
-@mistake(2, "a result that the mesh axis does not divide", ValueError)
+@mistake(
+    2,
+    "a result that the mesh axis does not divide",
+    ValueError,
+    "results",
+    "output, shape (7, 4), P('data',)",
+)
 def indivisible_result(lib: Library) -> Any:
     return lib.jit(forward, out_shardings=named("data"))(Model(), X[:7])
 
@@ -132,39 +199,82 @@ def indivisible_result(lib: Library) -> Any:
 # 3
 
 
-@mistake(3, "a spec longer than the rank", ValueError)
+@mistake(
+    3,
+    "a spec longer than the rank",
+    ValueError,
+    "model.blocks[0].up, shape (4, 16)",
+    "model.blocks[1].up",
+    "3 entries",
+    "2 dimensions",
+)
 def too_long(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): named(None, None, "model"), ...: named()})
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
-@mistake(3, "the same in `shard_map`", ValueError)
+@mistake(
+    3,
+    "the same in `shard_map`",
+    ValueError,
+    "model.blocks[0].up, shape (4, 16)",
+    "model.blocks[1].up",
+    "3 entries",
+    "2 dimensions",
+)
 def too_long_shards(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): P(None, None, "model"), ...: P()})
     return lib.shard_map(forward, mesh=grid(), in_specs=(specs, P()), out_specs=P())(Model(), X)
 
 
-@mistake(3, "an axis that the mesh does not have, in `jit`", ValueError)
+@mistake(
+    3,
+    "an axis that the mesh does not have, in `jit`",
+    ValueError,
+    "P(None, 'modle') for model.blocks[0].up, model.blocks[1].up",
+    "did you mean 'model'?",
+    "'data' (2), 'model' (4)",
+)
 def no_axis(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): P(None, "modle"), ...: P()})
     with jax.set_mesh(grid()):
         return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
-@mistake(3, "the same in `shard_map`", ValueError)
+@mistake(
+    3,
+    "the same in `shard_map`",
+    ValueError,
+    "P(None, 'modle') for model.blocks[0].up, model.blocks[1].up",
+    "did you mean 'model'?",
+    "'data' (2), 'model' (4)",
+)
 def no_axis_shards(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): P(None, "modle"), ...: P()})
     return lib.shard_map(forward, mesh=grid(), in_specs=(specs, P()), out_specs=P())(Model(), X)
 
 
-@mistake(3, "one axis used twice", ValueError)
+@mistake(
+    3,
+    "one axis used twice",
+    ValueError,
+    "P('model', 'model') for model.blocks[0].up, model.blocks[1].up",
+    "used 2 times",
+)
 def axis_twice(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): P("model", "model"), ...: P()})
     with jax.set_mesh(grid()):
         return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
-@mistake(3, "a spec that cuts a scalar", ValueError)
+@mistake(
+    3,
+    "a spec that cuts a scalar",
+    ValueError,
+    "model.blocks[0].count, shape ()",
+    "model.blocks[1].count",
+    "its spec is P()",
+)
 def scalar(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.BatchStat: named("model"), ...: named()})
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
@@ -173,31 +283,48 @@ def scalar(lib: Library) -> Any:
 # 4
 
 
-@mistake(4, "a string where a spec belongs", TypeError)
+@mistake(4, "a string where a spec belongs", TypeError, "in_shardings[1]: 'data': write P('data')")
 def bare_string(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, "data"))(Model(), X)
 
 
-@mistake(4, "a tuple of names where a spec belongs", TypeError)
+@mistake(
+    4,
+    "a tuple of names where a spec belongs",
+    TypeError,
+    "in_shardings[1]: ('data', None): write P('data', None)",
+)
 def bare_tuple(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, ("data", None)))(Model(), X)
 
 
-@mistake(4, "the same in a `StateSharding`", TypeError)
+@mistake(
+    4,
+    "the same in a `StateSharding`",
+    TypeError,
+    "PathContains('up'",
+    "(None, 'model'): write P(None, 'model')",
+)
 def bare_in_filters(lib: Library) -> Any:
     specs = lib.StateSharding({nnx.PathContains("up"): (None, "model"), ...: P()})
     with jax.set_mesh(grid()):
         return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
-@mistake(4, "specs with other keys than the argument", ValueError)
+@mistake(
+    4,
+    "specs with other keys than the argument",
+    ValueError,
+    "b: no spec for 'mask'",
+    "there is no 'masks'; did you mean 'mask'?",
+)
 def wrong_keys(lib: Library) -> Any:
     batch = {"x": X, "mask": X, "y": X}
     specs = {"x": named("data"), "masks": named("data"), "y": named("data")}
     return lib.jit(lambda m, b: m(b["x"]), in_shardings=(None, specs))(Model(), batch)
 
 
-@mistake(4, "the same for a nested result", ValueError)
+@mistake(4, "the same for a nested result", ValueError, "output[1]: there is no 'b'")
 def wrong_result(lib: Library) -> Any:
     f = lib.jit(lambda m, x: (m(x), {"a": x}), out_shardings=(None, {"a": None, "b": None}))
     return f(Model(), X)
@@ -210,23 +337,40 @@ def many(model: Model, x: jax.Array, flag: bool, *more: jax.Array) -> jax.Array:
     return model(x) if flag else x
 
 
-@mistake(5, "too few specs", ValueError)
+@mistake(
+    5,
+    "too few specs",
+    ValueError,
+    "2 entries",
+    "4 positional parameters: model, x, flag, more[0]",
+    "flag: static",
+    "more[0]: no entry",
+)
 def few_specs(lib: Library) -> Any:
     return lib.jit(many, in_shardings=(None, None), static_argnums=2)(Model(), X, True, X)
 
 
-@mistake(5, "too many specs", ValueError)
+@mistake(5, "too many specs", ValueError, "4 entries", "2 positional parameters: model, x")
 def many_specs(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, None, named(), named()))(Model(), X)
 
 
-@mistake(5, "a spec for a static argument", ValueError)
+@mistake(
+    5,
+    "a spec for a static argument",
+    ValueError,
+    "3 entries",
+    "flag: static, and needs no entry, or None",
+)
 def static_spec(lib: Library) -> Any:
-    f = lib.jit(many, in_shardings=(None, None, named("data")), static_argnums=2)
+    def switch(model, x, flag):
+        return model(x) if flag else x
+
+    f = lib.jit(switch, in_shardings=(None, None, named("data")), static_argnums=2)
     return f(Model(), X, True)
 
 
-@mistake(5, "too few specs in `shard_map`", ValueError)
+@mistake(5, "too few specs in `shard_map`", ValueError, "1 entry", "x: no entry")
 def few_specs_shards(lib: Library) -> Any:
     return lib.shard_map(forward, mesh=grid(), in_specs=(P(),), out_specs=P())(Model(), X)
 
@@ -234,26 +378,34 @@ def few_specs_shards(lib: Library) -> Any:
 # 6
 
 
-@mistake(6, "no mesh for a `PartitionSpec`", ValueError)
+@mistake(
+    6, "no mesh for a `PartitionSpec`", ValueError, "mesh=...", "jax.set_mesh", "NamedSharding"
+)
 def no_mesh(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, P("data")))(Model(), X)
 
 
-@mistake(6, "two meshes", ValueError)
+@mistake(6, "two meshes", ValueError, "x: cpu 7, 6, 5, 4, 3, 2, 1, 0", "model.blocks[0].count")
 def two_meshes(lib: Library) -> Any:
     other = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"))
     specs = (named(), named("data", mesh=other))
     return lib.jit(forward, in_shardings=specs)(Model(), X)
 
 
-@mistake(6, "devices that do not match", ValueError)
+@mistake(6, "devices that do not match", ValueError, "x: cpu 0, 1, 2, 3\n", "model.blocks[0].count")
 def other_devices(lib: Library) -> Any:
     half = Mesh(np.array(jax.devices()[:4]), ("data",))
     x = jax.device_put(X, NamedSharding(half, P("data")))
     return lib.jit(forward, in_shardings=(named(), None))(Model(), x)
 
 
-@mistake(6, "a Variable on other devices", ValueError)
+@mistake(
+    6,
+    "a Variable on other devices",
+    ValueError,
+    "model.blocks[0].count",
+    "x: cpu 0, 1, 2, 3, 4, 5, 6, 7",
+)
 def other_devices_variable(lib: Library) -> Any:
     model = Model()
     half = Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -264,7 +416,9 @@ def other_devices_variable(lib: Library) -> Any:
 # 7
 
 
-@mistake(7, "one Variable with two shardings", ValueError)
+@mistake(
+    7, "one Variable with two shardings", ValueError, "m.blocks[1].up: P()", "kernel: P('model',)"
+)
 def aliased(lib: Library) -> Any:
     model = Model()
     f = lib.jit(lambda m, kernel, x: m(x), in_shardings=(named(), named("model"), None))
@@ -274,7 +428,14 @@ def aliased(lib: Library) -> Any:
 # 8
 
 
-@mistake(8, "a committed array laid out otherwise than declared", ValueError)
+@mistake(
+    8,
+    "a committed array laid out otherwise than declared",
+    ValueError,
+    "model.blocks[0].down, shape (16, 4): is P('model',), declared P(None, 'model')",
+    "model.blocks[1].up",
+    "committed='move'",
+)
 def committed(lib: Library) -> Any:
     model = Model()
     nnx.update(model, jax.device_put(nnx.state(model, nnx.Param), named("model")))
@@ -282,7 +443,13 @@ def committed(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(specs, None))(model, X)
 
 
-@mistake(8, "the same for an array", ValueError)
+@mistake(
+    8,
+    "the same for an array",
+    ValueError,
+    "x, shape (8, 4): is P('model',), declared P('data',)",
+    "committed='move'",
+)
 def committed_array(lib: Library) -> Any:
     x = jax.device_put(X, named("model"))
     return lib.jit(forward, in_shardings=(None, named("data")))(Model(), x)
@@ -291,7 +458,14 @@ def committed_array(lib: Library) -> Any:
 # 9
 
 
-@mistake(9, "a spec that differs from the type of an explicit array", ValueError)
+@mistake(
+    9,
+    "a spec that differs from the type of an explicit array",
+    ValueError,
+    "x is float32[8@model,4], declared P('data',)",
+    "write P('model', None)",
+    "reshard(x, P('data',))",
+)
 def explicit(lib: Library) -> Any:
     mesh = grid(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(mesh, P("model")))
@@ -299,7 +473,14 @@ def explicit(lib: Library) -> Any:
         return lib.jit(forward, in_shardings=(None, P("data")))(Model(), x)
 
 
-@mistake(9, "the same in `shard_map`", ValueError)
+@mistake(
+    9,
+    "the same in `shard_map`",
+    ValueError,
+    "x is float32[8@model,4], declared P('data',)",
+    "write P('model', None)",
+    "reshard(x, P('data',))",
+)
 def explicit_shards(lib: Library) -> Any:
     mesh = grid(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(mesh, P("model")))
@@ -311,7 +492,16 @@ def explicit_shards(lib: Library) -> Any:
 # 10
 
 
-@mistake(10, "a result whose replication cannot be proved", ValueError)
+@mistake(
+    10,
+    "a result whose replication cannot be proved",
+    ValueError,
+    "shard_map of loss",
+    "output.loss, float32[]",
+    "varies along 'data'",
+    "jax.lax.pmean(x, 'data')",
+    "psum",
+)
 def unproved(lib: Library) -> Any:
     def loss(model, x):
         return {"loss": (model(x) ** 2).mean(), "n": jnp.ones(())}
@@ -320,7 +510,15 @@ def unproved(lib: Library) -> Any:
     return f(Model(), X)
 
 
-@mistake(10, "an updated Variable whose replication cannot be proved", ValueError)
+@mistake(
+    10,
+    "an updated Variable whose replication cannot be proved",
+    ValueError,
+    "shard_map of count",
+    "model.blocks[0].count",
+    "varies along 'data'",
+    "jax.lax.pmean(x, 'data')",
+)
 def unproved_update(lib: Library) -> Any:
     def count(model, x):
         model.blocks[0].count[...] += x.sum()
@@ -331,49 +529,66 @@ def unproved_update(lib: Library) -> Any:
 # 11
 
 
-@mistake(11, "a sharded array captured by a closure, on other devices", ValueError)
+def look_up_in(table: jax.Array) -> Callable[..., Any]:
+    def look_up(model, x):
+        return model(x) @ table
+
+    return look_up
+
+
+def table_on(mesh: Mesh) -> jax.Array:
+    return jax.device_put(np.ones((4, 4), np.float32), NamedSharding(mesh, P("model")))
+
+
+@mistake(
+    11,
+    "a sharded array captured by a closure",
+    CapturedArrayWarning,
+    "table, float32[4,4], P('model',)",
+    "whole on every device",
+    "Pass them as arguments",
+)
 def captured(lib: Library) -> Any:
-    half = Mesh(np.array(jax.devices()[:4]), ("data",))
-    table = jax.device_put(np.ones((4, 4), np.float32), NamedSharding(half, P("data")))
-
-    def look_up(model, x):
-        return model(x) @ table
-
-    return lib.jit(look_up, in_shardings=(named(), named("data")))(Model(), X)
+    f = lib.jit(look_up_in(table_on(grid())), in_shardings=(named(), named("data")))
+    return f(Model(), X)
 
 
-@mistake(11, "the same in `shard_map`", Exception)
-def captured_shards(lib: Library) -> Any:
-    table = jax.device_put(np.ones((4, 4), np.float32), named("model"))
-
-    def look_up(model, x):
-        return model(x) @ table
-
-    return lib.shard_map(look_up, mesh=grid(), in_specs=(P(), P("data")), out_specs=P("data"))(Model(), X)
-
-
-@mistake(11, "the same on an explicit mesh", Exception)
+@mistake(
+    11,
+    "the same on an explicit mesh",
+    NotImplementedError,
+    "look_up captures",
+    "table, float32[4@model,4]",
+)
 def captured_explicit(lib: Library) -> Any:
     mesh = grid(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        table = jax.device_put(np.ones((4, 4), np.float32), P("model"))
+    look_up = look_up_in(table_on(mesh))
+    specs = {"in_specs": (P(), P()), "out_specs": P()}
+    return lib.shard_map(look_up, mesh=mesh, **specs)(Model(), X)
 
-        def look_up(model, x):
-            return model(x) @ table
 
-        return lib.shard_map(look_up, in_specs=(P(), P("data")), out_specs=P("data"))(Model(), X)
+@mistake(
+    11,
+    "an array of another mesh captured",
+    ValueError,
+    "look_up captures",
+    "table, float32[4@model,4]",
+)
+def captured_other_mesh(lib: Library) -> Any:
+    look_up = look_up_in(table_on(grid(AxisType.Explicit)))
+    return lib.jit(look_up)(Model(), jax.device_put(X, named("data")))
 
 
 # 12
 
 
-@mistake(12, "one array donated twice", Exception)
+@mistake(12, "one array donated twice", Exception, "float32[8,4]: a, b", "x.copy()")
 def donated_twice(lib: Library) -> Any:
     x = jnp.ones((8, 4))
     return lib.jit(lambda m, a, b: (a + 1, b + 1), donate_argnums=(1, 2))(Model(), x, x)
 
 
-@mistake(12, "a donated array used later", RuntimeError)
+@mistake(12, "a donated array used later", RuntimeError, "x, float32[8,4]", "donate_argnums")
 def donated_before(lib: Library) -> Any:
     x = jnp.ones((8, 4))
     f = lib.jit(lambda m, x: x + 1, donate_argnums=1)
@@ -381,17 +596,39 @@ def donated_before(lib: Library) -> Any:
     return f(Model(), x)
 
 
-@mistake(12, "a Variable that was donated elsewhere", RuntimeError)
+@mistake(
+    12, "a Variable that was donated elsewhere", RuntimeError, "model.blocks[1].up, float32[4,16]"
+)
 def donated_variable(lib: Library) -> Any:
     model = Model()
     jax.jit(lambda x: x + 1, donate_argnums=0)(model.blocks[1].up[...])
     return lib.jit(forward)(model, X)
 
 
+@mistake(
+    12,
+    "a donated array that no result can use (ours with `strict=True`)",
+    StrictError,
+    "x, float32[8,4]",
+    "total has no result of their shape and dtype",
+)
+def donated_in_vain(lib: Library) -> Any:
+    def total(model, x):
+        return x.sum()
+
+    return lib.jit(total, donate_argnums=1, **strict(lib))(Model(), jnp.ones((8, 4)))
+
+
 # 13
 
 
-@mistake(13, "a module of an outer trace is changed", Exception)
+@mistake(
+    13,
+    "a module of an outer trace is changed",
+    Exception,
+    "model.blocks[0].count",
+    "Pass them into",
+)
 def outer_trace(lib: Library) -> Any:
     model = Model()
 
@@ -407,7 +644,13 @@ def outer_trace(lib: Library) -> Any:
     return outer(X)
 
 
-@mistake(13, "a module captured by the closure is changed", Exception)
+@mistake(
+    13,
+    "a module captured by the closure is changed",
+    Exception,
+    "model.blocks[0].count",
+    "among its arguments",
+)
 def captured_change(lib: Library) -> Any:
     model = Model()
 
@@ -419,27 +662,35 @@ def captured_change(lib: Library) -> Any:
     return f(X)
 
 
-@mistake(13, "one reference passed twice", ValueError)
+@mistake(13, "one reference passed twice", ValueError, "a, b")
 def ref_twice(lib: Library) -> Any:
     ref = jax.new_ref(jnp.zeros(()))
     return lib.jit(lambda m, a, b: a[...] + b[...])(Model(), ref, ref)
 
 
-@mistake(13, "a reference returned from `shard_map`", Exception)
-def ref_returned(lib: Library) -> Any:
-    f = lib.jit(lambda x: jax.lax.scan(lambda c, r: (c, r), x, jax.new_ref(x)))
-    return f(X)
-
-
 # 14
 
 
-@mistake(14, "a static argument that is not hashable", ValueError)
+@mistake(
+    14,
+    "a static argument that is not hashable",
+    ValueError,
+    "'sizes'",
+    "list",
+    "a tuple instead of a list",
+)
 def unhashable(lib: Library) -> Any:
     return lib.jit(lambda m, x, sizes: m(x), static_argnums=2)(Model(), X, [1, 2])
 
 
-@mistake(14, "a module as a static argument", Exception)
+@mistake(
+    14,
+    "a module as a static argument",
+    Exception,
+    "'model' is static",
+    "Model with arrays",
+    "Pass it as an ordinary argument",
+)
 def static_module(lib: Library) -> Any:
     model = Model()
     f = lib.jit(forward, static_argnums=0)
@@ -448,12 +699,19 @@ def static_module(lib: Library) -> Any:
     assert not f(model, X).any(), "no error, but wrong numbers"
 
 
-@mistake(14, "a string where an array is needed", TypeError)
+@mistake(
+    14,
+    "a string where an array is needed",
+    TypeError,
+    "batch.names[0]: 'a' of type str",
+    "batch.names[1]",
+    "static_argnums",
+)
 def string_leaf(lib: Library) -> Any:
     return lib.jit(lambda m, batch: m(batch["x"]))(Model(), {"x": X, "names": ["a", "b"]})
 
 
-@mistake(14, "a result that is no array", TypeError)
+@mistake(14, "a result that is no array", TypeError, "output.name: 'a' of type str")
 def string_result(lib: Library) -> Any:
     return lib.jit(lambda m, x: {"y": m(x), "name": "a"})(Model(), X)
 
@@ -466,33 +724,43 @@ def compiled(lib: Library) -> Any:
     return model, lib.jit(many, static_argnums=2).lower(model, X, True).compile()
 
 
-@mistake(15, "`Compiled` called with another shape", TypeError)
+@mistake(
+    15,
+    "`Compiled` called with another shape",
+    TypeError,
+    "'x' compiled with float32[8,4] and called with float32[4,4]",
+)
 def compiled_shape(lib: Library) -> Any:
     model, f = compiled(lib)
     return f(model, X[:4])
 
 
-@mistake(15, "with another dtype", TypeError)
+@mistake(
+    15,
+    "with another dtype",
+    TypeError,
+    "'model.blocks[0].up' compiled with float32[4,16] and called with bfloat16[4,16]",
+)
 def compiled_dtype(lib: Library) -> Any:
     model, f = compiled(lib)
     model.blocks[0].up.set_value(model.blocks[0].up[...].astype(jnp.bfloat16))
     return f(model, X)
 
 
-@mistake(15, "with another structure", TypeError)
+@mistake(15, "with another structure", TypeError, "model.blocks[1].scale: missing → 3")
 def compiled_structure(lib: Library) -> Any:
     model, f = compiled(lib)
     model.blocks[1].scale = 3
     return f(model, X)
 
 
-@mistake(15, "with another static argument", TypeError)
+@mistake(15, "with another static argument", TypeError, "flag: True → False")
 def compiled_static(lib: Library) -> Any:
     model, f = compiled(lib)
     return f(model, X, False)
 
 
-@mistake(15, "with other arguments", TypeError)
+@mistake(15, "with other arguments", TypeError, "(model, x, flag) → (model, x, flag, more[0])")
 def compiled_arguments(lib: Library) -> Any:
     model, f = compiled(lib)
     return f(model, X, True, X)
@@ -501,7 +769,13 @@ def compiled_arguments(lib: Library) -> Any:
 # 16
 
 
-@mistake(16, "an update of a shape that does not fit the sharding of its Variable", ValueError)
+@mistake(
+    16,
+    "an update of a shape that does not fit the sharding of its Variable",
+    ValueError,
+    "model.blocks[0].up, shape (4, 5) (was (4, 16)), P(None, 'model')",
+    "size 5 is not divisible by 'model' (4)",
+)
 def changed_shape(lib: Library) -> Any:
     def shrink(model):
         model.blocks[0].up.set_value(model.blocks[0].up[...][:, :5])
@@ -510,7 +784,14 @@ def changed_shape(lib: Library) -> Any:
     lib.jit(shrink, in_shardings=(specs,))(Model())
 
 
-@mistake(16, "an update of another rank", ValueError)
+@mistake(
+    16,
+    "an update of another rank",
+    ValueError,
+    "model.blocks[0].up, shape (4,) (was (4, 16))",
+    "2 entries",
+    "1 dimension",
+)
 def changed_rank(lib: Library) -> Any:
     def shrink(model):
         model.blocks[0].up.set_value(model.blocks[0].up[...].sum(1))
@@ -519,7 +800,13 @@ def changed_rank(lib: Library) -> Any:
     lib.jit(shrink, in_shardings=(specs,))(Model())
 
 
-@mistake(16, "the same in `shard_map`", ValueError)
+@mistake(
+    16,
+    "the same in `shard_map`",
+    ValueError,
+    "model.blocks[0].up, shape (4,) (was (4, 4))",
+    "2 entries",
+)
 def changed_rank_shards(lib: Library) -> Any:
     def shrink(model):
         model.blocks[0].up.set_value(model.blocks[0].up[...].sum(1))
@@ -529,20 +816,29 @@ def changed_rank_shards(lib: Library) -> Any:
 
 
 def said(run: Callable[[Library], Any], lib: Library) -> str:
-    """What a library says about a mistake."""
-    try:
-        run(lib)
-    except BaseException as error:
-        notes = "".join(f"\n  [note] {note}" for note in getattr(error, "__notes__", ()))
-        return f"{type(error).__name__}: {error}{notes}"
-    return "(nothing)"
+    """What a library says about a mistake: its error, or else its warnings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            run(lib)
+        except BaseException as error:
+            notes = [
+                note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK" not in note
+            ]
+            return "\n".join([f"{type(error).__name__}: {error}", *notes])
+    return "\n".join(f"{w.category.__name__}: {w.message}" for w in seen) or "(nothing)"
 
 
 def main() -> None:
-    for name, own in MISTAKES.items():
-        print(f"=== {own.number} {name}: {own.title}")
-        for title, lib in (("nnx", nnx), ("ours", nnx_sharding)):
-            print(f"--- {title}\n{said(own.run, lib)[:1500]}")
+    """Prints the table as Markdown."""
+    for own in MISTAKES.values():
+        print(f"\n### {own.number}. {own.title[0].upper()}{own.title[1:]}")
+        for title, lib in (("flax.nnx", nnx), ("nnx_sharding", nnx_sharding)):
+            text = re.sub(r" at 0x[0-9a-f]+", "", said(own.run, lib))
+            lines = text.splitlines()
+            kept = [line if len(line) <= 600 else f"{line[:600]} …" for line in lines[:12]]
+            more = [f"… and {len(lines) - 12} lines more"] if len(lines) > 12 else []
+            print(f"\n`{title}`:\n\n```text\n" + "\n".join([*kept, *more]) + "\n```")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
 ``merge`` (arrays to graph), with ``lifted`` as the callable that users hold.
 """
 
+from .. import errors, state_sharding
 from .._compat import hide_frames_of
 
-hide_frames_of(__path__[0])
+for _path in (__path__[0], errors.__file__, state_sharding.__file__):
+    hide_frames_of(_path)

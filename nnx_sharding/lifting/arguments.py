@@ -7,6 +7,10 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+from flax import nnx
+
+from .. import _compat
 from .structure import Static
 
 
@@ -219,6 +223,13 @@ def _static_argument(name: str, value: Any) -> Static:
             f"hashable ({error}). Static arguments are part of the key under which the compiled "
             "function is kept: pass a hashable value, such as a tuple instead of a list."
         ) from None
+    if _compat.is_graph_object(value) and jax.tree_util.tree_leaves(nnx.state(value)):
+        raise ValueError(
+            f"argument {name!r} is static, but its value is a {type(value).__name__} with arrays. "
+            "They would become constants of the compiled function, which no later change reaches. "
+            "Pass it as an ordinary argument: its structure and its static attributes are part of "
+            "the key under which the function is kept anyway."
+        )
     return Static(value)
 
 
@@ -252,14 +263,10 @@ def align_specs(
     else:
         by_position = dict(zip(dynamic, specs, strict=False))
     missing = [layout.names[i] for i in layout.dynamic if i not in by_position]
-    if missing or len(specs) > total:
-        raise ValueError(
-            f"{what} has {len(specs) - parameters.bound} entries, but the function was called "
-            f"with {len(layout.dynamic) - parameters.bound} positional arguments that need one"
-            + (f": {', '.join(missing)} got none." if missing else ".")
-            + f" Give one entry for each of ({', '.join(layout.names[parameters.bound :])}), "
-            "or a mapping from parameter names."
-        )
+    is_open = parameters.var_positional is not None
+    if missing or len(specs) > total or (len(by_position) < len(specs) and not is_open):
+        given = len(specs) - parameters.bound
+        raise ValueError(_count_message(what, given, parameters, layout, static, missing))
     by_name = {
         parameters.positional[i]: s
         for i, s in by_position.items()
@@ -268,6 +275,27 @@ def align_specs(
     return (
         tuple(by_position[i] for i in layout.dynamic),
         {k: by_name.get(k) for k in layout.dynamic_keywords},
+    )
+
+
+def _count_message(
+    what: str,
+    given: int,
+    parameters: Parameters,
+    layout: Layout,
+    static: frozenset[int],
+    missing: Sequence[str],
+) -> str:
+    names = max(layout.names, parameters.positional, key=len)
+    count = len(names) - parameters.bound
+    wanted = [name for i, name in enumerate(names) if i >= parameters.bound and i not in static]
+    statics = [name for i, name in enumerate(names) if i in static]
+    return (
+        f"{what} has {given} {'entry' if given == 1 else 'entries'}, the function has {count} "
+        f"positional parameters: {', '.join(names[parameters.bound :])}."
+        + (f" {', '.join(statics)}: static, and needs no entry, or None." if statics else "")
+        + (f" {', '.join(missing)}: no entry." if missing else "")
+        + f" Give one entry for each of ({', '.join(wanted)}), or a mapping from parameter names."
     )
 
 

@@ -220,8 +220,8 @@ def fitted(
             result[slot] = new
             corrected.append(f"{line} → {describe(new)}: {'; '.join(problems)}")
     if wrong:
-        indivisible_only = all("divisible" in line for line in wrong)
-        error = _compat.IndivisibleError if indivisible_only else ValueError
+        is_jaxs = terms.tells_layouts and all("divisible" in line for line in wrong)
+        error = _compat.IndivisibleError if is_jaxs else ValueError
         raise error(_misfit_message(terms, wrong, outputs))
     if corrected:
         what = "results" if outputs else "arguments"

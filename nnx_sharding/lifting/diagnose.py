@@ -38,14 +38,31 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
       StrictError: a donated buffer cannot be used, and the transform is strict.
     """
     if isinstance(error, ValueError | RuntimeError):
-        for check in _CHECKS:
-            check(plan, leaves)
+        _raise_alone(lambda: [check(plan, leaves) for check in _CHECKS])
     if isinstance(error, UserWarning):
-        _check_donated(plan, leaves, error)
+        _raise_alone(lambda: _check_donated(plan, leaves, error))
     if isinstance(error, _compat.TraceContextError):
         _note_object(error)
-    elif isinstance(error, ValueError | NotImplementedError) and "mesh" in str(error).lower():
-        _note_captured(plan, error)
+    elif isinstance(error, ValueError | NotImplementedError):
+        if "mesh" in str(error).lower() or "Closing over" in str(error):
+            _note_captured(plan, error)
+
+
+def _raise_alone(check: Callable[[], Any]) -> None:
+    """Lets what a check raises stand in place of JAX's error, not after it."""
+    try:
+        check()
+    except Exception as found:
+        raise found from None
+
+
+def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
+    """What a function of the arrays returns; its errors are explained."""
+    try:
+        return function(*leaves)
+    except Exception as error:
+        explain(plan, leaves, error)
+        raise
 
 
 def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> None:
@@ -60,7 +77,7 @@ def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> None:
             + "\n".join(lines)
             + "\nUse what that call returned, or do not donate them (donate_argnums, "
             "donate_argnames)."
-        ) from None
+        )
 
 
 def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> None:
@@ -78,7 +95,7 @@ def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> None:
             "one array is donated, and passed once more in the same call:\n"
             + "\n".join(lines)
             + "\nDonate a copy (x.copy()), or pass it once."
-        ) from None
+        )
 
 
 def _check_donated(plan: Plan, leaves: Sequence[Any], warning: UserWarning) -> None:
@@ -91,7 +108,7 @@ def _check_donated(plan: Plan, leaves: Sequence[Any], warning: UserWarning) -> N
             "their shape and dtype that could use their memory:\n"
             + "\n".join(lines)
             + "\nDo not donate them (donate_argnums, donate_argnames)."
-        ) from None
+        )
 
 
 def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
@@ -109,10 +126,10 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         own = getattr(jax.typeof(leaf), "sharding", None)
         if own is None or not isinstance(partition, jax.sharding.PartitionSpec):
             continue
-        explicit = _compat.explicit_axes(own.mesh)
+        explicit = _compat.explicit_axes(own.mesh if terms.tells_layouts else terms.mesh)
         if not explicit or (terms.tells_layouts and not is_committed(leaf)):
             continue
-        ndim = len(own.spec)
+        ndim = len(jax.typeof(leaf).shape)
         if _cuts(own.spec, ndim, explicit) != _cuts(partition, ndim, explicit):
             lines.append(
                 f"  {name} is {jax.typeof(leaf).str_short()}, declared {partition!r}: write "
@@ -124,7 +141,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
             "sharded, and these specs say otherwise:\n"
             + "\n".join(lines)
             + f"\nWithout {plan.terms.in_name}, the types decide."
-        ) from None
+        )
 
 
 def _cuts(spec: Any, ndim: int, axes: frozenset[Any]) -> list[tuple[Any, ...]]:
@@ -144,7 +161,7 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
             own, declared = describe_both(leaf.sharding, layout)
             lines.append(f"  {name}, shape {leaf.shape}: is {own}, declared {declared}")
     if lines:
-        raise ValueError(committed_message(plan.terms.name, lines)) from None
+        raise ValueError(committed_message(plan.terms.name, lines))
 
 
 def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
@@ -170,11 +187,11 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
             ids = ", ".join(str(device.id) for device in devices)
             lines.append(f"  {', '.join(names[:SHOWN])}{more}: {devices[0].platform} {ids}")
         raise ValueError(
-            f"{plan.terms.name}: a program runs on one set of devices in one order, but these are "
-            "on, or declared for, others:\n"
+            f"{plan.terms.name}: incompatible devices. A program runs on one set of devices in one "
+            "order, but these are on, or declared for, different ones:\n"
             + "\n".join(lines)
             + "\nUse one mesh for all; move arrays with jax.device_put, or committed='move'."
-        ) from None
+        )
 
 
 def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
@@ -188,7 +205,7 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
             "one jax.Ref is passed more than once, which JAX does not allow:\n"
             + "\n".join(lines)
             + "\nPass it once, or inside of modules only, where it may be shared."
-        ) from None
+        )
 
 
 _CHECKS: tuple[Callable[[Plan, Sequence[Any]], None], ...] = (

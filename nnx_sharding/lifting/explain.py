@@ -124,7 +124,9 @@ def _options(old: Trace, new: Trace) -> Iterator[Difference]:
             before, after = (getattr(rules, field.name) for rules in (rules_a, rules_b))
             one: Any = dataclasses.replace(rules_a, **{field.name: after})  # type: ignore[type-var]
             if before != after and one.trace_key != rules_a.trace_key:
-                yield Difference(f"{field.name}: {show(before)} → {show(after)}")
+                is_sharding = rules_b.name == "jit" and field.name == "out_specs"
+                name = "out_shardings" if is_sharding else field.name
+                yield Difference(f"{name}: {_show_two(before, after)}")
     specs = {old.names[slot]: spec for slot, spec in a.object_specs.items()}
     for slot, spec in b.object_specs.items():
         if specs.get(new.names[slot], spec) != spec:
@@ -143,11 +145,15 @@ def _contexts(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Differ
     for key in old.keys() | new.keys():
         before, after = old.get(key), new.get(key)
         if before != after:
-            meshes = [value is None or hasattr(value, "axis_types") for value in (before, after)]
-            pair = [(_mesh if all(meshes) else show)(value) for value in (before, after)]
-            if pair[0] == pair[1]:
-                pair = [show(value) for value in (before, after)]
-            yield Difference(f"{_CONTEXTS.get(key, key)}: {' → '.join(pair)}")
+            yield Difference(f"{_CONTEXTS.get(key, key)}: {_show_two(before, after)}")
+
+
+def _show_two(old: Any, new: Any) -> str:
+    """Two values, meshes in short, unless they look the same then."""
+    meshes = [value is None or hasattr(value, "axis_types") for value in (old, new)]
+    if all(meshes) and _mesh(old) != _mesh(new):
+        return f"{_mesh(old)} → {_mesh(new)}"
+    return f"{show(old)} → {show(new)}"
 
 
 _CONTEXTS = {

@@ -18,6 +18,7 @@ import jax
 
 from .. import _compat
 from .arguments import Call, Parameters
+from .diagnose import explained
 from .guards import Guards
 from .limits import TraceLimit
 from .merge import unflatten
@@ -145,12 +146,20 @@ class Lifted(Generic[P, R]):
         """
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
-        traced = plan.program.staged.trace(*as_declared(plan, flat.leaves))
-        return Traced(traced, plan, self._split, self._bound)
+        return self._trace(plan, as_declared(plan, flat.leaves))
 
+    @_compat.api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
-        return self.trace(*args, **kwargs).lower()
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
+        leaves = as_declared(plan, flat.leaves)
+        traced = self._trace(plan, leaves)
+        return explained(plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
+
+    def _trace(self, plan: Plan, leaves: Sequence[Any]) -> Traced:
+        traced = explained(plan, leaves, plan.program.staged.trace)
+        return Traced(traced, plan, self._split, self._bound)
 
     @_compat.api_boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -160,7 +169,8 @@ class Lifted(Generic[P, R]):
         """
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
-        *groups, outcome = plan.program.staged.eval_shape(*as_declared(plan, flat.leaves))
+        leaves = as_declared(plan, flat.leaves)
+        *groups, outcome = explained(plan, leaves, plan.program.staged.eval_shape)
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
 

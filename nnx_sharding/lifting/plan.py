@@ -289,7 +289,7 @@ _DATA = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 def is_committed(leaf: Any) -> bool:
     """Whether ``leaf`` is an array that must stay on its devices."""
-    return isinstance(leaf, jax.Array) and leaf.committed
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
 
 def _is_open(leaf: Any) -> bool:

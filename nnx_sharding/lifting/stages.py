@@ -22,6 +22,7 @@ from flax import nnx
 
 from .. import _compat
 from .arguments import Call
+from .diagnose import explained
 from .difference import differences
 from .guards import Guards
 from .merge import assemble
@@ -151,6 +152,7 @@ class Traced(Stage):
         """The aval of each array of the result."""
         return self._outputs(self._stage.out_avals, _arguments(self._stage.in_avals))
 
+    @_compat.api_boundary
     def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> Lowered:
         """Lowers to the compiler's input.
 
@@ -158,9 +160,16 @@ class Traced(Stage):
           lowering_platforms: platforms to lower for, such as ``("tpu",)``, if not the one at
             hand.
         """
-        lowered = self._stage.lower(lowering_platforms=lowering_platforms)
+        lower = self._stage.lower
+        if self._plan.terms.strict:
+            lower = _compat.refusing_unusable_donations(lower)
+        avals = _arguments(self._stage.in_avals)
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        platforms = lowering_platforms
+        lowered = explained(self._plan, leaves, lambda *_: lower(lowering_platforms=platforms))
         return Lowered(lowered, self._plan, self._split, self._bound)
 
+    @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the jaxpr for these arguments, and updates modules in place."""
         return _call(self, args, kwargs)
@@ -169,6 +178,7 @@ class Traced(Stage):
 class Lowered(Stage):
     """A function lowered to the compiler's input; ready to be compiled."""
 
+    @_compat.api_boundary
     def compile(
         self,
         compiler_options: dict[str, Any] | None = None,
@@ -206,6 +216,7 @@ class Lowered(Stage):
 class Compiled(Stage):
     """A compiled function. Calling it updates modules in place, like the function itself."""
 
+    @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
 

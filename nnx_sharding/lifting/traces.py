@@ -144,10 +144,15 @@ class TraceLog:
                 self._traces.append(new)
         if spent is not None:
             raise RetraceError(_refusal(spent, new, earlier))
+        forget = functools.partial(self._discard, new, limits)
         if not seen:
-            self._warn_of_look_alikes(new, earlier)
-            note_function(pure.fun(), mark, self._functions)
-        return functools.partial(self._discard, new, limits)
+            try:
+                self._warn_of_look_alikes(new, earlier)
+                note_function(pure.fun(), mark, self._functions)
+            except Warning:  # where warnings are errors
+                forget()
+                raise
+        return forget
 
     def _discard(self, trace: Trace, limits: Sequence[TraceLimit]) -> None:
         with self._lock:
@@ -158,9 +163,7 @@ class TraceLog:
 
     def add_compilation(self, plan: Plan, leaves: Sequence[Any]) -> None:
         """Notes that JAX compiled the program of ``plan`` in a call with these arrays."""
-        shardings = tuple(
-            leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves
-        )
+        shardings = tuple(map(_commitment, leaves))
         avals = tuple(map(jax.typeof, leaves))
         key = (plan.statics, plan.structure)
         with self._lock:
@@ -176,6 +179,12 @@ class TraceLog:
             lines = "".join(f"\n  {difference.text}" for difference in found[:MAX_TOLD])
             message = f"{new.fun_name} is traced again and again for what looks the same:{lines}"
             report(RetraceWarning, message, strict=False)
+
+
+def _commitment(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed:
+        return leaf.sharding
+    return None
 
 
 def _do_nothing() -> None:
@@ -234,12 +243,12 @@ def _callers() -> tuple[TraceLimit | None, bool]:
         if filename == _RUN and frame.f_code.co_name == "run":
             nested = any(isinstance(x, jax.core.Tracer) for x in frame.f_locals["leaves"])
         elif filename == _LIFTED and "self" in frame.f_locals:
-            limit = getattr(frame.f_locals["self"], "trace_limit", None)
+            limit = getattr(frame.f_locals["self"], "_trace_limit", None)
             break
     return limit, nested or any(frame.f_code.co_filename == _PURE for frame in frames)
 
 
-def _on_compilation(event: str, duration_secs: float, **_: Any) -> None:
+def _on_compilation(event: str, duration_secs: float, **of: Any) -> None:
     if event != "/jax/core/compile/backend_compile_duration":
         return
     frame = next(_frames(), None)
@@ -247,7 +256,9 @@ def _on_compilation(event: str, duration_secs: float, **_: Any) -> None:
         return  # not a program of ours, or one that is compiled while ours is traced
     found = frame.f_locals
     plan: Plan = found["plan"]
-    if found["execute"] is plan.program.staged:
+    # JAX also compiles what moves arguments to where they belong.
+    is_own = of.get("fun_name") == f"jit({plan.fun_name})"
+    if is_own and found["execute"] is plan.program.staged:
         plan.log.add_compilation(plan, found["leaves"])
 
 

@@ -206,6 +206,7 @@ def jit(
 ) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
 
 
+@_compat.api_boundary
 def jit(
     fun: Any = None,
     *,

@@ -276,6 +276,7 @@ def shard_map(
 ) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
 
 
+@_compat.api_boundary
 def shard_map(
     f: Any = None,
     *,

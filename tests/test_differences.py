@@ -1,0 +1,181 @@
+"""What is told of two calls of which the second is traced anew."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import nnx_sharding
+from models import P, mesh_of
+from nnx_sharding import explain_retraces, jit
+from nnx_sharding.lifting.difference import differences
+from test_retraces import REMEDY, Block, Model, NoEq, last_of, scaled
+
+
+def last(before, after, **options):
+    """What is told of a second call."""
+    f = jit(lambda *args, **kwargs: jnp.zeros(()), **options)
+    for args, kwargs in (before, after):
+        f(*args, **kwargs)
+    assert len(explain_retraces(f)) == 2
+    return last_of(f)
+
+
+def one(*args, **kwargs):
+    return args, kwargs
+
+
+class BadRepr(NoEq):
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("before", "after", "told"),
+        [
+            ((32, 64), (31, 64), "args[0]: shape (32, 64) → (31, 64)"),
+            (jnp.float32, jnp.bfloat16, "args[0]: dtype float32 → bfloat16"),
+            (1.0, jnp.float32(1), "a weak type, as Python numbers have → a strong type"),
+        ],
+    )
+    def test_arrays(self, before, after, told):
+        def make(x):
+            return jnp.ones(x) if isinstance(x, tuple) else jnp.ones(3, x) if callable(x) else x
+
+        (line,) = last(one(make(before)), one(make(after)))
+        assert line.endswith(told)
+
+    def test_names_are_those_of_the_parameters(self):
+        f = jit(lambda model, x: x)
+        f(Model(1), jnp.ones(2))
+        f(Model(1), jnp.ones(3))
+        assert last_of(f) == ["x: shape (2,) → (3,)"]
+
+    def test_static_argument(self):
+        f = jit(lambda n, x: x, static_argnames="n")
+        f(1, 1.0), f(2, 1.0)
+        assert last_of(f) == ["static argument n: 1 → 2"]
+
+    def test_other_ways_to_call(self):
+        f = jit(lambda model, x=1.0, train=True: x)
+        f(1.0, 2.0), f(1.0, 2.0, train=2.0)
+        assert last_of(f) == ["arguments (model, x) → (model, x, train=)"]
+
+    def test_modules(self):
+        model = Model(1, 1)
+        f = jit(lambda model: None)
+        f(model)
+        model.blocks[1].static = 2
+        f(model)
+        assert last_of(f) == ["model.blocks[1].static: 1 → 2"]
+        model.new = nnx.Param(jnp.ones(1))
+        f(model)
+        assert last_of(f) == ["model.new: missing → a Param"]
+        model.blocks[0].w.set_metadata(note="a")
+        f(model)
+        assert last_of(f) == ["model.blocks[0].w, metadata 'note': missing → 'a'"]
+
+    def test_arrays_of_models_that_differ_are_compared_by_name(self):
+        a, b = Block(1), Block(2)
+        b.w = nnx.Param(jnp.ones(3))
+        assert last(one(a), one(b)) == [
+            "args[0].static: 1 → 2",
+            "args[0].w: shape (2,) → (3,)",
+        ]
+
+    def test_sharing(self):
+        a, b = nnx.Param(jnp.ones(1)), nnx.Param(jnp.ones(1))
+        assert last(one([a, b]), one([a, a])) == [
+            "args[0][1]: shared with other objects than before"
+        ]
+
+    def test_options(self):
+        def f(x):
+            return x
+
+        jit(f)(1.0)
+        jit(f, out_shardings=P(), mesh=mesh_of((8,), ("a",)))(1.0)
+        told = last_of(jit(f))
+        assert f"out_shardings: None → {P()}" in told
+        assert "mesh: none → ('a': 8)" in told
+        jit(f, graph=False)(1.0)
+        assert "graph: True → False" in last_of(jit(f))
+
+    def test_context(self):
+        f, x = jit(lambda x: x), jnp.ones(8)
+        f(x)
+        with jax.default_matmul_precision("float32"):
+            f(x)
+        assert last_of(f) == ["jax_default_matmul_precision: None → 'float32'"]
+        with jax.set_mesh(mesh_of((8,), ("a",))):
+            f(x)
+        assert last_of(f) == ["mesh in context: none → ('a': 8)"]
+
+    def test_nothing_that_we_see(self):
+        f = jit(lambda x: x + 1)
+        f(1.0)
+        jax.clear_caches()
+        f(1.0)
+        assert explain_retraces(f)[1].compared_to == 1
+        assert last_of(f) == []
+        assert "JAX dropped the trace" in str(explain_retraces(f))
+
+
+class TestStatics:
+    """Two values of a static attribute, and what is told of them."""
+
+    def told(self, a, b):
+        found = last(one(Block(a)), one(Block(b)))
+        assert len(found) == 1
+        return found[0].removeprefix("args[0].static")
+
+    def test_parts(self):
+        assert self.told((1, 2), (1, 3)) == "[1]: 2 → 3"
+        assert self.told({"a": [1]}, {"a": [True]}) == "['a'][0]: 1 → True"
+        assert self.told(scaled(1), scaled(2)) == ", its variable rate: 1 → 2"
+        assert self.told(functools.partial(max, 1), functools.partial(max, 2)) == ".args[0]: 1 → 2"
+        assert self.told(NoEq(1), NoEq(2)) == ".rate: 1 → 2"
+        assert self.told(nnx.relu, nnx.gelu) == ": relu → gelu"
+        assert self.told([1], [1, 2]) == ": [1] → [1, 2]"
+        assert self.told(optax.adam(0.1), optax.adam(0.2)).endswith("step_size: -0.1 → -0.2")
+
+    @pytest.mark.parametrize(
+        ("make", "kind"),
+        [(NoEq, "NoEq"), (lambda: scaled(1), "function"), (lambda: optax.adam(0.1), "function")],
+    )
+    def test_look_alikes(self, make, kind):
+        told = self.told(make(), make())
+        assert "is a new object each call, though it looks the same" in told
+        assert f"{kind} has no __eq__ of its own" in told
+        assert REMEDY in told
+
+    def test_the_part_is_named(self):
+        assert ": .init, .update (" in self.told(optax.sgd(0.1), optax.sgd(0.1))
+
+    def test_long_and_bad_reprs(self):
+        assert len(self.told("x" * 9000, "y" * 9000)) < 300
+        assert "whose repr raises RuntimeError" in self.told(BadRepr(BadRepr()), BadRepr(1))
+
+    def test_cycles(self):
+        a, b = NoEq(), NoEq()
+        a.rate, b.rate = a, b
+        assert "looks the same" in self.told(a, b)
+
+    def test_deep_models(self):
+        def nested(static):
+            model = Block(static)
+            for _ in range(5000):
+                outer = nnx.Dict(child=model)
+                model = outer
+            return model
+
+        old, new = (nnx_sharding.split(((nested(s),), {}))[0] for s in (1, 2))
+        (line,) = differences(old, new, ["model"])
+        assert line.endswith(".child.static: 1 → 2")
+        assert len(line) < 300

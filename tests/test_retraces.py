@@ -1,0 +1,379 @@
+"""Why a function is traced or compiled again; limits on that, and warnings of traps."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from models import P, mesh_of
+from nnx_sharding import explain_retraces, jit, limit_traces, shard_map
+from nnx_sharding.errors import RetraceError, RetraceWarning
+from nnx_sharding.lifting.traces import MAX_TRACES
+
+REMEDY = "make it once, outside of the loop"
+
+
+class Block(nnx.Module):
+    def __init__(self, static=1):
+        self.static = nnx.static(static)
+        self.w = nnx.Param(jnp.ones(2))
+
+
+class Model(nnx.Module):
+    def __init__(self, *statics):
+        self.blocks = nnx.List([Block(static) for static in statics])
+
+    @jit
+    def __call__(self, x):
+        return x * self.blocks[0].w[...]
+
+    @jit
+    def scale(self, x):
+        return x * 2
+
+
+def take(model, x=1.0, **more):
+    return jnp.sum(x) * 2
+
+
+def last_of(fun):
+    return list(explain_retraces(fun)[-1].differences)
+
+
+class NoEq:
+    def __init__(self, rate=1):
+        self.rate = rate
+
+
+def scaled(rate):
+    return lambda x: x * rate
+
+
+class TestReport:
+    def test_nearest(self):
+        f = jit(lambda x, y: x)
+        f(jnp.ones(2), jnp.ones(2))
+        f(jnp.ones(3), jnp.ones(3))
+        f(jnp.ones(2), jnp.ones(4))
+        report = explain_retraces(f)
+        assert [entry.number for entry in report] == [1, 2, 3]
+        assert [entry.compared_to for entry in report] == [None, 1, 1]
+        assert report[2].differences == ("y: shape (2,) → (4,)",)
+        assert len(report[1].differences) == 2
+
+    def test_calls_that_do_not_trace_are_no_entries(self):
+        f = jit(lambda x: x)
+        for _ in range(5):
+            f(1.0)
+        assert len(explain_retraces(f)) == 1
+        assert str(explain_retraces(jit(lambda x: x))) == "<lambda> was not traced."
+
+    def test_text(self):
+        f = jit(take)
+        f.clear_cache()
+        f(Model(1), jnp.ones(3))
+        f(Model(1), jnp.ones(4))
+        report = explain_retraces(f)
+        assert str(report) == repr(report)
+        assert str(report).splitlines() == [
+            "take was traced 2 times:",
+            "  trace 1: the first that is known",
+            "  trace 2, most like trace 1:",
+            "    x: shape (3,) → (4,)",
+        ]
+
+    def test_methods_and_objects(self):
+        model = Model(1)
+        model(1.0)
+        model(jnp.ones(2))
+        for fun in (model.__call__, Model.__call__, functools.partial(model.__call__)):
+            assert explain_retraces(fun)[-1].function == "Model.__call__"
+        model.scale(1.0)
+        assert {e.function for e in explain_retraces(model)} == {"Model.__call__", "Model.scale"}
+        assert len(explain_retraces(Model)) == len(explain_retraces(model))
+
+    @pytest.mark.parametrize("thing", [take, len, 3, None, jax.jit(take), Block()])
+    def test_anything_else_is_an_error(self, thing):
+        with pytest.raises(TypeError, match="what jit or shard_map of nnx_sharding returned"):
+            explain_retraces(thing)
+
+    def test_bounded(self):
+        f = jit(lambda x, n: x, static_argnames="n")
+        for n in range(MAX_TRACES + 3):
+            f.eval_shape(1.0, n=n)
+        report = explain_retraces(f)
+        assert len(report) == MAX_TRACES
+        assert report[-1].number == MAX_TRACES + 3
+        assert "of which the last" in str(report)
+
+    def test_clear_cache_forgets(self):
+        f = jit(lambda x: x)
+        f(1.0)
+        f.clear_cache()
+        assert len(explain_retraces(f)) == 0
+        f(jnp.ones(2))
+        assert explain_retraces(f)[0].compared_to is None
+
+    def test_stages_count_and_share(self):
+        f = jit(lambda x: x)
+        f.lower(1.0).compile()
+        f(1.0)
+        assert len(explain_retraces(f)) == 1
+        f.lower(jnp.ones(2))
+        assert len(explain_retraces(f)) == 2
+
+    def test_failed_traces_are_none(self):
+        f = jit(lambda x: x @ x)
+        with pytest.raises(TypeError):
+            f(jnp.ones((2, 3)))
+        assert len(explain_retraces(f)) == 0
+
+    def test_shard_map_and_nesting(self):
+        mesh = mesh_of((8,), ("a",))
+        f = shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+        f(jnp.ones(8)), f(jnp.ones(16))
+        assert last_of(f) == ["x: shape of each shard (1,) → (2,)"]
+        assert not explain_retraces(f)[-1].nested
+        jit(lambda x: f(x))(jnp.ones(24))
+        assert explain_retraces(f)[-1].nested
+
+    def test_uncompiled_shard_map_is_not_traced(self):
+        mesh = mesh_of((8,), ("a",))
+        f = shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P("a"), jit=False)
+        with limit_traces(0):
+            f(jnp.ones(8))
+        assert len(explain_retraces(f)) == 0
+
+    def test_compiled_again_without_a_trace(self):
+        mesh = mesh_of((8,), ("a",))
+
+        def put(*spec):
+            return jax.device_put(np.ones((8, 8)), NamedSharding(mesh, P(*spec)))
+
+        f = jit(lambda model, x: x * 2)
+        model = Block()
+        f(model, put("a"))
+        assert len(explain_retraces(f)) == 1
+        for spec in (("a",), (None, "a"), (None, "a")):
+            f(model, put(*spec))
+        assert [entry.kind for entry in explain_retraces(f)] == ["trace", "compilation"]
+        (line,) = last_of(f)
+        assert line == f"x: sharding {P('a')} → {P(None, 'a')}"
+        jax.clear_caches()
+        f(model, put(None, "a"))
+        assert [e.kind for e in explain_retraces(f)] == ["trace", "compilation", "trace"]
+
+    def test_what_is_compiled_while_tracing_is_not_ours(self):
+        def f(x):
+            with jax.ensure_compile_time_eval():
+                jnp.ones(173) * 3
+            return x
+
+        f = jit(f)
+        f(1.0), f(1.0)
+        assert len(explain_retraces(f)) == 1
+
+    def test_keeps_nothing_alive(self):
+        model, x = Block(), jnp.ones(3)
+
+        def local(model, x):
+            return x * 2
+
+        f = jit(local)
+        f(model, x), f(model, jnp.ones(4))
+        explain_retraces(f)
+        alive = [weakref.ref(thing) for thing in (local, model, x, f._cache.log)]
+        del local, f, model, x
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * 4
+
+    def test_threads(self):
+        f = jit(lambda x, n: x, static_argnames="n")
+
+        def work(start):
+            for n in range(start, start + 20):
+                f.eval_shape(1.0, n=n)
+
+        threads = [threading.Thread(target=work, args=(20 * i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        report = explain_retraces(f)
+        assert [entry.number for entry in report] == list(range(1, 81))
+
+
+class TestLimits:
+    def counting(self, **options):
+        ran = []
+
+        def step(model, x):
+            ran.append(1)
+            model.w[...] += 1
+            return x
+
+        return jit(step, **options), ran
+
+    def test_max_traces(self):
+        f, ran = self.counting(max_traces=2)
+        model = Block()
+        f(model, jnp.ones(2)), f(model, jnp.ones(3))
+        with pytest.raises(RetraceError, match=r"max_traces=2(.|\n)*x: shape \(3,\) → \(4,\)"):
+            f(model, jnp.ones(4))
+        assert len(ran) == 2
+        np.testing.assert_array_equal(model.w[...], [3.0, 3.0])
+        f(model, jnp.ones(2))
+        jax.clear_caches()
+        f(model, jnp.ones(2))
+        assert len(ran) == 3
+        np.testing.assert_array_equal(model.w[...], [5.0, 5.0])
+        f.clear_cache()
+        f(model, jnp.ones(4))
+
+    def test_the_limit_belongs_to_the_wrapper_and_the_trace_to_the_function(self):
+        f, ran = self.counting()
+        limited = jit(f.__wrapped__, max_traces=1)
+        for n in (2, 3):
+            f(Block(), jnp.ones(n))
+            limited(Block(), jnp.ones(n))
+        assert len(ran) == 2
+        limited(Block(), jnp.ones(4))
+        with pytest.raises(RetraceError):
+            limited(Block(), jnp.ones(5))
+        f(Block(), jnp.ones(5))
+        limited(Block(), jnp.ones(5))
+
+    def test_max_traces_of_methods_stages_and_shard_map(self):
+        class Own(nnx.Module):
+            @jit(max_traces=1)
+            def call(self, x):
+                return x
+
+        Own().call(1.0)
+        with pytest.raises(RetraceError, match=r"Own\.call"):
+            Own().call(jnp.ones(2))
+        f, _ = self.counting(max_traces=1)
+        f.lower(Block(), 1.0)
+        with pytest.raises(RetraceError):
+            f.eval_shape(Block(), jnp.ones(2))
+        options = {"mesh": mesh_of((8,), ("a",)), "in_specs": P("a"), "out_specs": P("a")}
+        g = shard_map(lambda x: x, max_traces=1, **options)
+        g(jnp.ones(8))
+        with pytest.raises(RetraceError, match="shape of each shard"):
+            g(jnp.ones(16))
+
+    def test_failed_traces_do_not_count(self):
+        f = jit(lambda x: x @ x, max_traces=1)
+        with pytest.raises(TypeError):
+            f(jnp.ones((2, 3)))
+        f(jnp.ones((2, 2)))
+
+    @pytest.mark.parametrize(
+        ("value", "error"),
+        [(0, ValueError), (-1, ValueError), ("a", TypeError), (True, ValueError)],
+    )
+    def test_wrong_values(self, value, error):
+        with pytest.raises(error, match="max_traces"):
+            jit(take, max_traces=value)
+        if value != 0:
+            with pytest.raises(error, match="limit_traces"):
+                limit_traces(value)
+
+    def test_limit_traces(self):
+        f, ran = self.counting()
+        g = jit(lambda x: f(Block(), x))
+        model = Block()
+        f(model, 1.0)
+        with limit_traces(0):
+            f(model, 2.0)
+            with pytest.raises(RetraceError, match="limit_traces=0"):
+                f(model, jnp.ones(2))
+        assert len(ran) == 1
+        np.testing.assert_array_equal(model.w[...], [3.0, 3.0])
+        with limit_traces(3), limit_traces(2), pytest.raises(RetraceError):
+            g(jnp.ones(3)), g(jnp.ones(4))
+        f(model, jnp.ones(2))
+
+    def test_limit_traces_is_for_one_thread(self):
+        f = jit(lambda x: x)
+        with limit_traces(0):
+            thread = threading.Thread(target=f, args=(1.0,))
+            thread.start()
+            thread.join()
+            assert len(explain_retraces(f)) == 1
+
+
+@pytest.fixture
+def warned():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield lambda: [w for w in found if issubclass(w.category, RetraceWarning)]
+
+
+class TestTraps:
+    @pytest.mark.parametrize("make", [NoEq, lambda: scaled(1), lambda: optax.adam(0.1)])
+    def test_the_same_made_anew(self, make, warned):
+        f = jit(lambda model: model.w[...])
+        for _ in range(2):
+            f(Block(make()))
+        assert warned() == []
+        for _ in range(3):
+            f(Block(make()))
+        (warning,) = warned()
+        assert "model.static is a new object each call" in str(warning.message)
+        assert REMEDY in str(warning.message)
+        assert warning.filename == __file__
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            range(5),
+            [nnx.relu, nnx.gelu, nnx.silu, nnx.tanh],
+            [scaled(n) for n in range(5)],
+            [NoEq(n) for n in range(5)],
+            [optax.adam(n / 10) for n in range(5)],
+        ],
+    )
+    def test_legitimate_changes(self, values, warned):
+        f = jit(lambda model: model.w[...])
+        for value in values:
+            f(Block(value))
+        assert len(explain_retraces(f)) == len(values)
+        assert warned() == []
+
+    def test_functions_made_anew(self, warned):
+        def step(x, made=jit):
+            return made(lambda x: x + 1)(x)
+
+        for _ in range(4):
+            step(jnp.ones(2))
+        assert warned() == []
+        for _ in range(5):
+            step(jnp.ones(2))
+        (warning,) = warned()
+        assert "is a new function each time" in str(warning.message)
+        assert warning.filename == __file__
+
+    def test_functions_that_do_different_things(self, warned):
+        for rate in range(6):
+            jit(scaled(rate))(1.0)
+            jit(lambda x, rate=rate: x * rate)(jnp.ones(rate + 1))
+        assert warned() == []
+
+    def test_one_function_counts_once(self, warned):
+        f = jit(lambda x: x + 3)
+        for _ in range(6):
+            f(1.0)
+            f.clear_cache()
+        assert warned() == []
