@@ -13,7 +13,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "mistakes.md"]  # the latter is part of errors.md
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -6,6 +6,7 @@ the error; otherwise the error of JAX stays, with a note where there is more to 
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,10 @@ from .plan import Plan, is_committed
 from .structure import accessor
 
 SHOWN = 5  # names in a list of arrays that have something in common
+
+
+# What JAX says where arrays that a function captures are in the way.
+_ABOUT_CAPTURED = re.compile("mesh|closing over", re.IGNORECASE)
 
 
 def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
@@ -43,9 +48,8 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
         _raise_alone(lambda: _check_donated(plan, leaves, error))
     if isinstance(error, _compat.TraceContextError):
         _note_object(error)
-    elif isinstance(error, ValueError | NotImplementedError):
-        if "mesh" in str(error).lower() or "Closing over" in str(error):
-            _note_captured(plan, error)
+    elif isinstance(error, ValueError | NotImplementedError) and _ABOUT_CAPTURED.search(str(error)):
+        _note_captured(plan, error)
 
 
 def _raise_alone(check: Callable[[], Any]) -> None:
