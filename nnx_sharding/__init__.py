@@ -1,12 +1,12 @@
 """Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages."""
 
-from . import stages
+from . import errors, stages
 from ._version import __version__
 from .graph import merge, split
 from .inspect.retraces import explain_retraces
 from .lifting.lifted import Lifted
-from .lifting.limits import limit_traces
 from .lifting.structure import Structure
+from .retraces.limits import limit_traces
 from .state_sharding import StateSharding
 from .transforms.jit import jit
 from .transforms.shard_map import shard_map
@@ -16,6 +16,7 @@ __all__ = [
     "StateSharding",
     "Structure",
     "__version__",
+    "errors",
     "explain_retraces",
     "jit",
     "limit_traces",

@@ -12,6 +12,7 @@ import operator
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -471,15 +472,16 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
 # Tracebacks
 
 
-def hide_frames_of(path: str) -> None:
-    """Lets JAX's traceback filtering leave out the frames of a file, or of all in a folder."""
-    if _traceback_util is not None:
-        _traceback_util.register_exclusion(path)
-
-
 def api_boundary(function: F) -> F:
     """Marks a function as an entry from user code, where tracebacks are filtered."""
     if _traceback_util is None:
         return function
     boundary: Any = _traceback_util.api_boundary(function)
     return cast(F, functools.wraps(function)(boundary))
+
+
+if _traceback_util is not None:
+    # JAX's traceback filtering leaves out our frames, too.
+    _PARTS = ("checks", "lifting", "partition", "retraces", "transforms", "errors.py")
+    for _part in (*_PARTS, "state_sharding.py"):
+        _traceback_util.register_exclusion(str(Path(__file__).with_name(_part)))

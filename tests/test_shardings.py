@@ -659,7 +659,9 @@ class PlacementTest(MovesTest):
         sharding = NamedSharding(mesh8(), P("model"))
         with self.assertRaises(ValueError):
             jax.jit(lambda weights: weights[0], in_shardings=(sharding,))(jnp.ones(3))
-        with self.assertRaisesRegex(ValueError, r"weights, shape \(3,\), .*: dimension 0 of size 3"):
+        with self.assertRaisesRegex(
+            ValueError, r"weights, shape \(3,\), .*: dimension 0 of size 3"
+        ):
             jit(lambda weights: weights[0], in_shardings=(sharding,))(nnx.Param(jnp.ones(3)))
 
     def test_arguments_that_are_no_variables_are_not_kept(self):

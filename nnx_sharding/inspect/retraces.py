@@ -11,11 +11,11 @@ from typing import Any, Literal, overload
 
 import jax
 
-from ..lifting.difference import show
-from ..lifting.explain import nearest
 from ..lifting.lifted import Lifted
-from ..lifting.remade import fun_name
-from ..lifting.traces import MAX_TOLD, Compilation, TraceLog
+from ..retraces.compare import nearest
+from ..retraces.difference import show
+from ..retraces.log import MAX_TOLD, Compilation, TraceLog
+from ..retraces.remade import fun_name
 
 _NO_DIFFERENCE = {
     "trace": "nothing that we see: JAX dropped the trace (jax.clear_caches), or traces the "

@@ -17,17 +17,17 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import jax
 
 from .. import _compat
+from ..checks.diagnose import explained
+from ..retraces.limits import TraceLimit
+from ..retraces.log import TraceLog
 from .arguments import Call, Parameters
-from .diagnose import explained
 from .guards import Guards
-from .limits import TraceLimit
 from .merge import unflatten
 from .plan import Plan, Transform, abstract, as_declared, make_plan
 from .pure import Outcome
 from .run import run
 from .split import Flat, flatten
 from .stages import Lowered, Traced
-from .traces import TraceLog
 
 P = ParamSpec("P")
 R = TypeVar("R")

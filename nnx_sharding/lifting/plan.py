@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from .. import _compat
+from ..checks.specs import Terms, check_arrays, check_axes, fitted, shape_of, uses_of
+from ..retraces.log import TraceLog
 from . import merge
 from .arguments import Call, Layout, Parameters, align_specs
-from .check import Terms, check_arrays, check_axes, fitted, shape_of, uses_of
 from .pure import Pure, Rules
 from .resolve import Found, Specs, Target, argument_targets, reach, resolve, slot_names
 from .split import Flat
 from .structure import RefEntry, Static, Structure, VariableEntry
-from .traces import TraceLog
 
 # What is done with what is committed to another layout than declared: it is an error; it is laid
 # out anew, on the same devices or wherever it is; or its own layout counts.

@@ -20,15 +20,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..checks.specs import Terms, check_captured, check_filters, check_results, fitted, shape_of
 from ..partition.fit import Indivisible, spec_and_mesh, variants
+from ..retraces.log import TraceLog
 from ..state_sharding import StateSharding
 from . import merge
 from .arguments import Layout, join_call
-from .check import Terms, check_captured, check_filters, check_results, fitted, shape_of
 from .resolve import Found, Specs, Target, Use, reach, resolve, slot_names, target
 from .split import Flat, flatten
 from .structure import NodeEntry, RefEntry, Static, Structure, VariableEntry, accessor
-from .traces import TraceLog
 
 
 class Rules(Protocol):

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from ..checks.diagnose import explain
+from ..checks.specs import committed_message, fitted
 from ..partition.fit import describe_both
 from . import merge
-from .check import committed_message, fitted
-from .diagnose import explain
 from .plan import Plan, is_committed, known_variables
 from .pure import Outcome, OutputGroup
 from .resolve import reach

@@ -21,9 +21,9 @@ import jax
 from flax import nnx
 
 from .. import _compat
+from ..checks.diagnose import explained
+from ..retraces.difference import differences
 from .arguments import Call
-from .diagnose import explained
-from .difference import differences
 from .guards import Guards
 from .merge import assemble
 from .plan import Plan

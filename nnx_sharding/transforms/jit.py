@@ -11,9 +11,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..checks.specs import Terms
 from ..errors import NoMeshError
 from ..lifting.arguments import Call, Layout, Parameters, sort_call
-from ..lifting.check import Terms
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..checks.specs import Terms
 from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
-from ..lifting.check import Terms
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs

@@ -18,13 +18,17 @@ _LOCK = threading.Lock()
 _FUNCTIONS: weakref.WeakKeyDictionary[types.CodeType, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
-def note_function(fun: Any, call: int, known: set[int]) -> None:
+def note_function(fun: Any, call: int, known: set[int], *, strict: bool) -> None:
     """Notes that a function was traced, and warns if ever new ones of the same code are.
 
     Args:
       fun: the function.
       call: a hash of all else that the trace depends on.
       known: what was noted of this very function: however often it is traced, it counts once.
+      strict: whether the warning is an error.
+
+    Raises:
+      StrictError: it is.
     """
     code, print_ = _code(fun), _fingerprint(fun)
     mark = hash((print_, call))
@@ -44,7 +48,7 @@ def note_function(fun: Any, call: int, known: set[int]) -> None:
             "time: traces belong to the function object. Define and wrap it once, outside of "
             "the loop."
         )
-        report(RetraceWarning, message, strict=False)
+        report(RetraceWarning, message, strict=strict)
 
 
 def fun_name(fun: Any) -> str:

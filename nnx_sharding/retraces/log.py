@@ -16,14 +16,14 @@ import jax
 
 from .. import _compat
 from ..errors import RetraceError, RetraceWarning, report
+from .compare import between, nearest
 from .difference import Difference
-from .explain import between, nearest
 from .limits import LIMITS, TraceLimit
 from .remade import fun_name, note_function
 
 if TYPE_CHECKING:
-    from .plan import Plan
-    from .pure import Pure
+    from ..lifting.plan import Plan
+    from ..lifting.pure import Pure
 
 MAX_TRACES = 256
 MAX_TOLD = 10  # differences in a message
@@ -148,8 +148,8 @@ class TraceLog:
         if not seen:
             try:
                 self._warn_of_look_alikes(new, earlier)
-                note_function(pure.fun(), mark, self._functions)
-            except Warning:  # where warnings are errors
+                note_function(pure.fun(), mark, self._functions, strict=pure.rules.terms.strict)
+            except Exception:  # strict, or warnings are errors
                 forget()
                 raise
         return forget
@@ -178,7 +178,7 @@ class TraceLog:
         if is_second:
             lines = "".join(f"\n  {difference.text}" for difference in found[:MAX_TOLD])
             message = f"{new.fun_name} is traced again and again for what looks the same:{lines}"
-            report(RetraceWarning, message, strict=False)
+            report(RetraceWarning, message, strict=new.pure.rules.terms.strict)
 
 
 def _commitment(leaf: Any) -> Any:
@@ -218,9 +218,8 @@ def _refusal(limit: TraceLimit, new: Trace, earlier: Sequence[Trace]) -> str:
 
 # What Python's frames tell: it costs a call nothing, and one that traces or compiles next to it.
 
-_HERE = Path(__file__).parent
-_LIFTED, _PURE, _RUN = (str(_HERE / name) for name in ("lifted.py", "pure.py", "run.py"))
-_PACKAGE = str(_HERE.parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_LIFTED, _PURE, _RUN = (f"{_PACKAGE}lifting{os.sep}{name}.py" for name in ("lifted", "pure", "run"))
 
 
 def _frames() -> Iterator[types.FrameType]:
@@ -258,7 +257,7 @@ def _on_compilation(event: str, duration_secs: float, **of: Any) -> None:
     plan: Plan = found["plan"]
     # JAX also compiles what moves arguments to where they belong.
     is_own = of.get("fun_name") == f"jit({plan.fun_name})"
-    if is_own and found["execute"] is plan.program.staged:
+    if is_own and found["execute"] in (plan.program.staged, plan.program.top_level):
         plan.log.add_compilation(plan, found["leaves"])
 
 

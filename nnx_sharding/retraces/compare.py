@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..lifting.structure import Static
 from .difference import Difference, compare, show, static_differences
-from .structure import Static
 
 if TYPE_CHECKING:
-    from .arguments import Layout
-    from .traces import Trace
+    from ..lifting.arguments import Layout
+    from .log import Trace
 
 MAX_COMPARED = 64  # a comparison walks through the whole model
 MAX_COUNTED = 1000

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from .. import _compat
-from .structure import (
+from ..lifting.structure import (
     LEAF,
     Child,
     Container,

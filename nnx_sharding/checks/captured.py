@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from .structure import accessor
+from ..lifting.structure import accessor
 
 
 class Captured(NamedTuple):

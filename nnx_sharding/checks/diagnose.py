@@ -16,11 +16,11 @@ from flax import nnx
 
 from .. import _compat
 from ..errors import DonatedError, StrictError, is_library
+from ..lifting.plan import Plan, is_committed
+from ..lifting.structure import accessor
 from ..partition.fit import axes_of, describe_both
 from .captured import captured_shards, describe_captured
-from .check import committed_message, fitted, shape_of
-from .plan import Plan, is_committed
-from .structure import accessor
+from .specs import committed_message, fitted, shape_of
 
 SHOWN = 5  # names in a list of arrays that have something in common
 
