@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import nnx_sharding
+from nnx_sharding.errors import RetraceWarning as RetraceWarning
 
 from . import models, ways
 from .measure import Figure, Figures, Unavailable, Way, Ways, time_calls, time_first_calls
@@ -216,6 +217,30 @@ def _compiled_ways(program: Program) -> Ways:
         NNX_JIT: theirs,
         "nnx.jit, Compiled": their_compiled,
     }
+
+
+def checked(sizes: Sizes) -> Iterator[Row]:
+    """What it costs a call to be strict, and to have its traces counted: nothing."""
+    for name, blocks in (("checked32", sizes.large), ("checked1", 1)):
+        program = models.forward(blocks)
+        flat = ways.Flat(program)
+
+        def ours(program: Program = program, **options: Any) -> Way:
+            jitted = nnx_sharding.jit(program.fun, **options)
+            return functools.partial(jitted, *program.make(), *program.data)
+
+        calls: Ways = {
+            FLOOR: flat.way(jax.jit(flat)),
+            OURS: ours(),
+            OUR_CHECKED: ours(strict=True, max_traces=1),
+        }
+        figures = time_calls(calls, sizes.repeats, FLOOR, [OURS, OUR_CHECKED]).returned
+        title = f"strict, with a limit of one trace, against neither: {_size(blocks)}"
+        targets = (at_most(1.02, 1.0, OURS),)
+        yield Row(name, title, "µs", figures, FLOOR, OUR_CHECKED, targets, not_peers=(OURS,))
+
+
+OUR_CHECKED = "nnx_sharding.jit(strict=True, max_traces=1)"
 
 
 def lowering(sizes: Sizes) -> Iterator[Row]:
@@ -420,6 +445,7 @@ CASES: dict[str, Callable[[Sizes], Iterator[Row]]] = {
         sharded32,
         shard_map_mlp,
         compiled,
+        checked,
         lowering,
         returns,
         memory,

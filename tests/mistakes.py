@@ -82,7 +82,7 @@ def grid(kind: AxisType = AxisType.Auto, names: tuple[str, str] = ("data", "mode
 
 def strict(lib: Library) -> dict[str, Any]:
     """The option that only we have."""
-    return {"strict": True} if lib is nnx_sharding else {}
+    return {"strict": True} if hasattr(lib, "explain_retraces") else {}
 
 
 def forward(model: Model, x: jax.Array) -> jax.Array:
@@ -497,7 +497,7 @@ def explicit_shards(lib: Library) -> Any:
     "a result whose replication cannot be proved",
     ValueError,
     "shard_map of loss",
-    "output.loss, float32[]",
+    "output['loss'], float32[]",
     "varies along 'data'",
     "jax.lax.pmean(x, 'data')",
     "psum",
@@ -703,15 +703,15 @@ def static_module(lib: Library) -> Any:
     14,
     "a string where an array is needed",
     TypeError,
-    "batch.names[0]: 'a' of type str",
-    "batch.names[1]",
+    "batch['names'][0]: 'a' of type str",
+    "batch['names'][1]",
     "static_argnums",
 )
 def string_leaf(lib: Library) -> Any:
     return lib.jit(lambda m, batch: m(batch["x"]))(Model(), {"x": X, "names": ["a", "b"]})
 
 
-@mistake(14, "a result that is no array", TypeError, "output.name: 'a' of type str")
+@mistake(14, "a result that is no array", TypeError, "output['name']: 'a' of type str")
 def string_result(lib: Library) -> Any:
     return lib.jit(lambda m, x: {"y": m(x), "name": "a"})(Model(), X)
 

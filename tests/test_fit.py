@@ -136,7 +136,7 @@ class IndivisibleTest(parameterized.TestCase):
         model = MLP(hidden=6)
         with (
             pytest.warns(CorrectedSpecWarning),
-            self.assertRaisesRegex(ValueError, r"output\.y, shape \(6, 2\), P\('b',\)"),
+            self.assertRaisesRegex(ValueError, r"output\['y'\], shape \(6, 2\), P\('b',\)"),
         ):
             f(model)
         g = jit(f._fun, in_shardings=rules, out_shardings=rules, mesh=mesh24(), indivisible="drop")
@@ -401,8 +401,16 @@ class ExplainedTest(parameterized.TestCase):
         x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("a")))
         compiled = jit(lambda m, x: m(x), in_shardings=(P(), P("a")), mesh=mesh).lower(MLP(), x)
         other = jax.device_put(x, NamedSharding(mesh, P("b")))
-        with self.assertRaisesRegex(ValueError, r"x"):
+        with self.assertRaisesRegex(ValueError, r"x, shape .*: is P\('b',\), declared P\('a',\)"):
             compiled.compile()(MLP(), other)
+
+    def test_a_spec_of_another_mesh(self):
+        options = {"mesh": mesh24(), "out_specs": P()}
+        specs = [NamedSharding(mesh_of((8,), (name,)), P(name)) for name in ("a", "c")]
+        with self.assertRaisesRegex(ValueError, r"(?s)P\('a',\) for x: .*another mesh.* for y: "):
+            shard_map(lambda x, y: x, in_specs=tuple(specs), **options)(jnp.ones(8), jnp.ones(8))
+        same = NamedSharding(mesh24(), P("a"))
+        shard_map(lambda x: x.sum(), in_specs=same, mesh=mesh24(), out_specs=P(), check_vma=False)
 
     def test_a_mapped_function_over_some_axes(self):
         options = {"mesh": mesh24(), "axis_names": {"b"}, "out_specs": P()}

@@ -4,13 +4,55 @@ from __future__ import annotations
 
 import os
 import traceback
+import types
 import warnings
+from typing import Any
+from unittest import mock
 
+import jax
 from absl.testing import parameterized
+from flax import nnx
 
 import mistakes
 import nnx_sharding
+from graphs import Memory
 from mistakes import MISTAKES, Mistake
+
+
+class Watched:
+    """The library, which looks at all models before each call, and again after it failed."""
+
+    StateSharding = nnx_sharding.StateSharding
+    explain_retraces = True
+
+    def __init__(self) -> None:
+        self.models: list[Any] = []
+        self.failures = 0
+
+    def jit(self, fun: Any, **options: Any) -> Any:
+        return self.watch(nnx_sharding.jit(fun, **options))
+
+    def shard_map(self, fun: Any, **options: Any) -> Any:
+        return self.watch(nnx_sharding.shard_map(fun, **options))
+
+    def watch(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            memories = [Memory(model) for model in self.models if self.is_alive(model)]
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                self.failures += 1
+                for memory in memories:
+                    memory.assert_unchanged()
+                raise
+
+        call.lower = lambda *args: types.SimpleNamespace(  # type: ignore[attr-defined]
+            compile=lambda: self.watch(function.lower(*args).compile())
+        )
+        return call
+
+    def is_alive(self, model: Any) -> bool:
+        return not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(model)))
 
 
 class MistakesTest(parameterized.TestCase):
@@ -38,3 +80,19 @@ class MistakesTest(parameterized.TestCase):
         ours = os.path.dirname(nnx_sharding.__file__)
         self.assertEmpty([f for f in frames if f.startswith(ours)], frames)
         self.assertIn(mistakes.__file__, frames)
+
+    @parameterized.named_parameters((name, name) for name in MISTAKES)
+    def test_nothing_of_the_users_changes(self, name: str):
+        watched = Watched()
+
+        class Model(mistakes.Model):
+            def __init__(self, *args: Any):
+                super().__init__(*args)
+                watched.models.append(self)
+
+        with warnings.catch_warnings(), mock.patch.object(mistakes, "Model", Model):
+            warnings.simplefilter("error")
+            with self.assertRaises(MISTAKES[name].error):
+                MISTAKES[name].run(watched)
+        is_early = name.startswith("bare")  # no call was reached
+        self.assertEqual(watched.failures, 0 if is_early else 1)

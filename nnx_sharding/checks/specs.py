@@ -96,23 +96,26 @@ def check_axes(
     Raises:
       ValueError: an axis is not, or a spec uses one twice.
     """
-    wrong: dict[PartitionSpec, list[str]] = {}
+    wrong: dict[Any, list[str]] = {}
     for spec in (*inputs.written, *outputs.written):
         own = spec_and_mesh(spec, terms.mesh)
-        if own is not None and own[0] not in wrong:
-            problems = axis_problems(*own, terms.usable)
-            if problems:
-                wrong[own[0]] = problems
+        if own is None:
+            continue
+        problems = axis_problems(*own, terms.usable)
+        if not terms.tells_layouts and own[1].abstract_mesh != terms.mesh.abstract_mesh:
+            problems = [f"it is for another mesh, {own[1]}; give the PartitionSpec alone"]
+        if problems:
+            wrong[spec] = problems
     if not wrong:
         return
-    places: dict[PartitionSpec, list[str]] = {spec: [] for spec in wrong}
+    places: dict[Any, list[str]] = {spec: [] for spec in wrong}
     for spec, name in uses:
-        if isinstance(spec, PartitionSpec | NamedSharding):
-            places.get(_partition_of(spec), []).append(name)
+        if isinstance(spec, PartitionSpec | NamedSharding) and spec in places:
+            places[spec].append(name)
     lines = []
     for spec, problems in wrong.items():
         found = places[spec] or [_option_of(terms, spec, inputs)]
-        lines.append(f"  {spec!r} for {', '.join(found)}: {'; '.join(problems)}")
+        lines.append(f"  {describe(spec)} for {', '.join(found)}: {'; '.join(problems)}")
     sizes = ", ".join(f"{axis!r} ({size})" for axis, size in terms.mesh.shape.items())
     raise ValueError(
         f"{terms.name}: these specs do not fit the mesh:\n"
@@ -121,13 +124,8 @@ def check_axes(
     )
 
 
-def _option_of(terms: Terms, spec: PartitionSpec, inputs: Specs) -> str:
-    is_input = any(_partition_of(own) == spec for own in inputs.written)
-    return terms.in_name if is_input else terms.out_name
-
-
-def _partition_of(spec: Any) -> Any:
-    return spec.spec if isinstance(spec, NamedSharding) else spec
+def _option_of(terms: Terms, spec: Any, inputs: Specs) -> str:
+    return terms.in_name if spec in inputs.written else terms.out_name
 
 
 def uses_of(

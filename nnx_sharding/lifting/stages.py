@@ -30,7 +30,7 @@ from .plan import Plan
 from .pure import Outcome
 from .run import run
 from .split import Flat
-from .structure import LEAF, Child, Container, Structure, VariableEntry
+from .structure import LEAF, Child, Container, Structure, VariableEntry, plain_key
 
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 
@@ -371,7 +371,8 @@ def _user_child(
     for place in structure.walk(child, slots):
         if keep(place.slots):
             own = (values[slot] for slot in place.slots)
-            flat[place.path] = _place_value(structure, place.entry, own)
+            path = tuple(map(plain_key, place.path))
+            flat[path] = _place_value(structure, place.entry, own)
     if () in flat:
         return flat[()]
     return nnx.from_flat_state(flat)

@@ -385,8 +385,16 @@ def is_leaf_treedef(treedef: PyTreeDef) -> bool:
     return bool(treedef.num_nodes == 1 and treedef.num_leaves == 1)
 
 
+class Item(str):
+    """A key of a dict in a path: equal to the plain string, but written ``['key']``."""
+
+    __slots__ = ()
+
+
 def path_key(key: Any) -> Any:
     """One key of a JAX key path as NNX writes it: an index, a dict key, an attribute name."""
+    if isinstance(key, jax.tree_util.DictKey):
+        return Item(key.key) if type(key.key) is str else key.key
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -400,7 +408,12 @@ def path_string(path: Path) -> str:
 
 def accessor(name: str, path: Path) -> str:
     """A path in the manner of Python code: ``model.blocks[3].up.kernel``."""
-    parts = (
-        f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path
+    return name + "".join(
+        f".{key}" if type(key) is str and key.isidentifier() else f"[{plain_key(key)!r}]"
+        for key in path
     )
-    return name + "".join(parts)
+
+
+def plain_key(key: Any) -> Any:
+    """A key of a path, with nothing of ours in it."""
+    return str(key) if isinstance(key, Item) else key

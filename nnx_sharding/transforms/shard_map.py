@@ -146,15 +146,7 @@ class _ShardMap:
     def spec_of(self, spec: Any) -> Any:
         if spec is None:
             return PartitionSpec()
-        if isinstance(spec, NamedSharding):
-            mesh = self.current
-            if mesh is not None and spec.mesh.abstract_mesh != mesh.abstract_mesh:
-                raise ValueError(
-                    f"shard_map over {mesh} was given a spec with another mesh: {spec}. Give "
-                    "the PartitionSpec alone."
-                )
-            return spec.spec
-        return spec
+        return spec.spec if isinstance(spec, NamedSharding) else spec
 
     def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         inferred = self._inferred(leaves, self.current)
