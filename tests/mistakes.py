@@ -662,6 +662,40 @@ def captured_change(lib: Library) -> Any:
     return f(X)
 
 
+class RefModel(nnx.Module):
+    """A model whose Variables hold references."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones((8, 4)), ref=True)
+
+
+def add_one(model: RefModel) -> None:
+    model.w[...] += 1
+
+
+@mistake(
+    13,
+    "a reference laid out otherwise than declared",
+    ValueError,
+    "model.w, shape (8, 4): is SingleDeviceSharding",
+    "declared P('data',)",
+    "cannot be moved",
+)
+def ref_layout(lib: Library) -> Any:
+    return lib.jit(add_one, in_shardings=(named("data"),))(RefModel())
+
+
+@mistake(
+    13,
+    "a reference on other devices than the mesh of `shard_map`",
+    ValueError,
+    "model.w: cpu 0",
+)
+def ref_devices(lib: Library) -> Any:
+    f = lib.shard_map(add_one, mesh=grid(), in_specs=(P("data"),), out_specs=P())
+    return f(RefModel())
+
+
 @mistake(13, "one reference passed twice", ValueError, "a, b")
 def ref_twice(lib: Library) -> Any:
     ref = jax.new_ref(jnp.zeros(()))

@@ -156,16 +156,26 @@ def _cuts(spec: Any, ndim: int, axes: frozenset[Any]) -> list[tuple[Any, ...]]:
 def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
     if not plan.terms.tells_layouts:
         return
-    lines = []
+    lines: list[str] = []
+    refs: list[str] = []
     for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True):
-        if layout is None or not _is_concrete(leaf) or not leaf.committed:
+        is_ref = _is_concrete_ref(leaf)
+        if layout is None or not (is_ref or is_committed(leaf)):
             continue
         same_devices = leaf.sharding.device_set == layout.device_set
-        if same_devices and not leaf.sharding.is_equivalent_to(layout, leaf.ndim):
+        if (is_ref or same_devices) and not leaf.sharding.is_equivalent_to(layout, leaf.ndim):
             own, declared = describe_both(leaf.sharding, layout)
-            lines.append(f"  {name}, shape {leaf.shape}: is {own}, declared {declared}")
+            found = refs if is_ref else lines
+            found.append(f"  {name}, shape {leaf.shape}: is {own}, declared {declared}")
     if lines:
         raise ValueError(committed_message(plan.terms.name, lines))
+    if refs:
+        raise ValueError(
+            f"{plan.terms.name}: these references are laid out otherwise than declared, and a "
+            "jax.Ref cannot be moved:\n"
+            + "\n".join(refs)
+            + "\nMake them of arrays that are placed there, or declare what they are."
+        )
 
 
 def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
@@ -180,7 +190,7 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
     for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True):
         if layout is not None:
             add(layout, name)
-        if _is_concrete(leaf) and leaf.committed:
+        if _is_concrete_ref(leaf) or is_committed(leaf):
             add(leaf.sharding, name)
     for spec in plan.out_specs:
         add(spec, plan.terms.out_name)
@@ -225,6 +235,10 @@ _CHECKS: tuple[Callable[[Plan, Sequence[Any]], None], ...] = (
 
 def _is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
+def _is_concrete_ref(leaf: Any) -> bool:
+    return _compat.is_ref(leaf) and not isinstance(leaf, jax.core.Tracer)
 
 
 def _note_captured(plan: Plan, error: Exception) -> None:

@@ -121,6 +121,8 @@ class _ShardMap:
         here = frozenset(self.current.axis_names).difference(_compat.manual_axes(self.current))
         lines, missing = [], dict[Any, None]()
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
+            if _compat.is_ref(leaf):
+                continue  # stays where it is; only its value could come out
             named = {axis for entry in spec for axis in axes_of(entry)}
             axes = sorted(_compat.varying_axes(leaf) & here - named, key=str)
             if axes:
