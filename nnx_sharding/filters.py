@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax import nnx
+
+from .lifting.structure import Path, path_string
 
 Predicate = Callable[[tuple[Any, ...], Any], bool]
 
@@ -37,7 +39,46 @@ def is_opaque(predicate: Any) -> bool:
     return True
 
 
+class Paths:
+    """A filter that matches certain paths, and nothing else.
+
+    Args:
+      paths: the paths, each the keys from the argument to a Variable.
+
+    Example:
+      >>> from nnx_sharding.filters import Paths
+      >>> first = Paths([("blocks", 0, "kernel")])
+      >>> first(("blocks", 0, "kernel"), None), first(("blocks", 1, "kernel"), None)
+      (True, False)
+    """
+
+    __slots__ = ("_paths",)
+
+    def __init__(self, paths: Iterable[Path]):
+        self._paths = frozenset(map(tuple, paths))
+
+    @property
+    def paths(self) -> frozenset[Path]:
+        """The paths."""
+        return self._paths
+
+    def __call__(self, path: Path, value: Any) -> bool:
+        return tuple(path) in self._paths
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Paths) and self._paths == other._paths
+
+    def __hash__(self) -> int:
+        return hash(self._paths)
+
+    def __repr__(self) -> str:
+        names = sorted(map(path_string, self._paths))
+        more = f", … {len(names) - 3} more" if len(names) > 3 else ""
+        return f"Paths({', '.join(names[:3])}{more})"
+
+
 _PATH_OR_TYPE = (
+    Paths,
     nnx.PathContains,
     nnx.filterlib.PathIn,
     nnx.WithTag,

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..filters import is_opaque, to_predicate
+from ..filters import Paths, is_opaque, to_predicate
 from ..partition.fit import Indivisible, describe_both, suggested_spec, suggestion
 from ..state_sharding import StateSharding, is_single_spec
 from .structure import (
@@ -425,11 +425,12 @@ class Use:
     def unused_lines(self) -> Iterator[str]:
         """The filters that decided about nothing.
 
-        A last resort may do so, and so may a predicate that looks at shapes.
+        A last resort may do so, a predicate that looks at shapes, and paths, which may be those of
+        several arguments.
         """
         for index, filter_ in enumerate(self.rules.filters):
-            is_last_resort = filter_ in (..., True, nnx.Everything())
-            if index in self._matched or is_last_resort or is_opaque(to_predicate(filter_)):
+            may_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
+            if index in self._matched or may_rest or is_opaque(to_predicate(filter_)):
                 continue
             name = self.rules.names[index]
             near = ""
