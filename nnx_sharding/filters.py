@@ -63,6 +63,7 @@ class Paths:
         return self._paths
 
     def __call__(self, path: Path, value: Any) -> bool:
+        """Whether it is one of them."""
         return tuple(path) in self._paths
 
     def __eq__(self, other: object) -> bool:

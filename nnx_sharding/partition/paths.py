@@ -40,11 +40,13 @@ def variables(tree: Any) -> Iterator[Found]:
     for place in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in place.slots)
         path = tuple(map(plain_key, place.path))
-        is_variable = place.entry is not None and isinstance(
-            structure.entries[place.entry], VariableEntry
-        )
-        if arrays:
-            yield Found(path, flat.objects[place.entry] if is_variable else arrays[0], arrays)
+        if not arrays:
+            continue
+        index = place.entry
+        if index is None or not isinstance(structure.entries[index], VariableEntry):
+            yield Found(path, arrays[0], arrays)
+        else:
+            yield Found(path, flat.objects[index], arrays)
 
 
 def exact(specs: Mapping[Path, Any]) -> StateSharding:
