@@ -788,7 +788,7 @@ def compiled_structure(lib: Library) -> Any:
     return f(model, X)
 
 
-@mistake(15, "with another static argument", TypeError, "flag: True → False")
+@mistake(15, "with another static argument", TypeError, "static argument flag: True → False")
 def compiled_static(lib: Library) -> Any:
     model, f = compiled(lib)
     return f(model, X, False)

@@ -12,6 +12,7 @@ from .. import _compat
 from ..errors import CapturedArrayWarning, CorrectedSpecWarning, UnusedFilterWarning, report
 from ..lifting.resolve import Found, Specs, Use, merged
 from ..partition.fit import Indivisible, axis_problems, describe, fit, shape_problems, spec_and_mesh
+from ..retraces.difference import show
 from ..state_sharding import StateSharding
 from .captured import captured_shards, describe_captured
 
@@ -76,7 +77,7 @@ def check_results(name: str, names: Sequence[str], leaves: Sequence[Any]) -> Non
 
 def _no_arrays(names: Sequence[str], leaves: Sequence[Any]) -> list[str]:
     return [
-        f"  {name}: {_shortened(leaf)} of type {type(leaf).__name__}"
+        f"  {name}: {show(leaf)} of type {type(leaf).__name__}"
         for name, leaf in zip(names, leaves, strict=True)
         if not _compat.is_array_like(leaf)
     ]
@@ -292,11 +293,3 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
     if shape is not None:
         return tuple(shape)
     return () if isinstance(leaf, bool | int | float | complex) else None
-
-
-def _shortened(x: Any) -> str:
-    try:
-        text = repr(x)
-    except Exception as error:  # whatever the user's own __repr__ raises
-        text = f"a value whose repr raises {type(error).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."

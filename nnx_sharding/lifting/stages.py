@@ -14,7 +14,7 @@ What a backend cannot answer is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from flax import nnx
 
 from .. import _compat
 from ..checks.diagnose import explained
-from ..retraces.difference import differences
+from ..retraces.compare import arguments_of, static_arguments
+from ..retraces.difference import differences, static_differences
 from .arguments import Call
 from .guards import Guards
 from .merge import assemble
@@ -299,20 +300,8 @@ def _split_as_planned(
 ) -> tuple[Call, Flat]:
     plan = stage._plan
     call, flat = stage._split(args, kwargs)
-    changed = [
-        f"{name}: {old.value!r} → {new.value!r}"
-        for name, old, new in zip(_static_names(plan), plan.statics, call.statics, strict=False)
-        if old != new
-    ]
-    if (
-        call.layout != plan.layout
-        or call.statics != plan.statics
-        or flat.structure != plan.structure
-    ):
-        names = [plan.layout.names[i] for i in plan.layout.dynamic]
-        changed += differences(plan.structure, flat.structure, names)
-        if call.layout != plan.layout:
-            changed += [f"arguments {_arguments_of(plan.layout)} → {_arguments_of(call.layout)}"]
+    if (call.layout, call.statics, flat.structure) != (plan.layout, plan.statics, plan.structure):
+        changed = list(_changes(plan, call, flat.structure))
         raise TypeError(
             f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
             "called with now:\n  " + "\n  ".join(changed) + "\nLower it again for these."
@@ -336,13 +325,16 @@ def _with_statics(
     return args, {**keywords, **kwargs}
 
 
-def _static_names(plan: Plan) -> list[str]:
-    layout = plan.layout
-    return [layout.names[i] for i in sorted(layout.static)] + sorted(layout.static_keywords)
-
-
-def _arguments_of(layout: Any) -> str:
-    return f"({', '.join((*layout.names, *(f'{k}=' for k in layout.keywords)))})"
+def _changes(plan: Plan, call: Call, structure: Structure) -> Iterator[str]:
+    """In what a call differs from what its stage was made for."""
+    before, after = plan.layout, call.layout
+    if before != after:
+        yield f"arguments {arguments_of(before)} → {arguments_of(after)}"
+    old, new = static_arguments(before, plan.statics), static_arguments(after, call.statics)
+    for name in old.keys() & new.keys():
+        found = static_differences(f"static argument {name}", old[name], new[name])
+        yield from (difference.text for difference in found)
+    yield from differences(plan.structure, structure, [before.names[i] for i in before.dynamic])
 
 
 def _arguments(per_argument: Any) -> list[Any]:

@@ -1,0 +1,174 @@
+"""Trains a small language model on 2 × 4 devices: ``python examples/transformer.py``.
+
+A decoder-only transformer of ordinary NNX layers, cut in two directions: tensor parallel over the
+``model`` axis of the mesh, fully sharded over its ``data`` axis. All that the sharding needs is the
+one line in :func:`sharding_of`; the model knows nothing of it. The text is Python's own language
+reference, which every Python carries along for ``help()``.
+
+``--check`` trains the same model once more on one device, with plain Flax, and compares the losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Only the CPU heeds it; it has to be there before JAX starts its backend.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import StateSharding, jit, limit_traces
+from nnx_sharding.partition import check_sharding, fsdp, sharded_init, tensor_parallel
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The size of the model and of its training."""
+
+    vocabulary: int = 256
+    context: int = 64
+    features: int = 64
+    heads: int = 4
+    layers: int = 2
+    batch: int = 16
+    learning_rate: float = 3e-3
+
+
+class Block(nnx.Module):
+    """Attention, then an MLP, each on a normalised input and added to it."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.norm_attention = nnx.RMSNorm(config.features, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            config.heads, config.features, decode=False, use_bias=False, rngs=rngs
+        )
+        self.norm_mlp = nnx.RMSNorm(config.features, rngs=rngs)
+        self.up = nnx.Linear(config.features, 4 * config.features, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * config.features, config.features, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """What comes out for ``x`` of shape (batch, length, features)."""
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.norm_attention(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norm_mlp(x))))
+
+
+class Transformer(nnx.Module):
+    """Predicts the next byte at each place of a text."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(config.vocabulary, config.features, rngs=rngs)
+        self.positions = nnx.Embed(config.context, config.features, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.features, rngs=rngs)
+        self.head = nnx.Linear(config.features, config.vocabulary, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits of shape (batch, length, vocabulary) for ``tokens`` of shape (batch, length)."""
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make(config: Config) -> tuple[Transformer, nnx.Optimizer[Transformer]]:
+    """A model and its optimizer."""
+    model = Transformer(config, nnx.Rngs(0))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, 20, 400)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    return model, nnx.Optimizer(model, chain, wrt=nnx.Param)
+
+
+def sharding_of(model: Any, optimizer: Any, mesh: Mesh) -> StateSharding:
+    """Where every array of model and optimizer lives."""
+    return fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0, optimizer=optimizer)
+
+
+def train_step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
+    """One step on tokens of shape (batch, context + 1); returns the loss."""
+
+    def loss_of(model: Any) -> jax.Array:
+        logits = model(tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
+
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def batches(config: Config, steps: int) -> Iterator[np.ndarray]:
+    """Random pieces of the text, as bytes."""
+    from pydoc_data.topics import topics
+
+    text = np.frombuffer("\n".join(topics.values()).encode(), np.uint8).astype(np.int32)
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        starts = random.integers(0, len(text) - config.context - 1, config.batch)
+        yield np.stack([text[start : start + config.context + 1] for start in starts])
+
+
+def train(
+    step: Callable[..., jax.Array], model: Any, optimizer: Any, config: Config, steps: int
+) -> list[float]:
+    """The losses of a training."""
+    data = batches(config, steps)
+    losses = [step(model, optimizer, next(data))]
+    with limit_traces(0):  # whatever would be compiled again by mistake, is an error
+        losses += [step(model, optimizer, tokens) for tokens in data]
+    return [float(loss) for loss in losses]
+
+
+def train_sharded(config: Config, steps: int, mesh: Mesh) -> tuple[Any, Any, list[float]]:
+    """Trains on all devices of a mesh; every array is created where it stays."""
+    model, optimizer = sharded_init(
+        lambda: make(config), lambda found: sharding_of(*found, mesh), mesh
+    )
+    sharding = sharding_of(model, optimizer, mesh)
+    step = jit(train_step, in_shardings=(sharding, sharding, P("data")), mesh=mesh, strict=True)
+    return model, optimizer, train(step, model, optimizer, config, steps)
+
+
+def train_alone(config: Config, steps: int) -> list[float]:
+    """Trains the same model on one device, with Flax."""
+    model, optimizer = nnx.jit(lambda: make(config))()
+    return train(nnx.jit(train_step), model, optimizer, config, steps)
+
+
+def main() -> None:
+    """Trains, and prints what happens."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--check", action="store_true", help="compare with one device")
+    options = parser.parse_args()
+
+    config = Config()
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    found = nnx.eval_shape(lambda: make(config))
+    print(check_sharding(found, sharding_of(*found, mesh), mesh))
+
+    start = time.perf_counter()
+    _, _, losses = train_sharded(config, options.steps, mesh)
+    seconds = time.perf_counter() - start
+    for number in range(0, options.steps, max(1, options.steps // 10)):
+        print(f"step {number:4}  loss {losses[number]:.4f}")
+    print(f"step {options.steps - 1:4}  loss {losses[-1]:.4f}  ({seconds:.0f} s)")
+    if options.check:
+        alone = train_alone(config, options.steps)
+        difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
+        print(f"largest difference to one device: {difference:.1e}")
+
+
+if __name__ == "__main__":
+    main()
