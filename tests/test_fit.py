@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import jax
@@ -319,6 +320,20 @@ class StrictTest(parameterized.TestCase):
 
         with self.assertRaisesRegex(StrictError, "model.up.kernel"):
             transform(g, **options if transform is shard_map else {}, strict=True)(x)
+
+    def test_a_model_as_the_function_and_in_a_partial(self):
+        model = MLP()
+        sharding = NamedSharding(mesh24(), P(None, "b"))
+        nnx.update(model, jax.device_put(nnx.state(model), sharding))
+        x = jnp.ones((2, 4))
+        for fun, name in (
+            (model, "the MLP.up.kernel"),
+            (functools.partial(lambda m, x: m(x), model), "partial.args.0..up.kernel"),
+            (functools.partial(lambda x, m: m(x), m=model), "partial.keywords.'m'..up.kernel"),
+        ):
+            with pytest.warns(CapturedArrayWarning, match=name):
+                out = jit(fun)(x)
+            np.testing.assert_allclose(out, model(x), rtol=1e-5)
 
     def test_a_global(self):
         global TABLE

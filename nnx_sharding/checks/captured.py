@@ -24,9 +24,13 @@ class Captured(NamedTuple):
 
 
 def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
-    """The variables of a function's surroundings that it names, with their values."""
+    """What a function takes from its surroundings, and the names that it has there."""
     while isinstance(fun, functools.partial):
+        yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fun.args))
+        yield from ((f"partial.keywords[{key!r}]", value) for key, value in fun.keywords.items())
         fun = fun.func
+    if _compat.is_graph_object(fun):
+        yield f"the {type(fun).__name__}", fun
     fun = inspect.unwrap(getattr(fun, "__func__", fun))
     code = getattr(fun, "__code__", None)
     if code is None:
