@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -78,8 +79,127 @@ class Paths:
         return f"Paths({', '.join(names[:3])}{more})"
 
 
+class _PathPattern:
+    __slots__ = ("_pattern", "_search")
+
+    def __init__(self, pattern: Any, regex: str | re.Pattern[str]):
+        self._pattern = pattern
+        try:
+            self._search = re.compile(regex).search
+        except re.error as error:
+            hint = "PathRegex is for regular expressions, PathGlob for blocks/*/kernel"
+            raise ValueError(f"{self!r}: {error}. {hint}.") from None
+
+    def __call__(self, path: Path, value: Any) -> bool:
+        return self._search(_name(path)) is not None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._pattern == other._pattern
+
+    def __hash__(self) -> int:
+        return hash(self._pattern)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._pattern!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._pattern,)
+
+
+class PathRegex(_PathPattern):
+    r"""A filter that matches where ``re.search`` finds a regular expression in the path.
+
+    Args:
+      pattern: a string, or what ``re.compile`` made of one, for paths as one writes them:
+        ``blocks/3/up/kernel``. They end at the Variable, so ``kernel$`` matches that name.
+
+    Raises:
+      TypeError: the pattern is neither.
+      ValueError: it is no regular expression.
+
+    Example:
+      >>> from nnx_sharding.filters import PathRegex
+      >>> PathRegex(r"blocks/\d+/up/")(("blocks", 3, "up", "kernel"), None)
+      True
+    """
+
+    __slots__ = ()
+
+    def __init__(self, pattern: str | re.Pattern[str]):
+        if not isinstance(getattr(pattern, "pattern", pattern), str):
+            raise TypeError(f"PathRegex takes a string or re.compile(string), not {pattern!r}.")
+        super().__init__(pattern, pattern)
+
+
+class PathGlob(_PathPattern):
+    """A filter that matches whole paths, written like the names of files.
+
+    Args:
+      pattern: keys with ``/`` between them. ``*`` stands for any characters of one key, ``?``
+        for one, ``[a-z]`` for one of these, ``[!a-z]`` for another, ``**`` for any number of
+        keys, also none. A ``$`` at the end changes nothing; ``[$]`` is the character.
+
+    Raises:
+      TypeError: the pattern is no string.
+      ValueError: it has an empty key, ``**`` beside other characters, or an open ``[``.
+
+    Example:
+      >>> from nnx_sharding.filters import PathGlob
+      >>> PathGlob("**/up/*")(("blocks", 3, "up", "kernel"), None)
+      True
+
+    ``*``, ``?`` and ``[...]`` are those of Python's ``fnmatch``, ``**`` is that of ``gitignore``.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, pattern: str):
+        if not isinstance(pattern, str):
+            raise TypeError(f"PathGlob takes a string, not {pattern!r}.")
+        regex, slash = "", ""
+        for key in pattern.removesuffix("$").split("/"):
+            if key == "**":
+                regex += "(?:/.*)?" if slash else "(?:.*/)?"
+            elif not key or "**" in key:
+                raise ValueError(f"PathGlob({pattern!r}): write keys and `**` like a/b/**/c.")
+            else:
+                regex += slash + _GLOB_PART.sub(_part_regex, key)
+                slash = "/"
+        super().__init__(pattern, rf"(?s)\A(?=.){regex}\Z" if slash else "")
+
+
+_GLOB_PART = re.compile(r"(\*)|\?|\[(!?)(\]?[^\]]*)\]|(.)", re.DOTALL)
+
+
+def _part_regex(part: re.Match[str]) -> str:
+    any_number, negated, inside, literal = part.groups()
+    if inside is not None:
+        inside = re.sub(r"([\\\[\]^&|~])", r"\\\1", inside)
+        return f"(?!/)[{'^' if negated else ''}{inside}]"
+    if literal == "[":
+        raise ValueError(f"PathGlob: `[` is not closed in {part.string!r}; for itself write `[[]`.")
+    if literal:
+        return re.escape(literal)
+    return "[^/]*" if any_number else "[^/]"
+
+
+_last: tuple[Path | None, str] = (None, "")
+
+
+def _name(path: Path) -> str:
+    """The path as a string, kept for the next filter that is asked about the same."""
+    global _last
+    known, name = _last
+    if known is not path:
+        name = path_string(path)
+        if type(path) is tuple:
+            _last = path, name
+    return name
+
+
 _PATH_OR_TYPE = (
     Paths,
+    _PathPattern,
     nnx.PathContains,
     nnx.filterlib.PathIn,
     nnx.WithTag,

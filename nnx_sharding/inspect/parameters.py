@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..lifting.split import Flat, flatten
-from ..lifting.structure import Container, Path, VariableEntry, container_keys, path_string
+from ..lifting.structure import Container, Path, Place, VariableEntry, container_keys, path_string
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +89,9 @@ class ParameterRow:
         return self.sharding.is_equivalent_to(other, len(self.shape))
 
 
+Row = TypeVar("Row", bound=ParameterRow)
+
+
 def parameter_table(tree: Any) -> list[ParameterRow]:
     """Lists how the arrays of a model, an optimizer or any pytree of them are laid out.
 
@@ -122,7 +125,7 @@ def parameter_table(tree: Any) -> list[ParameterRow]:
     rows, faults = [], []
     for path, array in _arrays(flatten(tree)):
         try:
-            rows.append(_row(path, array))
+            rows.append(row_of(ParameterRow, path, array, getattr(array, "sharding", None)))
         except ValueError as error:
             faults.append(f"  {path or 'the root'}: {error}")
     if faults:
@@ -155,19 +158,16 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       total                                               65536  65536
     """
     rows = list(rows)
-    lines = [_HEADER, *map(_cells, rows)]
     sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
-    total = ("total", "", "", "", "", *map(str, sums))
-    widths = [max(map(len, column)) for column in zip(*lines, total, strict=True)]
-    rule = tuple("-" * width for width in widths)
-    return "\n".join(_aligned(cells, widths) for cells in (lines[0], rule, *lines[1:], rule, total))
+    return aligned([HEADER, *map(cells, rows)], ("total", "", "", "", "", *map(str, sums)))
 
 
-_HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "bytes")
+HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "bytes")
 _NUMBERS = 2  # how many columns at the end are aligned to the right
 
 
-def _cells(row: ParameterRow) -> tuple[str, ...]:
+def cells(row: ParameterRow) -> tuple[str, ...]:
+    """The texts of one row of the table, below those of ``HEADER``."""
     return (
         row.path or "(the root)",
         _shape(row.shape),
@@ -179,11 +179,18 @@ def _cells(row: ParameterRow) -> tuple[str, ...]:
     )
 
 
+def aligned(lines: Sequence[Sequence[str]], total: Sequence[str]) -> str:
+    """A table with a header as its first line and the sums as its last."""
+    widths = [max(map(len, column)) for column in zip(*lines, total, strict=True)]
+    rule = tuple("-" * width for width in widths)
+    return "\n".join(_aligned(line, widths) for line in (lines[0], rule, *lines[1:], rule, total))
+
+
 def _shape(shape: tuple[int, ...]) -> str:
     return f"({','.join(map(str, shape))})"
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+def _aligned(cells: Sequence[str], widths: list[int]) -> str:
     texts = len(cells) - _NUMBERS
     padded = [
         cell.ljust(width) if i < texts else cell.rjust(width)
@@ -196,13 +203,18 @@ def _arrays(flat: Flat) -> Iterator[tuple[str, Any]]:
     """Each array with its path; what is no array is left out."""
     structure = flat.structure
     for place in structure.walk(structure.root, iter(structure.root_slots)):
-        keys = _keys_inside(flat, place.entry, len(place.slots))
-        for slot, key in zip(place.slots, keys, strict=True):
-            leaf = flat.leaves[slot]
-            if isinstance(leaf, bool | int | float | complex):
-                leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
-            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-                yield path_string((*place.path, *key)), leaf
+        yield from arrays_at(flat, place, place.path)
+
+
+def arrays_at(flat: Flat, place: Place, path: Path) -> Iterator[tuple[str, Any]]:
+    """The arrays of one Variable with their paths, which begin with that of the Variable."""
+    keys = _keys_inside(flat, place.entry, len(place.slots))
+    for slot, key in zip(place.slots, keys, strict=True):
+        leaf = flat.leaves[slot]
+        if isinstance(leaf, bool | int | float | complex):
+            leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            yield path_string((*path, *key)), leaf
 
 
 def _keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
@@ -213,11 +225,11 @@ def _keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
     return [()] * count
 
 
-def _row(path: str, array: Any) -> ParameterRow:
+def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **more: Any) -> Row:
+    """The row of an array that is laid out, or would be, by this sharding."""
     shape, itemsize = tuple(array.shape), array.dtype.itemsize
-    sharding: Sharding | None = getattr(array, "sharding", None)
     shard_shape = shape if sharding is None else tuple(sharding.shard_shape(shape))
-    return ParameterRow(
+    return kind(
         path=path,
         shape=shape,
         dtype=array.dtype,
@@ -226,6 +238,7 @@ def _row(path: str, array: Any) -> ParameterRow:
         bytes_per_device=math.prod(shard_shape) * itemsize,
         bytes_total=math.prod(shape) * itemsize,
         sharding=sharding,
+        **more,
     )
 
 

@@ -1,0 +1,190 @@
+"""Specs made to fit the mesh where it is used, and arrays laid out by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..lifting.merge import assemble, node_changes, node_values, write_node
+from ..lifting.split import Flat
+from ..lifting.structure import NodeEntry, VariableEntry
+from .fit import Indivisible, axes_of, axis_problems, fit, shape_problems, suggestion
+
+_OPEN = PartitionSpec.UNCONSTRAINED
+
+
+class Correction(NamedTuple):
+    """The part of a spec that fits, what was lost of it, and what cannot be corrected."""
+
+    spec: PartitionSpec
+    lost: list[str]
+    faults: list[str]
+
+
+def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """A mesh with the axis types that it has where JAX traces, such as Manual ones."""
+    context = jax.sharding.get_abstract_mesh()
+    same = context.axis_names == mesh.axis_names and dict(context.shape) == dict(mesh.shape)
+    return context if same and not _compat.trace_is_clean() else mesh
+
+
+def corrected(
+    spec: PartitionSpec,
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
+    how: Indivisible = "drop",
+) -> Correction:
+    """The part of a spec that fits an array of this shape on this mesh.
+
+    Args:
+      spec: the spec, of any length.
+      shape: the shape of the array.
+      mesh: the mesh, with the axis types that it has here.
+      how: what to do with axes that do not divide, as in :func:`~nnx_sharding.partition.fit.fit`.
+    """
+    rank = len(shape)
+    lost = []
+    over = [repr(axis) for entry in spec[rank:] for axis in axes_of(entry)]
+    if over:
+        lost.append(f"the array has no dimension {rank} or more to cut by {', '.join(over)}")
+    manual = axes_of_type(mesh, AxisType.Manual)
+    entries: list[Any] = []
+    for entry in (*spec[:rank], *[None] * (rank - len(spec))):
+        kept = []
+        for axis in axes_of(entry):
+            if axis not in mesh.axis_names:
+                lost.append(f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}")
+            elif axis in manual:
+                lost.append(f"the function is mapped over {axis!r}, which cuts its arrays already")
+            else:
+                kept.append(axis)
+        is_whole = len(kept) == len(axes_of(entry))
+        entries.append(entry if is_whole else tuple(kept) if kept[1:] else next(iter(kept), None))
+    usable = spec.update(partitions=tuple(entries))
+    faults = axis_problems(usable, mesh)
+    if faults:
+        return Correction(usable, lost, faults)
+    misfits = shape_problems(usable, mesh, shape)
+    if how == "error":
+        return Correction(usable, lost, misfits)
+    part = fit(usable, shape, mesh.shape, how) if misfits else usable
+    return Correction(part, lost + misfits, [])
+
+
+def axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> frozenset[Any]:
+    """The axes of a mesh that are of one type."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, own in kinds if own == kind)
+
+
+def sharding_of(leaf: Any) -> Any:
+    """The sharding that an array has now, or None; of a traced one, what its type tells."""
+    traced = isinstance(leaf, jax.core.Tracer)
+    return getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
+
+
+def settled(spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The spec with what the array has now in the place of UNCONSTRAINED."""
+    now = sharding_of(leaf)
+    known = isinstance(now, NamedSharding) and dict(now.mesh.shape) == dict(mesh.shape)
+    present = (*(now.spec if known else ()), *[None] * len(spec))
+    taken = {axis for entry in spec for axis in axes_of(entry)}
+    return PartitionSpec(
+        *(
+            entry if entry is not _OPEN else None if taken & set(axes_of(old)) else old
+            for entry, old in zip(spec, present, strict=False)
+        )
+    )
+
+
+def laid_out(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Arrays, each with its sharding; those without one, or that have it, as they are."""
+    result = list(leaves)
+    groups: dict[Any, list[int]] = {}
+    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is None:
+            continue
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            result[index] = leaf.update(sharding=sharding)
+        elif not _compat.trace_is_clean():
+            result[index] = _constrained(leaf, sharding)
+        elif getattr(leaf, "sharding", None) != sharding or not leaf.committed:
+            groups.setdefault(_devices_of_both(leaf, sharding), []).append(index)
+    for devices, group in groups.items():
+        old, new = [leaves[i] for i in group], [shardings[i] for i in group]
+        # device_put would compile a program for each array that stays on its devices.
+        moved = jax.jit(list, out_shardings=new)(old) if devices else jax.device_put(old, new)
+        for index, array in zip(group, moved, strict=True):
+            result[index] = array
+    return result
+
+
+def _devices_of_both(leaf: Any, sharding: Any) -> Any:
+    """The devices of an array if it only changes its layout on them, else None."""
+    now = getattr(leaf, "sharding", None)
+    if now is None or not leaf.committed or not isinstance(sharding, NamedSharding):
+        return None
+    devices = _compat.device_assignment(now)
+    same = devices == _compat.device_assignment(sharding)
+    return devices if same and now.memory_kind == sharding.memory_kind else None
+
+
+def _constrained(leaf: Any, sharding: Any) -> Any:
+    """An array in a trace with a constraint, resharded, or both, as the axis types need it."""
+    if not isinstance(sharding, NamedSharding):
+        return _CONSTRAINT(leaf, sharding)
+    mesh = sharding.mesh
+    for kind, operation in ((AxisType.Explicit, _RESHARD), (AxisType.Auto, _CONSTRAINT)):
+        own = axes_of_type(mesh, kind)
+        if own:
+            part = PartitionSpec(*(_only(entry, own) for entry in sharding.spec))
+            part = settled(part, leaf, mesh) if kind == AxisType.Explicit else part
+            leaf = operation(leaf, NamedSharding(mesh, part))
+    # Neither operation moves to another memory.
+    return jax.device_put(leaf, sharding) if has_memory(sharding) else leaf
+
+
+def has_memory(sharding: NamedSharding) -> bool:
+    """Whether a sharding asks for another memory than arrays have by default."""
+    return sharding.memory_kind != NamedSharding(sharding.mesh, sharding.spec).memory_kind
+
+
+def _only(entry: Any, axes: frozenset[Any]) -> Any:
+    if entry is _OPEN:
+        return entry
+    kept = tuple(axis for axis in axes_of(entry) if axis in axes)
+    return kept or None
+
+
+# Compiled so that they also work on the single-device arrays of a transformation that is not.
+_CONSTRAINT = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
+_RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
+
+
+def rebuilt(flat: Flat, leaves: Sequence[Any]) -> Any:
+    """The tree with new arrays: modules and Variables changed in place, all else made anew."""
+    structure, objects = flat.structure, flat.objects
+    fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
+    touched = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
+    touched_objects = [objects[i] for i in touched]
+    stale = sorted({type(x).__name__ for x in touched_objects if not _compat.can_update(x)})
+    if stale:
+        raise _compat.TraceContextError(
+            f"with_sharding_constraint cannot change objects of another trace: {', '.join(stale)}. "
+            "Pass the module as an argument of the function that is traced."
+        )
+    for index in touched:
+        entry, own = structure.entries[index], (leaves[slot] for slot in structure.slots[index])
+        if isinstance(entry, VariableEntry):
+            _compat.set_value(objects[index], assemble(entry.value, own, objects))
+        else:
+            assert isinstance(entry, NodeEntry)  # refs are never laid out
+            change = node_changes(index, entry, structure, fresh)
+            assert change is not None
+            [values] = node_values([change], leaves, objects)
+            write_node(change, values, structure, leaves, objects)
+    return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)

@@ -1,0 +1,312 @@
+"""Layouts of whole models and their optimizers: replicated, FSDP, ZeRO-1, and in training."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import parameterized
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from layouts import MESH, MLP, MODELS, OPTIMIZERS, WIDTH, both, indivisible, layout, table
+from models import mesh_of, numbers
+from nnx_sharding import StateSharding, jit
+from nnx_sharding.errors import NoMeshError, UnusedFilterWarning
+from nnx_sharding.partition.fit import axes_of
+from nnx_sharding.partition.optimizer import optimizer_sharding
+from nnx_sharding.partition.paths import variables
+from nnx_sharding.partition.strategies import fsdp, replicated, zero1
+from nnx_sharding.partition.tensor_parallel import tensor_parallel
+
+
+def train_step(model, optimizer, x):
+    def loss_of(model):
+        return ((model(x) - 0.5) ** 2).mean()
+
+    loss, grads = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, optimizer.wrt))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+class TrainingTest(parameterized.TestCase):
+    """The numbers of every layout are those of one device, and the state lies as declared."""
+
+    def check(self, make, tx, name):
+        mesh = mesh_of((2, 4), ("data", "model"))
+        x = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
+        model, optimizer = both(make, tx)
+        sharding = layout(name, model, optimizer, mesh)
+        self.assertEqual(indivisible(model, sharding, mesh), [])
+        self.assertEqual(indivisible(optimizer, sharding, mesh), [])
+        abstract = nnx.eval_shape(lambda: both(make, tx))
+        self.assertEqual(layout(name, *abstract, MESH), sharding)
+        specs = (sharding, sharding, P("data"))
+        step = jit(train_step, in_shardings=specs, mesh=mesh, strict=True)
+        other, plain = nnx.clone((model, optimizer)), nnx.jit(train_step)
+        for _ in range(2):
+            loss = plain(*other, x)
+            np.testing.assert_allclose(step(model, optimizer, x), loss, rtol=2e-4, atol=1e-5)
+        for tree, same in ((model, other[0]), (optimizer, other[1])):
+            for found, plain in zip(variables(tree), variables(same), strict=True):
+                declared = NamedSharding(mesh, sharding.find(found.path, found.variable)[1])
+                for array, expected in zip(found.arrays, plain.arrays, strict=True):
+                    assert array.sharding.is_equivalent_to(declared, array.ndim), found.name
+                    ours, theirs = numbers(array), numbers(expected)
+                    np.testing.assert_allclose(ours, theirs, 5e-3, 5e-4, err_msg=found.name)
+
+    @parameterized.parameters(
+        *[(model, "2d") for model in sorted(MODELS)],
+        *[(model, "tensor") for model in ("attention", "lora", "words")],
+        *[(model, "fsdp") for model in ("resnet", "lstm")],
+    )
+    def test_models(self, model, name):
+        self.check(MODELS[model], optax.sgd(1e-2, momentum=0.9), name)
+
+    @parameterized.parameters("replicated", "fsdp both", "zero1", "zero1 tensor")
+    def test_layouts(self, name):
+        self.check(MLP, optax.adamw(1e-2), name)
+
+    @parameterized.parameters(*sorted(OPTIMIZERS))
+    def test_optimizers(self, tx):
+        self.check(MLP, OPTIMIZERS[tx], "zero1 tensor")
+
+    def test_the_optimizer_holds_the_model(self):
+        def update(optimizer, x):
+            grads = nnx.grad(lambda model: (model(x) ** 2).mean())(optimizer.model)
+            optimizer.update(grads)
+
+        mesh, x = mesh_of((2, 4), ("data", "model")), np.ones((8, WIDTH), np.float32)
+        ours, other = [nnx.ModelAndOptimizer(MLP(nnx.Rngs(0)), optax.adam(1e-2)) for _ in range(2)]
+        base = tensor_parallel(ours.model, mesh)
+        self.assertEqual(table(ours, optimizer_sharding(ours, base)), table(
+            ours, tensor_parallel(ours.model, mesh, optimizer=ours)))  # fmt: skip
+        sharding = zero1(ours.model, ours, mesh, base=base, min_size=8)
+        jit(update, in_shardings=(sharding, P("data")), mesh=mesh, strict=True)(ours, x)
+        update(other, x)
+        kernel, moment = ours.model.up.kernel[...], ours.opt_state[0].mu["up"]["kernel"][...]
+        self.assertEqual(kernel.sharding.spec, P(None, "model"))
+        self.assertEqual(moment.sharding.spec, P("data", "model"))
+        np.testing.assert_allclose(kernel, other.model.up.kernel[...], rtol=1e-4, atol=1e-5)
+
+
+def shapes_of(**shapes):
+    return {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+
+def only(sharding, name="kernel"):
+    return sharding.find((name,), None)[1]
+
+
+@st.composite
+def meshes(draw):
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=2, max_size=3))
+    return AbstractMesh(tuple(sizes), ("data", "model", "more")[: len(sizes)])
+
+
+sides = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12, 48])
+arrays = st.lists(sides, max_size=4).map(tuple)
+
+
+class FsdpTest(parameterized.TestCase):
+    @given(arrays, meshes(), st.data())
+    def test_any_shape(self, shape, mesh, data):
+        axes = tuple(data.draw(st.permutations(mesh.axis_names)))
+        axes = axes[: data.draw(st.integers(1, len(axes)))]
+        model = shapes_of(kernel=shape)
+        sharding = fsdp(model, mesh, axis=axes, min_size=0)
+        self.assertEqual(indivisible(model, sharding, mesh), [])
+        spec = only(sharding)
+        one = only(fsdp(model, mesh, axis=axes[0], min_size=0))
+        divides = [d for d, size in enumerate(shape) if size % mesh.shape[axes[0]] == 0]
+        if not divides:
+            self.assertEqual((spec, one), (P(), P()))
+            return
+        [where] = [d for d, entry in enumerate(one) if entry]
+        largest = max(shape[d] for d in divides)
+        self.assertEqual(where, max(d for d in divides if shape[d] == largest))
+        [entry] = [entry for entry in spec if entry]
+        count = len(axes_of(entry))
+        self.assertEqual(axes_of(entry), axes[:count])
+        more = math.prod(mesh.shape[axis] for axis in axes[: count + 1])
+        if count < len(axes):
+            self.assertTrue(all(size % more for size in shape))
+
+    @given(arrays, meshes(), st.data())
+    def test_on_top_of_any_base(self, shape, mesh, data):
+        entries = [data.draw(st.sampled_from([None, "model"])) for _ in shape]
+        wish = P(*entries) if entries.count("model") < 2 else P()
+        base = StateSharding({...: wish}, indivisible="drop")
+        model = shapes_of(kernel=shape)
+        kept = only(fsdp(model, mesh, base=base, min_size=10**9))
+        sharding = fsdp(model, mesh, base=base, min_size=0)
+        self.assertEqual(indivisible(model, sharding, mesh), [])
+        for dimension, entry in enumerate(kept):
+            before, after = axes_of(entry), axes_of(only(sharding)[dimension])
+            self.assertEqual(after[: len(before)], before)
+        free = [d for d in range(len(shape)) if d >= len(kept) or not axes_of(kept[d])]
+        if any(shape[d] % mesh.shape["data"] == 0 for d in free):
+            [where] = [d for d, entry in enumerate(only(sharding)) if "data" in axes_of(entry)]
+            self.assertIn(where, free)
+
+    @parameterized.parameters(
+        ((64, 256), P(), P(None, "data")),
+        ((64, 64), P(), P(None, "data")),
+        ((64, 63), P(), P("data", None)),
+        ((63, 63), P(), P()),
+        ((64, 256), P(None, "model"), P("data", "model")),
+        ((63, 256), P(None, "model"), P(None, ("model", "data"))),
+        ((63, 4), P(None, "model"), P(None, "model")),
+        ((64, 256), P("data"), P("data")),
+        ((64, 256), P(P.UNCONSTRAINED, P.UNCONSTRAINED), P(P.UNCONSTRAINED, P.UNCONSTRAINED)),
+        ((64, 256), NamedSharding(MESH, P("model")), NamedSharding(MESH, P("model"))),
+        ((64, 256), None, P(None, "data")),
+        ((7, 256), P("model", None), "dimension 0 of size 7"),
+        ((64, 256), P("modle", None), "did you mean 'model'?"),
+    )
+    def test_base(self, shape, base, expected):
+        model, base = {"kernel": nnx.Param(jnp.zeros(shape))}, StateSharding({...: base})
+        if isinstance(expected, str):
+            with self.assertRaisesRegex(ValueError, re.escape(expected)) as caught:
+                fsdp(model, MESH, base=base, min_size=1)
+            self.assertIn(f"model.kernel, shape {shape}", str(caught.exception))
+        else:
+            self.assertEqual(only(fsdp(model, MESH, base=base, min_size=1)), expected)
+
+    def test_small_arrays_and_random_streams_stay_whole(self):
+        kernel = {"kernel": jnp.zeros((128, 128))}
+        self.assertEqual(only(fsdp(kernel, MESH)), P(None, "data"))
+        self.assertEqual(only(fsdp(kernel, MESH, min_size=2**14 + 1)), P())
+        keys = nnx.RngKey(jax.random.split(jax.random.key(0), 8), tag="params")
+        self.assertEqual(only(fsdp({"kernel": keys}, MESH, min_size=1)), P())
+
+    def test_one_variable_with_several_arrays(self):
+        def of(*shapes):
+            value = [jnp.zeros(shape) for shape in shapes]
+            return only(fsdp({"kernel": nnx.Param(value)}, MESH, min_size=1))
+
+        self.assertEqual(of((4, 8), (4, 8)), P(None, "data"))
+        self.assertEqual(of((4, 8), (8, 4)), P())
+
+    def test_mesh_and_axis(self):
+        model = shapes_of(kernel=(64, 64))
+        with self.assertRaisesRegex(NoMeshError, "fsdp has no mesh"):
+            fsdp(model)
+        with jax.set_mesh(mesh_of((2, 4), ("data", "model"))):
+            self.assertEqual(only(fsdp(model, min_size=1)), P(None, "data"))
+            self.assertEqual(tensor_parallel(model), replicated(model))
+        with self.assertRaisesRegex(TypeError, "mesh is a Mesh or an AbstractMesh, not 8"):
+            fsdp(model, 8)
+        for strategy in (fsdp, tensor_parallel):
+            with self.assertRaisesRegex(ValueError, "did you mean 'data'?") as caught:
+                strategy(model, MESH, axis="dat")
+            self.assertIn("The mesh has the axes 'data' (2), 'model' (4).", str(caught.exception))
+        for axis, fault in (((), "names no axis"), (("data", "data"), "used 2 times")):
+            with self.assertRaisesRegex(ValueError, fault):
+                fsdp(model, MESH, axis=axis)
+        with self.assertRaisesRegex(TypeError, "base is a StateSharding, not P"):
+            fsdp(model, MESH, base=P("data"))
+
+
+class OptimizerTest(parameterized.TestCase):
+    """The state follows the parameters."""
+
+    def follow(self, tx, specs, **shapes):
+        model = {name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes.items()}
+        optimizer = nnx.eval_shape(lambda: nnx.Optimizer(nnx.Dict(model), tx, wrt=nnx.Param))
+        sharding = StateSharding({nnx.PathContains(k): v for k, v in specs.items()})
+        found = optimizer_sharding(optimizer, sharding, model=nnx.Dict(model))
+        self.assertEqual(indivisible(optimizer, found, MESH), [])
+        return table(optimizer, found)
+
+    @parameterized.parameters(
+        ((8, 16), P("data", "model"), P("data"), P("model")),
+        ((16, 8), P("data", "model"), P("model"), P("data")),
+        ((16, 16), P("data", "model"), P("data"), P("model")),
+        ((3, 8, 8), P(None, "data", "model"), P(None, "data"), P(None, "model")),
+        ((8, 8, 8), P("data", None, "model"), P("data", None), P("data", "model")),
+    )
+    def test_factors(self, shape, spec, row, column):
+        tx = optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9)
+        found = self.follow(tx, {"w": spec, "b": P("model")}, w=shape, b=(16,))
+        self.assertEqual(found.pop("opt_state/0/v_row/w"), row)
+        self.assertEqual(found.pop("opt_state/0/v_col/w"), column)
+        self.assertEqual(found.pop("opt_state/0/v/b"), P("model"))
+        self.assertEqual(sorted(found.values(), key=len), [P("model"), spec])
+        self.assertTrue(all("ema" in name for name in found))
+
+    def test_memory_of_lbfgs(self):
+        found = self.follow(optax.lbfgs(memory_size=3), {"w": P("data", "model")}, w=(8, 8))
+        memory = {name: spec for name, spec in found.items() if "memory" in name}
+        self.assertEqual(set(memory.values()), {P(None, "data", "model")})
+        self.assertLen(memory, 2)
+
+    def test_ambiguous_and_unknown_shapes_are_whole(self):
+        def init(params):
+            value = lambda shape: jax.tree.map(lambda _: jnp.zeros(shape), params)  # noqa: E731
+            sizes = {"one": (8,), "both": (1, 8), "far": (5, 8), "long": (2, 2, 8, 16)}
+            return {name: value(shape) for name, shape in sizes.items()}
+
+        tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+        found = self.follow(tx, {"w": P("data", "model")}, w=(8, 8))
+        self.assertEqual(found, {"opt_state/both/w": P(None, "model")})
+
+    def test_the_longest_path_decides(self):
+        def make():
+            model = MLP(nnx.Rngs(0))
+            model.kernel = nnx.Param(jnp.zeros((WIDTH, 32)))
+            return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+        model, optimizer = nnx.eval_shape(make)
+        rules = StateSharding({nnx.PathContains("up"): P("data"), ...: P()})
+        found = table(optimizer, optimizer_sharding(optimizer, rules, model=model))
+        inside = "opt_state/0/trace/up"
+        self.assertEqual(found, {f"{inside}/kernel": P("data"), f"{inside}/bias": P("data")})
+
+    def test_shardings_with_a_mesh_of_their_own(self):
+        model, optimizer = both(MLP, optax.adafactor(1e-3, min_dim_size_to_factor=4))
+        kernel = NamedSharding(MESH, P("data", "model"))
+        rules = StateSharding({nnx.PathContains("kernel"): kernel, ...: NamedSharding(MESH, P())})
+        found = optimizer_sharding(optimizer, rules, model=model)
+        paths = [("opt_state", 0, name, "up", "kernel") for name in ("v_row", "v_col", "v")]
+        specs = [P("data"), P("model"), P(), P()]
+        for path, spec in zip([*paths, ("step",)], specs, strict=True):
+            self.assertEqual(found.find(path, None)[1], NamedSharding(MESH, spec))
+
+    def test_overrides(self):
+        model, optimizer = both(MLP, optax.adam(1e-3))
+        base = tensor_parallel(model, MESH)
+        rules = {nnx.PathContains("mu"): P()}
+        found = optimizer_sharding(optimizer, base, model=model, overrides=rules)
+        names = [name.split("/")[2] for name in table(optimizer, found)]
+        self.assertEqual(names, ["nu"] * 3)
+        rules = {nnx.PathContains("mue"): P()}
+        with pytest.warns(UnusedFilterWarning, match="optimizer_sharding"):
+            optimizer_sharding(optimizer, base, model=model, overrides=rules)
+
+    def test_mistakes(self):
+        model, optimizer = both(MLP, optax.adam(1e-3))
+        rules = replicated(model)
+        with self.assertRaisesRegex(ValueError, "Pass model="):
+            optimizer_sharding(optimizer, rules)
+        with self.assertRaisesRegex(TypeError, "sharding is a StateSharding, not P"):
+            optimizer_sharding(optimizer, P(), model=model)
+        with self.assertRaisesRegex(TypeError, r"nnx\.Optimizer\(model, tx"):
+            optimizer_sharding(optax.adam(1e-3), rules, model=model)
+        with self.assertRaisesRegex(TypeError, "holds no state"):
+            zero1(model, None, MESH)
+
+    def test_paths_of_model_and_optimizer_may_not_clash(self):
+        model = nnx.Dict(step=nnx.Param(jnp.zeros((8, 8))))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        self.assertEqual(only(replicated(model, optimizer=optimizer), "step"), P())
+        with self.assertRaisesRegex(ValueError, r"(?s)in common.*step: P.*'data'.* and P"):
+            fsdp(model, MESH, min_size=1, optimizer=optimizer)

@@ -1,0 +1,154 @@
+"""Which dimension of which parameter tensor parallelism cuts."""
+
+from __future__ import annotations
+
+import pytest
+from absl.testing import parameterized
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from layouts import MESH, MLP, MODELS, indivisible, table
+from nnx_sharding import StateSharding
+from nnx_sharding.errors import UnusedFilterWarning
+from nnx_sharding.filters import Paths
+from nnx_sharding.partition.paths import variables
+from nnx_sharding.partition.strategies import fsdp
+from nnx_sharding.partition.tensor_parallel import tensor_parallel
+
+COLUMN = {"kernel": P(None, "model"), "bias": P("model")}
+ROW = {"kernel": P("model", None)}
+HEADS = {
+    f"{name}/{part}": P(None, "model", None) if part == "kernel" else P("model", None)
+    for name in ("query", "key", "value")
+    for part in ("kernel", "bias")
+}
+# fmt: off
+LAYERS = {
+    "grows": (lambda r: nnx.Linear(8, 16, rngs=r), COLUMN),
+    "is square": (lambda r: nnx.Linear(8, 8, rngs=r), COLUMN),
+    "shrinks": (lambda r: nnx.Linear(16, 8, rngs=r), ROW),
+    "only inputs": (lambda r: nnx.Linear(16, 18, rngs=r), ROW),
+    "only outputs": (lambda r: nnx.Linear(18, 16, rngs=r), COLUMN),
+    "neither": (lambda r: nnx.Linear(9, 7, rngs=r), {}),
+    "heads": (lambda r: nnx.MultiHeadAttention(4, 16, rngs=r, normalize_qk=True),
+              {**HEADS, "out/kernel": P("model", None, None)}),
+    "odd heads": (lambda r: nnx.MultiHeadAttention(2, 16, rngs=r), {}),
+    "words": (lambda r: nnx.Embed(8, 16, rngs=r), {"embedding": P("model", None)}),
+    "odd words": (lambda r: nnx.Embed(7, 16, rngs=r), {"embedding": P(None, "model")}),
+    "conv": (lambda r: nnx.Conv(4, 8, (3,), rngs=r),
+             {"kernel": P(None, None, "model"), "bias": P("model")}),
+    "conv inputs": (lambda r: nnx.Conv(4, 7, (3,), rngs=r), {"kernel": P(None, "model", None)}),
+    "transposed": (lambda r: nnx.ConvTranspose(4, 8, (3,), transpose_kernel=True, rngs=r),
+                   {"kernel": P(None, "model", None), "bias": P("model")}),
+    "norm": (lambda r: nnx.BatchNorm(8, rngs=r), {}),
+    "lora": (lambda r: nnx.LoRALinear(8, 16, lora_rank=4, rngs=r),
+             {**COLUMN, "lora/lora_b": P(None, "model")}),
+    "lora row": (lambda r: nnx.LoRALinear(16, 8, lora_rank=4, rngs=r),
+                 {**ROW, "lora/lora_a": P("model", None)}),
+    "features in heads": (lambda r: nnx.LinearGeneral(8, (4, 2), rngs=r),
+                          {"kernel": P(None, "model", None), "bias": P("model", None)}),
+    "second feature": (lambda r: nnx.LinearGeneral(8, (3, 4), rngs=r),
+                       {"kernel": P(None, None, "model"), "bias": P(None, "model")}),
+    "einsum": (lambda r: nnx.Einsum("btd,dhk->bthk", (6, 4, 3), (4, 3), rngs=r),
+               {"kernel": P(None, "model", None), "bias": P("model", None)}),
+    "einsum shrinks": (lambda r: nnx.Einsum("bthk,hkd->btd", (4, 8, 4), (4,), rngs=r),
+                       {"kernel": P("model", None, None)}),
+    "experts": (lambda r: nnx.Einsum("ebd,edf->ebf", (4, 6, 6), rngs=r),
+                {"kernel": P("model", None, None)}),
+    "dots": (lambda r: nnx.Einsum("...d,...df->...f", (6, 8), rngs=r),
+             {"kernel": P(None, "model")}),
+    "gates": (lambda r: nnx.GRUCell(6, 8, rngs=r),
+              {"dense_h/kernel": P(None, "model"), "dense_i/kernel": P(None, "model"),
+               "dense_i/bias": P("model")}),
+    "odd gates": (lambda r: nnx.LSTMCell(8, 6, rngs=r), {}),
+}
+# fmt: on
+
+
+class TensorParallelTest(parameterized.TestCase):
+    def check(self, make, expected, mesh=MESH, **options):
+        model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        sharding = tensor_parallel(model, mesh, **options)
+        self.assertEqual(indivisible(model, sharding, mesh), [])
+        self.assertEqual(table(model, sharding), expected)
+
+    @parameterized.parameters(*LAYERS)
+    def test_layer(self, name):
+        self.check(*LAYERS[name])
+
+    @parameterized.parameters(*MODELS)
+    def test_all_is_cut_that_can_be(self, name):
+        model = nnx.eval_shape(lambda: MODELS[name](nnx.Rngs(0)))
+        cut = table(model, tensor_parallel(model, MESH))
+        kernels = {
+            found.name
+            for found in variables(model)
+            if len(found.arrays[0].shape) > 1 and found.path[-1] != "bias"
+        }
+        # Of the two factors of LoRA one belongs to the features that are whole.
+        self.assertEqual(
+            kernels - set(cut), {"up/lora/lora_a", "down/lora_b"} if name == "lora" else set()
+        )
+
+    def test_every_gate(self):
+        model = nnx.LSTMCell(64, 8, rngs=nnx.Rngs(0))
+        found = table(model, tensor_parallel(model, MESH))
+        kernels = {name for name in found if name.endswith("kernel")}
+        self.assertLen(kernels, 8)
+        self.assertEqual({found[name] for name in kernels}, {P(None, "model")})
+
+    @parameterized.parameters(
+        ("up", "column"), ("down", "row"), ("fc1", "column"), ("out", "row"), ("other", "column")
+    )
+    def test_names(self, name, role):
+        cut = COLUMN if role == "column" else ROW
+
+        def plain(rngs):
+            return nnx.Dict({name: nnx.Linear(8, 8, rngs=rngs)})
+
+        def wrapped(rngs):
+            layer = nnx.Linear(8, 8, rngs=rngs)
+            return nnx.Dict({name: nnx.List([nnx.LoRA(8, 4, 8, base_module=layer, rngs=rngs)])})
+
+        self.check(plain, {f"{name}/{part}": spec for part, spec in cut.items()})
+        adapter = ("lora_b", P(None, "model")) if role == "column" else ("lora_a", P("model", None))
+        base = {f"{name}/0/base_module/{part}": spec for part, spec in cut.items()}
+        self.check(wrapped, base | {f"{name}/0/{adapter[0]}": adapter[1]})
+
+    def test_a_subclass_and_a_stack(self):
+        class Own(nnx.Linear):
+            pass
+
+        def stack(rngs):
+            return nnx.vmap(lambda r: Own(8, 16, rngs=r), graph=True)(rngs.split(3))
+
+        self.check(stack, {"kernel": P(None, None, "model"), "bias": P(None, "model")})
+
+    def test_several_axes(self):
+        both = {"kernel": P(None, ("data", "model")), "bias": P(("data", "model"))}
+        self.check(lambda r: nnx.Linear(3, 16, rngs=r), both, axis=("data", "model"))
+        first = {"kernel": P(None, "data"), "bias": P("data")}
+        self.check(lambda r: nnx.Linear(3, 6, rngs=r), first, axis=("data", "model"))
+
+    def test_on_top_of_fsdp(self):
+        model = nnx.Linear(9, 16, rngs=nnx.Rngs(0))
+        base = fsdp(model, MESH, min_size=100)
+        found = table(model, tensor_parallel(model, MESH, base=base))
+        self.assertEqual(found, {"kernel": P(None, ("data", "model")), "bias": P("model")})
+
+    def test_overrides(self):
+        up = {nnx.PathContains("up"): P()}
+        norm = {"norm/bias": P("data"), "norm/scale": P("data")}
+        down = {"down/kernel": P("model", None)}
+        self.check(MLP, down, overrides=up)
+        paths = StateSharding({Paths([("norm", "bias"), ("norm", "scale")]): P("data"), **up})
+        self.check(MLP, {**norm, **down}, overrides=paths)
+        with pytest.warns(UnusedFilterWarning, match="nrom"):
+            self.check(MLP, down, overrides={**up, nnx.PathContains("nrom"): P()})
+        wrong = {nnx.PathContains("up"): P(None, "model"), nnx.PathContains("down"): P("modle")}
+        with self.assertRaisesRegex(ValueError, "overrides do not fit") as caught:
+            self.check(MLP, {}, overrides=wrong)
+        message = str(caught.exception)
+        self.assertIn("model.up.bias, shape (32,), P(None, 'model'): the spec has 2", message)
+        self.assertIn("model.down.kernel, shape (32, 16), P('modle'", message)
+        self.assertNotIn("model.up.kernel", message)
