@@ -483,5 +483,5 @@ def api_boundary(function: F) -> F:
 if _traceback_util is not None:
     # JAX's traceback filtering leaves out our frames, too.
     _PARTS = ("checks", "lifting", "partition", "retraces", "transforms", "errors.py")
-    for _part in (*_PARTS, "state_sharding.py"):
+    for _part in (*_PARTS, "constraints.py", "state_sharding.py"):
         _traceback_util.register_exclusion(str(Path(__file__).with_name(_part)))

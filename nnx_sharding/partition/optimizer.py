@@ -122,7 +122,7 @@ def _follow(state: Found, parameter: Found, sharding: Any) -> Any:
     if sharding is None or (shape == whole and shape is not None):
         return sharding
     partition = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    if not isinstance(partition, PartitionSpec) or whole is None:
+    if not isinstance(partition, PartitionSpec) or whole is None or len(partition) > len(whole):
         return PartitionSpec()
     entries = (*partition, *[None] * (len(whole) - len(partition)))
     found = {_entries(own, whole, entries, state.path) for own in shapes_of(state)}

@@ -93,7 +93,14 @@ class ShardingReport:
         return not self.problems
 
     def raise_for_problems(self, *, strict: bool = False) -> None:
-        """Raises a ValueError with all problems, if there are any; ``strict``: and warnings."""
+        """Raises what is wrong, if anything is.
+
+        Args:
+          strict: whether warnings are problems, too.
+
+        Raises:
+          ValueError: there are problems; all are in the message.
+        """
         lines = [*self.problems, *(self.warnings if strict else ())]
         if lines:
             raise ValueError("the sharding does not fit the model:\n" + _indented(lines))
