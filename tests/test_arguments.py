@@ -316,6 +316,24 @@ def model() -> Node:
     return node_args()()[0]
 
 
+class ClassTest(parameterized.TestCase):
+    def test_a_class_whose_methods_have_the_names_of_ours(self):
+        class Own(nnx.Module):
+            def __init__(self):
+                self.w = param(3)
+
+            def lower(self):
+                return "own"
+
+            def __call__(self):
+                return "own"
+
+        make = nnx_sharding.jit(Own)
+        for made in (make(), make.lower().compile()()):
+            assert type(made) is Own and made.lower() == "own"
+            assert float(made.w[...]) == 3
+
+
 class StaticTest(parameterized.TestCase):
     OPTIONS = (
         ("number", {"static_argnums": 1}),

@@ -87,7 +87,9 @@ class Lifted(Generic[P, R]):
         implicit: int = 0,
         max_traces: int | None = None,
     ):
-        functools.update_wrapper(self, fun)
+        # What a class has in its __dict__ are methods, which would hide those of this one.
+        updated = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
+        functools.update_wrapper(self, fun, updated=updated)
         self._fun = fun
         self._transform = transform
         self._roles = roles
