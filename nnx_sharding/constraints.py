@@ -15,12 +15,12 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .fitting import describe, suggested_spec
 from .inspect.parameters import parameter_table
 from .lifting.resolve import Specs
 from .lifting.split import flatten
 from .lifting.structure import Path, path_string
 from .partition.constrain import assign, report_lost, with_sharding_constraint
-from .partition.fit import describe, suggested_spec
 from .partition.layout import corrected, laid_out, mesh_here, sharding_of
 from .partition.match import (
     by_variable,

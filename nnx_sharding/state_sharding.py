@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from . import _compat
 from .filters import is_opaque, to_predicate
-from .partition.fit import INDIVISIBLE, Indivisible, suggested_spec
+from .fitting import INDIVISIBLE, Indivisible, suggested_spec
 
 
 class StateSharding:

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import transformer  # noqa: E402
-from models import mesh_of  # noqa: E402
+import transformer
+
+from models import mesh_of
 
 
 class TransformerTest(parameterized.TestCase):

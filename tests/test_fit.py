@@ -27,7 +27,7 @@ from nnx_sharding.errors import (
     StrictError,
     UnusedFilterWarning,
 )
-from nnx_sharding.partition import axis_problems, fit, shape_problems, variants
+from nnx_sharding.fitting import axis_problems, fit, shape_problems, variants
 
 SIZES = {"a": 2, "b": 4}
 

@@ -21,7 +21,7 @@ from layouts import MESH, MLP, MODELS, OPTIMIZERS, WIDTH, both, indivisible, lay
 from models import mesh_of, numbers
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError, UnusedFilterWarning
-from nnx_sharding.partition.fit import axes_of
+from nnx_sharding.fitting import axes_of
 from nnx_sharding.partition.optimizer import optimizer_sharding
 from nnx_sharding.partition.paths import variables
 from nnx_sharding.partition.strategies import fsdp, replicated, zero1

@@ -16,9 +16,9 @@ from flax import nnx
 
 from .. import _compat
 from ..errors import DonatedError, StrictError, is_library
+from ..fitting import axes_of, describe_both
 from ..lifting.plan import Plan, is_committed
 from ..lifting.structure import accessor
-from ..partition.fit import axes_of, describe_both
 from .captured import captured_shards, describe_captured
 from .specs import committed_message, fitted, shape_of
 

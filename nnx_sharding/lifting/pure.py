@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..checks.specs import Terms, check_captured, check_filters, check_results, fitted, shape_of
-from ..partition.fit import Indivisible, spec_and_mesh, variants
+from ..fitting import Indivisible, spec_and_mesh, variants
 from ..retraces.log import TraceLog
 from ..state_sharding import StateSharding
 from . import merge

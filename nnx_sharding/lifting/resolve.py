@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..filters import Paths, is_opaque, to_predicate
-from ..partition.fit import Indivisible, describe_both, suggested_spec, suggestion
+from ..fitting import Indivisible, describe_both, suggested_spec, suggestion
 from ..state_sharding import StateSharding, is_single_spec
 from .structure import (
     Child,
@@ -367,7 +367,7 @@ def resolve(
             path = place.path or found.part.below
             which, spec = use.rules.find(path, subject)
             use.note(which, path, found.target.name)
-            if which is None:
+            if which is None and place.slots:  # what holds no array needs no filter
                 use.unmatched.append(f"  {found.name}: {_describe(subject)}")
                 continue
             if use.rules.indivisible is not None:

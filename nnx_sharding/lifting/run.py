@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .. import _compat
 from ..checks.diagnose import explain
 from ..checks.specs import committed_message, fitted
-from ..partition.fit import describe_both
+from ..fitting import describe_both
 from . import merge
 from .plan import Plan, is_committed, known_variables
 from .pure import Outcome, OutputGroup

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from .. import _compat
 from ..checks.specs import Terms, check_filters
 from ..errors import CorrectedSpecWarning, report
+from ..fitting import describe, spec_and_mesh
 from ..lifting.resolve import PathFunction, Specs, is_spec, reach, resolve, slot_names, target
 from ..lifting.split import Flat, flatten
 from ..transforms.options import check_specs
-from .fit import describe, spec_and_mesh
 from .layout import corrected, has_memory, laid_out, mesh_here, rebuilt, settled
 
 _NAME = "with_sharding_constraint"

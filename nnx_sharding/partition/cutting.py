@@ -11,10 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import NoMeshError, UnusedFilterWarning, report
-from ..lifting.split import flatten
-from ..lifting.structure import Path, accessor, plain_key
+from ..fitting import axes_of, axis_problems, describe, fit, shape_problems, spec_and_mesh
+from ..lifting.structure import Path, accessor
 from ..state_sharding import StateSharding
-from .fit import axes_of, axis_problems, describe, fit, shape_problems, spec_and_mesh
 from .paths import Found, variables
 
 
@@ -52,14 +51,6 @@ def common_shape(found: Found) -> tuple[int, ...] | None:
 def shapes_of(found: Found) -> list[tuple[int, ...]]:
     """The shapes of what a Variable holds; numbers have the shape of scalars."""
     return [tuple(getattr(array, "shape", ())) for array in found.arrays]
-
-
-def empty(tree: Any) -> dict[Path, Any]:
-    """``P()`` for each Variable without an array: what Optax masked, a cache not made yet."""
-    structure = flatten(tree, graph=True).structure
-    places = structure.walk(structure.root, iter(structure.root_slots))
-    paths = (tuple(map(plain_key, place.path)) for place in places if not place.slots)
-    return dict.fromkeys(paths, PartitionSpec())
 
 
 def base_specs(

@@ -9,10 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..fitting import Indivisible, axes_of, axis_problems, fit, shape_problems, suggestion
 from ..lifting.merge import assemble, node_changes, node_values, write_node
 from ..lifting.split import Flat
 from ..lifting.structure import NodeEntry, VariableEntry
-from .fit import Indivisible, axes_of, axis_problems, fit, shape_problems, suggestion
 
 _OPEN = PartitionSpec.UNCONSTRAINED
 
@@ -44,7 +44,7 @@ def corrected(
       spec: the spec, of any length.
       shape: the shape of the array.
       mesh: the mesh, with the axis types that it has here.
-      how: what to do with axes that do not divide, as in :func:`~nnx_sharding.partition.fit.fit`.
+      how: what to do with axes that do not divide, as in :func:`~nnx_sharding.fitting.fit`.
     """
     rank = len(shape)
     lost = []

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec, Sharding
 
 from ..errors import UnusedFilterWarning, report
 from ..filters import to_predicate
+from ..fitting import axes_of, suggested_spec, suggestion
 from ..state_sharding import StateSharding
-from .fit import axes_of, suggested_spec, suggestion
 from .given import PatternKind, annotation, from_patterns, problem_line, read_pairs, shape_of
 from .paths import exact, variables
 

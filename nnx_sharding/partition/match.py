@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..checks.specs import shape_of
 from ..errors import UnusedFilterWarning, report
+from ..fitting import axis_problems, shape_problems, suggested_spec
 from ..lifting.structure import Path, path_key, path_string, plain_key
-from .fit import axis_problems, shape_problems, suggested_spec
 from .given import from_patterns, read_pairs
 from .paths import Found, variables
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
 from ..errors import NoMeshError
-from .fit import suggestion
+from ..fitting import suggestion
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 

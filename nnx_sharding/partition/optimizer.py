@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..lifting.structure import Path
 from ..state_sharding import StateSharding
-from .cutting import common_shape, empty, like, overridden, shapes_of
+from .cutting import common_shape, like, overridden, shapes_of
 from .paths import Found, exact, variables
 
 
@@ -91,7 +91,7 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
     parameters = {found.path: found for found in variables(model)}
     specs = {path: _spec(found, sharding) for path, found in parameters.items()}
     rest = _whole(list(specs.values()))
-    result = empty(optimizer)
+    result: dict[Path, Any] = {}
     for found in variables(optimizer):
         owner = _owner(found.path, parameters)
         result[found.path] = rest if owner is None else _follow(found, owner, specs[owner.path])

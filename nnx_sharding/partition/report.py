@@ -18,13 +18,21 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from .. import _compat
 from ..errors import NoMeshError
 from ..filters import Paths, to_predicate
+from ..fitting import (
+    INDIVISIBLE,
+    Indivisible,
+    axis_problems,
+    describe,
+    fit,
+    shape_problems,
+    suggestion,
+)
 from ..inspect import parameters
 from ..lifting.resolve import reach, target
 from ..lifting.split import Flat, flatten
 from ..lifting.structure import Path, Place, plain_key
 from ..state_sharding import StateSharding
 from .cutting import like
-from .fit import INDIVISIBLE, Indivisible, axis_problems, describe, fit, shape_problems, suggestion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

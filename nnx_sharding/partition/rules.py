@@ -10,8 +10,8 @@ from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ..fitting import Indivisible, axes_of, suggested_spec, suggestion
 from ..state_sharding import StateSharding
-from .fit import Indivisible, axes_of, suggested_spec, suggestion
 from .given import (
     PatternKind,
     annotation,

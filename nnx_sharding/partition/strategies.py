@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..lifting.structure import Path
 from ..state_sharding import StateSharding
-from .cutting import base_specs, cut_largest, empty, mesh_and_axes, union
+from .cutting import base_specs, cut_largest, mesh_and_axes, union
 from .optimizer import optimizer_specs
 from .paths import exact, variables
 
@@ -154,11 +154,11 @@ def zero1(
     for found in variables(optimizer):
         if not found.path or found.path[0] != held:
             state[found.path] = cut_largest(state[found.path], found, axes, mesh, min_size)
-    return exact(empty(model) | union(specs, state))
+    return exact(union(specs, state))
 
 
 def with_optimizer(specs: dict[Path, Any], model: Any, optimizer: Any) -> StateSharding:
     """The specs of a model, and those of its optimizer, which follow them, if there is one."""
     if optimizer is not None:
         specs = union(specs, optimizer_specs(optimizer, exact(specs), model))
-    return exact(empty(model) | specs)
+    return exact(specs)

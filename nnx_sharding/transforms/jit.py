@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from ..checks.specs import Terms
 from ..errors import NoMeshError
+from ..fitting import INDIVISIBLE, Indivisible
 from ..lifting.arguments import Call, Layout, Parameters, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs
-from ..partition.fit import INDIVISIBLE, Indivisible
 from .options import check_options, check_specs
 
 P = ParamSpec("P")

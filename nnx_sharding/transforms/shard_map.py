@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..checks.specs import Terms
+from ..fitting import INDIVISIBLE, Indivisible, axes_of
 from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.resolve import Specs
-from ..partition.fit import INDIVISIBLE, Indivisible, axes_of
 from .options import check_options, check_specs
 
 P = ParamSpec("P")
