@@ -124,10 +124,12 @@ def train(
 ) -> list[float]:
     """The losses of a training."""
     data = batches(config, steps)
-    losses = [step(model, optimizer, next(data))]
+    # To wait for each loss is not needed, but virtual devices of a CPU share few threads, and
+    # programs that are queued without end can block each other.
+    losses = [float(step(model, optimizer, next(data)))]
     with limit_traces(0):  # whatever would be compiled again by mistake, is an error
-        losses += [step(model, optimizer, tokens) for tokens in data]
-    return [float(loss) for loss in losses]
+        losses += [float(step(model, optimizer, tokens)) for tokens in data]
+    return losses
 
 
 def train_sharded(config: Config, steps: int, mesh: Mesh) -> tuple[Any, Any, list[float]]:

@@ -144,7 +144,7 @@ def make_shard_and_gather_fns(
       >>> import numpy as np
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.constraints import make_shard_and_gather_fns
-      >>> from nnx_sharding.partition.mesh import make_mesh
+      >>> from nnx_sharding.partition import make_mesh
       >>> both = make_shard_and_gather_fns({"up": P("data")}, make_mesh({"data": 8}))
       >>> shard_fns, gather_fns = both
       >>> shard_fns["up"](np.ones((8, 2))).sharding.shard_shape((8, 2))

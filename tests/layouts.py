@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from nnx_sharding.partition import axis_problems, shape_problems
+from nnx_sharding.fitting import axis_problems, shape_problems
 from nnx_sharding.partition.paths import spec_table, variables
 from nnx_sharding.partition.strategies import fsdp, replicated, zero1
 from nnx_sharding.partition.tensor_parallel import tensor_parallel

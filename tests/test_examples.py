@@ -25,7 +25,7 @@ class TransformerTest(parameterized.TestCase):
         model, optimizer, losses = transformer.train_sharded(self.CONFIG, 12, mesh)
         alone = transformer.train_alone(self.CONFIG, 12)
         np.testing.assert_allclose(losses, alone, rtol=2e-4)
-        self.assertLess(losses[-1], 0.8 * losses[0])
+        self.assertLess(losses[-1], 0.9 * losses[0])
         for kernel in (model.blocks[0].up.kernel, model.blocks[0].down.kernel, model.head.kernel):
             self.assertEqual(len(set(kernel.sharding.spec) - {None}), 2, kernel.sharding)
             shards = {shard.data.shape for shard in kernel[...].addressable_shards}

@@ -83,8 +83,8 @@ def with_sharding_constraint(
     Example:
       >>> import numpy as np
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition.constrain import with_sharding_constraint
-      >>> from nnx_sharding.partition.mesh import make_mesh
+      >>> from nnx_sharding.partition import with_sharding_constraint
+      >>> from nnx_sharding.partition import make_mesh
       >>> mesh = make_mesh({"data": 2, "model": 4})
       >>> x = with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh)
       >>> x.sharding.shard_shape(x.shape)

@@ -60,7 +60,7 @@ def sharded_init(
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition.init import sharded_init
+      >>> from nnx_sharding.partition import sharded_init
       >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
       >>> rules = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
       >>> model = sharded_init(lambda: nnx.Linear(4, 64, rngs=nnx.Rngs(0)), rules, mesh)
@@ -101,7 +101,7 @@ def abstract_init(
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
       >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition.init import abstract_init
+      >>> from nnx_sharding.partition import abstract_init
       >>> mesh = AbstractMesh((256,), ("model",))
       >>> rules = StateSharding({...: P("model")})
       >>> model = abstract_init(lambda: nnx.Param(jax.numpy.zeros(1024)), rules, mesh)

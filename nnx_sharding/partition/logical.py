@@ -45,7 +45,7 @@ class LogicalRules:
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition.logical import LogicalRules
+      >>> from nnx_sharding.partition import LogicalRules
       >>> rules = LogicalRules([("mlp", "model"), ("embed", "model"), ("embed", "data")])
       >>> rules.spec(("embed", "mlp")) == P("data", "model")
       True
@@ -90,7 +90,7 @@ class LogicalRules:
 
         Example:
           >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-          >>> from nnx_sharding.partition.logical import LogicalRules
+          >>> from nnx_sharding.partition import LogicalRules
           >>> rules = LogicalRules([("heads", "model"), ("batch", ("pod", "data"))])
           >>> mesh = AbstractMesh((2, 4), ("data", "model"))
           >>> rules.spec(("batch", "heads"), (8, 6), mesh) == P("data", None)
@@ -114,7 +114,7 @@ class LogicalRules:
         The arguments and errors are those of :meth:`spec`.
 
         Example:
-          >>> from nnx_sharding.partition.logical import LogicalRules
+          >>> from nnx_sharding.partition import LogicalRules
           >>> LogicalRules([("mlp", "model"), ("embed", "model")]).unsharded(("embed", "mlp"))
           [Unsharded(dimension=0, name='embed', reason="'model' is taken by 'mlp'")]
         """
@@ -222,7 +222,7 @@ def from_logical(
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition.logical import from_logical
+      >>> from nnx_sharding.partition import from_logical
       >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
       >>> names = {"kernel$": ("embed", "mlp"), "bias$": ("mlp",)}
       >>> sharding = from_logical(model, {"embed": None, "mlp": "model"}, names)

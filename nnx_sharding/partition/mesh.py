@@ -43,7 +43,7 @@ def make_mesh(
       TypeError: a size is no integer, or an axis type is none.
 
     Example:
-      >>> from nnx_sharding.partition.mesh import make_mesh
+      >>> from nnx_sharding.partition import make_mesh
       >>> dict(make_mesh({"data": -1, "model": 4}).shape)
       {'data': 2, 'model': 4}
     """

@@ -54,7 +54,7 @@ def optimizer_sharding(
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition.optimizer import optimizer_sharding
+      >>> from nnx_sharding.partition import optimizer_sharding
       >>> model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
       >>> sharding = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})

@@ -166,7 +166,7 @@ def check_sharding(
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
       >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition.report import check_sharding
+      >>> from nnx_sharding.partition import check_sharding
       >>> mesh = AbstractMesh((4,), ("model",))
       >>> model = nnx.eval_shape(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
       >>> rules = StateSharding({nnx.PathContains("kernel"): P(None, "model")})
@@ -231,7 +231,7 @@ def assert_sharded(
 
     Example:
       >>> from flax import nnx
-      >>> from nnx_sharding.partition.report import assert_sharded
+      >>> from nnx_sharding.partition import assert_sharded
       >>> assert_sharded(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
       Traceback (most recent call last):
       AssertionError: 576 of 576 bytes (100.0%) are whole on each device, more than 2.0%:

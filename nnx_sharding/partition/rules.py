@@ -52,7 +52,7 @@ def from_rules(
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition.rules import from_rules
+      >>> from nnx_sharding.partition import from_rules
       >>> sharding = from_rules({"up/kernel$": P(None, "model"), "norm": P()}, default=P("data"))
       >>> sharding.map_prefix(("blocks", 3, "up", "kernel"), None) == P(None, "model")
       True
@@ -82,7 +82,7 @@ def override(
     Example:
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition.rules import override
+      >>> from nnx_sharding.partition import override
       >>> base = StateSharding({...: P("data")})
       >>> override(base, {"^head/": P()}).map_prefix(("head", "kernel"), None) == P()
       True
@@ -113,7 +113,7 @@ def from_arrays(model: Any) -> StateSharding:
       >>> import jax
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
-      >>> from nnx_sharding.partition.rules import from_arrays
+      >>> from nnx_sharding.partition import from_arrays
       >>> columns = NamedSharding(AbstractMesh((4,), ("model",)), P(None, "model"))
       >>> array = jax.ShapeDtypeStruct((4, 8), "float32", sharding=columns)
       >>> model = nnx.Dict(kernel=nnx.Param(array))
@@ -163,7 +163,7 @@ def from_metadata(
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition.rules import from_metadata
+      >>> from nnx_sharding.partition import from_metadata
       >>> columns = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
       >>> layer = lambda: nnx.Linear(4, 8, use_bias=False, kernel_init=columns, rngs=nnx.Rngs(0))
       >>> with nnx.use_eager_sharding(False):

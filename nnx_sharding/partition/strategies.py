@@ -27,7 +27,7 @@ def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition.strategies import replicated
+      >>> from nnx_sharding.partition import replicated
       >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
       >>> replicated(model).map_prefix(("kernel",), model.kernel) == P()
       True
@@ -78,7 +78,7 @@ def fsdp(
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> from nnx_sharding.partition.strategies import fsdp
+      >>> from nnx_sharding.partition import fsdp
       >>> model = nnx.eval_shape(lambda: nnx.Linear(256, 1024, rngs=nnx.Rngs(0)))
       >>> sharding = fsdp(model, AbstractMesh((8,), ("data",)))
       >>> sharding.map_prefix(("kernel",), model.kernel) == P(None, "data")
@@ -136,7 +136,7 @@ def zero1(
       >>> import optax
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> from nnx_sharding.partition.strategies import zero1
+      >>> from nnx_sharding.partition import zero1
       >>> model = nnx.Linear(256, 1024, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
       >>> sharding = zero1(model, optimizer, AbstractMesh((8,), ("data",)))

@@ -175,7 +175,7 @@ def tensor_parallel(
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> from nnx_sharding.partition.tensor_parallel import tensor_parallel
+      >>> from nnx_sharding.partition import tensor_parallel
       >>> class MLP(nnx.Module):
       ...     def __init__(self, rngs):
       ...         self.up = nnx.Linear(64, 256, rngs=rngs)
