@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import nnx
 
+from .fitting import suggestion
 from .lifting.structure import Path, path_string
 
 Predicate = Callable[[tuple[Any, ...], Any], bool]
@@ -27,6 +28,23 @@ def to_predicate(filter_: Any) -> Predicate:
             "(path, variable) -> bool, or a tuple of these."
         ) from None
     return predicate
+
+
+def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
+    """``; did you mean 'up'?`` for a filter that names a key which is nearly one of ``keys``."""
+    known = list(map(str, keys))
+    near = (suggestion(word, known) for word in _words(filter_) if word not in known)
+    return next(filter(None, near), "")
+
+
+def _words(filter_: Any) -> list[str]:
+    """The keys that a filter for paths names."""
+    if isinstance(filter_, nnx.PathContains):
+        return [str(filter_.key)]
+    if isinstance(filter_, PathPattern):
+        return re.findall(r"[A-Za-z_]\w+", filter_.text)
+    parts = filter_ if isinstance(filter_, tuple | list) else getattr(filter_, "predicates", ())
+    return [word for part in parts for word in _words(part)]
 
 
 def is_opaque(predicate: Any) -> bool:
@@ -79,19 +97,27 @@ class Paths:
         return f"Paths({', '.join(names[:3])}{more})"
 
 
-class _PathPattern:
-    __slots__ = ("_pattern", "_search")
+class PathPattern:
+    """What filters by a pattern for paths have in common."""
+
+    __slots__ = ("_pattern", "search")
 
     def __init__(self, pattern: Any, regex: str | re.Pattern[str]):
         self._pattern = pattern
         try:
-            self._search = re.compile(regex).search
+            self.search = re.compile(regex).search
         except re.error as error:
             hint = "PathRegex is for regular expressions, PathGlob for blocks/*/kernel"
             raise ValueError(f"{self!r}: {error}. {hint}.") from None
 
+    @property
+    def text(self) -> str:
+        """The pattern as a string."""
+        return str(getattr(self._pattern, "pattern", self._pattern))
+
     def __call__(self, path: Path, value: Any) -> bool:
-        return self._search(_name(path)) is not None
+        """Whether the pattern is found in the path."""
+        return self.search(path_name(path)) is not None
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._pattern == other._pattern
@@ -106,7 +132,7 @@ class _PathPattern:
         return type(self), (self._pattern,)
 
 
-class PathRegex(_PathPattern):
+class PathRegex(PathPattern):
     r"""A filter that matches where ``re.search`` finds a regular expression in the path.
 
     Args:
@@ -131,7 +157,7 @@ class PathRegex(_PathPattern):
         super().__init__(pattern, pattern)
 
 
-class PathGlob(_PathPattern):
+class PathGlob(PathPattern):
     """A filter that matches whole paths, written like the names of files.
 
     Args:
@@ -186,7 +212,7 @@ def _part_regex(part: re.Match[str]) -> str:
 _last: tuple[Path | None, str] = (None, "")
 
 
-def _name(path: Path) -> str:
+def path_name(path: Path) -> str:
     """The path as a string, kept for the next filter that is asked about the same."""
     global _last
     known, name = _last
@@ -199,7 +225,7 @@ def _name(path: Path) -> str:
 
 _PATH_OR_TYPE = (
     Paths,
-    _PathPattern,
+    PathPattern,
     nnx.PathContains,
     nnx.filterlib.PathIn,
     nnx.WithTag,

@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from . import _compat
-from .filters import is_opaque, to_predicate
+from .filters import PathPattern, is_opaque, path_name, to_predicate
 from .fitting import INDIVISIBLE, Indivisible, suggested_spec
 
 
@@ -52,7 +52,7 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = ("__weakref__", "_filters", "_indivisible", "_predicates", "_shardings")
+    __slots__ = ("__weakref__", "_filters", "_indivisible", "_predicates", "_shardings", "_tests")
 
     @_compat.api_boundary
     def __init__(
@@ -81,6 +81,10 @@ class StateSharding:
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
         self._predicates = tuple(map(to_predicate, self._filters))
+        # Patterns for paths are searched for without a call in between: there may be many.
+        self._tests = tuple(
+            (p, p.search if isinstance(p, PathPattern) else None) for p in self._predicates
+        )
         self._indivisible = indivisible
 
     @property
@@ -130,8 +134,9 @@ class StateSharding:
 
     def find(self, path: tuple[Any, ...], variable: Any) -> tuple[int | None, Any]:
         """The number of the first filter that matches and its sharding; None if none does."""
-        for index, predicate in enumerate(self._predicates):
-            if predicate(path, variable):
+        name = path_name(path)
+        for index, (predicate, search) in enumerate(self._tests):
+            if predicate(path, variable) if search is None else search(name):
                 return index, self._shardings[index]
         return None, None
 

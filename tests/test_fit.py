@@ -27,6 +27,7 @@ from nnx_sharding.errors import (
     StrictError,
     UnusedFilterWarning,
 )
+from nnx_sharding.filters import PathGlob, PathRegex
 from nnx_sharding.fitting import axis_problems, fit, shape_problems, variants
 
 SIZES = {"a": 2, "b": 4}
@@ -264,6 +265,17 @@ class StrictTest(parameterized.TestCase):
         fun(MLP(), nnx.Dict(count=nnx.BatchStat(jnp.ones(()))))
         with self.assertRaisesRegex(StrictError, r"\n  BatchStat, for m, n\n"):
             fun(MLP(), MLP())
+
+    @parameterized.parameters(
+        (PathGlob("**/upp/kernel"), "up"),
+        (PathRegex(r"(upp|down)/kernal$"), "up"),
+        (nnx.All(nnx.Param, nnx.PathContains("dwon")), "down"),
+        (("other", PathRegex("up/kernal")), "kernel"),
+    )
+    def test_a_filter_with_a_typo(self, filter_, meant):
+        rules = StateSharding({filter_: P(), ...: P()})
+        with pytest.warns(UnusedFilterWarning, match=f"for m; did you mean '{meant}'"):
+            jit(lambda m: None, in_shardings=rules, mesh=mesh24())(MLP())
 
     def test_a_filter_behind_another(self):
         rules = StateSharding({nnx.Param: P(), nnx.PathContains("up"): P(None, "a"), ...: P()})

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..filters import Paths, is_opaque, to_predicate
+from ..filters import Paths, is_opaque, misspelt, to_predicate
 from ..fitting import Indivisible, describe_both, suggested_spec, suggestion
 from ..state_sharding import StateSharding, is_single_spec
 from .structure import (
@@ -433,9 +433,7 @@ class Use:
             if index in self._matched or may_rest or is_opaque(to_predicate(filter_)):
                 continue
             name = self.rules.names[index]
-            near = ""
-            if isinstance(filter_, nnx.PathContains) and filter_.key not in self._keys:
-                near = suggestion(filter_.key, self._keys)
+            near = misspelt(filter_, self._keys)
             yield f"  {name}, for {', '.join(self._arguments)}{near}"
 
 

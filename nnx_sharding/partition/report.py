@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import NoMeshError
-from ..filters import Paths, to_predicate
+from ..filters import Paths, misspelt, to_predicate
 from ..fitting import (
     INDIVISIBLE,
     Indivisible,
@@ -25,7 +25,6 @@ from ..fitting import (
     describe,
     fit,
     shape_problems,
-    suggestion,
 )
 from ..inspect import parameters
 from ..lifting.resolve import reach, target
@@ -352,7 +351,7 @@ def _rule_warnings(
         filter_ = sharding.filters[number]
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
-        near = suggestion(filter_.key, keys) if isinstance(filter_, nnx.PathContains) else ""
+        near = misspelt(filter_, keys)
         taken = f"only what rule {', '.join(map(str, by))} takes before it"
         yield f"rule {number}, {rules[number]}, matches {taken if by else 'nothing' + near}"
 

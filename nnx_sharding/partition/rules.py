@@ -149,7 +149,7 @@ def from_metadata(
         or what makes them. None takes those of ``nnx.logical_axis_rules``. Before them come
         the ``sharding_rules`` of the Variable itself. A name without a rule is a mesh axis.
       mesh: the mesh, whose axes the names without a rule have to be; for rules as in
-        :meth:`LogicalRules.spec <nnx_sharding.partition.logical.LogicalRules.spec>`.
+        :meth:`LogicalRules.spec <nnx_sharding.partition.LogicalRules.spec>`.
 
     Returns:
       The sharding of each path; ``PartitionSpec()`` where the metadata has none. Mesh axes that

@@ -65,7 +65,7 @@ def fsdp(
       base: what is cut already. Where its ``indivisible`` is ``"replicate"`` or ``"drop"``, it is
         made to fit first.
       optimizer: the optimizer of the model, abstract or not, which the result is then for as
-        well; see :func:`~nnx_sharding.partition.optimizer.optimizer_sharding`.
+        well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
 
     Returns:
       The spec of each path. All of them divide the shapes.
@@ -112,7 +112,7 @@ def zero1(
     """Parameters as they are, the state of the optimizer in parts over the data axis.
 
     The state first follows the parameters, as
-    :func:`~nnx_sharding.partition.optimizer.optimizer_sharding` says; then each large array of it
+    :func:`~nnx_sharding.partition.optimizer_sharding` says; then each large array of it
     is cut once more, as by :func:`fsdp`.
 
     Args:

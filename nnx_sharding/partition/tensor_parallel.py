@@ -159,7 +159,7 @@ def tensor_parallel(
       base: what is cut already. Its specs are kept, and the axis comes behind those that cut
         the same dimension.
       optimizer: the optimizer of the model, abstract or not, which the result is then for as
-        well; see :func:`~nnx_sharding.partition.optimizer.optimizer_sharding`.
+        well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
       overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, that go first. One
         that matches nothing is an ``UnusedFilterWarning``.
 
