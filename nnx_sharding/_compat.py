@@ -424,12 +424,6 @@ def is_eager_tracer(x: Any) -> bool:
     return type(x).__name__ == "ShardMapTracer"
 
 
-def explicit_axes(mesh: Any) -> frozenset[Any]:
-    """The axes of a mesh whose sharding is part of the types of arrays."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit)
-
-
 def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
     """The devices of a sharding in their order; None if it has none, or does not tell."""
     if not isinstance(sharding, jax.sharding.Sharding):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # What is done with a spec that does not divide the dimensions of an array.
 Indivisible: TypeAlias = Literal["error", "replicate", "drop"]
@@ -21,6 +21,12 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
+
+
+def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
+    """The axes of a mesh that are of one type."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, own in kinds if own == kind)
 
 
 def axis_problems(

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType
 
 from .. import _compat
 from ..errors import DonatedError, StrictError, is_library
-from ..fitting import axes_of, describe_both
+from ..fitting import axes_of, axes_of_type, describe_both
 from ..lifting.plan import Plan, is_committed
 from ..lifting.structure import accessor
 from .captured import captured_shards, describe_captured
@@ -130,7 +131,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         own = getattr(jax.typeof(leaf), "sharding", None)
         if own is None or not isinstance(partition, jax.sharding.PartitionSpec):
             continue
-        explicit = _compat.explicit_axes(own.mesh if terms.tells_layouts else terms.mesh)
+        explicit = axes_of_type(own.mesh if terms.tells_layouts else terms.mesh, AxisType.Explicit)
         if not explicit or (terms.tells_layouts and not is_committed(leaf)):
             continue
         ndim = len(jax.typeof(leaf).shape)

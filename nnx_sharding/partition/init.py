@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
+from ..fitting import axes_of_type
 from ..transforms.jit import jit
 
 
@@ -160,7 +161,7 @@ def _is_traced(x: Any) -> bool:
 
 def _mesh_inside(build: Callable[..., Any], arrays: list[Any], mesh: Any) -> Any:
     """The mesh that the constructor sees: with Auto axes, if it can do with them."""
-    if mesh is None or not _compat.explicit_axes(mesh):
+    if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return mesh
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)

@@ -9,7 +9,15 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..fitting import Indivisible, axes_of, axis_problems, fit, shape_problems, suggestion
+from ..fitting import (
+    Indivisible,
+    axes_of,
+    axes_of_type,
+    axis_problems,
+    fit,
+    shape_problems,
+    suggestion,
+)
 from ..lifting.merge import assemble, node_changes, node_values, write_node
 from ..lifting.split import Flat
 from ..lifting.structure import NodeEntry, VariableEntry
@@ -73,12 +81,6 @@ def corrected(
         return Correction(usable, lost, misfits)
     part = fit(usable, shape, mesh.shape, how) if misfits else usable
     return Correction(part, lost + misfits, [])
-
-
-def axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> frozenset[Any]:
-    """The axes of a mesh that are of one type."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, own in kinds if own == kind)
 
 
 def sharding_of(leaf: Any) -> Any:
