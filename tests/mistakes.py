@@ -375,6 +375,17 @@ def few_specs_shards(lib: Library) -> Any:
     return lib.shard_map(forward, mesh=grid(), in_specs=(P(),), out_specs=P())(Model(), X)
 
 
+@mistake(
+    5,
+    "a spec for a parameter that does not exist",
+    ValueError,
+    "in_shardings names 'modle'; did you mean 'model'?",
+    "'model', 'x'",
+)
+def named_spec(lib: Library) -> Any:
+    return lib.jit(forward, in_shardings={"modle": named(), "x": named("data")})(Model(), x=X)
+
+
 # 6
 
 

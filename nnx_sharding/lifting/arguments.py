@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
+from ..fitting import suggestion
 from .structure import Static
 
 
@@ -307,8 +308,8 @@ def _specs_by_name(
     unknown = [n for n in specs if n not in known and n not in extra]
     if unknown and parameters.var_keyword is None:
         raise ValueError(
-            f"{what} names {', '.join(map(repr, unknown))}, but the parameters of the function "
-            f"are {', '.join(map(repr, (*known, *extra)))}."
+            f"{what} names {', '.join(f'{n!r}{suggestion(n, known)}' for n in unknown)}. The "
+            f"parameters of the function are {', '.join(map(repr, (*known, *extra)))}."
         )
     rest = specs.get(parameters.var_positional) if parameters.var_positional else None
     named = len(parameters.positional)

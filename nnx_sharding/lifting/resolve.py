@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -150,7 +151,10 @@ class Specs:
 
     def value_key(self, leaves: Sequence[Any]) -> Any:
         """The shapes and dtypes of arrays, for a resolution that depends on them."""
-        return tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+        try:
+            return tuple(map(_SHAPE_AND_DTYPE, leaves))
+        except AttributeError:  # a number
+            return tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Specs) and self._key == other._key
@@ -173,6 +177,9 @@ def _no_specs(tree: Any, path: Path) -> Iterator[str]:
         return
     for key, part in parts:
         yield from _no_specs(part, (*path, *map(path_key, key)))
+
+
+_SHAPE_AND_DTYPE = operator.attrgetter("shape", "dtype")
 
 
 def argument_targets(
