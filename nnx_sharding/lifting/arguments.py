@@ -308,7 +308,7 @@ def _specs_by_name(
     unknown = [n for n in specs if n not in known and n not in extra]
     if unknown and parameters.var_keyword is None:
         raise ValueError(
-            f"{what} names {', '.join(f'{n!r}{suggestion(n, known)}' for n in unknown)}. The "
+            f"{what} names {', '.join(f'{n!r}{suggestion(n, known)}' for n in unknown)}\nThe "
             f"parameters of the function are {', '.join(map(repr, (*known, *extra)))}."
         )
     rest = specs.get(parameters.var_positional) if parameters.var_positional else None
