@@ -364,6 +364,10 @@ class StrictTest(parameterized.TestCase):
                 call(a, b)
             self.assertNotIn("  a,", str(raised.exception))
         self.assertFalse(a.is_deleted() or b.is_deleted())
+        half, short = (jnp.ones((3, 2), dtype) for dtype in (jnp.float16, jnp.bfloat16))
+        with self.assertRaisesRegex(StrictError, r"  b, bfloat16\[3,2\]") as raised:
+            strict(half, short)  # the name of one type ends in that of the other
+        self.assertNotIn("  a,", str(raised.exception))
         fine = jit(f, donate_argnums=0, strict=True)
         fine(a, b)
         self.assertTrue(a.is_deleted())

@@ -106,7 +106,8 @@ def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> None:
 def _check_donated(plan: Plan, leaves: Sequence[Any], warning: UserWarning) -> None:
     """Strict transforms make JAX raise its warning of donated buffers without a use."""
     types = {slot: jax.typeof(leaves[slot]).str_short() for slot in plan.donated}
-    lines = [f"  {plan.names[s]}, {text}" for s, text in types.items() if text in str(warning)]
+    unused = set(re.findall(r"\w+\[[^\]]*\]", str(warning)))
+    lines = [f"  {plan.names[s]}, {text}" for s, text in types.items() if text in unused]
     if lines:
         raise StrictError(
             f"{plan.terms.name}: these arguments are donated, but {plan.fun_name} has no result of "

@@ -42,12 +42,6 @@ def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh,
     return found, axes
 
 
-def common_shape(found: Found) -> tuple[int, ...] | None:
-    """The shape of what a Variable holds; None for several arrays of different shapes."""
-    shapes = set(shapes_of(found))
-    return shapes.pop() if len(shapes) == 1 else None
-
-
 def shapes_of(found: Found) -> list[tuple[int, ...]]:
     """The shapes of what a Variable holds; numbers have the shape of scalars."""
     return [tuple(getattr(array, "shape", ())) for array in found.arrays]
@@ -175,7 +169,7 @@ def cut_largest(sharding: Any, found: Found, axes: Sequence[Any], mesh: Any, min
     Dimensions that are not cut come first, of equal ones the last. Where the axes together
     divide none, as many of the first of them are taken as do.
     """
-    shape = common_shape(found)
+    shape = found.shape
     if not isinstance(sharding, PartitionSpec) or isinstance(found.variable, nnx.RngState):
         return sharding
     if shape is None or math.prod(shape) < min_size or len(sharding) > len(shape):

@@ -65,12 +65,6 @@ def annotation(variable: Any) -> Any:
     )
 
 
-def shape_of(found: Found) -> tuple[int, ...] | None:
-    """The shape of the one array of a Variable; None where it has several."""
-    shape = getattr(found.arrays[0], "shape", None) if len(found.arrays) == 1 else None
-    return None if shape is None else tuple(shape)
-
-
 def problem_line(found: Found, given: Any, problems: Iterable[str]) -> str:
     """One line of an error: where, what is given for it, and what is wrong with that."""
-    return f"  {found.name}, shape {shape_of(found)}, {given!r}: {'; '.join(problems)}"
+    return f"  {found.name}, shape {found.shape}, {given!r}: {'; '.join(problems)}"

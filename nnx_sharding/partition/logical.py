@@ -14,7 +14,7 @@ from ..errors import UnusedFilterWarning, report
 from ..filters import to_predicate
 from ..fitting import axes_of, suggested_spec, suggestion
 from ..state_sharding import StateSharding
-from .given import PatternKind, annotation, from_patterns, problem_line, read_pairs, shape_of
+from .given import PatternKind, annotation, from_patterns, problem_line, read_pairs
 from .paths import exact, variables
 
 
@@ -238,7 +238,7 @@ def from_logical(
         index = next((i for i, p in enumerate(predicates) if p(found.path, found.variable)), None)
         used.add(index)
         own = annotation(found.variable) if index is None else pairs[index][1]
-        shape = shape_of(found)
+        shape = found.shape
         if own is None or isinstance(own, Sharding | Format):
             specs[found.path] = PartitionSpec() if own is None else own
         elif problems := rules._problems(own, shape):

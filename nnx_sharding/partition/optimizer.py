@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..lifting.structure import Path
 from ..state_sharding import StateSharding
-from .cutting import common_shape, like, overridden, shapes_of
+from .cutting import like, overridden, shapes_of
 from .paths import Found, exact, variables
 
 
@@ -118,7 +118,7 @@ def _owner(path: Path, parameters: dict[Path, Found]) -> Found | None:
 
 def _follow(state: Found, parameter: Found, sharding: Any) -> Any:
     """The sharding of a Variable of the optimizer, by that of its parameter."""
-    shape, whole = common_shape(state), common_shape(parameter)
+    shape, whole = state.shape, parameter.shape
     if sharding is None or (shape == whole and shape is not None):
         return sharding
     partition = sharding.spec if isinstance(sharding, NamedSharding) else sharding

@@ -29,6 +29,12 @@ class Found(NamedTuple):
         """The path as a string: ``blocks/3/up/kernel``."""
         return path_string(self.path)
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of what it holds; None for several arrays of different shapes."""
+        shapes = {tuple(getattr(array, "shape", ())) for array in self.arrays}
+        return shapes.pop() if len(shapes) == 1 else None
+
 
 def variables(tree: Any) -> Iterator[Found]:
     """All Variables and arrays of a model, an optimizer or a pytree of them.

@@ -19,7 +19,6 @@ from .given import (
     metadata,
     problem_line,
     read_pairs,
-    shape_of,
 )
 from .logical import LogicalRules
 from .paths import Found, exact, variables
@@ -192,7 +191,7 @@ def _spec_of(found: Found, own: Any, given: LogicalRules, mesh: Any) -> Any:
     if not isinstance(own, PartitionSpec | tuple | list):
         raise TypeError(f"it is no tuple of names{suggested_spec(own)}")
     named = own if isinstance(own, PartitionSpec) else PartitionSpec(*own)
-    shape = shape_of(found)
+    shape = found.shape
     if shape is not None and len(named) > len(shape):
         raise ValueError(f"{len(named)} names for {len(shape)} dimensions")
     local = read_pairs("sharding_rules", metadata(found.variable).get("sharding_rules") or ())

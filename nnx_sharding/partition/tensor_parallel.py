@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..lifting.structure import Path
 from ..state_sharding import StateSharding
-from .cutting import base_specs, common_shape, cut, mesh_and_axes, overridden
+from .cutting import base_specs, cut, mesh_and_axes, overridden
 from .paths import Found, variables
 from .strategies import with_optimizer
 
@@ -247,7 +247,7 @@ def _styled(
 def _cut(
     found: Found, spec: Any, dimension: int, axes: Sequence[Any], mesh: Any
 ) -> PartitionSpec | None:
-    shape = common_shape(found)
+    shape = found.shape
     if shape is None or not isinstance(spec, PartitionSpec):
         return None
     return cut(spec, shape, dimension, axes, mesh)
