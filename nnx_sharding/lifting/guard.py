@@ -1,4 +1,4 @@
-"""Is this still the graph that was split? If so, its arrays and objects at a fraction of the cost.
+"""Is this still the graph that was split? If so, its arrays and objects, at little cost.
 
 Splitting describes a graph anew; the guard only compares it with what it was. It walks the live
 objects from the arguments on, lays everything that it meets into one flat list (the stream), and

@@ -1,0 +1,99 @@
+"""What the pages say of the code is what the code says: the picture, links, the API reference."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import nnx_sharding
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import draw_pipeline  # noqa: E402
+
+PAGES = sorted(
+    page
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if "_build" not in page.parts
+)
+_LINK = re.compile(r"\]\(([^)\s]+)\)|<(?:img|source|a)[^>]*(?:src|href|srcset)=\"([^\"]+)\"")
+_ANCHOR = re.compile(r"[^\w\- ]")
+
+
+def test_picture_is_drawn_from_the_code():
+    assert draw_pipeline.PICTURE.read_text(encoding="utf-8") == draw_pipeline.picture()
+
+
+def test_picture_has_every_file_of_the_pipeline():
+    stages = [
+        draw_pipeline.FIRST,
+        draw_pipeline.GUARD,
+        *draw_pipeline.SLOW_WAY,
+        *draw_pipeline.LAST,
+    ]
+    drawn = {file for stage in stages for file in stage.files}
+    folder = ROOT / "nnx_sharding" / "lifting"
+    # The stages that users hold are a view of the pipeline, and no part of a call's way.
+    there = {path.name for path in folder.glob("*") if path.suffix in (".py", ".c")}
+    assert drawn == there - {"__init__.py", "stages.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    dead = []
+    for match in _LINK.finditer(page.read_text(encoding="utf-8")):
+        target = match.group(1) or match.group(2)
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            dead.append(target)
+    assert dead == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = (_ANCHOR.sub("", heading.replace("`", "")).strip().lower() for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def public_modules() -> list[str]:
+    """All modules without a private part in their name that say what is public in them."""
+    names = [
+        module.name for module in pkgutil.walk_packages(nnx_sharding.__path__, "nnx_sharding.")
+    ]
+    open_names = [name for name in names if not re.search(r"\._|__main__|\.demo$", name)]
+    return [
+        name
+        for name in ["nnx_sharding", *open_names]
+        if hasattr(importlib.import_module(name), "__all__")
+    ]
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    whole = set(re.findall(r"automodule:: ([\w.]+)\n +:members:", reference))
+    said = set(re.findall(r"auto(?:function|class|data|exception):: ([\w.]+)", reference))
+    words = {name.rpartition(".")[2] for name in said}
+    missing = []
+    for name in public_modules():
+        if name in whole:
+            continue
+        module = importlib.import_module(name)
+        missing += [
+            f"{name}.{own}"
+            for own in module.__all__
+            if own not in words
+            and not own.startswith("__")
+            and not isinstance(getattr(module, own), types.ModuleType)  # has a section of its own
+        ]
+    assert missing == []

@@ -1,0 +1,125 @@
+"""Draws the way of one call from the first sentences of the files that it goes through.
+
+``python tools/draw_pipeline.py`` writes ``docs/images/pipeline.svg``; a test compares that file
+with what the code says now.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "images" / "pipeline.svg"
+_PACKAGE = ROOT / "nnx_sharding" / "lifting"
+
+
+class Stage(NamedTuple):
+    """A box of the picture: its name, its files, the first of which describes it."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+FIRST = Stage("call", ("lifted.py",))
+GUARD = Stage("guard", ("guard.py", "guards.py", "walk.py", "_walk.c"))
+SLOW_WAY = (
+    Stage("arguments", ("arguments.py",)),
+    Stage("split", ("split.py", "structure.py")),
+    Stage("resolve", ("resolve.py",)),
+    Stage("plan", ("plan.py", "pure.py")),
+)
+LAST = (Stage("run", ("run.py",)), Stage("merge", ("merge.py",)))
+
+_WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 620, 52, 76
+_WRAP = 90
+_STYLE = """
+  text { font: 13px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; fill: #24292f }
+  .name { font-weight: 650; font-size: 15px }
+  .file { font-family: ui-monospace, SFMono-Regular, Menlo, monospace; font-size: 11.5px }
+  .file, .note { fill: #57606a }
+  rect { fill: #f6f8fa; stroke: #d0d7de; rx: 8px }
+  .hot rect { fill: #ddf4ff; stroke: #54aeff }
+  path { fill: none; stroke: #8c959f; stroke-width: 1.6 }
+  path.short { stroke: #218bff; stroke-width: 2.4 }
+  .head { fill: #8c959f; stroke: none } .head.short { fill: #218bff; stroke: none }
+  text.short { fill: #0969da; font-weight: 600 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .file, .note { fill: #8b949e }
+    rect { fill: #161b22; stroke: #30363d } .hot rect { fill: #0c2d6b; stroke: #1f6feb }
+    path { stroke: #6e7681 } .head { fill: #6e7681 }
+    path.short { stroke: #58a6ff } .head.short { fill: #58a6ff } text.short { fill: #58a6ff }
+  }
+"""
+
+
+def sentence(file: str) -> str:
+    """The first line of a file's docstring as plain text."""
+    text = ast.get_docstring(ast.parse((_PACKAGE / file).read_text(encoding="utf-8"))) or ""
+    plain = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text.splitlines()[0])
+    return plain.replace("``", "").rstrip(".")
+
+
+def picture() -> str:
+    """The picture as SVG."""
+    stages = [FIRST, GUARD, *SLOW_WAY, *LAST]
+    hot = {FIRST, GUARD, *LAST}
+    tops = {stage: 16 + row * _STEP for row, stage in enumerate(stages)}
+    height = 16 + len(stages) * _STEP
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" role="img" aria-labelledby="title">',
+        '<title id="title">The way of one call through nnx_sharding.lifting</title>',
+        f"<style>{_STYLE}</style>",
+    ]
+    for stage in stages:
+        lines += _box(stage, tops[stage], "hot" if stage in hot else "slow")
+    for above, below in itertools.pairwise(stages):
+        lines += _arrow(tops[above] + _HEIGHT, tops[below])
+    middle = _LEFT + _BOX // 2
+    changed = tops[GUARD] + _HEIGHT + 16
+    lines.append(f'<text class="note" x="{middle + 12}" y="{changed}">new, or changed</text>')
+    lines += _shortcut(tops[GUARD], tops[LAST[0]])
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _box(stage: Stage, top: int, kind: str) -> Iterator[str]:
+    yield f'<g class="{kind}">'
+    yield f'<rect x="{_LEFT}" y="{top}" width="{_BOX}" height="{_HEIGHT}"/>'
+    yield f'<text class="name" x="{_LEFT + 14}" y="{top + 22}">{escape(stage.name)}</text>'
+    files = ", ".join(stage.files)
+    end = _LEFT + _BOX - 14
+    yield f'<text class="file" x="{end}" y="{top + 22}" text-anchor="end">{escape(files)}</text>'
+    for row, line in enumerate(textwrap.wrap(sentence(stage.files[0]), _WRAP)[:2]):
+        yield f'<text x="{_LEFT + 14}" y="{top + 40 + 15 * row}">{escape(line)}</text>'
+    yield "</g>"
+
+
+def _arrow(start: int, end: int) -> Iterator[str]:
+    x = _LEFT + _BOX // 2
+    yield f'<path d="M{x} {start}V{end - 7}"/>'
+    yield f'<path class="head" d="M{x} {end}l-5 -8h10z"/>'
+
+
+def _shortcut(start: int, end: int) -> Iterator[str]:
+    """The way of most calls: from the guard straight to the execution."""
+    x, out = _LEFT + _BOX, _LEFT + _BOX + 44
+    a, b = start + _HEIGHT // 2, end + _HEIGHT // 2
+    yield f'<path class="short" d="M{x} {a}H{out - 12}q12 0 12 12V{b - 12}q0 12 -12 12H{x + 8}"/>'
+    yield f'<path class="head short" d="M{x} {b}l9 -6v12z"/>'
+    for row, line in enumerate(("unchanged:", "every call", "but the first")):
+        y = (a + b) // 2 + 16 * row
+        yield f'<text class="short" x="{out + 10}" y="{y}">{line}</text>'
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture(), encoding="utf-8")
+    print(PICTURE.relative_to(ROOT))
+    sys.exit(0)

@@ -1,0 +1,81 @@
+"""Builds sdist and wheel, installs each into an empty environment, and tries it there.
+
+``python tools/try_package.py`` (``make package``) needs the package ``build``; what it built is in
+``dist/``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = """
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+import nnx_sharding
+from nnx_sharding import StateSharding, jit
+from nnx_sharding.partition import make_mesh
+
+home = Path(nnx_sharding.__file__).parent
+assert Path(sys.prefix) in home.parents, home
+assert version("nnx_sharding") == nnx_sharding.__version__
+assert (home / "py.typed").is_file()
+
+mesh = make_mesh({"data": 2, "model": 4})
+sharding = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
+
+@jit(in_shardings=(sharding, P("data")), mesh=mesh)
+def predict(model, x):
+    return model(x)
+
+model, x = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
+np.testing.assert_allclose(predict(model, x), x @ model.kernel[...] + model.bias[...], rtol=1e-6)
+assert model.kernel.sharding.spec == P(None, "model")
+print("works:", home)
+"""
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> None:
+    """Runs a command, with eight virtual devices and without this source tree in reach."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    unset = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run(list(map(str, command)), cwd=cwd, env={**unset, **flags}, check=True)
+
+
+def main() -> int:
+    """Builds, installs and tries; raises where one of these fails."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    # The wheel is built from the sdist, so it shows that nothing is missing there.
+    run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
+    [sdist], [wheel] = dist.glob("*.tar.gz"), dist.glob("*.whl")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        venv.create(folder / "env", with_pip=True)
+        python = folder / "env" / "bin" / "python"
+        program = folder / "program.py"
+        program.write_text(PROGRAM, encoding="utf-8")
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        for file, options in ((wheel, ()), (sdist, ("--force-reinstall", "--no-deps"))):
+            run(*pip, *options, file, cwd=folder)
+            print(f"== {file.name}", flush=True)
+            run(python, "-W", "error::DeprecationWarning:__main__", program, cwd=folder)
+            run(python, "-m", "nnx_sharding", "--help", cwd=folder)
+            run(python.with_name("nnx-sharding"), "--help", cwd=folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
