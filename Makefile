@@ -11,7 +11,8 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help demo test test-python lint types docs check bench clean
+.PHONY: help demo test coverage test-python test-guard test-oldest test-matrix
+.PHONY: lint types docs package check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,8 +23,24 @@ demo: $(VENV)/.installed-demo  ## train a small sharded model and show where eve
 test: $(VENV)/.installed-tests  ## run the tests, with the examples in docs and docstrings
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
-test-python: $(VENV)/.installed-tests  ## run the tests without the C extension
-	NNX_SHARDING_PURE_PYTHON=1 $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+coverage: $(VENV)/.installed-tests  ## run the tests and show which lines and branches they miss
+	$(BIN)/python -m pytest -n auto --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+
+# Only the walk differs, so these are the tests that can tell.
+WALK_TESTS := guard guard_mutations guard_machine memory statics references modes plain_jax
+test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the C extension
+	NNX_SHARDING_PURE_PYTHON=1 $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
+	  $(WALK_TESTS:%=tests/test_%.py)
+
+test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, for 10,000 steps
+	NNX_SHARDING_GUARD_STEPS=all $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
+	  tests/test_guard_machine.py
+
+test-oldest:  ## run the tests with the oldest jax and flax that setup.py declares
+	$(PYTHON) tools/matrix.py --only oldest
+
+test-matrix:  ## run the tests on each Python found, with the oldest and the newest jax and flax
+	$(PYTHON) tools/matrix.py
 
 lint: $(VENV)/.installed-lint  ## check style and formatting
 	$(BIN)/ruff check
@@ -35,14 +52,18 @@ types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
-check: lint types docs test test-python  ## all gates: what has to pass before a change is merged
+package: $(VENV)/.installed-package  ## build sdist and wheel, and try them in an empty environment
+	$(BIN)/python tools/try_package.py
+
+# All gates: what has to pass before a change is merged.
+check: lint types docs coverage test-python test-guard package  ## run all gates
 
 bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:  ## delete everything that the other targets made, the environment included
-	rm -rf $(VENV) build dist docs/_build *.egg-info nnx_sharding/lifting/_walk.*.so
-	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix build dist docs/_build *.egg-info nnx_sharding/lifting/_walk.*.so
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage*
 	find nnx_sharding tests docs benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.created:

@@ -20,6 +20,7 @@ EXTRAS = {
         "hypothesis",
         "optax",
         "pytest>=9",
+        "pytest-cov",
         "pytest-xdist",
         "rich",
         "scikit-learn",
@@ -34,6 +35,7 @@ EXTRAS = {
         "equinox",  # one of the peers
         "optax",
     ],
+    "package": ["build"],
     "demo": [
         "optax",
         "rich",

@@ -1,7 +1,8 @@
 """Runs the tests on every Python found, with the oldest and the newest jax and flax.
 
 ``python tools/matrix.py`` (``make test-matrix``) uses one environment for each Python and each of
-the two; ``--only 3.12-newest`` picks some. Options after ``--`` go to pytest.
+the two; ``--only 3.12 newest`` picks those that have one of these in their name, such as
+``3.12-oldest``. Options after ``--`` go to pytest.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def runs(only: Sequence[str], pytest_arguments: Sequence[str]) -> Iterator[Run]:
         seen: list[dict[str, str]] = []
         for kind in (NEWEST, OLDEST):
             name = f"{version}-{kind}"
-            if only and name not in only:
+            if only and not any(part in name for part in only):
                 continue
             print(f"\n== {name}: {interpreter}", flush=True)
             start = time.perf_counter()
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="3.12-newest")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     arguments = parser.parse_args(given[:split])
     done = list(runs(arguments.only, given[split + 1 :]))
     print("\n== report")
