@@ -1,7 +1,7 @@
-"""What each of several processes does first: it joins the others, and can check arrays that it
-holds only a part of.
+"""What each of several processes does first: it joins the others.
 
-A worker imports this before anything else; ``tests/test_processes.py`` launches it.
+It also has checks of arrays that a process holds only a part of. A worker imports this before
+anything else; ``tests/test_processes.py`` launches it.
 """
 
 import sys

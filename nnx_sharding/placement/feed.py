@@ -1,0 +1,165 @@
+"""Making things ahead of their use, in a thread that ends with whoever uses them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+# How long the end of the program waits for a thread that is inside of a user's loader.
+_EXIT_SECONDS = 5.0
+
+
+class Consumer:
+    """What the maker knows of its consumer.
+
+    Attributes:
+      gone: whether nothing more is wanted.
+      waiting_since: when it began to wait for the next thing, by ``time.monotonic``; None while
+        it does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.waiting_since: float | None = None
+
+
+class Feed(Generic[T]):
+    """What ``make`` returns, in order, made up to ``depth`` ahead.
+
+    The thread starts when the first one is asked for, and ends when ``make`` raises or the feed
+    is stopped. It does not refer to whoever holds the feed. With a depth of 0 there is none.
+
+    Args:
+      make: makes the next one; ``StopIteration`` ends the feed. Called by one thread only.
+      depth: how many may be ready at a time.
+      consumer: is told what the taker does.
+      leave: called once, when ``make`` will not be called again, by the thread that called it.
+    """
+
+    def __init__(
+        self, make: Callable[[], T], depth: int, consumer: Consumer, leave: Callable[[], None]
+    ):
+        self._make, self._depth, self._consumer, self._leave = make, depth, consumer, leave
+        self._ready: deque[T] = deque()
+        self._change = threading.Condition()  # of an RLock: a finalizer may stop us anywhere
+        self._error: BaseException | None = None
+        self._over = False
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> T:
+        """The next one.
+
+        Raises:
+          StopIteration: there are no more.
+          BaseException: what ``make`` raised, after all that came before it.
+        """
+        with self._change:
+            if self._depth == 0:
+                self._make_one()
+            else:
+                self._start()
+                self._wait()
+            if self._ready:
+                self._change.notify_all()
+                return self._ready.popleft()
+            error, self._error = self._error, None
+        if error is None:
+            raise StopIteration
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    def stop(self, wait: float | None = 0.0) -> None:
+        """Ends the feed; what is ready is dropped.
+
+        Args:
+          wait: seconds to wait for the thread to end; None for as long as it takes.
+        """
+        with self._change:
+            self._consumer.gone = True
+            self._ready.clear()
+            self._change.notify_all()
+            thread = self._thread
+            if thread is None:
+                self._end()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(wait)
+
+    def _wait(self) -> None:
+        self._consumer.waiting_since = time.monotonic()
+        try:
+            self._change.wait_for(lambda: self._ready or self._over or self._consumer.gone)
+        finally:
+            self._consumer.waiting_since = None
+
+    def _start(self) -> None:
+        if self._thread is None and not self._over:
+            self._thread = threading.Thread(target=self._run, name="nnx_sharding-batches")
+            # Else the program could not end while the loader is stuck.
+            self._thread.daemon = True
+            _stopped_at_exit().add(self)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while self._has_room() and not self._over:
+            self._make_one()
+        with self._change:
+            self._end()
+
+    def _has_room(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._consumer.gone or len(self._ready) < self._depth)
+            return not self._consumer.gone
+
+    def _make_one(self) -> None:
+        if self._over:
+            return
+        try:
+            made = self._make()
+        except BaseException as error:
+            with self._change:
+                self._error = None if isinstance(error, StopIteration) else error
+                self._end()
+        else:
+            with self._change:
+                if not self._consumer.gone:
+                    self._ready.append(made)
+                    self._change.notify_all()
+
+    def _end(self) -> None:
+        if not self._over:
+            self._over = True
+            self._leave()
+            # What they hold, such as the user's loader, is free from now on.
+            del self._make, self._leave
+        self._change.notify_all()
+
+
+@functools.cache
+def _stopped_at_exit() -> weakref.WeakSet[Feed[Any]]:
+    """The feeds that are stopped when the program ends.
+
+    JAX ends its own connections at exit. Functions run there in reverse order of registration,
+    so this one, registered when the first feed starts, is before that.
+    """
+    feeds: weakref.WeakSet[Feed[Any]] = weakref.WeakSet()
+
+    def stop() -> None:
+        deadline = time.monotonic() + _EXIT_SECONDS
+        running = list(feeds)
+        for feed in running:
+            feed.stop()
+        for feed in running:
+            feed.stop(max(0.0, deadline - time.monotonic()))
+
+    atexit.register(stop)
+    return feeds

@@ -1,0 +1,242 @@
+"""``shard_batches`` over two processes with four devices each; prints ``ok`` in both."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from preamble import RANK
+
+from nnx_sharding.placement import process_rows, shard_batches
+
+
+def mesh_in(order):
+    return Mesh(np.array(jax.devices())[np.array(order)], ("data", "model"))
+
+
+# The first four devices are those of process 0.
+BY_PROCESS = mesh_in([[0, 1], [2, 3], [4, 5], [6, 7]])
+ACROSS = mesh_in([[0, 4], [1, 5], [2, 6], [3, 7]])
+MIXED = mesh_in([[0, 1], [4, 5], [6, 7], [2, 3]])
+MESHES = {"by process": BY_PROCESS, "across": ACROSS, "mixed": MIXED}
+SPECS = [P("data"), P("model"), P(), P(("data", "model")), P(("model", "data")), P("data", "model")]
+SIZE = 16
+ROWS = P("data")
+
+
+def of(numbers):
+    numbers = np.asarray(numbers)
+    return {"id": numbers, "x": (numbers[:, None] * np.array([1.0, 0.5])).astype(np.float32)}
+
+
+def everywhere(x):
+    """A global array as NumPy, on each process."""
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
+    return np.asarray(whole.addressable_data(0))
+
+
+def raised(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def specs_of(spec):
+    return {"id": P(*spec[:1]), "x": spec}
+
+
+def rows_are_those_of_jax():
+    """What ``process_rows`` says goes, through JAX's own function, to where it belongs."""
+    for (name, mesh), spec in itertools.product(MESHES.items(), SPECS):
+        rows = process_rows(spec, SIZE, mesh=mesh)
+        batch = of(np.arange(SIZE)[rows])
+        sharding = NamedSharding(mesh, spec)
+        plain = jax.make_array_from_process_local_data(sharding, batch["x"], (SIZE, 2))
+        [(ours, mask)] = shard_batches([batch], specs_of(spec), mesh)
+        assert ours["x"].sharding == plain.sharding == sharding
+        expected = of(np.arange(SIZE))
+        for found, own in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
+            for shard in found.addressable_shards:
+                part = expected[own][shard.index]
+                np.testing.assert_array_equal(shard.data, part, f"{name}, {spec}")
+        assert ours["id"].dtype == np.int32, ours["id"].dtype
+        assert mask.shape == (SIZE,) and all(s.data.all() for s in mask.addressable_shards)
+
+
+def every_row_once(counts, *, prefetch=2, mesh=BY_PROCESS, spec=ROWS):
+    """Processes load so many rows, 8 at a time: all are seen once, and each in its order."""
+    offset = 1000 * RANK
+    mine = [np.arange(i, min(i + 8, counts[RANK])) + offset for i in range(0, counts[RANK], 8)]
+    seen = []
+    number = 0
+    for batch, mask in shard_batches(map(of, mine), spec, mesh, prefetch=prefetch):
+        real = everywhere(mask)
+        ids, x = everywhere(batch["id"])[real], everywhere(batch["x"])[real]
+        np.testing.assert_array_equal(x[:, 0], ids)
+        seen += ids.tolist()
+        number += 1
+    assert number == max(-(-count // 8) for count in counts), number
+    for process, count in enumerate(counts):
+        own = [i - 1000 * process for i in seen if i // 1000 == process]
+        assert own == list(range(count)), own
+    assert len(seen) == sum(counts)
+
+
+def replicas():
+    """Processes that hold the same rows load the same; other numbers of them are an error."""
+    same = [of(np.arange(16)), of(np.arange(16, 21))]
+    pairs = list(shard_batches(same, P("model"), BY_PROCESS))
+    found = [everywhere(b["id"])[everywhere(m)].tolist() for b, m in pairs]
+    assert found == [list(range(16)), list(range(16, 21))]
+    differing = [of(np.arange(16)), of(np.arange(5 + RANK))]
+    text = raised(ValueError, lambda: list(shard_batches(differing, P("model"), BY_PROCESS)))
+    assert "5 on process 0, 6 on process 1" in text, text
+
+
+def one_without_rows():
+    """Its batches are there, but empty: all that it adds is masked."""
+    mine = [of(np.arange(8 - 8 * RANK)), of(np.arange(5 - 5 * RANK))]
+    pairs = list(shard_batches(mine, ROWS, BY_PROCESS))
+    found = [everywhere(b["id"])[everywhere(m)].tolist() for b, m in pairs]
+    assert found == [list(range(8)), list(range(5))], found
+
+
+def drop_stops_together():
+    mine = [of(np.arange(8))] * (3 + 2 * RANK)
+    assert len(list(shard_batches(mine, P("data"), BY_PROCESS, uneven="drop"))) == 3
+    uneven = [of(np.arange(8)), of(np.arange(8 - 3 * RANK)), of(np.arange(8))]
+    assert len(list(shard_batches(uneven, P("data"), BY_PROCESS, uneven="drop"))) == 2
+    nothing = [of(np.arange(8))] * RANK
+    assert list(shard_batches(nothing, P("data"), BY_PROCESS, uneven="drop")) == []
+
+
+def errors_are_everywhere():
+    batches = shard_batches([of(np.arange(8))] * (1 + RANK), P("data"), BY_PROCESS, uneven="error")
+    text = raised(ValueError, lambda: list(batches))
+    assert "0 on process 0, 8 on process 1" in text, text
+
+    nothing = shard_batches([of(np.arange(8))] * RANK, P("data"), BY_PROCESS)
+    assert "process 0 has no batch at all" in raised(ValueError, lambda: list(nothing))
+
+    other = shard_batches([{"x": np.ones((8, 2 + RANK))}], P("data"), BY_PROCESS)
+    text = raised(ValueError, lambda: list(other))
+    assert "float64[rows, 2]" in text and "float64[rows, 3]" in text, text
+
+    options = shard_batches([of(np.arange(8))], ROWS, BY_PROCESS, batch_size=16 + 16 * RANK)
+    assert "batch_size=32" in raised(ValueError, lambda: list(options))
+
+    mixed = {"id": P("data"), "x": P()}
+    text = raised(ValueError, lambda: list(shard_batches([of(np.arange(8))], mixed, BY_PROCESS)))
+    assert "batch['x'], cut by no axis" in text, text
+
+    indivisible = shard_batches([of(np.arange(7))], P("data"), BY_PROCESS)
+    assert "batch_size=16" in raised(ValueError, lambda: list(indivisible))
+
+
+def a_loader_that_fails(process):
+    def loader():
+        yield of(np.arange(8))
+        yield of(np.arange(8))
+        if process == RANK:
+            raise OSError("disk")
+        while True:
+            yield of(np.arange(8))
+
+    seen = []
+    start = time.monotonic()
+    kind = OSError if process == RANK else RuntimeError
+    batches = shard_batches(loader(), P("data"), BY_PROCESS)
+    text = raised(kind, lambda: seen.extend(batches))
+    assert len(seen) == 2, len(seen)
+    assert time.monotonic() - start < 20
+    assert process == RANK or f"process {process} failed at batch 2" in text, text
+    assert "disk" in text
+
+
+def one_that_stops_early(process):
+    """What both have agreed on still comes, then the others hear of it."""
+    batches = iter(shard_batches([of(np.arange(8))] * 20, P("data"), BY_PROCESS))
+    next(batches)
+    if process == RANK:
+        batches.close()
+        return
+    text = raised(RuntimeError, lambda: list(batches))
+    assert f"process {process} closed its iteration" in text, text
+
+
+def one_that_does_not_come():
+    batches = shard_batches([of(np.arange(8))], P("data"), BY_PROCESS, timeout=1.0)
+    iterator = iter(batches)
+    if RANK == 0:
+        time.sleep(3)
+        iterator.close()
+    else:
+        assert "process 0 said nothing" in raised(TimeoutError, lambda: list(iterator))
+
+
+def a_pause_is_no_fault():
+    """A consumer that computes for longer than the timeout is not late."""
+    seen = []
+    for batch, _ in shard_batches([of(np.arange(8))] * 4, P("data"), BY_PROCESS, timeout=1.0):
+        time.sleep(1.5 if not seen else 0)
+        seen.append(float(everywhere(batch["x"]).sum()))
+    assert len(seen) == 4
+
+
+def training():
+    """Two loops at a time with a collective in each step, in the order of the program."""
+    step = jax.jit(lambda x, mask: (x.sum(1) * mask).sum())
+    train = shard_batches([of(np.arange(8) + 8 * RANK)] * 6, P("data"), BY_PROCESS, prefetch=3)
+    check = [of(np.arange(8))]
+    losses = []
+    for batch, mask in train:
+        losses.append(float(step(batch["x"], mask)))
+        for other, real in shard_batches(check, P("data"), BY_PROCESS):
+            assert float(step(other["x"], real)) == 2 * 1.5 * sum(range(8))
+    assert losses == [1.5 * sum(range(16))] * 6, losses
+
+
+def own_devices_only():
+    """A mesh of this process's devices needs no agreement: the others do not take part."""
+    mesh = Mesh(np.array(jax.local_devices()), ("data",))
+    found = list(shard_batches([of(np.arange(8))] * (1 + RANK), P("data"), mesh))
+    assert len(found) == 1 + RANK
+    theirs = Mesh(np.array([d for d in jax.devices() if d.process_index != RANK]), ("data",))
+    text = raised(ValueError, lambda: shard_batches([], P("data"), theirs))
+    assert f"process {RANK} has none of the devices" in text
+
+
+def main():
+    assert (jax.process_count(), jax.local_device_count()) == (2, 4)
+    rows_are_those_of_jax()
+    every_row_once((20, 20))
+    every_row_once((21, 8))
+    every_row_once((3, 17), prefetch=1)
+    every_row_once((24, 5), prefetch=0)
+    every_row_once((13, 24), mesh=ACROSS, spec=P("model"))
+    every_row_once((13, 24), mesh=MIXED, spec=P("data"))
+    replicas()
+    one_without_rows()
+    drop_stops_together()
+    errors_are_everywhere()
+    for process in (0, 1):
+        a_loader_that_fails(process)
+        one_that_stops_early(process)
+    training()
+    a_pause_is_no_fault()
+    own_devices_only()
+    one_that_does_not_come()
+    names = [t.name for t in threading.enumerate() if t.name.startswith("nnx_sharding")]
+    assert not names, names
+    print("ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()

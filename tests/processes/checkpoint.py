@@ -1,0 +1,182 @@
+"""Checkpoints that one number of processes writes and another reads; a training that is killed."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    import preamble  # noqa: F401  (joins the others before anything is computed)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import StateSharding, jit
+from nnx_sharding.errors import CheckpointError
+from nnx_sharding.partition import abstract_init, sharded_init
+from nnx_sharding.placement import Checkpoints, contents, restore, save
+
+KERNEL = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)  # 128 KiB
+RULES = StateSharding({nnx.PathContains("kernel"): P("data", "model"), ...: P()})
+STEPS = 6
+
+
+def mesh_of(shape):
+    names = ("data", "model")
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 2)
+
+
+class Model(nnx.Module):
+    """Arrays on all devices, and what belongs to each process alone."""
+
+    def __init__(self, mesh, scale=1):
+        def everywhere(x, *axes):
+            put = NamedSharding(mesh, P(*axes))
+            return nnx.Param(jax.make_array_from_callback(x.shape, put, lambda index: x[index]))
+
+        self.kernel = everywhere(KERNEL * scale, "data", "model")
+        self.bias = everywhere(np.arange(16.0, dtype=np.float32) * scale)
+        self.tied = self.kernel
+        self.step = nnx.Variable(jnp.array(7 * scale))
+        self.epoch = nnx.Variable(5 * scale)
+        self.host = nnx.Variable(np.arange(5) * scale)
+        self.rngs = nnx.Rngs(3 * scale)
+        keys = jax.random.split(jax.random.key(scale), 8)
+        data = everywhere(np.asarray(jax.random.key_data(keys)), "data").get_raw_value()
+        self.keys = nnx.Variable(jax.random.wrap_key_data(data))
+
+
+class Kernel(nnx.Module):
+    """A part of it, without data."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.asarray(KERNEL))
+
+
+def words(x):
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def assert_same(model, other):
+    """All of two models that this process holds is the same, and lies in the same places."""
+    ours, theirs = (dict(nnx.to_flat_state(nnx.state(m))) for m in (model, other))
+    assert set(ours) == set(theirs)
+    for path in ours:
+        a, b = (words(x[path].get_raw_value()) for x in (ours, theirs))
+        assert type(a) is type(b), path
+        if not isinstance(a, jax.Array):
+            np.testing.assert_array_equal(a, b, str(path))
+            continue
+        assert (a.sharding, a.dtype, a.committed) == (b.sharding, b.dtype, b.committed), path
+        for one, two in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(one.data, two.data, str(path))
+
+
+def write(folder):
+    """What this number of processes writes."""
+    save(folder, Model(mesh_of((2, 4)), scale=2))
+    save(folder, Model(mesh_of((2, 4))), overwrite=True)
+    assert [child.name for child in folder.parent.iterdir() if "." in child.name] == []
+
+
+def read(folder):
+    """What others wrote, onto several meshes, and damaged."""
+    for shape in (2, 4), (8, 1):
+        model = Model(mesh_of(shape), scale=3)
+        objects = [id(x) for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)]
+        assert restore(folder, model) is model
+        assert_same(model, Model(mesh_of(shape)))
+        assert model.tied is model.kernel
+        found = [id(x) for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)]
+        assert found == objects
+    one = abstract_init(Kernel, RULES, mesh_of((4, 2)))
+    restore(folder, one, only=nnx.Param)
+    kernel = one.kernel.get_raw_value()
+    assert kernel.addressable_shards[0].data.shape == (64, 64)
+    for shard in kernel.addressable_shards:
+        np.testing.assert_array_equal(shard.data, KERNEL[shard.index])
+    assert len(contents(folder)) == 8, contents(folder)
+
+
+def refuse(folder):
+    """A bit of an array is not what was written: all processes know, and keep what they have."""
+    model = Model(mesh_of((2, 4)), scale=3)
+    try:
+        restore(folder, model)
+    except CheckpointError as error:
+        assert "is damaged" in str(error), error
+    else:
+        raise AssertionError("not noticed")
+    assert_same(model, Model(mesh_of((2, 4)), scale=3))
+
+
+def damage(folder):
+    """Changes one bit of the largest file."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    largest = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def make():
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(16, 64, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+    model = nnx.Sequential(*layers, nnx.Linear(64, 8, rngs=rngs))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+@jit
+def train_step(model, optimizer, x):
+    def loss(model):
+        return jnp.mean((model(x) - x[:, :8]) ** 2)
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def train(folder, killed_at=None):
+    """The step at which a training begins, and the losses from there on."""
+    mesh = mesh_of((2, 4))
+    with jax.set_mesh(mesh), Checkpoints(folder) as checkpoints:
+        model, optimizer = sharded_init(make, RULES, mesh)
+        start = checkpoints.resume((model, optimizer)) or 0
+        losses = []
+        for step in range(start + 1, STEPS + 1):
+            batch = np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
+            put = NamedSharding(mesh, P("data"))
+            x = jax.make_array_from_callback(batch.shape, put, lambda index: batch[index])
+            losses.append(float(train_step(model, optimizer, x)))
+            checkpoints.save(step, (model, optimizer))
+            if step == killed_at and jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)  # while the checkpoint is written
+    return start, losses
+
+
+def show(found):
+    if jax.process_index() == 0:
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    what, where = sys.argv[1], Path(sys.argv[2])
+    if what == "exchange":
+        own = where / str(jax.process_count())
+        write(own)
+        for other in sys.argv[3:]:
+            read(where / other)
+        read(own)
+        refuse(where / "damaged")
+    if what == "train":
+        for folder in where, *sys.argv[3:]:
+            show(train(folder))
+    if what == "die":
+        train(where, killed_at=4)

@@ -1,0 +1,634 @@
+"""``shard_batches`` and ``process_rows``, against the batches themselves and plain JAX."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import pickle
+import threading
+import time
+import traceback
+import tracemalloc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import parameterized
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from models import mesh_of
+from nnx_sharding import StateSharding
+from nnx_sharding.errors import NoMeshError
+from nnx_sharding.placement import process_rows, shard_batches
+from nnx_sharding.placement.agreement import Agreement
+from nnx_sharding.placement.feed import Consumer
+
+try:
+    import grain
+except ImportError:
+    grain = None
+
+MESH = mesh_of((4, 2), ("data", "model"))
+
+
+def rows(start, end):
+    """A batch whose rows can be told apart in every leaf."""
+    numbers = np.arange(start, end)
+    return {"id": numbers.astype(np.int32), "x": (numbers[:, None] * [1.0, 0.5]).astype(np.float32)}
+
+
+def loader(total, size):
+    return [rows(i, min(i + size, total)) for i in range(0, total, size)]
+
+
+def ids(pairs):
+    """The ids of all rows that masks say are real, in order."""
+    return [int(i) for batch, mask in pairs for i in np.asarray(batch["id"])[np.asarray(mask)]]
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name.startswith("nnx_sharding-batches")]
+
+
+def wait_for(condition):
+    for _ in range(500):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+class Counted:
+    """A re-iterable that counts what was taken of it."""
+
+    def __init__(self, batches):
+        self.batches, self.taken = batches, 0
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.taken += 1
+            yield batch
+
+
+class Stateful:
+    """An iterator that can be continued, as those of Grain; its state is one changing object."""
+
+    def __init__(self, batches):
+        self.batches, self.state = batches, {"next": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.state["next"] >= len(self.batches):
+            raise StopIteration
+        self.state["next"] += 1
+        return self.batches[self.state["next"] - 1]
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = dict(state)
+
+
+class Tensor:
+    """As one of another library."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+class Bfloat16Tensor(Tensor):
+    """NumPy knows no bfloat16, so PyTorch gives such tensors by DLPack only."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+    def __dlpack__(self, **kwargs):
+        return jnp.asarray(self.array).__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return jnp.asarray(self.array).__dlpack_device__()
+
+
+class TestCase(parameterized.TestCase):
+    def tearDown(self):
+        if threads():
+            gc.collect()
+            self.assertTrue(wait_for(lambda: not threads()), threads())
+        super().tearDown()
+
+
+class LaidOutTest(TestCase):
+    @parameterized.parameters(
+        ({"id": P("data"), "x": P("data", "model")},),
+        (StateSharding({nnx.PathContains("x"): P("data", "model"), ...: P("data")}),),
+        ({"id": NamedSharding(MESH, P("data")), "x": NamedSharding(MESH, P("data", "model"))},),
+    )
+    def test_as_device_put(self, spec):
+        laid = {"id": P("data"), "x": P("data", "model")}
+        shardings = {name: NamedSharding(MESH, own) for name, own in laid.items()}
+        found = list(shard_batches(loader(16, 8), spec, MESH))
+        self.assertLen(found, 2)
+        for (batch, mask), plain in zip(found, loader(16, 8), strict=True):
+            expected = jax.device_put(plain, shardings)
+            self.assertEqual(jax.tree.structure(batch), jax.tree.structure(expected))
+            for ours, theirs in zip(*map(jax.tree.leaves, (batch, expected)), strict=True):
+                self.assertEqual((ours.sharding, ours.dtype), (theirs.sharding, theirs.dtype))
+                np.testing.assert_array_equal(ours, theirs)
+            self.assertEqual((mask.dtype, mask.shape), (np.bool_, (8,)))
+            self.assertEqual(mask.sharding, NamedSharding(MESH, P("data")))
+            self.assertTrue(mask.all())
+
+    def test_one_spec_for_all(self):
+        batch = {"x": np.ones((8, 3)), "deep": [np.ones((8, 2, 2), np.int64)], "scale": 2.5, "n": 3}
+        [(found, _)] = shard_batches([batch], P("data"), MESH)
+        specs = [array.sharding.spec for array in jax.tree.leaves(found)]
+        self.assertEqual(specs, [P("data"), P(), P(), P("data")])
+        self.assertEqual(
+            jax.tree.map(lambda x: x.dtype, found),
+            jax.tree.map(lambda x: jnp.asarray(x).dtype, batch),
+        )
+        self.assertEqual((float(found["scale"]), int(found["n"])), (2.5, 3))
+
+    def test_mesh_in_context(self):
+        for kind in ("auto", "explicit"):
+            mesh = mesh_of((4, 2), ("data", "model"), kind)
+            with jax.set_mesh(mesh):
+                batches = shard_batches(loader(8, 8), P("data"))
+            [(batch, _)] = batches
+            self.assertEqual(batch["x"].sharding, NamedSharding(mesh, P("data")))
+
+    def test_other_shardings(self):
+        one = SingleDeviceSharding(jax.devices()[3])
+        found = list(shard_batches(loader(5, 3), one))
+        self.assertEqual(ids(found), [0, 1, 2, 3, 4])
+        self.assertEqual(found[0][1].sharding, one)
+        host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
+        [(batch, _)] = shard_batches(loader(4, 4), host)
+        self.assertEqual(batch["x"].sharding, host)
+
+    def test_foreign_arrays(self):
+        numbers = np.arange(8, dtype=np.float32)
+        short = numbers.astype(ml_dtypes.bfloat16)
+        batch = [Tensor(numbers), Bfloat16Tensor(short), jnp.asarray(numbers), numbers[::-1]]
+        found = shard_batches([batch, list(batch)], P("data"), MESH, uneven="error")
+        for ours in found:
+            for own, expected in zip(ours, [numbers, short, numbers, numbers[::-1]], strict=True):
+                np.testing.assert_array_equal(own, expected)
+                self.assertEqual(own.dtype, expected.dtype)
+
+    def test_foreign_arrays_are_padded(self):
+        short = np.arange(3).astype(ml_dtypes.bfloat16)
+        batch = [Tensor(np.arange(3)), jnp.arange(3), Bfloat16Tensor(short)]
+        [(found, mask)] = shard_batches([batch], P("data"), MESH, batch_size=4)
+        for own in found:
+            np.testing.assert_array_equal(own, [0, 1, 2, 2])
+        np.testing.assert_array_equal(mask, [True, True, True, False])
+
+    def test_none_hands_on(self):
+        names = np.array(["a", "b", "c", "d"])
+        thing = object()
+        batch = {"x": np.ones(4), "names": names, "thing": thing, "empty": None}
+        specs = {"x": P("data"), "names": None, "thing": None, "empty": None}
+        [(found, _)] = shard_batches([batch], specs, MESH)
+        self.assertIs(found["names"], names)
+        self.assertIs(found["thing"], thing)
+        self.assertIsNone(found["empty"])
+
+    def test_x64_of_the_users_thread(self):
+        with jax.enable_x64(True):
+            [(batch, _)] = shard_batches([np.ones(4)], P("data"), MESH)
+            self.assertEqual(batch.dtype, np.float64)
+
+    def test_masks_and_batches_can_be_donated(self):
+        step = jax.jit(lambda x, mask: (x + 1, ~mask), donate_argnums=(0, 1))
+        total = 0
+        for batch, mask in shard_batches([np.ones(8, np.float32)] * 5, P("data"), MESH):
+            total += int(step(batch, mask)[0].sum())
+        self.assertEqual(total, 80)
+
+
+class UnevenTest(TestCase):
+    @given(
+        sizes=st.lists(st.integers(0, 8), max_size=6),
+        prefetch=st.integers(0, 3),
+        uneven=st.sampled_from(["pad", "drop"]),
+    )
+    def test_every_row_once_and_in_order(self, sizes, prefetch, uneven):
+        ends = list(itertools.accumulate(sizes))
+        source = [rows(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        found = list(
+            shard_batches(source, P("data"), MESH, batch_size=8, prefetch=prefetch, uneven=uneven)
+        )
+        if uneven == "pad":
+            self.assertEqual(ids(found), list(range(sum(sizes))))
+            self.assertEqual(
+                [int(mask.sum()) for _, mask in found], [size for size in sizes if size]
+            )
+            self.assertTrue(all(batch["x"].shape == (8, 2) for batch, _ in found))
+        else:
+            full = [batch["id"] for batch, size in zip(source, sizes, strict=True) if size == 8]
+            self.assertEqual([b["id"].tolist() for b in found], [b.tolist() for b in full])
+
+    def test_fillers_are_rows_that_were_loaded(self):
+        *_, (batch, mask) = shard_batches(loader(10, 8), P("data"), MESH)
+        np.testing.assert_array_equal(batch["id"], [8, 9, 9, 9, 9, 9, 9, 9])
+        np.testing.assert_array_equal(mask, [True] * 2 + [False] * 6)
+
+    def test_mean_over_real_rows(self):
+        """What the mask is for: the loss over all rows is that without batches."""
+        total, count = 0.0, 0
+        for batch, mask in shard_batches(loader(21, 8), P("data"), MESH):
+            total += float(jnp.where(mask, batch["x"].sum(1), 0).sum())
+            count += int(mask.sum())
+        self.assertEqual((total, count), (float(rows(0, 21)["x"].sum()), 21))
+
+    def test_drop_and_error(self):
+        dropped = list(shard_batches(loader(20, 8), P("data"), MESH, uneven="drop"))
+        self.assertEqual([b["id"][0].item() for b in dropped], [0, 8])
+        batches = iter(shard_batches(loader(20, 8), P("data"), MESH, uneven="error"))
+        self.assertEqual([int(next(batches)["id"][0]) for _ in range(2)], [0, 8])
+        with self.assertRaisesRegex(ValueError, r"batch 2 \(from 0\) has 4 rows, fewer than 8"):
+            next(batches)
+        self.assertEqual(list(batches), [])
+
+    def test_exact_data(self):
+        for uneven in ("drop", "error"):
+            self.assertLen(list(shard_batches(loader(16, 8), P("data"), MESH, uneven=uneven)), 2)
+
+    def test_the_mask_is_laid_out_as_the_leaf_that_is_cut_most(self):
+        spec = {"id": P(), "x": P(("data", "model"))}
+        [(batch, mask)] = shard_batches(loader(5, 5), spec, MESH, batch_size=8)
+        self.assertEqual(mask.sharding, NamedSharding(MESH, P(("data", "model"))))
+        self.assertEqual(batch["id"].sharding, NamedSharding(MESH, P()))
+
+    def test_nothing(self):
+        for uneven in ("pad", "drop", "error"):
+            self.assertEqual(list(shard_batches([], P("data"), MESH, uneven=uneven)), [])
+
+
+class ErrorTest(TestCase):
+    def check(self, error, parts, batches, spec=P("data"), mesh=MESH, **options):  # noqa: B008
+        """Iterating fails with all of these in one message, with a thread and without."""
+        for prefetch in (0, 2):
+            with self.assertRaises(error) as caught:
+                list(shard_batches(batches, spec, mesh, prefetch=prefetch, **options))
+            for part in parts:
+                self.assertIn(part, str(caught.exception))
+
+    def test_leading_dimensions(self):
+        batch = {"a": np.ones(8), "b": [np.ones((7, 2))], "c": np.ones((8, 1))}
+        self.check(ValueError, ["batch['a']: 8 rows", "batch['b'][0]: 7 rows"], [batch])
+
+    def test_indivisible(self):
+        batch = {"a": np.ones(6), "b": np.ones((6, 2))}
+        parts = ["batches of 6 rows", "batch['a'] by 'data' (4)", "batch['b']", "batch_size=8"]
+        self.check(ValueError, parts, [batch])
+        self.check(ValueError, ["batch_size=8"], [batch], batch_size=7)
+        specs = {"a": P("data"), "b": P(("data", "model"))}
+        self.check(ValueError, ["'data' (4) × 'model' (2)", "batch_size=8"], [batch], specs)
+
+    def test_specs_that_do_not_fit(self):
+        batch = {"a": np.ones((8, 3)), "b": np.ones(8), "c": np.ones(8)}
+        specs = {"a": P("data", "model"), "b": P("dta"), "c": P("data", "model")}
+        parts = [
+            "batch['a'], shape (8, 3)",
+            "dimension 1 of size 3 is not divisible by 'model' (2)",
+            "no axis 'dta'; did you mean 'data'?",
+            "2 entries, the array 1 dimension",
+        ]
+        self.check(ValueError, parts, [batch], specs)
+        self.check(ValueError, ["UNCONSTRAINED"], [batch], P(P.UNCONSTRAINED))
+        layout = Format(Layout((0,)), NamedSharding(MESH, P("data")))
+        self.check(ValueError, ["without a layout"], [np.ones(8)], layout)
+
+    def test_structure_changes(self):
+        first = {"a": np.ones(4), "b": np.ones(4)}
+        self.check(
+            ValueError,
+            ["batch['c']: new", "batch['b']: missing"],
+            [first, {"a": np.ones(4), "c": np.ones(4)}],
+        )
+        self.check(ValueError, ["structure"], [(np.ones(4),), [np.ones(4)]])
+
+    def test_shapes_and_dtypes_change(self):
+        first = {"a": np.ones((4, 2), np.float32), "b": np.ones(4, np.int32), "c": 1}
+        other = {"a": np.ones((4, 3), np.float32), "b": np.ones(4, np.uint8), "c": 1.5}
+        parts = [
+            "batch['a']: float32[rows, 2] became float32[rows, 3]",
+            "batch['b']: int32[rows] became uint8[rows]",
+            "batch['c']: int32[] became float32[]",
+        ]
+        self.check(ValueError, parts, [first, other])
+        self.check(
+            ValueError, ["float64[rows] became float64[rows, 1]"], [np.ones(4), np.ones((4, 1))]
+        )
+
+    def test_no_arrays(self):
+        batch = {"a": np.ones(4), "b": "text", "c": np.array(["x"] * 4), "d": object()}
+        parts = [
+            "batch['b']: 'text' of type str",
+            "batch['c']: an array of dtype <U1",
+            "batch['d']",
+        ]
+        self.check(TypeError, [*parts, "spec None"], [batch])
+        self.check(TypeError, ["batch['b']"], [{"b": np.ones(4)}, {"b": "text"}])
+        broken = Tensor(None)
+        broken.__class__ = type("Broken", (), {"__array__": lambda *a, **k: 1 / 0})
+        self.check(TypeError, ["batch[0]: a Broken that gives no array: division"], [[broken]])
+
+    def test_no_rows(self):
+        for batch in (3, {"a": 1.0}, {}):
+            self.check(ValueError, ["no array of the batch has rows"], [batch])
+
+    def test_more_rows_than_the_first(self):
+        self.check(
+            ValueError, ["batch 1 (from 0) has 8 rows, more than 4"], loader(4, 4) + loader(8, 8)
+        )
+
+    def test_prefix(self):
+        batch = {"a": np.ones(4), "b": np.ones(4)}
+        self.check(ValueError, ["no spec for 'b'"], [batch], {"a": P()})
+        rules = StateSharding({nnx.PathContains("a"): P("data")})
+        self.check(ValueError, ["no filter", "batch['b']"], [batch], rules)
+
+    def test_options(self):
+        def refused(error, text, *args, **options):
+            with self.assertRaisesRegex(error, text):
+                shard_batches(*args, **options)
+
+        refused(NoMeshError, "no mesh", [], P("data"))
+        refused(ValueError, "abstract", [], P("data"), AbstractMesh((4,), ("data",)))
+        refused(TypeError, "jax.sharding.Mesh", [], P("data"), "mesh")
+        refused(TypeError, r"write P\('data'\)", [], "data", MESH)
+        refused(TypeError, "iterable", 3, P("data"), MESH)
+        refused(ValueError, "uneven is one of 'pad', 'drop', 'error'", [], P(), MESH, uneven="skip")
+        refused(ValueError, "prefetch is at least 0", [], P(), MESH, prefetch=-1)
+        refused(TypeError, "prefetch is an integer", [], P(), MESH, prefetch=1.5)
+        refused(TypeError, "batch_size is an integer", [], P(), MESH, batch_size="8")
+        refused(ValueError, "batch_size is at least 1", [], P(), MESH, batch_size=0)
+        refused(TypeError, "timeout", [], P(), MESH, timeout=None)
+        refused(ValueError, "timeout", [], P(), MESH, timeout=0)
+
+
+class LoaderFailureTest(TestCase):
+    @parameterized.parameters(0, 1, 3)
+    def test_in_its_place_with_its_traceback(self, prefetch):
+        def broken_loader():
+            yield from loader(16, 8)
+            raise OSError("disk")
+
+        batches = iter(shard_batches(broken_loader(), P("data"), MESH, prefetch=prefetch))
+        self.assertEqual([int(next(batches)[0]["id"][0]) for _ in range(2)], [0, 8])
+        frames = []
+        try:
+            next(batches)
+        except OSError as error:
+            frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        self.assertEqual(frames[-1:], ["broken_loader"])
+        with self.assertRaises(StopIteration):
+            next(batches)
+
+    def test_interrupt_in_the_loader(self):
+        def interrupted():
+            yield rows(0, 8)
+            raise KeyboardInterrupt
+
+        batches = iter(shard_batches(interrupted(), P("data"), MESH))
+        next(batches)
+        with self.assertRaises(KeyboardInterrupt):
+            next(batches)
+
+
+class ThreadTest(TestCase):
+    @parameterized.parameters(0, 1, 2, 4)
+    def test_depth_is_bounded(self, prefetch):
+        source = Counted([rows(0, 8)] * 12)
+        batches = iter(shard_batches(source, P("data"), MESH, prefetch=prefetch))
+        self.assertEqual(source.taken, 0)
+        for used in range(1, 9):
+            next(batches)
+            self.assertTrue(wait_for(lambda: source.taken == used + prefetch))
+            time.sleep(0.01)
+            self.assertEqual(source.taken, used + prefetch)
+        self.assertLen(threads(), 1 if prefetch else 0)
+        batches.close()
+        self.assertEqual(threads(), [])
+
+    def test_ends_when_exhausted_closed_or_dropped(self):
+        batches = shard_batches(loader(80, 8), P("data"), MESH)
+        list(batches)
+        self.assertTrue(wait_for(lambda: not threads()))
+        for _ in batches:
+            break
+        self.assertTrue(wait_for(lambda: not threads()))
+        with batches:
+            first, second = iter(batches), iter(batches)
+            next(first), next(second)
+            self.assertLen(threads(), 2)
+        self.assertEqual(threads(), [])
+        self.assertEqual(list(first), [])
+        with iter(batches) as third:
+            next(third)
+        self.assertEqual(threads(), [])
+        self.assertLen(list(batches), 10)
+
+    def test_the_loader_is_let_go(self):
+        source = Counted(loader(80, 8))
+        alive = weakref.ref(source)
+        batches = iter(shard_batches(source, P("data"), MESH))
+        next(batches)
+        del source
+        batches.close()
+        del batches
+        gc.collect()
+        self.assertIsNone(alive())
+
+    def test_close_while_waiting(self):
+        go = threading.Event()
+
+        def stuck():
+            yield rows(0, 8)
+            go.wait()
+
+        batches = iter(shard_batches(stuck(), P("data"), MESH))
+        next(batches)
+        rest = []
+        waiting = threading.Thread(target=lambda: rest.extend(batches))
+        waiting.start()
+        closing = threading.Thread(target=batches.close)
+        closing.start()
+        waiting.join(5)
+        self.assertFalse(waiting.is_alive())
+        go.set()
+        closing.join(5)
+        self.assertEqual(rest, [])
+
+    def test_a_generator_goes_on_in_a_second_loop(self):
+        batches = shard_batches((b for b in loader(40, 8)), P("data"), MESH)
+        first = [b for b, _ in zip(batches, range(2), strict=False)]
+        # `zip` has taken one more.
+        self.assertEqual(ids(first) + ids(batches), [*range(16), *range(24, 40)])
+
+    def test_loading_overlaps_computing(self):
+        def slow():
+            for batch in loader(64, 8):
+                time.sleep(0.02)
+                yield batch
+
+        def seconds(prefetch):
+            batches = iter(shard_batches(slow(), P("data"), MESH, prefetch=prefetch))
+            next(batches)
+            start = time.perf_counter()
+            for _ in batches:
+                time.sleep(0.02)  # as a step that is waited for
+            return time.perf_counter() - start
+
+        # 7 × (20 + 20) ms in turns, 7 × 20 ms at the same time.
+        self.assertGreaterEqual(seconds(0), 0.28)
+        self.assertTrue(any(seconds(2) < 0.24 for _ in range(5)))
+
+
+class StateTest(TestCase):
+    @parameterized.parameters(0, 1, 3)
+    def test_state_is_that_of_what_was_yielded(self, prefetch):
+        source = Stateful(loader(44, 8))
+        batches = iter(shard_batches(source, P("data"), MESH, prefetch=prefetch))
+        self.assertEqual(batches.get_state(), {"next": 0})
+        seen = [next(batches) for _ in range(2)]
+        wait_for(lambda: source.state["next"] == 2 + prefetch)
+        state = pickle.loads(pickle.dumps(batches.get_state()))
+        self.assertEqual(state, {"next": 2})
+        seen += list(batches)
+        self.assertEqual(ids(seen), list(range(44)))
+        self.assertEqual(batches.get_state(), {"next": 6})
+
+        batches.set_state(state)
+        self.assertEqual(batches.get_state(), state)
+        self.assertEqual(ids(batches), list(range(16, 44)))
+        other = iter(shard_batches(Stateful(loader(44, 8)), P("data"), MESH, prefetch=prefetch))
+        next(other)
+        other.set_state({"next": 1})  # while its thread runs
+        self.assertEqual(ids(other), list(range(8, 44)))
+
+    def test_without(self):
+        batches = iter(shard_batches(loader(8, 8), P("data"), MESH))
+        with self.assertRaisesRegex(TypeError, "list_iterator has no get_state"):
+            batches.get_state()
+        with self.assertRaisesRegex(TypeError, "no set_state"):
+            batches.set_state({})
+
+    def test_grain(self):
+        if grain is None:
+            self.skipTest("grain is not installed")
+        data = grain.MapDataset.source(np.arange(20)).to_iter_dataset().batch(8)
+        batches = iter(shard_batches(data, P("data"), MESH))
+        first = next(batches)
+        state = batches.get_state()
+        rest = list(batches)
+        real = [int(i) for b, m in [first, *rest] for i in np.asarray(b)[np.asarray(m)]]
+        self.assertEqual(real, list(range(20)))
+        again = iter(shard_batches(data, P("data"), MESH))
+        again.set_state(state)
+        for (ours, _), (theirs, _) in zip(again, rest, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+class AgreementTest(TestCase):
+    """What needs several processes runs in ``tests/processes/batches.py``."""
+
+    def test_without_a_coordination_service(self):
+        with self.assertRaisesRegex(RuntimeError, r"jax.distributed.initialize\(\)"):
+            Agreement((0, 1), 1.0, Consumer())
+
+    def test_alone(self):
+        alone = Agreement((0,), 1.0, Consumer())
+        self.assertEqual(alone.exchange({"rows": 3}), [{"rows": 3}])
+        alone.leave("closed")
+
+
+class CopiesTest(TestCase):
+    def measured(self, batches, **options):
+        """Bytes that Python and NumPy allocate at most, as a multiple of a full batch."""
+        shard = functools.partial(shard_batches, sharding=P("data"), mesh=MESH, prefetch=0)
+        list(shard(batches=batches, **options))
+        tracemalloc.start()
+        try:
+            for _ in shard(batches=batches, **options):
+                pass
+            return tracemalloc.get_traced_memory()[1] / batches[0].nbytes
+        finally:
+            tracemalloc.stop()
+
+    def test_none_but_of_an_uneven_batch(self):
+        full = np.ones((64, 1 << 14), np.float32)
+        self.assertLess(self.measured([full] * 3), 0.05)
+        self.assertLess(self.measured([full, full[:40]]), 1.05)
+        self.assertGreater(self.measured([full] * 3, copy=True), 0.95)
+
+    def test_a_loader_that_writes_into_its_arrays(self):
+        def reusing():
+            memory = np.empty((8, 1 << 12), np.float32)
+            for number in range(4):
+                memory[:] = number
+                yield memory
+
+        found = list(shard_batches(reusing(), P("data"), MESH, copy=True))
+        self.assertEqual([float(batch.min()) for batch, _ in found], [0, 1, 2, 3])
+
+
+class ProcessRowsTest(TestCase):
+    def test_one_process_has_all(self):
+        for spec in (P("data"), P(), P(None, "data"), P(("model", "data"))):
+            self.assertEqual(process_rows(spec, 16, mesh=MESH), slice(0, 16))
+        self.assertEqual(process_rows(SingleDeviceSharding(jax.devices()[0]), 5), slice(0, 5))
+        with jax.set_mesh(MESH):
+            self.assertEqual(process_rows(P("data"), 16), slice(0, 16))
+
+    @parameterized.parameters(
+        (P("data"), 2, [range(0, 8), range(8, 16)]),
+        (P("model"), 2, [range(16)] * 2),
+        (P(("data", "model")), 4, [range(0, 4), range(4, 8), range(8, 12), range(12, 16)]),
+        (P(("model", "data")), 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
+        (P(None, "data"), 2, [range(16)] * 2),
+    )
+    def test_as_if_there_were_several(self, spec, count, expected):
+        each = [
+            process_rows(spec, 16, p, mesh=MESH, process_of=lambda d: d.id * count // 8)
+            for p in range(count)
+        ]
+        found = [np.arange(16)[rows].tolist() for rows in each]
+        self.assertEqual(found, [list(own) for own in expected])
+        # Every device's rows are those of its process, in every shape of JAX's own answer.
+        for device, index in NamedSharding(MESH, spec).devices_indices_map((16, 16)).items():
+            own = set(np.arange(16)[index[0]].tolist())
+            self.assertLessEqual(own, set(found[device.id * count // 8]))
+
+    def test_errors(self):
+        def refused(error, text, *args, **options):
+            with self.assertRaisesRegex(error, text):
+                process_rows(*args, **options)
+
+        refused(NoMeshError, "no mesh", P("data"), 8)
+        refused(
+            ValueError, r"6 rows .* 4 equal parts \('data' \(4\)\). Use 8", P("data"), 6, mesh=MESH
+        )
+        refused(ValueError, "Use 4 rows", P("data"), 0, mesh=MESH)
+        refused(ValueError, "process 3 has none .* some are 0", P("data"), 8, 3, mesh=MESH)
+        refused(ValueError, "did you mean 'data'", P("dat"), 8, mesh=MESH)
+        refused(ValueError, "abstract", P("a"), 8, mesh=AbstractMesh((2,), ("a",)))
+        refused(TypeError, "batch_size is an integer", P("data"), 8.0, mesh=MESH)
+        refused(TypeError, "a PartitionSpec or a Sharding", "data", 8, mesh=MESH)
