@@ -146,18 +146,21 @@ class Lifted(Generic[P, R]):
         Returns:
           A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
         """
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
+        plan, flat = self._planned(args, kwargs)
         return self._trace(plan, as_declared(plan, flat.leaves))
 
     @_compat.api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
+        plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         traced = self._trace(plan, leaves)
         return explained(plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat]:
+        """The plan for a call that is only prepared, and its arguments taken apart."""
+        call, flat = self._split((*self._bound, *args), kwargs)
+        return self._plan(call, flat)[0], flat
 
     def _trace(self, plan: Plan, leaves: Sequence[Any]) -> Traced:
         traced = explained(plan, leaves, plan.program.staged.trace)
@@ -169,8 +172,7 @@ class Lifted(Generic[P, R]):
 
         Modules in the output are new, abstract ones. Nothing of the caller's is changed.
         """
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
+        plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         *groups, outcome = explained(plan, leaves, plan.program.staged.eval_shape)
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)

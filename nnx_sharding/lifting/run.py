@@ -20,6 +20,7 @@ from .pure import Outcome, OutputGroup
 from .resolve import reach
 from .split import Flat
 from .structure import LEAF, VariableEntry
+from .transfer import obstacle, transfer
 
 
 def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
@@ -81,7 +82,7 @@ def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[i
     if not slots or not _compat.trace_is_clean():
         return leaves, ()
     _check_placing(plan, leaves, slots)
-    placed = jax.device_put([leaves[s] for s in slots], [plan.layouts[s] for s in slots])
+    placed = transfer([leaves[s] for s in slots], [plan.layouts[s] for s in slots])
     leaves = list(leaves)
     for slot, array in zip(slots, placed, strict=True):
         leaves[slot] = array
@@ -106,9 +107,15 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
     names = [plan.names[slot] for slot in slots]
     shapes = [jnp.shape(leaves[slot]) for slot in slots]
     fitted(plan.terms, names, shapes, [plan.specs[slot] for slot in slots], {})
+    layouts = [plan.layouts[slot] for slot in slots]
+    reasons = [obstacle(leaves[s], own) for s, own in zip(slots, layouts, strict=True) if own]
+    lines = [f"  {n}: {why}" for n, why in zip(names, reasons, strict=True) if why is not None]
+    if lines:
+        raise ValueError(
+            f"{plan.terms.name}: these cannot be laid out as declared:\n" + "\n".join(lines)
+        )
     if plan.committed == "move":
         return
-    lines = []
     for slot in slots:
         leaf, layout = leaves[slot], plan.layouts[slot]
         assert layout is not None

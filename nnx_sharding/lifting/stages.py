@@ -15,12 +15,21 @@ What a backend cannot answer is None.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from .. import _compat
+from ..analysis.arguments import Parameter, mesh_of, parameter
+from ..analysis.bounds import Bounds, bounds_of
+from ..analysis.collectives import Collectives, collectives_of
+from ..analysis.cost import COMPILED, LOWERED, Cost, Costs, cost_of
+from ..analysis.hardware import Device
+from ..analysis.hlo import parse
+from ..analysis.loops import with_loops
+from ..analysis.memory import Memory, memory_of
 from ..checks.diagnose import explained
 from ..retraces.compare import arguments_of, static_arguments
 from ..retraces.difference import differences, static_differences
@@ -32,6 +41,9 @@ from .pure import Outcome
 from .run import run
 from .split import Flat
 from .structure import LEAF, Child, Container, Structure, VariableEntry, plain_key
+
+if TYPE_CHECKING:
+    from ..inspect.program import ProgramReport
 
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 
@@ -154,13 +166,25 @@ class Traced(Stage):
         return self._outputs(self._stage.out_avals, _arguments(self._stage.in_avals))
 
     @_compat.api_boundary
-    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> Lowered:
+    def lower(
+        self, *, lowering_platforms: tuple[str, ...] | None = None, **unknown: Any
+    ) -> Lowered:
         """Lowers to the compiler's input.
 
         Args:
           lowering_platforms: platforms to lower for, such as ``("tpu",)``, if not the one at
             hand.
+          **unknown: refused; ``jax.export.export`` asks for more than there is here.
+
+        Raises:
+          TypeError: there are other options.
         """
+        if unknown:
+            raise TypeError(
+                f"the lower of {self._plan.fun_name} has no option {', '.join(sorted(unknown))}. "
+                "If this comes from jax.export.export: it takes functions of arrays only; use "
+                "nnx_sharding.exporting.export in the same way."
+            )
         lower = self._stage.lower
         if self._plan.terms.strict:
             lower = _compat.refusing_unusable_donations(lower)
@@ -194,7 +218,7 @@ class Lowered(Stage):
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
         compiled = self._stage.compile(compiler_options, **options)
-        return Compiled(compiled, self._plan, self._split, self._bound)
+        return Compiled(compiled, self._plan, self._split, self._bound, self._stage)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text.
@@ -213,9 +237,19 @@ class Lowered(Stage):
         """Estimates made before optimisation, as JAX gives them; None if unavailable."""
         return self._stage.cost_analysis()
 
+    def cost(self) -> Cost | None:
+        """What the program of all devices computes, before optimisation; None if unavailable."""
+        return cost_of(self.cost_analysis(), LOWERED)
+
 
 class Compiled(Stage):
     """A compiled function. Calling it updates modules in place, like the function itself."""
+
+    def __init__(
+        self, stage: Any, plan: Plan, split: Split, bound: tuple[Any, ...], lowered: Any = None
+    ):
+        super().__init__(stage, plan, split, bound)
+        self._lowered = lowered
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,6 +307,89 @@ class Compiled(Stage):
     def memory_analysis(self) -> Any | None:
         """Memory that the program needs per device, as JAX gives it; None if unavailable."""
         return self._stage.memory_analysis()
+
+    def cost(self, *, loops: bool = False) -> Cost | None:
+        """What one device computes in a call, after optimisation; None if unavailable.
+
+        Args:
+          loops: XLA counts the body of a loop once; whether to count the matrix products and
+            bytes in it as often as it runs, where that is known.
+        """
+        cost, text = cost_of(self.cost_analysis(), COMPILED), self.as_text() if loops else None
+        return cost if cost is None or text is None else with_loops(cost, parse(text))
+
+    def memory(self) -> Memory | None:
+        """The memory that the program takes on one device; None if unavailable."""
+        used = (row for row in self._argument_rows() if row.used)
+        return memory_of(self.memory_analysis(), {row.path: row.bytes_per_device for row in used})
+
+    def collectives(self) -> Collectives | None:
+        """What the devices exchange, with bytes and mesh axes; None if unavailable."""
+        text = self.as_text()
+        return None if text is None else collectives_of(text, self._mesh())
+
+    def bounds(self, device: Device | str) -> Bounds:
+        """The least time that a call can take, the bodies of loops counted as often as they run.
+
+        Args:
+          device: the peak figures of the device, or its name, such as ``"TPU v5e"``; see
+            :data:`nnx_sharding.analysis.DEVICES`.
+
+        Raises:
+          ValueError: there is no device of this name in the table.
+          TypeError: it is neither a device nor a name.
+        """
+        sent = (self.collectives() or Collectives()).bytes_moved
+        return bounds_of(self.cost(loops=True), sent, device)
+
+    def report(
+        self, name: str | None = None, *, device: Device | str | None = None
+    ) -> ProgramReport:
+        """All of this in one object, which can be printed, kept as JSON and compared.
+
+        Args:
+          name: what to call it; None for the name of the function.
+          device: for the bounds; None for the device that it was compiled for if the table has
+            that, and no bounds otherwise.
+
+        Raises:
+          ValueError: there is no device of this name in the table.
+          TypeError: ``device`` is neither a device nor a name.
+        """
+        # What is in `inspect` stands on the stages.
+        from ..inspect.program import describe
+
+        lowered = None if self._lowered is None else self._lowered.cost_analysis()
+        return describe(
+            name=self._plan.fun_name if name is None else name,
+            mesh=self._mesh(),
+            shardings=self._shardings(),
+            parameters=self._argument_rows(),
+            memory=self.memory(),
+            cost=Costs(cost_of(lowered, LOWERED), self.cost()),
+            hlo=self.as_text(),
+            device=device,
+        )
+
+    def _argument_rows(self) -> list[Parameter]:
+        """How each argument array is laid out."""
+        infos, plan = _arguments(self._stage.args_info), self._plan
+        laid_out = zip(_arguments(self._stage.input_shardings), plan.layouts, strict=True)
+        return [
+            parameter(path, info, declared if own is None else own, used=own is not None)
+            for path, info, (own, declared) in zip(plan.names, infos, laid_out, strict=True)
+        ]
+
+    def _shardings(self) -> list[Any]:
+        """The shardings of what the program is given, and of what it returns."""
+        given = [*_arguments(self._stage.input_shardings), *self._plan.layouts]
+        try:
+            return [*given, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
+        except ValueError:  # JAX counts references among the outputs, and then finds too many
+            return given
+
+    def _mesh(self) -> Mesh | None:
+        return mesh_of(self._shardings())
 
     def runtime_executable(self) -> Any | None:
         """The runtime's own object; None if unavailable."""

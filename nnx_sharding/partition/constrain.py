@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..checks.specs import Terms, check_filters
@@ -18,6 +18,7 @@ from ..errors import CorrectedSpecWarning, report
 from ..fitting import describe, spec_and_mesh
 from ..lifting.resolve import PathFunction, Specs, is_spec, reach, resolve, slot_names, target
 from ..lifting.split import Flat, flatten
+from ..lifting.transfer import obstacle
 from ..transforms.options import check_specs
 from .layout import corrected, has_memory, laid_out, mesh_here, rebuilt, settled
 
@@ -123,15 +124,16 @@ def assign(
     goals, lost, faults = [], [], []
     for slot, (name, leaf, spec) in enumerate(zip(names, flat.leaves, resolved.slots, strict=True)):
         own = spec_and_mesh(spec, mesh)
-        if own is None or not _is_array(leaf):
-            whole = isinstance(spec, Sharding | Format) and _is_array(leaf)
+        if own is None or not is_array(leaf):
+            whole = isinstance(spec, Sharding | Format) and is_array(leaf)
             goals.append(Goal(name, spec if whole else None))
             continue
         here = mesh_here(own[1])
         found = corrected(own[0], leaf.shape, here, resolved.indivisible.get(slot, "drop"))
         line = f"  {name}, shape {tuple(leaf.shape)}, {describe(own[0])}"
-        if _needs_devices(leaf) and isinstance(here, AbstractMesh):
-            found.faults.append("the mesh is abstract, without devices to place the array on")
+        if _needs_devices(leaf):
+            problem = obstacle(leaf, NamedSharding(here, PartitionSpec()))
+            found.faults.extend([] if problem is None else [problem])
         if found.faults:
             faults.append(f"{line}: {'; '.join(found.faults)}")
             continue
@@ -188,7 +190,7 @@ def _is_logical(x: Any) -> bool:
     return all(name is None or isinstance(name, str | tuple) for name in x)
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
     """Whether ``x`` can be laid out: no number, reference or array of strings."""
     if _compat.is_ref(x) or _compat.is_hijax_variable(x):
         return False

@@ -21,6 +21,7 @@ from ..fitting import (
 from ..lifting.merge import assemble, node_changes, node_values, write_node
 from ..lifting.split import Flat
 from ..lifting.structure import NodeEntry, VariableEntry
+from ..lifting.transfer import transfer
 
 _OPEN = PartitionSpec.UNCONSTRAINED
 
@@ -105,38 +106,18 @@ def settled(spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh) -> Partit
 
 def laid_out(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Arrays, each with its sharding; those without one, or that have it, as they are."""
-    result = list(leaves)
-    groups: dict[Any, list[int]] = {}
-    for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if sharding is None:
-            continue
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            result[index] = leaf.update(sharding=sharding)
-        elif not _compat.trace_is_clean():
-            result[index] = _constrained(leaf, sharding)
-        elif getattr(leaf, "sharding", None) != sharding or not leaf.committed:
-            groups.setdefault(_devices_of_both(leaf, sharding), []).append(index)
-    for devices, group in groups.items():
-        old, new = [leaves[i] for i in group], [shardings[i] for i in group]
-        # device_put would compile a program for each array that stays on its devices.
-        moved = jax.jit(list, out_shardings=new)(old) if devices else jax.device_put(old, new)
-        for index, array in zip(group, moved, strict=True):
-            result[index] = array
-    return result
-
-
-def _devices_of_both(leaf: Any, sharding: Any) -> Any:
-    """The devices of an array if it only changes its layout on them, else None."""
-    now = getattr(leaf, "sharding", None)
-    if now is None or not leaf.committed or not isinstance(sharding, NamedSharding):
-        return None
-    devices = _compat.device_assignment(now)
-    same = devices == _compat.device_assignment(sharding)
-    return devices if same and now.memory_kind == sharding.memory_kind else None
+    if _compat.trace_is_clean():
+        return transfer(leaves, shardings)
+    return [
+        leaf if sharding is None else _constrained(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
 
 
 def _constrained(leaf: Any, sharding: Any) -> Any:
     """An array in a trace with a constraint, resharded, or both, as the axis types need it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
     if not isinstance(sharding, NamedSharding):
         return _CONSTRAINT(leaf, sharding)
     mesh = sharding.mesh
@@ -167,7 +148,7 @@ _CONSTRAINT = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline
 _RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
 
 
-def rebuilt(flat: Flat, leaves: Sequence[Any]) -> Any:
+def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_constraint") -> Any:
     """The tree with new arrays: modules and Variables changed in place, all else made anew."""
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
@@ -176,7 +157,7 @@ def rebuilt(flat: Flat, leaves: Sequence[Any]) -> Any:
     stale = sorted({type(x).__name__ for x in touched_objects if not _compat.can_update(x)})
     if stale:
         raise _compat.TraceContextError(
-            f"with_sharding_constraint cannot change objects of another trace: {', '.join(stale)}. "
+            f"{caller} cannot change objects of another trace: {', '.join(stale)}. "
             "Pass the module as an argument of the function that is traced."
         )
     for index in touched:

@@ -8,7 +8,7 @@ import json
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -120,6 +120,11 @@ class ShardingReport:
         """:meth:`as_dict` as text, to be kept and compared."""
         return json.dumps(self.as_dict(), indent=2)
 
+    def _repr_html_(self) -> str:
+        from ..inspect.page.fragment import sharding_html
+
+        return sharding_html(self)
+
     def __str__(self) -> str:
         lines = [("rule", *parameters.HEADER), *map(_cells, self.rows)]
         per_device = sum(row.bytes_per_device for row in self.rows)
@@ -192,7 +197,7 @@ def check_sharding(
     keys = {key for decision in decisions for key in decision.below}
     total = sum(row.bytes_total for row in rows)
     whole = sum(row.bytes_total for row in rows if _is_whole(row))
-    held = _device_bytes(rows)
+    held = tuple(device_bytes(rows).values())
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
         rules=rules,
@@ -360,7 +365,8 @@ _ID = operator.attrgetter("id")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, another one in each process
 
 
-def _device_bytes(rows: Sequence[ShardingRow]) -> tuple[int, ...]:
+def device_bytes(rows: Iterable[parameters.ParameterRow]) -> dict[int, int]:
+    """The bytes that each device holds by its id, or by its position in an abstract mesh."""
     sums: Counter[Sharding] = Counter()
     for row in rows:
         if row.sharding is not None:
@@ -370,7 +376,7 @@ def _device_bytes(rows: Sequence[ShardingRow]) -> tuple[int, ...]:
         abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
         ids = range(sharding.num_devices) if abstract else map(_ID, sharding.device_set)
         held.update(dict.fromkeys(ids, size))
-    return tuple(held[device] for device in sorted(held))
+    return {device: held[device] for device in sorted(held)}
 
 
 def _cells(row: ShardingRow) -> tuple[str, ...]:

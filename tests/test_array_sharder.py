@@ -1,0 +1,458 @@
+"""``ArraySharder``: the names of Datarax, with what they should do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import parameterized
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models import mesh_of
+from nnx_sharding import StateSharding, jit
+from nnx_sharding.errors import NoMeshError
+from nnx_sharding.placement import ArraySharder, SharderModuleConfig, place
+
+MESH = mesh_of((2, 4), ("data", "model"))
+EXPLICIT = mesh_of((2, 4), ("data", "model"), "explicit")
+ROWS = NamedSharding(MESH, P("data"))
+RULES = [("batch", "data"), ("embed", None), ("mlp", "model"), ("both", ("data", "model"))]
+CONFIG = SharderModuleConfig(sharding_rules=RULES)
+
+
+def batch():
+    return {
+        "x": np.arange(32, dtype=np.float32).reshape(8, 4),
+        "y": jnp.arange(8),
+        "name": "train",
+        "n": 3,
+    }
+
+
+def sharder(**options):
+    return ArraySharder(CONFIG, rngs=nnx.Rngs(0), **options)
+
+
+@contextlib.contextmanager
+def fails(error, *parts):
+    """An error whose message has all of these, in this order."""
+    with pytest.raises(error) as caught:
+        yield
+    text = str(caught.value)
+    for part in parts:
+        assert part in text, str(caught.value)
+        text = text.partition(part)[2]
+
+
+def stats(x):
+    return {"mean": x.mean(0), "count": jnp.asarray(x.shape[0])}
+
+
+class ShardTest(parameterized.TestCase):
+    @parameterized.parameters(("shard",), ("shard_static",), ("shard_with_info",))
+    def test_mixed_ranks_and_what_is_no_array(self, name):
+        own = ArraySharder() if name != "shard_static" else ArraySharder
+        given = batch()
+        new = getattr(own, name)(given, NamedSharding(MESH, P("data", "model")))
+        assert new["x"].sharding.spec == P("data", "model") and new["y"].sharding.spec == P("data")
+        assert (new["name"], new["n"]) == ("train", 3)
+        np.testing.assert_array_equal(new["x"], given["x"])
+        assert isinstance(given["x"], np.ndarray)
+
+    def test_prefixes(self):
+        given = {"a": batch(), "b": [np.ones((4, 8)), np.ones(4)]}
+        new = ArraySharder().shard(given, {"a": {**dict.fromkeys(batch()), "x": ROWS}, "b": ROWS})
+        assert isinstance(new["a"]["y"], jax.Array) and new["a"]["y"].sharding.num_devices == 1
+        assert new["a"]["x"].sharding == ROWS and new["b"][1].sharding == ROWS
+        by_filter = StateSharding({nnx.PathContains("x"): P("data"), ...: P()})
+        with jax.set_mesh(MESH):
+            new = ArraySharder().shard(batch(), by_filter)
+        assert new["x"].sharding == ROWS and new["y"].sharding == NamedSharding(MESH, P())
+
+    def test_mistakes(self):
+        own = ArraySharder()
+        with fails(ValueError, "ArraySharder.shard", "tree['x'], shape (6, 4)", "size 6"):
+            own.shard({"x": np.ones((6, 4)), "y": np.ones(8)}, NamedSharding(MESH, P("model")))
+        with fails(NoMeshError, "tree['x']", "tree['y']"):
+            own.shard(batch(), P("data"))
+        with fails(TypeError, "no spec", "'data'"):
+            own.shard(batch(), "data")
+        with fails(ValueError, "no tree prefix"):
+            own.shard(batch(), {"x": ROWS})
+        assert own.get_operation_stats() == {"applied_count": 0, "skipped_count": 0}
+
+    @parameterized.parameters(MESH, EXPLICIT)
+    def test_in_a_trace(self, mesh):
+        own, rows = ArraySharder(), NamedSharding(mesh, P("data"))
+
+        @jax.jit
+        def f(x, y):
+            info = {}
+            new = own.shard_with_info_static({"x": x * 2, "y": y}, rows, info)
+            assert sorted(info["batch_post_sharding"]["bytes_per_device"]) == list(range(8))
+            return new
+
+        with jax.set_mesh(mesh):
+            new = f(np.ones((8, 4), np.float32), jnp.arange(8))
+        assert new["x"].sharding.is_equivalent_to(rows, 2)
+        assert new["y"].sharding.is_equivalent_to(rows, 1)
+
+    def test_info(self):
+        info = {"kept": 1}
+        own = ArraySharder()
+        new = own.shard_with_info(batch(), ROWS, info)
+        before, after = info["batch_pre_sharding"], info["batch_post_sharding"]
+        shapes = {"x": (8, 4), "y": (8,), "name": None, "n": None}
+        assert before["shapes"] == after["shapes"] == shapes and info["kept"] == 1
+        assert before["structure"] == after["structure"] == jax.tree.structure(batch())
+        assert after["shardings"] == {"x": ROWS, "y": ROWS, "name": None, "n": None}
+        size = sum(s.data.nbytes for k in "xy" for s in new[k].addressable_shards) // 8
+        assert after["bytes_per_device"] == {d.id: size for d in jax.devices()}
+        ArraySharder.shard_with_info_static(batch(), ROWS, info)
+        own.shard_with_info(batch(), ROWS)
+        with pytest.raises(ValueError, match="divisible"):
+            own.shard_with_info({"x": np.ones(3)}, ROWS, info := {})
+        assert info == {} and own.get_operation_stats()["applied_count"] == 2
+
+
+class NamesTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (("batch", "mlp"), P("data", "model")),
+        (("batch", None), P("data", None)),
+        (("both", "embed"), P(("data", "model"), None)),
+        ((("batch", "mlp"),), P(("data", "model"))),
+        (P("model"), P("model")),
+        ((), P()),
+        (None, None),
+    )
+    def test_specs(self, names, spec):
+        assert sharder().get_partition_spec(names) == spec
+
+    def test_trees_of_names(self):
+        names = {"x": ("batch", "mlp"), "y": [P("model")]}
+        specs = sharder().get_partition_spec(names)
+        assert specs == {"x": P("data", "model"), "y": [P("model")]}
+        found = sharder().get_named_sharding(MESH, names)
+        assert found["y"] == [NamedSharding(MESH, P("model"))]
+
+    def test_the_first_rule_counts_and_none_are_mesh_axes(self):
+        twice = SharderModuleConfig(sharding_rules=[("batch", "data"), ("batch", "model")])
+        assert ArraySharder(twice).get_partition_spec(("batch",)) == P("data")
+        assert ArraySharder().get_partition_spec(("data", None)) == P("data", None)
+
+    def test_unknown_names(self):
+        with fails(ValueError, "no rule for 'bath'", "did you mean 'batch'", "'batch', 'embed'"):
+            sharder().get_partition_spec(("bath",))
+        with fails(ValueError, "no rule for 'bath'"):
+            sharder().shard_with_logical_names(batch(), MESH, ("bath",))
+
+    def test_shard(self):
+        own = sharder()
+        new = own.shard_with_logical_names(batch(), MESH, ("batch", "mlp"))
+        assert new["x"].sharding == NamedSharding(MESH, P("data", "model"))
+        assert new["y"].sharding == ROWS and own.get_operation_stats()["applied_count"] == 1
+
+    @parameterized.parameters(
+        ([("a", 3)], ValueError, "no rules"),
+        (3, TypeError, "pairs"),
+        ([("a", ("x", "x"))], ValueError, "no rules"),
+    )
+    def test_wrong_rules(self, rules, error, message):
+        with fails(error, message):
+            SharderModuleConfig(sharding_rules=rules)
+
+
+class TransformTest(parameterized.TestCase):
+    def test_once_for_each_shard(self):
+        traces = []
+
+        def center(b):
+            traces.append(b["x"].shape)
+            return {"x": b["x"] - b["x"].mean(0)}
+
+        own, x = sharder(), np.arange(32.0, dtype=np.float32).reshape(8, 4)
+        for method in (
+            own.apply_parallel_transform,
+            own.parallel_transform,
+            sharder().parallel_transform,
+        ):
+            new = method({"x": x}, center, MESH, ("batch",))
+            expected = np.concatenate([h - h.mean(0) for h in np.split(x, 2)])
+            np.testing.assert_allclose(new["x"], expected)
+            assert new["x"].sharding.is_equivalent_to(ROWS, 2)
+        assert traces == [(4, 4)]
+        assert own.get_operation_stats()["applied_count"] == 2
+
+    def test_an_empty_out_spec(self):
+        def total(b):
+            return jax.lax.psum(b.sum(), "data")
+
+        x = np.arange(8, dtype=np.float32)
+        new = sharder().apply_parallel_transform(x, total, MESH, ("batch",), P())
+        assert new.shape == () and float(new) == x.sum() and new.sharding.is_fully_replicated
+
+    def test_other_out_names_and_trees_of_specs(self):
+        def f(b):
+            return {"x": b["x"].T, "y": b["y"]}
+
+        specs = {"x": ("batch", "embed"), "y": ("batch",)}
+        out = {"x": ("embed", "batch"), "y": P("data")}
+        given = {"x": np.ones((8, 4)), "y": np.arange(8)}
+        new = sharder().parallel_transform(given, f, MESH, specs, out)
+        np.testing.assert_array_equal(new["x"], given["x"].T)
+        assert new["x"].sharding.spec == P(None, "data")
+
+
+class ParamTest(parameterized.TestCase):
+    init = staticmethod(nnx.initializers.normal(1.0))
+
+    def test_created_sharded(self):
+        param = sharder().create_sharded_param(self.init, (8, 16), ("embed", "mlp"), mesh=MESH)
+        assert type(param) is nnx.Param and param.sharding == NamedSharding(MESH, P(None, "model"))
+        expected = self.init(nnx.Rngs(0).params(), (8, 16))
+        np.testing.assert_allclose(param.get_raw_value(), expected, rtol=1e-6)
+        assert param.out_sharding == ("embed", "mlp")
+        spec = nnx.get_partition_spec(nnx.state(nnx.Dict(p=param)))["p"]
+        assert getattr(spec, "get_value", lambda: spec)() == P(None, "model")
+
+    @parameterized.parameters(MESH, EXPLICIT)
+    def test_with_the_mesh_in_context(self, mesh):
+        with jax.set_mesh(mesh):
+            own = sharder()
+            param = own.create_sharded_param(self.init, [8, 16], P("data", "model"))
+            assert param.sharding.spec == P("data", "model") and param.out_sharding == (
+                "data",
+                "model",
+            )
+            nnx.Optimizer(nnx.Dict(p=param), optax.adam(1e-3), wrt=nnx.Param)
+            nnx.clone(nnx.Dict(p=param))
+
+    def test_without_a_mesh(self):
+        param = sharder().create_sharded_param(self.init, (8, 16), ("embed", "mlp"))
+        assert param.sharding.num_devices == 1 and param.out_sharding == ("embed", "mlp")
+
+    def test_in_a_trace(self):
+        @jit(out_shardings=None)
+        def make(own):
+            return own.create_sharded_param(self.init, (8, 16), ("embed", "mlp"), mesh=MESH)
+
+        own = sharder()
+        a, b = make(own), make(own)
+        assert a.sharding.is_equivalent_to(NamedSharding(MESH, P(None, "model")), 2)
+        assert not np.array_equal(a[...], b[...])
+
+    def test_mistakes(self):
+        with fails(ValueError, "random stream", "rngs="):
+            ArraySharder(CONFIG).create_sharded_param(self.init, (8,), ("mlp",), mesh=MESH)
+        own = sharder()
+        before = own.rngs.default.count.get_value()
+        with fails(ValueError, "create_sharded_param", "shape (6,)", "size 6"):
+            own.create_sharded_param(self.init, (6,), ("mlp",), mesh=MESH)
+        with fails(ValueError, "no rule for 'x'"):
+            own.create_sharded_param(self.init, (6,), ("x",), mesh=MESH)
+        assert own.rngs.default.count.get_value() == before
+
+
+class CountTest(parameterized.TestCase):
+    @parameterized.parameters("ours", "flax", "ours placed", "flax placed", "ours, declared")
+    def test_counts_neither_leak_nor_retrace(self, name):
+        traces = []
+        own = place(sharder(), P(), MESH) if "placed" in name else sharder()
+
+        def step(own, x):
+            traces.append(0)
+            x = own.shard(x * 2, ROWS)
+            own.shard("nothing", None)
+            assert isinstance(own.get_operation_stats()["applied_count"], jax.core.Tracer)
+            return x
+
+        options = {"in_shardings": (P(), P("data")), "mesh": MESH} if "declared" in name else {}
+        step = (nnx.jit if "flax" in name else jit)(step, **options)
+        x = np.ones((8, 4), np.float32)
+        for number in range(3):
+            own.shard(x, ROWS)
+            y = step(own, x)
+            assert own.get_operation_stats() == {
+                "applied_count": 2 * (number + 1),
+                "skipped_count": number + 1,
+            }
+        own.reset_operation_stats()
+        step(own, x)
+        assert y.sharding.is_equivalent_to(ROWS, 2)
+        # One more where the counts come back from the mesh for the first time, as with any state.
+        assert len(traces) == (2 if name in ("ours", "flax") else 1)
+        assert own.get_operation_stats() == {"applied_count": 1, "skipped_count": 1}
+
+    def test_equal_configs_do_not_retrace(self):
+        traces = []
+
+        @jit
+        def f(own, x):
+            traces.append(0)
+            return own.get_partition_spec(("batch",)) and x
+
+        for _ in range(2):
+            config = SharderModuleConfig(None, {"m": np.ones(3)}, dict(RULES))
+            f(ArraySharder(config), jnp.ones(3))
+        f(
+            ArraySharder(SharderModuleConfig(None, {"m": np.ones(3)}, [("batch", "model")])),
+            jnp.ones(3),
+        )
+        assert len(traces) == 2
+
+
+class StatisticsTest(parameterized.TestCase):
+    def test_computed_and_kept(self):
+        own, x = ArraySharder(SharderModuleConfig(stats)), jnp.arange(8.0).reshape(4, 2)
+        assert own.get_statistics() is None
+        found = own.compute_statistics(x)
+        np.testing.assert_array_equal(found["mean"], [3, 4])
+        assert own.get_statistics().keys() == {"mean", "count"}
+        own.get_statistics()["mean"] = None
+        assert own.get_statistics()["mean"] is not None
+        own.reset_statistics()
+        assert own.get_statistics() is None and ArraySharder().compute_statistics(x) is None
+
+    def test_known_and_set(self):
+        known = {"mean": 1.0}
+        config = SharderModuleConfig(precomputed_stats=known)
+        own = ArraySharder(config)
+        known["mean"] = 2.0
+        assert own.get_statistics() == {"mean": 1.0}
+        given = {"mean": {"a": 3.0}}
+        own.set_statistics(given)
+        given["mean"]["a"] = 4.0
+        assert own.get_statistics() == {"mean": {"a": 3.0}}
+        own.reset_statistics()
+        assert own.get_statistics() is None
+        assert ArraySharder(config).get_statistics() == {"mean": 1.0}
+
+    @parameterized.parameters(jit, nnx.jit)
+    def test_in_a_trace(self, transform):
+        traces = []
+
+        @transform
+        def f(own, x):
+            traces.append(0)
+            return own.compute_statistics(x)["count"]
+
+        own, x = ArraySharder(SharderModuleConfig(stats)), jnp.ones((4, 2))
+        assert int(f(own, x)) == 4
+        np.testing.assert_array_equal(own.get_statistics()["mean"], [1, 1])
+        f(own, x), f(own, x * 2)
+        assert len(traces) == 2  # without statistics, and with them
+        np.testing.assert_array_equal(own.get_statistics()["mean"], [2, 2])
+
+    def test_a_module_that_changes(self):
+        class Running(nnx.Module):
+            def __init__(self):
+                self.seen = nnx.BatchStat(jnp.zeros(()))
+
+            def __call__(self, x):
+                self.seen[...] += 1
+                return {"mean": x.mean()}
+
+        module = Running()
+        own = ArraySharder(SharderModuleConfig(module))
+        f = jit(lambda own, x: own.compute_statistics(x)["mean"])
+        f(own, jnp.ones(3)), f(own, jnp.ones(3))
+        assert float(module.seen[...]) == 2
+
+    def test_mistakes(self):
+        with fails(ValueError, "both given"):
+            SharderModuleConfig(stats, {"a": 1})
+        with fails(TypeError, "batch_stats_fn is a function, not 3"):
+            SharderModuleConfig(3)
+        with fails(TypeError, "mapping"):
+            SharderModuleConfig(precomputed_stats=[1])
+        own = ArraySharder(SharderModuleConfig(lambda x: 3))
+        for call in (lambda: own.compute_statistics(1), lambda: own.set_statistics(None)):
+            with fails(TypeError, "mapping"):
+                call()
+        with fails(TypeError, "config is a SharderModuleConfig"):
+            ArraySharder({"sharding_rules": RULES})
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            CONFIG.sharding_rules = None
+
+
+class CopyAndStateTest(parameterized.TestCase):
+    def counted(self):
+        own = sharder(name="mine")
+        own.shard(np.ones(8), ROWS)
+        own.rngs.params()
+        own.set_statistics({"mean": jnp.ones(2)})
+        return own
+
+    def test_copy(self):
+        own = self.counted()
+        same = own.copy()
+        assert (same.config, same.rngs, same.name) == (own.config, own.rngs, "mine")
+        assert same.get_operation_stats()["applied_count"] == 0
+        config, rngs = SharderModuleConfig(), nnx.Rngs(1)
+        new = own.copy(config=config, rngs=rngs, name="new")
+        assert (new.config, new.rngs, new.name) == (config, rngs, "new")
+
+    def test_clone(self):
+        own = self.counted()
+        new = own.clone()
+        own.reset_operation_stats()
+        own.reset_statistics()
+        assert new.get_operation_stats()["applied_count"] == 1 and new.rngs is not own.rngs
+        np.testing.assert_array_equal(new.get_statistics()["mean"], [1, 1])
+
+    def test_state(self):
+        own, new = self.counted(), ArraySharder(rngs=nnx.Rngs(5))
+        shared = new.config
+        state = own.get_state()
+        kept = dict(state)
+        new.set_state(state)
+        assert state.keys() == kept.keys() and shared.sharding_rules is None
+        assert new.config == own.config and new.get_operation_stats() == own.get_operation_stats()
+        np.testing.assert_array_equal(new.get_statistics()["mean"], [1, 1])
+        ours, theirs = (jax.random.key_data(s.rngs.params()) for s in (new, own))
+        np.testing.assert_array_equal(ours, theirs)
+        new.reset_statistics()
+        fresh = ArraySharder(rngs=nnx.Rngs(5))
+        fresh.set_statistics({"a": 1})
+        fresh.set_state(new.get_state())
+        assert fresh.get_statistics() is None
+
+    def test_wrong_states(self):
+        own = self.counted()
+        state = own.get_state()
+        wrong = {**state, "applied": jnp.zeros(3), "typo": 1, "statistics": 3}
+        del wrong["skipped"]
+        wrong["sharding_rules"] = [("a", "b")]
+        with fails(
+            ValueError,
+            "applied is float32[3], not int32[]",
+            "skipped is missing",
+            "statistics is a int",
+            "typo is unknown",
+        ):
+            own.set_state(wrong)
+        with fails(TypeError, "not a list"):
+            own.set_state([])
+        with fails(ValueError, "no rules"):
+            own.set_state({**state, "sharding_rules": [("a", 3)], "applied": jnp.int32(9)})
+        assert own.get_operation_stats()["applied_count"] == 1 and own.config is CONFIG
+
+    def test_streams(self):
+        own = ArraySharder()
+        assert own.requires_rng_streams() is None
+        own.ensure_rng_streams([])
+
+        class Needs(ArraySharder):
+            def requires_rng_streams(self):
+                return ["params", "noise", "dropout"]
+
+        Needs().ensure_rng_streams(["params", "noise", "dropout"])
+        with fails(ValueError, "'noise', 'dropout'", "There are 'params'"):
+            Needs().ensure_rng_streams(["params"])
