@@ -6,6 +6,7 @@ the functions below. A new release of either breaks this file and its test, noth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import operator
@@ -45,6 +46,9 @@ IndivisibleError: Any = _private("jax._src.sharding", "IndivisibleError") or Val
 _trace_state_clean: Any = _private("jax._src.core", "trace_state_clean")
 _trace_context: Any = _private("jax._src.config", "trace_context")
 _trace_context_names: Any = _private("jax._src.config", "trace_context_names")
+_distributed: Any = _private("jax._src.distributed", "global_state")
+_make_cpu_client: Any = _private("jaxlib.xla_client", "make_cpu_client")
+_frames_in_locations: Any = _private("jax._src.config", "traceback_in_locations_limit")
 
 
 # Kinds of objects
@@ -434,6 +438,31 @@ def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
     return None if devices is None else tuple(devices)
 
 
+def in_order_of(
+    sharding: Any, other: jax.sharding.NamedSharding
+) -> jax.sharding.NamedSharding | None:
+    """The same layout as a sharding that lists its devices in the order of another one.
+
+    The devices of both are the same. None if a release of JAX, or the kind of sharding, has no
+    way to say it.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    order = {device: i for i, device in enumerate(other.mesh.devices.flat)}
+    ids = tuple(order[device] for device in sharding.mesh.devices.flat)
+    mesh = Mesh(
+        other.mesh.devices.reshape(sharding.mesh.devices.shape),
+        sharding.mesh.axis_names,
+        axis_types=sharding.mesh.axis_types,
+    )
+    try:
+        return jax.sharding.NamedSharding(
+            mesh, sharding.spec, memory_kind=sharding.memory_kind, _logical_device_ids=ids
+        )
+    except TypeError:
+        return None
+
+
 def refusing_unusable_donations(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, for which JAX's warning about donated buffers without a use is an error."""
 
@@ -463,6 +492,49 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     return axes
 
 
+# Exported programs
+
+
+def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The shardings of the inputs and outputs of an exported program; None for open ones.
+
+    Each is a ``NamedSharding`` on the abstract mesh of its own, empty for one device.
+    """
+    # JAX asks for a mesh to put in; without one it leaves what is there, which it does not say.
+    no_mesh: Any = None
+    return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
+
+
+def no_source_locations() -> contextlib.AbstractContextManager[Any]:
+    """While it lasts, programs are lowered without the files and lines that they came from.
+
+    Those are of this machine, and differ with whoever calls.
+    """
+    return contextlib.nullcontext() if _frames_in_locations is None else _frames_in_locations(0)
+
+
+# Processes
+
+
+def key_value_store() -> Any:
+    """The client of the coordination service by which processes can speak; None without one."""
+    return getattr(_distributed, "client", None)
+
+
+# Devices
+
+
+@functools.lru_cache(maxsize=8)
+def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
+    """CPU devices beside those of ``jax.devices()``; None if a release of JAX makes none."""
+    if _make_cpu_client is None:
+        return None
+    try:
+        return list(_make_cpu_client(num_devices=count).devices())
+    except TypeError:
+        return None
+
+
 # Tracebacks
 
 
@@ -476,6 +548,6 @@ def api_boundary(function: F) -> F:
 
 if _traceback_util is not None:
     # JAX's traceback filtering leaves out our frames, too.
-    _PARTS = ("checks", "lifting", "partition", "retraces", "transforms", "errors.py")
-    for _part in (*_PARTS, "constraints.py", "state_sharding.py"):
+    _PARTS = ("checks", "exporting", "lifting", "partition", "placement", "retraces", "transforms")
+    for _part in (*_PARTS, "constraints.py", "errors.py", "state_sharding.py"):
         _traceback_util.register_exclusion(str(Path(__file__).with_name(_part)))

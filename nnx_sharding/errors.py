@@ -30,6 +30,18 @@ class RetraceError(RuntimeError):
     """A function would be traced more often than ``max_traces`` or ``limit_traces`` allows."""
 
 
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or does not fit the model, which is left as it was."""
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint; a ``FileNotFoundError`` as from Orbax."""
+
+
+class ExportError(ValueError):
+    """A file holds no exported function, is damaged, or does not fit this machine or release."""
+
+
 class ShardingWarning(UserWarning):
     """What works, but is hardly meant. With ``strict=True`` it is a :class:`StrictError`."""
 

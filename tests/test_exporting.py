@@ -1,0 +1,747 @@
+"""Functions in files: what comes back from one is what the function itself gives."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
+
+from models import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
+from nnx_sharding import StateSharding, errors, exporting, jit, shard_map
+from nnx_sharding.exporting import files
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def apply(model, x):
+    return model(x)
+
+
+def forward():
+    """A sharded forward pass, small and the same every time."""
+    mesh = mesh_of((2, 4), ("data", "model"))
+    return jit(apply, in_shardings=(mlp_specs(), P("data")), mesh=mesh)
+
+
+class Case(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.path = self.folder / "function.zip"
+
+    def through_file(self, exported):
+        exported.save(self.path)
+        loaded = exporting.load(self.path)
+        self.assertEqual(loaded.manifest, exported.manifest)
+        return loaded
+
+    def export(self, fun, *args, platforms=None, **kwargs):
+        return self.through_file(exporting.export(fun, platforms=platforms)(*args, **kwargs))
+
+
+def by_path(state):
+    """The numbers in a State of Variables or arrays."""
+    flat = nnx.to_flat_state(state)
+    return {p: numbers(v.get_raw_value() if isinstance(v, nnx.Variable) else v) for p, v in flat}
+
+
+class RoundTripTest(Case):
+    def test_sharded_forward(self):
+        model = MLP()
+        loaded = self.export(forward(), model, X)
+        output, updates = loaded.call(nnx.state(model), X)
+        expected = forward()(model, X)
+        np.testing.assert_allclose(output, expected, rtol=1e-6)
+        self.assertEqual(output.sharding.device_set, expected.sharding.device_set)
+        self.assertEqual(updates, {})
+
+    def test_training(self):
+        """Updates are fed back for three steps, next to the function itself."""
+
+        def step(model, optimizer, x):
+            loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            return loss
+
+        def start():
+            model = Net(nnx.Rngs(0), features=4)
+            return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        model, optimizer = start()
+        states = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+        loaded = self.export(jit(step), *start(), X)
+        for _ in range(3):
+            loss, updates = loaded.call(**states, x=X)
+            states = {name: nnx.merge_state(state, updates[name]) for name, state in states.items()}
+            np.testing.assert_allclose(loss, nnx.jit(step)(model, optimizer, X), rtol=1e-5)
+        for name, module in (("model", model), ("optimizer", optimizer)):
+            found, expected = by_path(states[name]), by_path(nnx.state(module))
+            self.assertEqual(list(found), list(expected))
+            for path, value in expected.items():
+                np.testing.assert_allclose(found[path], value, rtol=1e-4, err_msg=str(path))
+        nnx.update(model, updates["model"])
+        self.assertEqual(int(model.dropout.rngs.count[...]), 3)
+
+    def test_forms(self):
+        """However the arrays are given, they are found; updates come in the same form."""
+        model = Counter(3)
+        exported = exporting.export(jit(apply))(model, 1.0)
+        arrays = {"count": jnp.array(3), "scale": np.float32(2.0)}
+        forms = {
+            "module": (model, nnx.State),
+            "State": (nnx.state(model), nnx.State),
+            "dict": (arrays, dict),
+            "tuples": ({(name,): array for name, array in arrays.items()}, dict),
+        }
+        for name, (given, kind) in forms.items():
+            output, updates = exported.call(given, 1.0)
+            self.assertEqual((float(output), type(updates["model"])), (6.0, kind), name)
+            key = ("count",) if name == "tuples" else "count"
+            self.assertEqual(list(updates["model"]), [key])
+            self.assertEqual(int(updates["model"][key]), 4)
+        self.assertEqual(int(model.count[...]), 3)
+
+    def test_forms_with_depth(self):
+        def bump(model):
+            model["blocks"][1].count[...] += 1
+
+        model = nnx.Dict(blocks=nnx.List([Counter(), Counter()]))
+        exported = exporting.export(jit(bump))(model)
+        flat = nnx.to_flat_state(nnx.state(model))
+        texts = {"/".join(map(str, path)): v.get_raw_value() for path, v in flat}
+        np.savez(self.folder / "weights.npz", **texts)
+        for given in (texts, np.load(self.folder / "weights.npz")):
+            updates = exported.call(given).updates["model"]
+            self.assertEqual({key: int(v) for key, v in updates.items()}, {"blocks/1/count": 1})
+        nested = exported.call(nnx.to_pure_dict(nnx.state(model))).updates["model"]
+        self.assertEqual(jax.tree.map(int, nested), {"blocks": {1: {"count": 1}}})
+
+    def test_results(self):
+        """Plain containers come back; modules as States, other classes as dicts."""
+
+        def many(x):
+            model = nnx.Dict(a=nnx.Param(x), b=nnx.List([nnx.Param(x + 1)]))
+            return {
+                "model": model,
+                "tuple": (x, [None, x + 2], ()),
+                "pair": Pair(x + 3, {2: x + 4}),
+                "variable": nnx.Param(x + 5),
+                "state": nnx.State({"s": {"t": x + 6}}),
+                "empty": nnx.Dict(),
+            }
+
+        output = self.export(jit(many), 0.0).call(0.0).output
+        expected = {
+            "model": nnx.State({"a": 0, "b": {0: 1}}),
+            "tuple": (0, [None, 2], ()),
+            "pair": {"first": 3, "second": {2: 4}},
+            "variable": 5,
+            "state": nnx.State({"s": {"t": 6}}),
+            "empty": nnx.State({}),
+        }
+        self.assertEqual(jax.tree.map(int, output), expected)
+
+    def test_arguments_of_other_classes(self):
+        exported = self.export(jit(lambda pair: pair.first - pair.second["x"]), Pair(1, {"x": 2}))
+        self.assertEqual(int(exported.call(Pair(5, {"x": 3})).output), 2)
+        self.assertEqual(int(exported.call({"first": 5, "second": {"x": 3}}).output), 2)
+
+    def test_dtypes(self):
+        names = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "bool", "complex64")
+        arrays = {name: jnp.arange(4).astype(name) for name in names}
+        key = jax.random.key(7)
+        fun = jit(lambda arrays, key: (arrays, jax.random.split(key), jax.random.bits(key)))
+        output = self.export(fun, arrays, key).call(arrays, key).output
+        for ours, theirs in zip(*map(jax.tree.leaves, (output, fun(arrays, key))), strict=True):
+            self.assertEqual(jax.typeof(ours), jax.typeof(theirs))
+            np.testing.assert_array_equal(numbers(ours), numbers(theirs))
+
+    def test_a_dtype_that_has_no_form(self):
+        exported = exporting.export(jit(lambda x: x))(jnp.zeros(4, "int2"))
+        with self.assertRaisesRegex(ValueError, r"(?s)<lambda> cannot be saved.*int2"):
+            exported.save(self.path)
+        self.assertFalse(self.path.exists())
+
+    def test_static_arguments_keywords_and_methods(self):
+        class Model(MLP):
+            @jit(static_argnames=("activation", "times"))
+            def run(self, x, activation, *, times=1, shift):
+                return activation(self(x)) * times + shift
+
+        model = Model()
+        loaded = self.export(model.run, X, jnp.tanh, times=3, shift=1.0)
+        output = loaded.call(nnx.state(model), X, shift=1.0).output
+        np.testing.assert_allclose(output, model.run(X, jnp.tanh, times=3, shift=1.0), rtol=1e-6)
+        self.assertEqual(loaded.manifest.static, {"activation": "tanh", "times": "3"})
+        arguments = [(a.name, a.keyword) for a in loaded.manifest.arguments]
+        self.assertEqual(arguments, [("self", False), ("x", False), ("shift", True)])
+
+    def test_shard_map(self):
+        mesh = mesh_of((8,), ("data",))
+        fun = shard_map(
+            lambda model, x: jax.lax.psum(model(x).sum(), "data"),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+        )
+        model = MLP()
+        loaded = self.export(fun, model, X)
+        np.testing.assert_allclose(loaded.call(model, X).output, fun(model, X), rtol=1e-5)
+        self.assertEqual(loaded.manifest.transform, "shard_map")
+
+    def test_explicit_mesh(self):
+        mesh = mesh_of((2, 4), ("data", "model"), "explicit")
+        with jax.set_mesh(mesh):
+            kernel = jax.device_put(jnp.ones((4, 8)), P(None, "model"))
+            model = nnx.Dict(kernel=nnx.Param(kernel))
+            x = jax.device_put(X, P("data"))
+            fun = jit(lambda model, x: x @ model["kernel"])
+            loaded = self.export(fun, model, x)
+            expected = fun(model, x)
+        output = loaded.call({"kernel": np.ones((4, 8), np.float32)}, X).output
+        self.assertEqual(jax.typeof(output), jax.typeof(expected))
+        np.testing.assert_allclose(output, expected, rtol=1e-6)
+        self.assertEqual(loaded.manifest.meshes[0].types, ("Explicit", "Explicit"))
+
+    def test_a_mesh_in_context_says_which_devices(self):
+        loaded = self.export(forward(), MLP(), X)
+        devices = jax.devices()[::-1]
+        with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), devices=devices)):
+            output = loaded.call(MLP(), X).output
+        self.assertEqual(list(output.sharding.mesh.devices.flat), devices)
+        np.testing.assert_allclose(output, forward()(MLP(), X), rtol=1e-6)
+
+    def test_no_declared_sharding_but_a_mesh_inside(self):
+        mesh = mesh_of((8,), ("data",))
+        inner = jax.shard_map(
+            lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+        loaded = self.export(jit(lambda x: inner(x)), X)
+        np.testing.assert_allclose(loaded.call(X).output, X.sum(0, keepdims=True), rtol=1e-6)
+
+    def test_no_arguments(self):
+        columns = StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P()})
+        init = jit(MLP, out_shardings=columns, mesh=mesh_of((8,), ("model",)))
+        output = self.export(init).call().output
+        self.assertEqual(output["up"]["kernel"].sharding.spec, P(None, "model"))
+        expected = by_path(nnx.state(MLP()))
+        for path, value in by_path(output).items():
+            np.testing.assert_allclose(value, expected[path], rtol=1e-6)
+
+    def test_donation(self):
+        def step(model, x):
+            model.count[...] += 1
+            return x
+
+        loaded = self.export(jit(step, donate_argnames="model"), Counter(), 1.0)
+        model = Counter()
+        updates = loaded.call(nnx.state(model), 1.0).updates["model"]
+        self.assertTrue(model.scale[...].is_deleted())
+        self.assertEqual(by_path(updates), {("count",): 1, ("scale",): 2.0})
+
+    @parameterized.parameters({"graph": False}, {"graph_updates": False})
+    def test_modes(self, **modes):
+        loaded = self.export(jit(apply, **modes), Counter(), 1.0)
+        self.assertEqual(by_path(loaded.call(Counter(), 1.0).updates["model"]), {("count",): 1})
+
+    def test_shared_variables_are_given_once(self):
+        def both(a, b):
+            b.count[...] += 1
+            return a.count[...] * 10
+
+        a, b = Counter(), nnx.Dict()
+        b.count, b.own = a.count, nnx.Param(jnp.array(5.0))
+        loaded = self.export(jit(lambda a, b: both(a, b)), a, b)
+        output, updates = loaded.call(Counter(2), {"own": 1.0})
+        self.assertEqual(int(output), 30)
+        self.assertEqual(jax.tree.map(int, updates["b"]), {"count": 3})
+        loaded.call(nnx.state(a), nnx.state(b))
+        with self.assertRaisesRegex(TypeError, "(?s)once.*b.count: is a.count, given as another"):
+            loaded.call(Counter(2), {"own": 1.0, "count": np.array(2)})
+
+    def test_added_variables_and_arrays(self):
+        def extend(model):
+            model.cache = nnx.Dict(
+                seen=nnx.Variable(model.count[...] + 1), pair=nnx.data((jnp.ones(2),))
+            )
+            model.total = jnp.zeros(3)
+
+        updates = self.export(jit(extend), Counter()).call(Counter()).updates["model"]
+        shapes = {path: value.shape for path, value in by_path(updates).items()}
+        expected = {("cache", "seen"): (), ("cache", "pair", 0): (2,), ("total",): (3,)}
+        self.assertEqual(shapes, expected)
+
+    def test_a_variable_that_holds_a_pytree(self):
+        def bump(model):
+            model.pair.set_raw_value(jax.tree.map(lambda x: x + 1, model.pair.get_raw_value()))
+            return model.pair
+
+        def model():
+            return nnx.Dict(pair=nnx.Variable({"a": jnp.array(1), "b": (jnp.array(2),)}))
+
+        output, updates = self.export(jit(bump), model()).call({"pair": {"a": 5, "b": [6]}})
+        self.assertEqual(jax.tree.map(int, output), {"a": 6, "b": (7,)})
+        self.assertEqual(jax.tree.map(int, updates["model"]), {"pair": {"a": 6, "b": {0: 7}}})
+        given = self.export(jit(bump), model()).call(model())
+        self.assertEqual(jax.tree.map(int, given.output), {"a": 2, "b": (3,)})
+
+    def test_names_of_any_characters(self):
+        names = ("a/b", "..", "../../x", "'\"", "\n\t", "", "名", "\u2028", "a.b[0]", "<script>")
+        model = nnx.Dict()
+        for position, name in enumerate(names):
+            setattr(model, name, nnx.Param(jnp.array(position)))
+        fun = jit(lambda model: {name: value[...] for name, value in vars_of(model).items()})
+        loaded = self.export(fun, model)
+        output = loaded.call({name: 10 + i for i, name in enumerate(names)}).output
+        self.assertEqual(
+            {k: int(v) for k, v in output.items()}, {name: 10 + i for i, name in enumerate(names)}
+        )
+        self.assertEqual([p.name for p in self.folder.iterdir()], [self.path.name])
+
+    def test_symbolic_sizes(self):
+        (batch,) = jax.export.symbolic_shape("2*b")
+        x = jax.ShapeDtypeStruct((batch, 4), jnp.float32)
+        loaded = self.export(forward(), nnx.eval_shape(MLP), x)
+        for size in (2, 6):
+            output = loaded.call(MLP(), X[:size]).output
+            np.testing.assert_allclose(output, MLP()(X[:size]), rtol=1e-5)
+        self.assertEqual(loaded.manifest.inputs[-1].shape, ("2*b", 4))
+        with self.assertRaisesRegex(ValueError, "2"):
+            loaded.call(MLP(), X[:3])
+
+    def test_inside_of_a_trace(self):
+        loaded = self.export(jit(apply), MLP(), X)
+        outer = jax.jit(lambda state, x: loaded.call(state, x).output * 2)
+        np.testing.assert_allclose(outer(nnx.state(MLP()), X), MLP()(X) * 2, rtol=1e-5)
+
+    def test_differentiated(self):
+        exported = exporting.export(jit(apply))(MLP(), X)
+        exported.save(self.path, vjp_order=1)
+        loaded = exporting.load(self.path)
+        state = nnx.to_pure_dict(nnx.state(MLP()))
+        found = jax.grad(lambda state: loaded.call(state, X).output.sum())(state)
+        expected = nnx.to_pure_dict(nnx.grad(lambda model: model(X).sum())(MLP()))
+        for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+    def test_the_program_alone(self):
+        loaded = self.export(jit(apply), Counter(), 1.0)
+        self.assertEqual([i.name for i in loaded.manifest.inputs][-1], "x")
+        outputs = loaded.jax_exported.call(3, 2.0, 1.0)
+        self.assertEqual(sorted(map(float, outputs)), [4.0, 6.0])
+
+    def test_platforms(self):
+        loaded = self.export(jit(apply), MLP(), X, platforms=("tpu", "cpu", "cuda"))
+        np.testing.assert_allclose(loaded.call(MLP(), X).output, MLP()(X), rtol=1e-5)
+        self.assertEqual(loaded.manifest.platforms, ("tpu", "cpu", "cuda"))
+
+    def test_what_was_given_is_not_changed(self):
+        model = Net(features=4)
+        before = nnx.clone(model)
+        loaded = self.export(jit(apply), model, X)
+        loaded.call(model, X)
+        assert_same_state(self, model, before)
+
+
+def vars_of(model):
+    return {name: value for name, value in vars(model).items() if isinstance(value, nnx.Variable)}
+
+
+class LargerMachineTest(Case):
+    def test_256_devices(self):
+        """What cannot run here can be exported, looked at, and says why it does not run."""
+        mesh = AbstractMesh((16, 16), ("data", "model"))
+        fun = jit(apply, in_shardings=(mlp_specs(), P("data")), mesh=mesh)
+        x = jax.ShapeDtypeStruct((32, 4), jnp.float32)
+        loaded = self.export(fun, nnx.eval_shape(MLP), x, platforms=("tpu", "cpu"))
+        (model, x_info), keywords = loaded.args_info
+        self.assertEqual((x_info.shape, keywords), ((32, 4), {}))
+        kernel = model["up"]["kernel"]
+        self.assertEqual(kernel.sharding, NamedSharding(mesh, P(None, "model")))
+        with self.assertRaisesRegex(
+            errors.ExportError, r"256 devices \(mesh data=16, model=16\); here are 8 of cpu"
+        ):
+            loaded.call(MLP(), np.ones((32, 4), np.float32))
+
+    def test_another_platform(self):
+        loaded = self.export(jit(apply), MLP(), X, platforms="tpu")
+        with self.assertRaisesRegex(errors.ExportError, "exported for tpu; this is cpu.*platforms"):
+            loaded.call(MLP(), X)
+
+    def test_another_mesh_in_context(self):
+        loaded = self.export(forward(), MLP(), X)
+        with (
+            jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))),
+            self.assertRaisesRegex(errors.ExportError, "data=2, model=4.*is data=4, model=2"),
+        ):
+            loaded.call(MLP(), X)
+
+
+class ManifestTest(Case):
+    def test_it_can_be_read(self):
+        loaded = self.export(forward(), MLP(), X)
+        manifest = loaded.manifest
+        self.assertEqual(manifest.function, "apply")
+        self.assertEqual((manifest.devices, manifest.platforms), (8, ("cpu",)))
+        (mesh,) = manifest.meshes
+        self.assertEqual(
+            (mesh.names, mesh.sizes, mesh.types[0]), (("data", "model"), (2, 4), "Auto")
+        )
+        specs = {info.name: (info.shape, info.dtype, info.spec) for info in manifest.inputs}
+        expected = {
+            "model.down.kernel": ((16, 4), "float32", ("model", None)),
+            "model.up.kernel": ((4, 16), "float32", (None, "model")),
+            "x": ((8, 4), "float32", ("data",)),
+        }
+        self.assertEqual(specs, expected)
+        self.assertEqual(manifest.versions["jax"], jax.__version__)
+        for text in ("apply", "data=2, model=4", "model.up.kernel", "P(None, 'model')", "result"):
+            self.assertIn(text, str(loaded))
+        self.assertIn("apply", repr(loaded))
+
+    def test_any_zip_tool_shows_it(self):
+        exporting.export(forward())(MLP(), X).save(self.path)
+        with zipfile.ZipFile(self.path) as archive:
+            self.assertIsNone(archive.testzip())
+            data = json.loads(archive.read("manifest.json"))
+            program = archive.read("program.bin")
+        self.assertEqual(data["program"]["sha256"], hashlib.sha256(program).hexdigest())
+        self.assertEqual((data["format"], data["version"]), ("nnx_sharding export", 1))
+
+    def test_the_same_function_gives_the_same_bytes(self):
+        def elsewhere():
+            exporting.export(forward())(MLP(), X).save(self.folder / "other.zip")
+
+        exporting.export(forward())(MLP(), X).save(self.path)
+        jax.clear_caches()
+        elsewhere()
+        data = self.path.read_bytes()
+        self.assertEqual(data, (self.folder / "other.zip").read_bytes())
+        self.assertNotIn(str(pathlib.Path(__file__).parent).encode(), data)
+
+    def test_args_info_is_what_call_takes(self):
+        loaded = self.export(jit(apply), Counter(), 1.0)
+        positional, keywords = loaded.args_info
+        zeros = jax.tree.map(lambda info: jnp.zeros(info.shape, info.dtype), positional)
+        self.assertEqual(float(loaded.call(*zeros, **keywords).output), 1.0)
+
+
+class MistakesTest(Case):
+    def check(self, error, texts, function):
+        with self.assertRaises(error) as caught:
+            function()
+        for text in texts:
+            self.assertIn(text, str(caught.exception))
+
+    def test_arrays(self):
+        loaded = self.export(forward(), MLP(), X)
+        given = {"up": {"kernl": X}, "down": {"kernel": np.ones((16, 5), np.float32)}}
+        self.check(
+            TypeError,
+            (
+                "apply was exported for other arrays",
+                "model.up.kernel, float32[4,16] P(None, 'model')",
+                "model.up.kernl; did you mean 'model.up.kernel'?",
+                "model.down.kernel: float32[16,5], not float32[16,4]",
+                "x: int32[8,4], not float32[8,4]",
+            ),
+            lambda: loaded.call(given, X.astype(np.int32)),
+        )
+        self.check(TypeError, ("x: a str, not",), lambda: loaded.call(MLP(), "x"))
+        self.check(TypeError, ("Missing", "x, float32[8,4]"), lambda: loaded.call(MLP(), None))
+        abstract = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+        self.check(TypeError, ("x: a ShapeDtypeStruct",), lambda: loaded.call(MLP(), abstract))
+
+    def test_arguments(self):
+        fun = jit(lambda model, x, n: model(x) * n, static_argnames="n")
+        loaded = self.export(fun, MLP(), X, 3)
+        self.check(
+            TypeError,
+            ("x: missing", "modle: unknown; did you mean 'model'?", "n: static", "as 3"),
+            lambda: loaded.call(modle=MLP(), n=3),
+        )
+        self.check(TypeError, ("3 positional", "takes 2"), lambda: loaded.call(MLP(), X, 3))
+        self.check(TypeError, ("x: given twice",), lambda: loaded.call(MLP(), X, x=X))
+
+    def test_wide_types(self):
+        with jax.enable_x64(True):
+            loaded = self.export(jit(lambda x: x * 2), np.ones(3))
+            self.assertEqual(loaded.call(np.ones(3)).output.dtype, np.float64)
+        self.check(TypeError, ("float64", "jax_enable_x64"), lambda: loaded.call(np.ones(3)))
+
+    def test_what_cannot_be_exported(self):
+        export = exporting.export
+        self.check(TypeError, ("jax.jit", "jax.export"), lambda: export(jax.jit(apply)))
+        self.check(ValueError, ("'cuda' or 'rocm'",), lambda: export(jit(apply), platforms="gpu"))
+        ref = jax.new_ref(jnp.ones(2))
+        self.check(TypeError, ("box.ref: ",), lambda: export(jit(read))(nnx.Dict(ref=ref)))
+
+    def test_jax_export_says_what_to_use(self):
+        self.check(
+            TypeError,
+            ("apply", "nnx_sharding.exporting.export"),
+            lambda: jax.export.export(jit(apply))(MLP(), X),
+        )
+
+    @parameterized.named_parameters(
+        ("static", lambda m: setattr(m, "flag", 1), "model.flag: 0 → 1"),
+        ("removed", lambda m: delattr(m, "a"), "model.a: a Param → missing"),
+        (
+            "replaced",
+            lambda m: setattr(m, "a", nnx.BatchStat(m.a[...])),
+            "model.a: a Param → a Bat",
+        ),
+        ("alias", lambda m: setattr(m, "c", m.a), "model.c: missing → a Param"),
+        ("new static", lambda m: setattr(m, "d", "text"), "model.d: missing → 'text'"),
+        ("metadata", lambda m: m.a.set_metadata(tag=1), "model.a, metadata 'tag'"),
+    )
+    def test_changes_of_structure(self, change, text):
+        model = nnx.Dict(a=nnx.Param(jnp.ones(2)), b=nnx.Param(jnp.ones(2)), flag=0)
+
+        def fun(model):
+            change(model)
+
+        self.check(
+            ValueError,
+            ("fun cannot be exported", text),
+            lambda: exporting.export(jit(fun))(model),
+        )
+        self.assertEqual(model.flag, 0)
+
+    def test_without_flatbuffers(self):
+        exported = exporting.export(jit(apply))(MLP(), X)
+        exported.save(self.path)
+        hidden = {
+            name: None
+            for name in sys.modules
+            if name == "flatbuffers" or name.endswith("export.serialization")
+        }
+        with absltest.mock.patch.dict(sys.modules, hidden):
+            for function in (lambda: exported.save(self.path), lambda: exporting.load(self.path)):
+                self.check(ImportError, ("pip install", "flatbuffers"), function)
+
+
+def read(box):
+    return box.ref[...]
+
+
+# What may stand in the place of a manifest, as a whole or in one of its entries.
+MANIFESTS = [
+    (b"",),
+    (b"null",),
+    (b"[]",),
+    (b"{}",),
+    (b"\xff",),
+    (b'{"format": "nnx_sharding export"}',),
+    ({"format": "other"},),
+    ({"arguments": None},),
+    ({"arguments": [1]},),
+    ({"arguments": [{"name": "x"}]},),
+    ({"arguments": [{"name": "x", "keyword": False, "donated": False, "tree": {"input": 99}}]},),
+    ({"arguments": [{"name": "x", "keyword": False, "donated": False, "tree": {"what": 1}}]},),
+    ({"arguments": [{"name": 1, "keyword": False, "donated": False, "tree": None}]},),
+    ({"inputs": [{"name": "x"}]},),
+    ({"inputs": [{"name": 1, "shape": [], "dtype": "f"}]},),
+    ({"inputs": []},),
+    ({"result": {"output": -1}},),
+    ({"result": {"output": True}},),
+    ({"result": 3},),
+    ({"result": {"tuple": 3}},),
+    ({"result": {"dict": [[[], None]]}},),
+    ({"result": {"dict": [[1]]}},),
+    ({"result": {"state": [["a", None]]}},),
+    ({"updates": {"x": {"output": 99}}},),
+    ({"updates": 3},),
+    ({"meshes": [{"names": ["a"], "sizes": [], "types": []}]},),
+    ({"meshes": [3]},),
+    ({"devices": "8"},),
+    ({"unknown": 1},),
+]
+
+
+class FileTest(Case):
+    """Whatever happened to a file, reading it is one clear error."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "f.zip")
+            exporting.export(jit(apply))(Counter(), 1.0).save(path)
+            cls.data = path.read_bytes()
+        with zipfile.ZipFile(io.BytesIO(cls.data)) as archive:
+            cls.manifest = json.loads(archive.read("manifest.json"))
+            cls.program = archive.read("program.bin")
+
+    def refuse(self, data, text=""):
+        self.path.write_bytes(data)
+        with self.assertRaisesRegex(errors.ExportError, text) as caught:
+            exporting.load(self.path)
+        self.assertIn(str(self.path), str(caught.exception))
+
+    def forged(self, manifest=None, program=None, compression=zipfile.ZIP_STORED, more=()):
+        """A file with another content whose digests are right."""
+        program = self.program if program is None else program
+        if not isinstance(manifest, bytes):
+            digest = {"sha256": hashlib.sha256(program).hexdigest(), "bytes": len(program)}
+            manifest = json.dumps({"program": digest, **self.manifest, **(manifest or {})}).encode()
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", compression) as archive:
+            for name, data in (("manifest.json", manifest), ("program.bin", program), *more):
+                archive.writestr(name, data)
+            archive.comment = b"0" * 64
+        sealed = buffer.getvalue()[:-64]
+        return sealed + hashlib.sha256(sealed).hexdigest().encode()
+
+    def test_what_is_forged_well_is_read(self):
+        self.path.write_bytes(self.forged())
+        self.assertEqual(float(exporting.load(self.path).call(Counter(), 1.0).output), 3.0)
+
+    def test_truncated_at_any_byte(self):
+        size = len(self.data)
+        for end in {*range(100), *range(100, size, 211), *range(size - 100, size)}:
+            self.refuse(self.data[:end], "no file of|damaged")
+
+    def test_any_changed_byte(self):
+        size = len(self.data)
+        for place in {*range(100), *range(100, size, 211), *range(size - 150, size)}:
+            changed = bytearray(self.data)
+            changed[place] ^= 1 << (place % 8)
+            self.refuse(bytes(changed), "no file of|damaged")
+
+    def test_longer_than_written(self):
+        self.refuse(self.data + b"0", "damaged")
+        self.refuse(b"0" + self.data, "no file of")
+
+    def test_other_files(self):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("word/document.xml", "<xml/>")
+        for data in (b"", b"hello", b"\x80\x04", b"PK\x03\x04", buffer.getvalue()):
+            self.refuse(data, "no file of nnx_sharding.exporting")
+        with self.assertRaises(FileNotFoundError):
+            exporting.load(self.folder / "missing.zip")
+
+    def test_other_entries(self):
+        for name in ("../../evil.py", "/etc/evil", "program.bin", "x"):
+            with contextlib.ExitStack() as stack:
+                if name == "program.bin":
+                    stack.enter_context(self.assertWarnsRegex(UserWarning, "Duplicate"))
+                data = self.forged(more=[(name, b"x")])
+            self.refuse(data, "other entries")
+        self.assertEqual([p.name for p in self.folder.iterdir()], [self.path.name])
+
+    def test_bombs(self):
+        bomb = self.forged(b" " * 10_000_000, compression=zipfile.ZIP_DEFLATED)
+        self.refuse(bomb, "compressed")
+        with absltest.mock.patch.object(files, "MAX_MANIFEST", 100):
+            self.refuse(self.data, "its manifest has")
+        self.refuse(self.forged(b"[" * 100_000), "no file of")
+
+    def test_versions(self):
+        for version in (0, 2, "1", None):
+            self.refuse(self.forged({"version": version}), "reads format 1")
+        oldest = jax.export.minimum_supported_calling_convention_version
+        newest = jax.export.maximum_supported_calling_convention_version
+        for convention in (oldest - 1, newest + 1):
+            text = f"(?s)version {convention} of the calling convention.*{oldest} to {newest}"
+            self.refuse(self.forged({"calling_convention": convention}), text)
+
+    def test_another_program(self):
+        own = self.forged({"program": {"sha256": "0" * 64, "bytes": len(self.program)}})
+        self.refuse(own, "digest of its program")
+        (self.folder / "g").mkdir()
+        exporting.export(jit(apply))(MLP(), X).save(self.folder / "g" / "f.zip")
+        with zipfile.ZipFile(self.folder / "g" / "f.zip") as archive:
+            other = archive.read("program.bin")
+        manifest = {**self.manifest}
+        del manifest["program"]
+        with absltest.mock.patch.object(self, "manifest", manifest):
+            self.refuse(self.forged(program=other), "does not describe its program")
+            self.refuse(self.forged(program=b""), "cannot read")
+            self.refuse(self.forged(program=b"\x00" * 64), "cannot read|not describe")
+
+    @parameterized.parameters(*MANIFESTS)
+    def test_manifests(self, manifest):
+        if isinstance(manifest, dict) and "program" in self.manifest:
+            own = {key: value for key, value in self.manifest.items() if key != "program"}
+            with absltest.mock.patch.object(self, "manifest", own):
+                self.refuse(self.forged(manifest), "manifest|no file of|format")
+        else:
+            self.refuse(self.forged(manifest), "manifest|no file of|format")
+
+
+LOADER = """
+import sys
+import numpy as np
+from flax import nnx
+from nnx_sharding import exporting
+
+folder = sys.argv[1]
+loaded = exporting.load(f"{folder}/function.zip")
+weights = dict(np.load(f"{folder}/weights.npz"))
+for _ in range(2):
+    output, updates = loaded.call(weights, np.load(f"{folder}/x.npy"))
+    weights |= updates["model"]
+np.savez(f"{folder}/results.npz", output=output, **weights)
+assert "models" not in sys.modules and "Model" not in dir(sys.modules["__main__"])
+loaded.save(f"{folder}/again.zip")
+"""
+
+
+class OtherProcessTest(Case):
+    def test_without_the_code_of_the_model(self):
+        class Model(nnx.Module):
+            def __init__(self):
+                self.mlp, self.counter = MLP(), Counter()
+
+            def __call__(self, x):
+                return self.counter(self.mlp(x))
+
+        sharding = StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P()})
+        mesh = mesh_of((2, 4), ("data", "model"))
+        model = Model()
+        fun = jit(apply, in_shardings=(sharding, P("data")), mesh=mesh)
+        exporting.export(fun)(model, X).save(self.path)
+        flat = nnx.to_flat_state(nnx.state(model))
+        weights = {"/".join(path): np.asarray(value.get_raw_value()) for path, value in flat}
+        np.savez(self.folder / "weights.npz", **weights)
+        np.save(self.folder / "x.npy", X)
+        environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+        environment.pop("PYTHONPATH", None)
+        ran = subprocess.run(
+            [sys.executable, "-W", "error", "-c", LOADER, str(self.folder)],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.assertEqual(ran.returncode, 0, ran.stderr)
+        fun(model, X)
+        results = np.load(self.folder / "results.npz")
+        np.testing.assert_allclose(results["output"], fun(model, X), rtol=1e-5)
+        self.assertEqual(int(results["counter/count"]), 2)
+        self.assertEqual((self.folder / "again.zip").read_bytes(), self.path.read_bytes())
+
+
+if __name__ == "__main__":
+    absltest.main()
