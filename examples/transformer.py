@@ -6,6 +6,8 @@ one line in :func:`sharding_of`; the model knows nothing of it. The text is Pyth
 reference, which every Python carries along for ``help()``.
 
 ``--check`` trains the same model once more on one device, with plain Flax, and compares the losses.
+In several processes, of which each loads its own rows of the batches, it is run by ``python -m
+nnx_sharding launch --processes 2 --devices-per-process 4 examples/transformer.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit, limit_traces
 from nnx_sharding.partition import check_sharding, fsdp, sharded_init, tensor_parallel
+from nnx_sharding.placement import process_rows, shard_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,22 +111,21 @@ def train_step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
     return loss
 
 
-def batches(config: Config, steps: int) -> Iterator[np.ndarray]:
-    """Random pieces of the text, as bytes."""
+def batches(config: Config, steps: int, rows: Any = slice(None)) -> Iterator[np.ndarray]:
+    """Random pieces of the text, as bytes: some rows of each batch."""
     from pydoc_data.topics import topics
 
     text = np.frombuffer("\n".join(topics.values()).encode(), np.uint8).astype(np.int32)
     random = np.random.default_rng(0)
     for _ in range(steps):
         starts = random.integers(0, len(text) - config.context - 1, config.batch)
-        yield np.stack([text[start : start + config.context + 1] for start in starts])
+        yield np.stack([text[start : start + config.context + 1] for start in starts[rows]])
 
 
 def train(
-    step: Callable[..., jax.Array], model: Any, optimizer: Any, config: Config, steps: int
+    step: Callable[..., jax.Array], model: Any, optimizer: Any, data: Iterator[Any]
 ) -> list[float]:
     """The losses of a training."""
-    data = batches(config, steps)
     # To wait for each loss is not needed, but virtual devices of a CPU share few threads, and
     # programs that are queued without end can block each other.
     losses = [float(step(model, optimizer, next(data)))]
@@ -139,13 +141,15 @@ def train_sharded(config: Config, steps: int, mesh: Mesh) -> tuple[Any, Any, lis
     )
     sharding = sharding_of(model, optimizer, mesh)
     step = jit(train_step, in_shardings=(sharding, sharding, P("data")), mesh=mesh, strict=True)
-    return model, optimizer, train(step, model, optimizer, config, steps)
+    rows = process_rows(P("data"), config.batch, mesh=mesh)
+    with shard_batches(batches(config, steps, rows), P("data"), mesh, uneven="error") as data:
+        return model, optimizer, train(step, model, optimizer, iter(data))
 
 
 def train_alone(config: Config, steps: int) -> list[float]:
     """Trains the same model on one device, with Flax."""
     model, optimizer = nnx.jit(lambda: make(config))()
-    return train(nnx.jit(train_step), model, optimizer, config, steps)
+    return train(nnx.jit(train_step), model, optimizer, batches(config, steps))
 
 
 def main() -> None:
@@ -155,21 +159,25 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with one device")
     options = parser.parse_args()
 
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:  # the launcher sets it
+        jax.distributed.initialize()
+    say = print if jax.process_index() == 0 else lambda *_: None
+
     config = Config()
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     found = nnx.eval_shape(lambda: make(config))
-    print(check_sharding(found, sharding_of(*found, mesh), mesh))
+    say(check_sharding(found, sharding_of(*found, mesh), mesh))
 
     start = time.perf_counter()
     _, _, losses = train_sharded(config, options.steps, mesh)
     seconds = time.perf_counter() - start
     for number in range(0, options.steps, max(1, options.steps // 10)):
-        print(f"step {number:4}  loss {losses[number]:.4f}")
-    print(f"step {options.steps - 1:4}  loss {losses[-1]:.4f}  ({seconds:.0f} s)")
+        say(f"step {number:4}  loss {losses[number]:.4f}")
+    say(f"step {options.steps - 1:4}  loss {losses[-1]:.4f}  ({seconds:.0f} s)")
     if options.check:
         alone = train_alone(config, options.steps)
         difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
-        print(f"largest difference to one device: {difference:.1e}")
+        say(f"largest difference to one device: {difference:.1e}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class OneFileTest(parameterized.TestCase):
 
 class PrivateNamesTest(absltest.TestCase):
     def test_all_are_there(self):
-        for name in ("ArrayImpl", "_thread_resources", "_traceback_util", "_trace_state_clean"):
+        contexts = ("_thread_resources", "_trace_state_clean", "_distributed")
+        for name in ("ArrayImpl", "_traceback_util", *contexts):
             self.assertIsNotNone(getattr(_compat, name), name)
 
     def test_array_type(self):

@@ -167,6 +167,8 @@ class SharingQuestionsTest(absltest.TestCase):
             self.assertEqual(getattr(self.row, name), getattr(own, name), name)
         for name in ("devices_indices_map", "addressable_devices_indices_map"):
             self.assertEqual(getattr(self.row, name)(), getattr(own, name)((4, 6)), name)
+        held = sum(shard.data.nbytes for shard in self.array.addressable_shards)
+        self.assertEqual(self.row.bytes_addressable, held)
 
     def test_equivalent_layouts(self):
         self.assertTrue(self.row.is_equivalent_to(self.sharding.update(spec=P("data"))))
@@ -175,6 +177,7 @@ class SharingQuestionsTest(absltest.TestCase):
     def test_without_sharding(self):
         [row] = parameter_table({"w": jax.ShapeDtypeStruct((2,), "float32")})
         self.assertIsNone(row.memory_kind)
+        self.assertIsNone(row.bytes_addressable)
         self.assertIsNone(row.devices_indices_map())
         self.assertIsNone(row.is_equivalent_to(self.sharding))
 

@@ -36,7 +36,7 @@ SLOW_WAY = (
     Stage("resolve", ("resolve.py",)),
     Stage("plan", ("plan.py", "pure.py")),
 )
-LAST = (Stage("run", ("run.py",)), Stage("merge", ("merge.py",)))
+LAST = (Stage("run", ("run.py", "transfer.py")), Stage("merge", ("merge.py",)))
 
 _WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 620, 52, 76
 _WRAP = 90

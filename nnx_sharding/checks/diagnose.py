@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
 
 from .. import _compat
 from ..errors import DonatedError, StrictError, is_library
-from ..fitting import axes_of, axes_of_type, describe_both
+from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..lifting.plan import Plan, is_committed
 from ..lifting.structure import accessor
 from .captured import captured_shards, describe_captured
@@ -180,6 +181,28 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
         )
 
 
+def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> None:
+    """Each process has an array of its own, and JAX cannot know which part of it is meant."""
+    if not plan.terms.tells_layouts:
+        return
+    lines = [
+        f"  {name}, shape {leaf.shape}, {describe(layout)}"
+        for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True)
+        if isinstance(leaf, np.ndarray)
+        and layout is not None
+        and not (layout.is_fully_addressable or layout.is_fully_replicated)
+    ]
+    if lines:
+        raise ValueError(
+            f"{plan.terms.name}: these arrays of NumPy are declared to be cut over several "
+            "processes, of which each has one of its own:\n"
+            + "\n".join(lines)
+            + "\nMake global arrays of them: with nnx_sharding.placement.shard_batches, or "
+            "jax.make_array_from_process_local_data, if a process has its own rows; with "
+            "nnx_sharding.partition.with_sharding_constraint if each has the whole."
+        )
+
+
 def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
     """All that a program touches is on the same devices, in the same order."""
     groups: dict[tuple[jax.Device, ...], list[str]] = {}
@@ -229,6 +252,7 @@ _CHECKS: tuple[Callable[[Plan, Sequence[Any]], None], ...] = (
     _check_shapes,
     _check_types,
     _check_committed,
+    _check_host_arrays,
     _check_devices,
     _check_refs,
     _check_donated_twice,

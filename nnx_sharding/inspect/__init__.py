@@ -1,16 +1,41 @@
 """What a sharded program looks like, and why it was compiled again."""
 
+from .assertions import (
+    assert_collectives,
+    assert_no_collective,
+    assert_no_parameter_replicated,
+    assert_peak_below,
+    assert_sent_below,
+)
+from .changes import Change, Changes, diff
+from .comparison import Comparison, Failure, Strategy, compare
 from .hlo import CollectiveKind, collectives
 from .parameters import ParameterRow, format_table, parameter_table
+from .program import ProgramReport
 from .retraces import Retrace, Retraces, explain_retraces
+from .virtual import planning_mesh
 
 __all__ = [
+    "Change",
+    "Changes",
     "CollectiveKind",
+    "Comparison",
+    "Failure",
     "ParameterRow",
+    "ProgramReport",
     "Retrace",
     "Retraces",
+    "Strategy",
+    "assert_collectives",
+    "assert_no_collective",
+    "assert_no_parameter_replicated",
+    "assert_peak_below",
+    "assert_sent_below",
     "collectives",
+    "compare",
+    "diff",
     "explain_retraces",
     "format_table",
     "parameter_table",
+    "planning_mesh",
 ]

@@ -1,14 +1,11 @@
-"""What the devices exchange, read from the text of a compiled program."""
+"""How many collectives there are in the text of a compiled program."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
-CollectiveKind: TypeAlias = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-]
+from ..analysis.collectives import CollectiveKind, collectives_of
 
 
 def collectives(hlo_text: str) -> dict[CollectiveKind, int]:
@@ -18,6 +15,8 @@ def collectives(hlo_text: str) -> dict[CollectiveKind, int]:
     ``all-gather-done``) and counts once. Each instruction counts once, also in the body of a
     loop. Lines that are no HLO instructions are passed over, so any text will do; StableHLO,
     which is not yet partitioned and names its operations differently, gives zeros.
+
+    With bytes, mesh axes and source lines ``Compiled.collectives()`` tells them.
 
     Args:
       hlo_text: HLO after compilation: ``function.lower(...).compile().as_text()``.
@@ -31,17 +30,5 @@ def collectives(hlo_text: str) -> dict[CollectiveKind, int]:
       >>> collectives(hlo)["all-reduce"]
       1
     """
-    opcodes = Counter(
-        instruction.group(1).removesuffix("-start")
-        for instruction in map(_INSTRUCTION.match, _QUOTED.sub('""', hlo_text).splitlines())
-        if instruction
-    )
-    return {kind: opcodes[kind] for kind in get_args(CollectiveKind)}
-
-
-# Names and metadata may hold anything, also what looks like an instruction.
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-
-# `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
-# as `{1,0:T(8,128)}`, where no parenthesis follows a word after a space.
-_INSTRUCTION = re.compile(r"\s*(?:ROOT\s+)?\S+ = \S.*?\s([a-z][a-z0-9\-]*)\(")
+    counts = Counter(one.kind for one in collectives_of(hlo_text))
+    return {kind: counts[kind] for kind in get_args(CollectiveKind)}

@@ -56,6 +56,12 @@ class ParameterRow:
         return None if self.sharding is None else self.sharding.num_devices
 
     @property
+    def bytes_addressable(self) -> int | None:
+        """The size of all parts, equal ones included, that devices of this process hold."""
+        devices = self.addressable_devices
+        return None if devices is None else len(devices) * self.bytes_per_device
+
+    @property
     def memory_kind(self) -> str | None:
         """The memory of each device that holds its part, such as ``pinned_host``."""
         return None if self.sharding is None else self.sharding.memory_kind
@@ -92,7 +98,20 @@ class ParameterRow:
 Row = TypeVar("Row", bound=ParameterRow)
 
 
-def parameter_table(tree: Any) -> list[ParameterRow]:
+class ParameterTable(list[ParameterRow]):
+    """Rows of parameters; ``print`` and notebooks show them as a table, with sums."""
+
+    def __str__(self) -> str:
+        return format_table(self)
+
+    def _repr_html_(self) -> str:
+        # The page shows these rows, and so needs this module.
+        from .page.fragment import parameters_html
+
+        return parameters_html(self)
+
+
+def parameter_table(tree: Any) -> ParameterTable:
     """Lists how the arrays of a model, an optimizer or any pytree of them are laid out.
 
     Only types and shardings are looked at: no data is fetched, nothing waits for a device.
@@ -103,8 +122,9 @@ def parameter_table(tree: Any) -> list[ParameterRow]:
         counts as lying whole on one device. What is no array, such as a string, is left out.
 
     Returns:
-      One row for each array, in the order in which NNX walks the tree. A Variable that is
-      reached more than once is listed once, under its first path.
+      One row for each array, in the order in which NNX walks the tree, as a list that ``print``
+      and notebooks show as a table. A Variable that is reached more than once is listed once,
+      under its first path.
 
     Raises:
       ValueError: shardings do not divide the shapes of their arrays.
@@ -122,7 +142,7 @@ def parameter_table(tree: Any) -> list[ParameterRow]:
       >>> row.spec == P(None, "model")
       True
     """
-    rows, faults = [], []
+    rows, faults = ParameterTable(), []
     for path, array in _arrays(flatten(tree)):
         try:
             rows.append(row_of(ParameterRow, path, array, getattr(array, "sharding", None)))
@@ -208,7 +228,7 @@ def _arrays(flat: Flat) -> Iterator[tuple[str, Any]]:
 
 def arrays_at(flat: Flat, place: Place, path: Path) -> Iterator[tuple[str, Any]]:
     """The arrays of one Variable with their paths, which begin with that of the Variable."""
-    keys = _keys_inside(flat, place.entry, len(place.slots))
+    keys = keys_inside(flat, place.entry, len(place.slots))
     for slot, key in zip(place.slots, keys, strict=True):
         leaf = flat.leaves[slot]
         if isinstance(leaf, bool | int | float | complex):
@@ -217,7 +237,7 @@ def arrays_at(flat: Flat, place: Place, path: Path) -> Iterator[tuple[str, Any]]
             yield path_string((*path, *key)), leaf
 
 
-def _keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
+def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
     """The paths of the arrays inside of one Variable, which may hold a whole pytree."""
     entry = None if index is None else flat.structure.entries[index]
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):

@@ -1,0 +1,23 @@
+"""What a compiled program costs: memory, operations, collectives, and the least time it takes."""
+
+from .bounds import Bounds, bounds_of
+from .collectives import Collective, CollectiveKind, Collectives, collectives_of
+from .cost import Cost, cost_of
+from .hardware import DEVICES, Device, device
+from .memory import Memory, memory_of
+
+__all__ = [
+    "DEVICES",
+    "Bounds",
+    "Collective",
+    "CollectiveKind",
+    "Collectives",
+    "Cost",
+    "Device",
+    "Memory",
+    "bounds_of",
+    "collectives_of",
+    "cost_of",
+    "device",
+    "memory_of",
+]

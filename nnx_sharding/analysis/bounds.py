@@ -1,0 +1,93 @@
+"""The least time that a program can take on a device, and what it is bound by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, TypeAlias
+
+from .cost import Cost
+from .hardware import Device, device
+from .units import time_text
+
+Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """Times that a call takes at least, each as if the device did nothing else.
+
+    The largest of the three is a lower bound, for a device whose parts work at once and at their
+    peak all the time: the roofline model (Williams, Waterman and Patterson, 2009,
+    https://doi.org/10.1145/1498765.1498785). None is what XLA does not tell.
+
+    Attributes:
+      device: the name of the device.
+      compute_s: seconds for the flops, at the peak of dense bfloat16.
+      memory_s: seconds for the bytes that operations read and write.
+      interconnect_s: seconds for the bytes that collectives send, over all links at once.
+      bound_by: the largest of them.
+      arithmetic_intensity: flops for each byte of memory.
+      source: where the figures of the device are from.
+    """
+
+    device: str
+    compute_s: float | None
+    memory_s: float | None
+    interconnect_s: float
+    bound_by: Resource
+    arithmetic_intensity: float | None
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        """The largest of the three times."""
+        return max(self.compute_s or 0.0, self.memory_s or 0.0, self.interconnect_s)
+
+    def __str__(self) -> str:
+        times = (
+            ("compute", self.compute_s),
+            ("memory", self.memory_s),
+            ("interconnect", self.interconnect_s),
+        )
+        told = ", ".join(f"{name} {time_text(value)}" for name, value in times)
+        return f"{self.device}: at least {told}; bound by {self.bound_by}"
+
+
+def bounds_of(cost: Cost | None, bytes_moved: float, device_or_name: Device | str) -> Bounds:
+    """The least times of a program.
+
+    Args:
+      cost: what one device does in one call; None where XLA does not tell.
+      bytes_moved: the bytes that one device sends in one call.
+      device_or_name: the peak figures of the device, or its name in the table.
+
+    Raises:
+      ValueError: there is no device of this name in the table.
+      TypeError: it is neither a device nor a name.
+
+    Example:
+      >>> from nnx_sharding.analysis import Cost, bounds_of
+      >>> found = bounds_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), 2e10, "TPU v5e")
+      >>> found.compute_s, found.memory_s, found.interconnect_s, found.bound_by
+      (1.0, 0.1, 0.1, 'compute')
+    """
+    if not isinstance(device_or_name, Device | str):
+        raise TypeError(f"the device is a Device or the name of one, not {device_or_name!r}.")
+    own = device(device_or_name) if isinstance(device_or_name, str) else device_or_name
+    flops = None if cost is None else cost.flops
+    accessed = None if cost is None else cost.bytes_accessed
+    times: dict[Resource, float | None] = {
+        "compute": None if flops is None else flops / own.flops,
+        "memory": None if accessed is None else accessed / own.memory_bandwidth,
+        "interconnect": bytes_moved / own.interconnect_bandwidth,
+    }
+    known: dict[Resource, float] = {key: time for key, time in times.items() if time is not None}
+    return Bounds(
+        device=own.name,
+        compute_s=times["compute"],
+        memory_s=times["memory"],
+        interconnect_s=known["interconnect"],
+        bound_by=max(known, key=known.__getitem__),
+        arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
+        source=own.source,
+    )

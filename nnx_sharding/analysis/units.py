@@ -1,0 +1,40 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNKNOWN = "–"  # noqa: RUF001, a dash in a table
+
+
+def bytes_text(n: float | None) -> str:
+    """Bytes with a binary unit, such as ``1.50 MiB``."""
+    return UNKNOWN if n is None else _scaled(n, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
+
+
+def count_text(n: float | None) -> str:
+    """A count with a decimal prefix, such as ``4.19 M``."""
+    return UNKNOWN if n is None else _scaled(n, ("", "k", "M", "G", "T", "P", "E"), 1000).strip()
+
+
+def time_text(seconds: float | None) -> str:
+    """A time from nanoseconds to seconds, such as ``12.5 µs``."""
+    if seconds is None:
+        return UNKNOWN
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{_digits(seconds * factor)} {unit}"
+    return f"{_digits(seconds * 1e9)} ns" if seconds else "0 s"
+
+
+def _scaled(n: float, units: Sequence[str], base: int) -> str:
+    power = 0
+    while abs(n) >= base * 0.9995 and power < len(units) - 1:
+        n, power = n / base, power + 1
+    exact = power == 0 and n == int(n)
+    return f"{int(n) if exact else _digits(n)} {units[power]}"
+
+
+def _digits(n: float) -> str:
+    """Three digits that count; more only before the point."""
+    return f"{n:.{0 if n >= 99.95 else 1 if n >= 9.995 else 2}f}"

@@ -1,0 +1,359 @@
+"""All that can be told of a compiled program, to be printed, kept and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import flax
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from .._version import __version__
+from ..analysis.arguments import Parameter, SpecEntry, device_of
+from ..analysis.bounds import Bounds, bounds_of
+from ..analysis.collectives import Collective, Collectives, collectives_of
+from ..analysis.cost import Costs
+from ..analysis.hardware import Device, known
+from ..analysis.hlo import parse
+from ..analysis.loops import with_loops
+from ..analysis.memory import Memory
+from ..analysis.units import bytes_text
+from .reading import as_data, read
+
+FORMAT = "nnx_sharding.report"
+VERSION = 1
+
+DeviceIds: TypeAlias = Any  # numbers, nested like the mesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Versions:
+    """The versions that a program was compiled with.
+
+    Attributes:
+      nnx_sharding: ours.
+      jax: that of JAX.
+      flax: that of Flax.
+      python: that of Python.
+    """
+
+    nnx_sharding: str
+    jax: str
+    flax: str
+    python: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshDescription:
+    """A mesh without its devices.
+
+    Attributes:
+      axes: the sizes of the axes by name, major first.
+      axis_types: their types, such as ``Auto``.
+      device_ids: the ids of the devices in lists that are nested like the mesh; None for an
+        abstract mesh.
+    """
+
+    axes: Mapping[str, int]
+    axis_types: Mapping[str, str]
+    device_ids: DeviceIds
+
+    def __post_init__(self) -> None:
+        if self.device_ids is not None and not _is_nested(self.device_ids, [*self.axes.values()]):
+            raise ValueError(f"mesh.device_ids are not numbers nested like the mesh {self.axes}.")
+
+
+def _is_nested(ids: Any, sizes: Sequence[int]) -> bool:
+    """Whether ids are numbers in lists of these sizes."""
+    if not sizes:
+        return type(ids) is int
+    return (
+        isinstance(ids, list)
+        and len(ids) == sizes[0]
+        and all(_is_nested(part, sizes[1:]) for part in ids)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """A compiled program: what ``Compiled.report()`` returns. ``print`` shows a summary.
+
+    Attributes:
+      name: the name of the function, or the one that the user gave.
+      made_with: the versions of what made it.
+      platform: such as ``cpu`` or ``tpu``.
+      device_kind: what JAX says the devices are.
+      num_devices: how many it runs on.
+      mesh: the mesh; None without one.
+      parameters: the argument arrays, in path order.
+      memory: what it takes on one device; None if the backend does not tell.
+      cost: what it computes.
+      collectives: what the devices exchange.
+      bounds: the least time on a device, with loops multiplied out; None if none was asked for.
+      hlo: the text of the compiled program; None if the backend does not tell.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.inspect import ProgramReport
+      >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
+      >>> report = jit(lambda x: x * 2).lower(x).compile().report("double")
+      >>> report.name, report.memory.by_path, report.cost.compiled.flops
+      ('double', {'x': 128}, 32.0)
+      >>> ProgramReport.from_json(report.to_json()) == report
+      True
+    """
+
+    name: str
+    made_with: Versions
+    platform: str
+    device_kind: str
+    num_devices: int
+    mesh: MeshDescription | None
+    parameters: tuple[Parameter, ...]
+    memory: Memory | None
+    cost: Costs
+    collectives: Collectives
+    bounds: Bounds | None
+    hlo: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as data for JSON."""
+        told = {field.name: _data(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {"format": FORMAT, "version": VERSION, **told}
+
+    def to_json(self) -> str:
+        """:meth:`as_dict` as text, to be kept and compared."""
+        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ProgramReport:
+        """Reads what :meth:`as_dict` made.
+
+        Raises:
+          ValueError: it is of another format or version, something is missing or unknown, or
+            something is of another type.
+        """
+        own = _checked_head(data)
+        found = read(_Written, own, "report of a program")
+        by_path = {row.path: row.bytes_per_device for row in found.parameters if row.used}
+        memory = found.memory
+        if memory is not None:
+            memory = dataclasses.replace(memory, by_path=by_path)
+        told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        return cls(**{**told, "memory": memory, "collectives": Collectives(found.collectives)})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ProgramReport:
+        """Reads what :meth:`to_json` made.
+
+        Raises:
+          ValueError: it is no JSON, or as for :meth:`from_dict`.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"this is no report of a program, as it is no JSON: {error}") from None
+        return cls.from_dict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file as JSON.
+
+        Args:
+          path: the file, which is replaced.
+        """
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ProgramReport:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+          ValueError: the file holds no report; its name is in the message.
+          OSError: the file cannot be read.
+        """
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+    def __str__(self) -> str:
+        return "\n".join(_summary(self))
+
+    def _repr_html_(self) -> str:
+        from .page.fragment import report_html
+
+        return report_html(self)
+
+
+def describe(
+    *,
+    name: str,
+    mesh: Mesh | None,
+    shardings: Sequence[Any],
+    parameters: Iterable[Parameter],
+    memory: Memory | None,
+    cost: Costs,
+    hlo: str | None,
+    device: Device | str | None = None,
+) -> ProgramReport:
+    """Puts a report together.
+
+    Args:
+      name: of the program.
+      mesh: that it was compiled for.
+      shardings: of what it is given and returns; without a mesh they tell the devices.
+      parameters: its arguments.
+      memory: what it takes on one device.
+      cost: what it computes.
+      hlo: its text.
+      device: for the bounds; None for its own if the table has that.
+
+    Raises:
+      ValueError: there is no device of this name in the table.
+      TypeError: ``device`` is neither a device nor a name.
+    """
+    own, count = device_of(mesh, shardings)
+    module = parse(hlo or "")
+    found = collectives_of(module, mesh)
+    device = known(own.device_kind) if device is None else device
+    whole = None if cost.compiled is None else with_loops(cost.compiled, module)
+    return ProgramReport(
+        name=name,
+        made_with=Versions(
+            __version__, jax.__version__, flax.__version__, platform.python_version()
+        ),
+        platform=own.platform,
+        device_kind=own.device_kind,
+        num_devices=count,
+        mesh=None if mesh is None else _mesh_description(mesh),
+        parameters=tuple(parameters),
+        memory=memory,
+        cost=cost,
+        collectives=found,
+        bounds=None if device is None else bounds_of(whole, found.bytes_moved, device),
+        hlo=hlo,
+    )
+
+
+def _mesh_description(mesh: Mesh) -> MeshDescription:
+    types = (getattr(kind, "name", str(kind)) for kind in mesh.axis_types)
+    names = tuple(map(str, mesh.axis_names))
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    return MeshDescription(
+        axes=dict(zip(names, mesh.devices.shape, strict=True)),
+        axis_types=dict(zip(names, types, strict=True)),
+        device_ids=ids.tolist(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """A report as it is in JSON."""
+
+    name: str
+    made_with: Versions
+    platform: str
+    device_kind: str
+    num_devices: int
+    mesh: MeshDescription | None
+    parameters: tuple[Parameter, ...]
+    memory: Memory | None
+    cost: Costs
+    collectives: tuple[Collective, ...]
+    bounds: Bounds | None
+    hlo: str | None
+
+
+def _data(value: Any) -> Any:
+    return as_data(tuple(value) if isinstance(value, Collectives) else value)
+
+
+def _checked_head(data: Any) -> dict[str, Any]:
+    """The data without format and version, which are right.
+
+    Raises:
+      ValueError: they are not.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        told = "it has no format" if found is None else f"its format is {found!r}"
+        raise ValueError(f"this is no report of a program: {told}, not {FORMAT!r}.")
+    if type(data.get("version")) is not int or data["version"] != VERSION:
+        raise ValueError(
+            f"this report has the version {data.get('version')!r}; this release of nnx_sharding "
+            f"reads version {VERSION}. Make it anew, or read it with the release that made it."
+        )
+    return {key: value for key, value in data.items() if key not in ("format", "version")}
+
+
+# The summary
+
+_MOST_ROWS = 12
+
+
+def _summary(report: ProgramReport) -> list[str]:
+    made = report.made_with
+    lines = [
+        f"{report.name}: {report.num_devices} × {report.device_kind}, {_mesh(report.mesh)}",
+        f"made with nnx_sharding {made.nnx_sharding}, jax {made.jax}, flax {made.flax}, "
+        f"Python {made.python}",
+        "",
+        *_parameters(report.parameters),
+        "",
+        "memory of one device",
+        *_indented("the backend does not tell" if report.memory is None else str(report.memory)),
+        "",
+    ]
+    for cost in (report.cost.lowered, report.cost.compiled):
+        if cost is not None:
+            lines += [f"cost {cost.stage}", *_indented(str(cost).partition("\n")[2]), ""]
+    lines += ["collectives", *_indented(str(report.collectives))]
+    if report.bounds is not None:
+        lines += ["", "bounds", *_indented(str(report.bounds))]
+    return lines
+
+
+def _mesh(mesh: MeshDescription | None) -> str:
+    if mesh is None:
+        return "no mesh"
+    return "mesh " + " × ".join(f"{axis!r} ({size})" for axis, size in mesh.axes.items())
+
+
+def _parameters(rows: tuple[Parameter, ...]) -> list[str]:
+    """The largest arguments as a table, with a last line for the sums."""
+    largest = sorted(rows, key=lambda row: -row.bytes_per_device)[:_MOST_ROWS]
+    cells = [("argument", "shape", "dtype", "spec", "on one device"), *map(_cells, largest)]
+    rest = len(rows) - len(largest)
+    if rest:
+        cells.append((f"… and {rest} more", "", "", "", ""))
+    per_device = sum(row.bytes_per_device for row in rows)
+    cells.append(("total", "", "", "", bytes_text(per_device)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+def _cells(row: Parameter) -> tuple[str, ...]:
+    marks = [mark for mark, holds in (("donated", row.donated), ("unused", not row.used)) if holds]
+    return (
+        " ".join([row.path, *(f"({mark})" for mark in marks)]),
+        "×".join(map(str, row.shape)) or "scalar",
+        row.dtype,
+        "-" if row.spec is None else f"P({', '.join(map(_entry, row.spec))})",
+        bytes_text(row.bytes_per_device),
+    )
+
+
+def _entry(entry: SpecEntry) -> str:
+    return repr(entry)
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.splitlines()]

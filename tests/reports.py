@@ -1,0 +1,201 @@
+"""Reports in their JSON form, made by hand, that the tests of pictures share."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+# What would be noticed if it became markup, a placeholder, an escape sequence or an end of script.
+NASTY = (
+    "<script>window.hacked = 1</script>",
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    '"><svg onload="window.hacked = 1">',
+    "<!-- <script>",
+    "--> ]]> &lt;b&gt; &amp;",
+    "{{data}} {{script}} ${window.hacked = 1}",
+    "line\u2028separator\u2029and\u0085more\x00\x1b[31m",
+    "[red]rich[/] [/] [bold",
+    "javascript:window.hacked=1",
+    "__proto__",
+    "\u202eright to left",
+    "\ud800 alone",
+)
+
+HLO = """HloModule jit_step, entry_computation_layout={(f32[8,64]{1,0})->f32[8,64]{1,0}}
+
+%add.1 (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body (p: f32[8,64]) -> f32[8,64] {
+  %p = f32[8,64]{1,0} parameter(0)
+  ROOT %all-gather.7 = f32[8,64]{1,0} all-gather(%p), replica_groups={{0,4},{1,5}}
+}
+
+ENTRY %main.9 (a: f32[8,64]) -> f32[8,64] {
+  %a = f32[8,64]{1,0} parameter(0)
+  %call = f32[8,64]{1,0} call(%a), to_apply=%body
+  ROOT %all-reduce.3 = f32[8,64]{1,0} all-reduce(%call), to_apply=%add.1
+}
+"""
+
+
+def parameter(path, shape, spec, mesh, **more):
+    """One row, cut as its spec says."""
+    entries = [*(spec or []), *[None] * len(shape)]
+    cuts = [
+        math.prod(mesh[axis] for axis in ([entry] if isinstance(entry, str) else entry or []))
+        for entry, _ in zip(entries, shape, strict=False)
+    ]
+    shard = [size // cut for size, cut in zip(shape, cuts, strict=True)]
+    return {
+        "path": path,
+        "shape": list(shape),
+        "dtype": "float32",
+        "spec": spec,
+        "shard_shape": shard,
+        "bytes_per_device": 4 * math.prod(shard),
+        "bytes_total": 4 * math.prod(shape),
+        "memory_kind": "device",
+        "donated": False,
+        "used": True,
+        **more,
+    }
+
+
+def collective(kind, name, axes, size, **more):
+    return {
+        "kind": kind,
+        "name": name,
+        "computation": "main.9",
+        "dtype": "f32",
+        "shapes": [[8, 64]],
+        "bytes": size,
+        "bytes_moved": size // 2,
+        "group_size": 4,
+        "num_groups": 2,
+        "axes": axes,
+        "in_loop": False,
+        "times": 1,
+        "operation": "jit(step)/mlp/dot_general",
+        "source": "model.py:12",
+        **more,
+    }
+
+
+def report(layers=3, **more):
+    """A report of a model of several layers on 2 × 4 devices."""
+    mesh = {"data": 2, "model": 4}
+    rows = []
+    for i in range(layers):
+        rows += [
+            parameter(f"model.blocks[{i}].up.kernel", (64, 256), [None, "model"], mesh),
+            parameter(f"model.blocks[{i}].up.bias", (256,), ["model"], mesh),
+            parameter(f"model.blocks[{i}].down.kernel", (256, 64), ["model", "data"], mesh),
+            parameter(f"model.blocks[{i}].norm.scale", (64,), [], mesh),
+        ]
+    rows += [
+        parameter("x", (8, 64), [["data", "model"]], mesh, donated=True),
+        parameter("rate", (), None, mesh, used=False, memory_kind=None),
+    ]
+    sizes = {"arguments": 90_000, "outputs": 4096, "temporaries": 200_000, "aliased": 2048}
+    host = {f"host_{name}": 0 for name in (*sizes, "generated_code")}
+    cost = {"flops": 4.2e6, "bytes_accessed": 1.5e6, "transcendentals": None}
+    return {
+        "format": "nnx_sharding.report",
+        "version": 1,
+        "name": "step",
+        "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
+        "platform": "cpu",
+        "device_kind": "cpu",
+        "num_devices": 8,
+        "mesh": {
+            "axes": mesh,
+            "axis_types": dict.fromkeys(mesh, "Auto"),
+            "device_ids": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        },
+        "parameters": rows,
+        "memory": {**sizes, "generated_code": 0, "peak": 292_048, **host},
+        "cost": {
+            "lowered": None,
+            "compiled": {**cost, "stage": "after optimisation, one device"},
+        },
+        "collectives": [
+            collective("all-reduce", "all-reduce.3", ["model"], 2048),
+            collective("all-gather", "all-gather.7", ["data"], 4096, times=3, in_loop=True),
+            collective("all-gather", "all-gather.8", None, 100, times=None, in_loop=True),
+        ],
+        "bounds": {
+            "device": "TPU v5e",
+            "compute_s": 2.1e-8,
+            "memory_s": 1.8e-6,
+            "interconnect_s": 1.4e-7,
+            "bound_by": "memory",
+            "arithmetic_intensity": 2.8,
+            "source": "https://example.org/v5e",
+        },
+        "hlo": HLO,
+        **more,
+    }
+
+
+def comparison(**more):
+    """Three strategies, one of which failed."""
+    small, large = report(), report()
+    large["memory"] = {**large["memory"], "peak": 3 * 2**20}
+    large["collectives"] = large["collectives"][:1]
+    return {
+        "format": "nnx_sharding.comparison",
+        "version": 1,
+        "memory_limit": 2**20,
+        "reports": {"tp": small, "dp": large, "pp": {"error": "ValueError: no axis 'stage'"}},
+        **more,
+    }
+
+
+def empty(**more):
+    """A report in which everything that can be unknown is."""
+    parts = ("mesh", "memory", "bounds", "hlo")
+    lists = {"parameters": [], "collectives": []}
+    cost = {"lowered": None, "compiled": None}
+    return report(**dict.fromkeys(parts), **lists, cost=cost, **more)
+
+
+def nasty():
+    """A report whose every text is an attempt to be taken for something else."""
+    found = copy.deepcopy(report())
+    mesh = {NASTY[0]: 2, NASTY[2]: 4}
+    rows = [parameter(f"model.{text}", (8, 4), [NASTY[2], None], mesh) for text in NASTY]
+    rows += [parameter(f"{text}", (8, 4), [NASTY[0]], mesh, dtype=text) for text in NASTY]
+    found |= {
+        "name": NASTY[1],
+        "made_with": {text: text for text in NASTY},
+        "device_kind": NASTY[2],
+        "mesh": {"axes": mesh, "axis_types": {NASTY[0]: NASTY[3]}, "device_ids": None},
+        "parameters": rows,
+        "collectives": [
+            collective(text, text, [text], 8, operation=text, source=text) for text in NASTY
+        ],
+        "bounds": {**found["bounds"], "device": NASTY[2], "source": NASTY[9]},
+        "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),
+    }
+    return found
+
+
+def large(parameters=5000, hlo_bytes=10_000_000):
+    """A report of a very large program."""
+    mesh = {"data": 2, "model": 4}
+    rows = [
+        parameter(f"model.blocks[{i // 10}].part{i % 10}.kernel", (64, 8), [None, "model"], mesh)
+        for i in range(parameters)
+    ]
+    line = "  %fusion.{} = f32[8,64]{{1,0}} fusion(%p), kind=kLoop, calls=%fused.{}\n"
+    parts, size = [], 0
+    while size < hlo_bytes:
+        body = "".join(line.format(len(parts), i) for i in range(100))
+        parts.append(f"%fused.{len(parts)} (p: f32[8,64]) -> f32[8,64] {{\n{body}}}\n\n")
+        size += len(parts[-1])
+    return report(parameters=rows, hlo="HloModule large\n\n" + "".join(parts))

@@ -1,0 +1,611 @@
+"""``analysis``: flops, bytes, memory and collectives against what is worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import absltest, parameterized
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from models import MLP, P, mesh_of, mlp_specs
+from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding.analysis import (
+    DEVICES,
+    Bounds,
+    Collectives,
+    Cost,
+    Device,
+    Memory,
+    bounds_of,
+    collectives_of,
+    cost_of,
+    device,
+    memory_of,
+)
+from nnx_sharding.analysis.units import bytes_text, count_text, time_text
+from nnx_sharding.inspect import ProgramReport
+
+MESH = mesh_of((2, 4), ("data", "model"))
+F32 = 4
+
+
+def abstract(*shape, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def compiled(fun, *args, **options):
+    return jit(fun, **options).lower(*args).compile()
+
+
+def moved(found):
+    """What a program sends by kind and axes."""
+    assert not found.has_unknown_times
+    sums = {}
+    for one in found:
+        key = (one.kind, one.axes)
+        sums[key] = sums.get(key, 0) + one.total_moved
+    return {key: sent for key, sent in sums.items() if sent}
+
+
+class CostTest(parameterized.TestCase):
+    def test_matmul(self):
+        m, k, n = 64, 32, 48
+        lowered = jit(jnp.matmul).lower(abstract(m, k), abstract(k, n))
+        for cost in (lowered.cost(), lowered.compile().cost()):
+            assert cost.flops == 2 * m * k * n
+            assert cost.bytes_accessed == F32 * (m * k + k * n + m * n)
+            assert cost.transcendentals == 0
+            assert cost.arithmetic_intensity == cost.flops / cost.bytes_accessed
+
+    def test_before_optimisation_of_all_devices_and_after_it_of_one(self):
+        m, k, n = 64, 32, 48
+        specs = (P("data", None), P(None, "model"))
+        fun = jit(jnp.matmul, in_shardings=specs, out_shardings=P("data", "model"), mesh=MESH)
+        lowered = fun.lower(abstract(m, k), abstract(k, n))
+        # XLA counts -1 for each annotation of a sharding.
+        assert 0 <= 2 * m * k * n - lowered.cost().flops <= 3
+        assert lowered.cost().stage == "before optimisation, whole program"
+        own = lowered.compile().cost()
+        assert own.flops == 2 * (m // 2) * k * (n // 4)
+        assert own.bytes_accessed == F32 * (m // 2 * k + k * n // 4 + m // 2 * n // 4)
+        assert own.stage == "after optimisation, one device"
+
+    def test_inside_of_shard_map_counts_as_written(self):
+        specs = (P("data", None), P(None, "model"))
+        fun = shard_map(jnp.matmul, mesh=MESH, in_specs=specs, out_specs=P("data", "model"))
+        lowered = jit(fun).lower(abstract(64, 32), abstract(32, 48))
+        flops = 2 * 32 * 32 * 12
+        assert lowered.compile().cost().flops == flops
+        assert 0 <= flops - lowered.cost().flops <= 3
+
+    def test_transcendentals(self):
+        cost = compiled(jnp.exp, abstract(8, 16)).cost()
+        assert (cost.flops, cost.transcendentals) == (0, 128)
+
+    def test_what_xla_does_not_know(self):
+        raw = {"flops": -1.0, "bytes accessed": math.inf, "transcendentals": math.nan}
+        assert cost_of(raw, "s") == Cost(None, None, None, "s")
+        assert cost_of([{"flops": 3}], "s") == Cost(3.0, 0.0, 0.0, "s")
+        for nothing in (None, {}, [], "?"):
+            assert cost_of(nothing, "s") is None
+        assert Cost(None, 1.0, 0.0, "s").arithmetic_intensity is None
+        assert Cost(1.0, 0.0, 0.0, "s").arithmetic_intensity is None
+        assert "–" in str(Cost(None, 1.0, 0.0, "s"))  # noqa: RUF001
+
+    @parameterized.parameters(False, True)
+    def test_loops_multiplied_out_are_those_written_out(self, gradient):
+        length, batch, width = 6, 16, 32
+
+        def layer(x, kernel):
+            return jnp.tanh(x @ kernel), None
+
+        def loop(kernels, x):
+            return lax.scan(layer, x, kernels)[0].sum()
+
+        def written_out(kernels, x):
+            for kernel in kernels:
+                x, _ = layer(x, kernel)
+            return x.sum()
+
+        args = abstract(length, width, width), abstract(batch, width)
+        change = jax.grad if gradient else lambda fun: fun
+        ours, plain = (compiled(change(fun), *args) for fun in (loop, written_out))
+        once, more, truth = ours.cost(), ours.cost(loops=True), plain.cost()
+        product = 2 * batch * width * width
+        products = 2 * length - 1 + (length if gradient else 0) if gradient else length
+        assert truth.flops >= products * product
+        assert once.flops < truth.flops / 3
+        assert abs(more.flops / truth.flops - 1) < 0.05
+        # What a loop carries is copied, so it reads and writes more than the program without.
+        assert truth.bytes_accessed * 0.9 < more.bytes_accessed < truth.bytes_accessed * 2.5
+        assert more.stage == "after optimisation, one device, loops multiplied out"
+        assert plain.cost(loops=True) == dataclasses.replace(truth, stage=more.stage)
+
+
+def exchange(mesh):
+    """One collective of each kind over the axes of a mesh, on blocks of 8 × 16 floats."""
+    first, *_, last = mesh.axis_names
+    size = mesh.shape[last]
+
+    def block(x):
+        assert x.shape == (8, 16)
+        results = (
+            lax.psum(x, first),
+            lax.psum(x, last),
+            lax.psum(x, mesh.axis_names),
+            lax.all_gather(x, last, tiled=True),
+            lax.psum_scatter(x, first, tiled=True),
+            lax.all_to_all(x, last, 0, 0, tiled=True),
+            lax.ppermute(x, last, [(i, (i + 1) % size) for i in range(size)]),
+        )
+        return [jnp.sum(result * result, keepdims=True) for result in results]
+
+    out_specs = P(mesh.axis_names)
+    return jax.shard_map(
+        block, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=out_specs, check_vma=False
+    )
+
+
+def meshes():
+    devices = np.array(jax.devices())
+    return {
+        "data_model": MESH,
+        "model_data": mesh_of((4, 2), ("model", "data")),
+        "transposed": Mesh(devices.reshape(2, 4).T, ("model", "data")),
+        "three_axes_reversed": Mesh(devices[::-1].reshape(2, 2, 2), ("a", "b", "c")),
+        "with_an_axis_of_one": mesh_of((1, 2, 4), ("pipe", "data", "model")),
+        "shuffled": Mesh(devices[[3, 1, 0, 2, 7, 6, 4, 5]].reshape(2, 4), ("data", "model")),
+        "explicit": mesh_of((2, 4), ("data", "model"), "explicit"),
+        "half": mesh_of((2, 2), ("data", "model")),
+    }
+
+
+class CollectivesTest(parameterized.TestCase):
+    @parameterized.parameters(*meshes())
+    def test_kinds_axes_and_bytes(self, name):
+        mesh = meshes()[name]
+        sharding = NamedSharding(mesh, P(mesh.axis_names))
+        x = abstract(8 * mesh.size, 16, sharding=sharding)
+        with jax.set_mesh(mesh):
+            found = compiled(exchange(mesh), x).collectives()
+        first, *_, last = mesh.axis_names
+        n, m, total = mesh.shape[first], mesh.shape[last], mesh.size
+        block = 8 * 16 * F32
+        axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+        expected = {
+            ("all-reduce", (first,)): 2 * block * (n - 1) // n,
+            ("all-reduce", (last,)): 2 * block * (m - 1) // m,
+            ("all-reduce", axes): 2 * block * (total - 1) // total,
+            ("all-gather", (last,)): block * (m - 1),
+            ("reduce-scatter", (first,)): block * (n - 1) // n,
+            ("all-to-all", (last,)): block * (m - 1) // m,
+            ("collective-permute", (last,)): block,
+        }
+        assert moved(found) == {key: sent for key, sent in expected.items() if sent}
+        sizes = {one.group_size for one in found if one.axes == axes}
+        assert sizes == {total}
+        assert all(one.group_size * one.num_groups == total for one in found)
+        assert found.bytes_moved == sum(expected.values())
+        assert sum(found.by_kind().values()) == sum(found.by_axes().values()) == found.bytes_moved
+        assert len(found.of("all-reduce", *reversed(axes))) == 1
+        assert not found.of("all-gather", first)
+
+    @parameterized.parameters(((8,), ("data",)), ((2, 4), ("data", "model")))
+    def test_data_parallel_gradient(self, shape, names):
+        mesh = mesh_of(shape, names)
+        model = nnx.eval_shape(lambda: MLP(features=16, hidden=32))
+
+        @jit(in_shardings=(P(), P(names)), out_shardings=P(), mesh=mesh)
+        def gradient(model, x):
+            return nnx.grad(lambda model: (model(x) ** 2).sum())(model)
+
+        found = gradient.lower(model, abstract(32, 16)).compile().collectives()
+        parameters = 2 * 16 * 32 * F32
+        assert {one.kind for one in found} == {"all-reduce"}
+        # The compiler may send it along one axis after the other.
+        assert {axis for one in found for axis in one.axes} == set(names)
+        per_axis = {names: sum(one.bytes for one in found if one.axes == names)}
+        for axis in names:
+            per_axis[axis] = sum(one.bytes for one in found if one.axes == (axis,))
+        assert per_axis[names] == parameters or {per_axis[axis] for axis in names} == {parameters}
+
+    @parameterized.parameters("auto", "explicit")
+    def test_megatron(self, kind):
+        mesh = mesh_of((2, 4), ("data", "model"), kind)
+        model = nnx.eval_shape(lambda: MLP(features=16, hidden=32))
+        options = {"in_shardings": (mlp_specs(), P("data")), "mesh": mesh}
+        batch, features = 32, 16
+        x = abstract(batch, features, sharding=NamedSharding(mesh, P("data")))
+
+        def forward(model, x):
+            hidden = nnx.relu(model.up(x))
+            kernel = model.down.kernel[...]
+            data = NamedSharding(mesh, P("data")) if kind == "explicit" else None
+            return jnp.dot(hidden, kernel, out_sharding=data)
+
+        def gradient(model, x):
+            return nnx.grad(lambda model, x: (forward(model, x) ** 2).sum(), argnums=1)(model, x)
+
+        activations = batch // 2 * features * F32
+        [found] = compiled(forward, model, x, **options).collectives()
+        assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("model",), activations)
+        assert found.bytes_moved == 2 * activations * 3 // 4
+        assert (found.times, found.in_loop) == (1, False)
+        assert found.operation.endswith("dot_general")
+        both = compiled(gradient, model, x, **options).collectives()
+        assert [(one.kind, one.axes, one.bytes) for one in both] == [
+            ("all-reduce", ("model",), activations)
+        ] * 2
+
+    def test_fsdp(self):
+        model = nnx.eval_shape(lambda: MLP(features=16, hidden=32))
+        sharding = StateSharding({...: P("data")})
+        mesh = mesh_of((8,), ("data",))
+
+        def gradient(model, x):
+            shards = nnx.state(model)
+
+            def loss(shards):
+                whole = jax.tree.map(lambda one: lax.all_gather(one, "data", tiled=True), shards)
+                hidden = nnx.relu(x @ whole["up"]["kernel"][...])
+                return ((hidden @ whole["down"]["kernel"][...]) ** 2).sum()
+
+            return jax.grad(loss)(shards)
+
+        fun = shard_map(gradient, mesh=mesh, in_specs=(sharding, P("data")), out_specs=P("data"))
+        found = jit(fun).lower(model, abstract(32, 16)).compile().collectives()
+        kernels = 2 * 16 * 32 * F32
+        assert moved(found) == {
+            ("all-gather", ("data",)): kernels * 7 // 8,
+            ("reduce-scatter", ("data",)): kernels * 7 // 8,
+        }
+        assert sum(one.bytes for one in found.of("reduce-scatter")) == kernels
+
+    def test_loops(self):
+        mesh = mesh_of((2, 4), ("data", "model"))
+
+        def block(x, limit):
+            def inner(x, _):
+                return lax.psum(x, "model") * 0.1, None
+
+            def outer(x, _):
+                x = lax.scan(inner, x, None, length=3)[0]
+                return lax.pmean(x, "data"), None
+
+            x = lax.scan(outer, x, None, length=5)[0]
+            return lax.while_loop(
+                lambda x: x[0, 0] < limit, lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)]), x
+            )
+
+        fun = jax.shard_map(
+            block,
+            mesh=mesh,
+            in_specs=(P("data", "model"), P()),
+            out_specs=P("data", "model"),
+            check_vma=False,
+        )
+        found = compiled(fun, abstract(8, 16), abstract()).collectives()
+        told = {(*one.axes, one.kind): (one.times, one.in_loop) for one in found}
+        assert told == {
+            ("model", "all-reduce"): (15, True),
+            ("data", "all-reduce"): (5, True),
+            ("data", "collective-permute"): (None, True),
+        }
+        block = 4 * 4 * F32
+        assert found.has_unknown_times
+        assert found.bytes_moved == 15 * (2 * block * 3 // 4) + 5 * block + block
+        assert "or more" in str(found)
+
+    def test_source_is_the_line_of_the_user_also_through_flax(self):
+        model = nnx.eval_shape(MLP)
+        lines = {}
+
+        def apply(model, x):
+            lines["up"] = inspect.currentframe().f_lineno + 1
+            hidden = model.up(x)
+            lines["down"] = inspect.currentframe().f_lineno + 1
+            return model.down(hidden)
+
+        specs = (mlp_specs(), P("data"))
+        [found] = compiled(
+            apply, model, abstract(8, 4), in_shardings=specs, mesh=MESH
+        ).collectives()
+        assert found.source == f"test_analysis.py:{lines['down']}"
+
+    def test_groups_that_no_axes_explain(self):
+        hlo = "%a = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,4},{3,5},{6,7}}"
+        [found] = collectives_of(hlo, MESH)
+        assert (found.axes, found.group_size, found.num_groups) == (None, 2, 4)
+        [found] = collectives_of(hlo)
+        assert found.axes is None
+        assert "?" in str(found)
+
+    def test_sequence(self):
+        hlo = "%a = f32[8]{0} all-reduce(%x)\n%b = f32[8]{0} all-gather(%x)"
+        found = collectives_of(hlo, {"data": 2})
+        assert (len(found), len(found[:1]), found[1].kind) == (2, 1, "all-gather")
+        assert found[:] == found and hash(found[:]) == hash(found)
+        assert found != Collectives() and found != 1
+        assert str(Collectives()) == "no collectives"
+        assert "all-gather" in str(found) and "Collectives(" in repr(found)
+        with self.assertRaisesRegex(ValueError, "'allreduce' is no kind of collective"):
+            found.of("allreduce")
+
+
+class MemoryTest(parameterized.TestCase):
+    def test_bytes_by_path_are_those_of_the_arrays(self):
+        specs = {nnx.PathContains("up"): P(None, "model"), nnx.PathContains("down"): P("model")}
+
+        @jit(out_shardings=StateSharding({**specs, ...: P()}), mesh=MESH)
+        def create(rngs):
+            model = MLP(rngs)
+            return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+        model, optimizer = create(nnx.Rngs(0))
+        x = jax.device_put(jnp.ones((8, 4)), NamedSharding(MESH, P("data")))
+
+        def step(model, optimizer, x, unused):
+            gradients = nnx.grad(lambda model: (model(x) ** 2).sum())(model)
+            optimizer.update(model, gradients)
+
+        result = compiled(step, model, optimizer, x, jnp.ones(3), donate_argnums=0)
+        memory = result.memory()
+        assert (
+            memory.by_path["model.up.kernel"]
+            == model.up.kernel[...].addressable_shards[0].data.nbytes
+        )
+        state = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), x))
+        own = sorted(array.addressable_shards[0].data.nbytes for array in state)
+        assert sorted(memory.by_path.values()) == own
+        assert "unused" not in memory.by_path
+        assert sum(memory.by_path.values()) == memory.arguments
+        raw = result.memory_analysis()
+        assert memory.outputs == raw.output_size_in_bytes
+        assert memory.temporaries == raw.temp_size_in_bytes
+        assert memory.aliased == raw.alias_size_in_bytes
+        # The kernels are donated, and come back changed.
+        assert memory.aliased == 2 * 4 * 16 // 4 * F32
+        assert (
+            memory.arguments
+            <= memory.peak
+            <= memory.arguments + memory.outputs + memory.temporaries
+        )
+        assert memory.host_arguments == 0
+
+        rows = {row.path: row for row in result.report().parameters}
+        assert not rows["unused"].used and not rows["unused"].donated
+        assert rows["model.up.kernel"].donated and rows["model.up.kernel"].used
+        assert rows["model.up.kernel"].spec == (None, "model")
+        assert rows["model.up.kernel"].shard_shape == (4, 4)
+        assert rows["x"].spec == ("data", None)
+
+    def test_peak_is_what_has_to_be_free(self):
+        class Analysis:
+            argument_size_in_bytes = 10
+            output_size_in_bytes = 6
+            alias_size_in_bytes = 4
+            temp_size_in_bytes = 3
+            generated_code_size_in_bytes = 1
+            host_temp_size_in_bytes = -1
+
+        memory = memory_of(Analysis())
+        assert memory.peak == 10 + 6 - 4 + 3 + 1
+        assert (memory.host_temporaries, memory.host_outputs) == (None, None)
+        Analysis.peak_memory_in_bytes = 12  # without the temporaries
+        assert memory_of(Analysis()).peak == 16
+        Analysis.peak_memory_in_bytes = 20
+        assert memory_of(Analysis()).peak == 20
+        del Analysis.alias_size_in_bytes, Analysis.peak_memory_in_bytes
+        assert memory_of(Analysis()).peak is None
+        assert memory_of(None) is None
+        assert str(Memory()) == "the backend does not tell"
+
+    def test_no_mesh_and_no_arrays(self):
+        result = compiled(lambda: jnp.ones(4))
+        assert result.memory().by_path == {}
+        report = result.report()
+        assert (report.mesh, report.num_devices, report.parameters) == (None, 1, ())
+        assert len(report.collectives) == 0
+        assert ProgramReport.from_json(report.to_json()) == report
+
+    def test_keys_and_scalars(self):
+        result = compiled(lambda key, x: jax.random.normal(key) * x, jax.random.key(0), 2.0)
+        assert result.memory().by_path == {"key": 8, "x": 4}
+        assert result.memory().arguments == 12
+
+    def test_references_and_methods(self):
+        class Model(nnx.Module):
+            def __init__(self):
+                self.kernel = nnx.Param(jnp.ones((16, 16)))
+                self.calls = nnx.BatchStat(jnp.array(0))
+
+            @jit(in_shardings=(None, P("data")), mesh=MESH, static_argnames="factor")
+            def step(self, x, *, factor=2):
+                self.calls[...] += 1
+                return x @ self.kernel * factor
+
+        report = Model().step.lower(abstract(8, 16), factor=3).compile().report()
+        assert report.name == "step"
+        by_path = {"self.calls": 4, "self.kernel": 16 * 16 * F32, "x": 4 * 16 * F32}
+        assert report.memory.by_path == by_path
+
+        result = compiled(lambda ref, x: ref[...] + x, jax.new_ref(jnp.ones(4)), abstract(4))
+        assert result.memory().by_path == {"ref": 16, "x": 16}
+        assert [row.path for row in result.report("other").parameters] == ["ref", "x"]
+        assert result.report("other").name == "other"
+
+
+class BoundsTest(parameterized.TestCase):
+    def test_by_hand(self):
+        own = Device("own", 1e12, 2**30, 1e11, 1e10)
+        found = bounds_of(Cost(4e12, 1e11, 0.0, "s"), 1e10, own)
+        expected = Bounds("own", 4.0, 1.0, 1.0, "compute", 40.0, "")
+        assert found == expected and found.seconds == 4.0
+        assert bounds_of(Cost(1.0, 1e12, 0.0, "s"), 0, own).bound_by == "memory"
+        assert bounds_of(None, 1e10, own).bound_by == "interconnect"
+        assert bounds_of(None, 1e10, own).compute_s is None
+        assert "bound by compute" in str(found)
+
+    def test_of_a_program(self):
+        result = compiled(jnp.matmul, abstract(64, 32), abstract(32, 48))
+        found = result.bounds("tpu v5e")
+        assert found.compute_s == 2 * 64 * 32 * 48 / 197e12
+        assert found.interconnect_s == 0
+        assert found.source == DEVICES["TPU v5e"].source
+        assert result.report(device="H200").bounds.device == "H200"
+        assert result.report().bounds is None
+
+    def test_table(self):
+        for name, found in DEVICES.items():
+            assert found.name == name and found.source.startswith("https://")
+            assert device(name.upper()) is found
+            # A roofline turns between 50 and 1000 flops for each byte on all of them.
+            assert 50 < found.flops / found.memory_bandwidth < 1000
+            assert found.interconnect_bandwidth < found.memory_bandwidth
+        assert device("NVIDIA H100 80GB HBM3").name == "H100 SXM"
+
+    def test_mistakes(self):
+        with self.assertRaisesRegex(ValueError, r"'TPU v5x'\. Did you mean 'TPU v5[ep]'\?.*'H200'"):
+            device("TPU v5x")
+        with self.assertRaisesRegex(ValueError, "no figures for the device 'abacus'. Known"):
+            device("abacus")
+        with self.assertRaisesRegex(ValueError, "not positive: flops = 0, memory_bandwidth = nan"):
+            Device("own", 0, 1, math.nan, 1.0)
+        with self.assertRaisesRegex(TypeError, "a Device or the name of one, not 3"):
+            bounds_of(None, 0, 3)
+
+
+def small_report():
+    def run(x):
+        return x * 2
+
+    with jax.set_mesh(MESH):
+        return compiled(run, abstract(8, 4), in_shardings=P("data")).report(device="TPU v4")
+
+
+class ReportTest(parameterized.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.report = small_report()
+
+    def test_round_trip(self):
+        report = self.report
+        again = ProgramReport.from_json(report.to_json())
+        assert again == report
+        assert again.memory.by_path == report.memory.by_path == {"x": 4 * 4 * F32}
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "report.json")
+            report.save(path)
+            assert ProgramReport.load(path) == report
+
+    def test_content(self):
+        report = self.report
+        data = json.loads(report.to_json())
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 1)
+        assert data["mesh"] == {
+            "axes": {"data": 2, "model": 4},
+            "axis_types": {"data": "Auto", "model": "Auto"},
+            "device_ids": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        }
+        [row] = data["parameters"]
+        assert (row["path"], row["shape"], row["spec"]) == ("x", [8, 4], ["data", None])
+        assert (report.name, report.platform, report.num_devices) == ("run", "cpu", 8)
+        assert data["cost"]["lowered"]["flops"] == 8 * 4
+        assert data["cost"]["compiled"]["flops"] == 4 * 4
+        assert "by_path" not in data["memory"]
+        assert data["hlo"].startswith("HloModule")
+        assert data["bounds"]["device"] == "TPU v4"
+        text = str(report)
+        for part in ("run: 8 × cpu, mesh 'data' (2) × 'model' (4)", "no collectives", "TPU v4"):
+            assert part in text
+
+    def test_summary_of_many_arguments(self):
+        rows = tuple(
+            dataclasses.replace(self.report.parameters[0], path=f"model.p{i}") for i in range(30)
+        )
+        report = dataclasses.replace(
+            self.report, parameters=rows, memory=None, mesh=None, bounds=None
+        )
+        text = str(report)
+        assert "… and 18 more" in text and "the backend does not tell" in text
+
+    @parameterized.parameters(
+        ("[", "it is no JSON"),
+        ("[" * 100_000, "it is no JSON"),
+        ("[]", "it has no format, not 'nnx_sharding.report'"),
+        ('{"format": "x"}', "its format is 'x'"),
+        (
+            '{"format": "nnx_sharding.report", "version": 2}',
+            "has the version 2; .* version 1",
+        ),
+        ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
+        ('{"format": "nnx_sharding.report", "version": 1}', "hlo: missing"),
+    )
+    def test_other_text(self, text, message):
+        with self.assertRaisesRegex(ValueError, message):
+            ProgramReport.from_json(text)
+
+    def test_damage_is_told_all_at_once(self):
+        data = self.report.as_dict()
+        data["name"] = 3
+        data["extra"] = 1
+        data["num_devices"] = True
+        data["parameters"][0]["shape"] = [8, "4"]
+        data["parameters"][0]["spec"] = 7
+        del data["memory"]["peak"]
+        data["cost"]["compiled"]["flops"] = "many"
+        data["bounds"]["bound_by"] = "luck"
+        data["collectives"] = [{"kind": "all-reduce"}]
+        with self.assertRaises(ValueError) as caught:
+            ProgramReport.from_dict(data)
+        for line in (
+            "extra: not known",
+            "name: 3 is no string",
+            "num_devices: True is no integer",
+            "parameters[0].shape[1]: '4' is no integer",
+            "parameters[0].spec: 7 is no list",
+            "memory.peak: missing",
+            "cost.compiled.flops: 'many' is no number",
+            "bounds.bound_by: 'luck' is no one of",
+            "collectives[0].bytes: missing",
+        ):
+            assert line in str(caught.exception), line
+
+    @parameterized.parameters([[[0, 1], [2, 3]]], [[0, 1]], [[["0"] * 4] * 2], ["0"])
+    def test_device_ids_that_are_no_mesh(self, ids):
+        data = self.report.as_dict()
+        data["mesh"]["device_ids"] = ids
+        with self.assertRaisesRegex(ValueError, "device_ids"):
+            ProgramReport.from_dict(data)
+        data["mesh"]["device_ids"] = None
+        assert ProgramReport.from_dict(data).mesh.device_ids is None
+
+    def test_file_in_the_message(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "report.json")
+            with self.assertRaises(FileNotFoundError):
+                ProgramReport.load(path)
+            path.write_text("{}")
+            with self.assertRaisesRegex(ValueError, "report.json: this is no report"):
+                ProgramReport.load(path)
+
+    def test_units(self):
+        assert bytes_text(1536) == "1.50 KiB"
+        assert count_text(4_190_000) == "4.19 M"
+        assert time_text(0.0125) == "12.5 ms"
+
+
+if __name__ == "__main__":
+    absltest.main()

@@ -1,0 +1,57 @@
+"""Checkpoints of several processes, read by others; a training that is killed goes on."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+import signal
+import sys
+
+import pytest
+from absl.testing import absltest
+
+from nnx_sharding.command.main import main
+
+WORKER = pathlib.Path(__file__).parent / "processes" / "checkpoint.py"
+sys.path.append(str(WORKER.parent))
+
+import checkpoint  # noqa: E402
+
+
+class CheckpointProcessesTest(absltest.TestCase):
+    @pytest.fixture(autouse=True)
+    def _surroundings(self, tmp_path, capfd):
+        self.folder, self.capfd = tmp_path, capfd
+
+    def launch(self, processes, *words, code=0):
+        options = ["--processes", processes, "--devices-per-process", 8 // processes]
+        found = main(["launch", "--timeout", "100", *map(str, [*options, WORKER, *words])])
+        out, err = self.capfd.readouterr()
+        self.assertEqual(found, code, out + err)
+        return out
+
+    def test_other_numbers_of_processes(self):
+        checkpoint.write(self.folder / "1")
+        checkpoint.read(self.folder / "1")
+        shutil.copytree(self.folder / "1", self.folder / "damaged")
+        checkpoint.damage(self.folder / "damaged")
+        checkpoint.refuse(self.folder / "damaged")
+        self.launch(2, "exchange", self.folder, "1")
+        self.launch(4, "exchange", self.folder, "2")
+        checkpoint.read(self.folder / "2")
+        checkpoint.read(self.folder / "4")
+
+    def test_a_killed_training_goes_on(self):
+        whole, killed = self.folder / "whole", self.folder / "killed"
+        self.launch(2, "die", killed, code=128 + signal.SIGKILL)
+        out = self.launch(2, "train", whole, killed)
+        (first, want), (start, losses) = map(json.loads, re.findall(r"^\[0\] (\[.*\])$", out, re.M))
+        self.assertEqual((first, len(set(want))), (0, checkpoint.STEPS))
+        self.assertIn(start, (3, 4))
+        self.assertEqual(losses, want[start:])
+
+
+if __name__ == "__main__":
+    absltest.main()

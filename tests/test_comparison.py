@@ -1,0 +1,440 @@
+"""``compare`` and ``diff``: against placed arrays, and layouts worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from models import MLP, P, mesh_of
+from nnx_sharding import _compat, jit
+from nnx_sharding.analysis import device
+from nnx_sharding.inspect import (
+    Change,
+    Changes,
+    Comparison,
+    Failure,
+    Strategy,
+    compare,
+    diff,
+    planning_mesh,
+)
+from nnx_sharding.inspect.limits import read_bytes
+from nnx_sharding.partition import fsdp, replicated, sharded_init, tensor_parallel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import plan_7b
+
+F32 = 4
+WIDTH, HIDDEN, ROWS = 64, 256, 512
+KERNELS = 2 * WIDTH * HIDDEN * F32
+
+
+def make():
+    return MLP(nnx.Rngs(0), WIDTH, HIDDEN)
+
+
+def apply(model, x):
+    return model(x)
+
+
+def dp(model, x):
+    return replicated(model), P("data")
+
+
+def cut(model, x):
+    return fsdp(model, min_size=0), P("data")
+
+
+def megatron(model, x):
+    return tensor_parallel(model), P("data")
+
+
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+
+
+@functools.cache
+def planned():
+    """Four strategies for 256 devices, one of which fails."""
+    return compare(
+        {
+            "dp": dp,
+            "fsdp": cut,
+            "tp": Strategy(megatron, mesh=AbstractMesh((64, 4), ("data", "model"))),
+            "typo": (P("modle"), P("data")),
+        },
+        apply,
+        nnx.eval_shape(make),
+        X,
+        mesh={"data": 256},
+        memory_limit="150 KiB",
+    )
+
+
+def folder_of(test):
+    """A folder that is gone after the test."""
+    return Path(test.enterContext(tempfile.TemporaryDirectory()))
+
+
+class CompareTest(parameterized.TestCase):
+    def test_arguments_are_those_worked_out_by_hand(self):
+        arguments = {name: own["arguments"] for name, own in planned().figures.items()}
+        rows = ROWS * WIDTH * F32
+        assert arguments == {
+            "dp": KERNELS + rows // 256,
+            "fsdp": KERNELS // 256 + rows // 256,
+            "tp": KERNELS // 4 + rows // 64,
+        }
+
+    def test_collectives_are_those_worked_out_by_hand(self):
+        sent = planned().sent_by_axes
+        assert sent["dp"] == {}
+        # One sum of the output, over rings of 4: each device sends 2 · 3/4 of its rows.
+        own_rows = ROWS // 64 * WIDTH * F32
+        assert sent["tp"] == {("model",): 2 * own_rows * 3 // 4}
+        assert set(sent["fsdp"]) == {("data",)}
+        assert planned().figures["tp"]["sent"] == sent["tp"]["model",]
+
+    def test_which_fit(self):
+        found = planned()
+        assert found.memory_limit == 150 * 1024
+        # What fsdp keeps is least of all, but it gathers both kernels.
+        assert found.figures["fsdp"]["arguments"] < 2000 and KERNELS < 150 * 1024
+        assert [found.fits(name) for name in found.reports] == [True, False, True, False]
+        assert found.fitting == ("dp", "tp")
+        assert found.best("sent") == "dp" and found.best("arguments") == "tp"
+        assert found.best("bound") is None  # nobody named a device
+        one = dataclasses.replace(found, memory_limit=1)
+        assert one.fitting == () and one.best("peak") is None
+        assert dataclasses.replace(found, memory_limit=None).fitting == ("dp", "fsdp", "tp")
+        with pytest.raises(KeyError):
+            found.fits("pp")
+        with pytest.raises(ValueError, match="the columns are"):
+            found.best("price")
+
+    def test_what_fails_keeps_its_error(self):
+        failure = planned().reports["typo"]
+        assert isinstance(failure, Failure)
+        assert failure.error.startswith("ValueError: ")
+        assert "the mesh has no axis 'modle'" in failure.error
+        assert "typo failed: ValueError: " in str(planned())
+        assert "typo" not in planned().figures and set(planned().seconds) == set(planned().reports)
+
+    def test_figures_are_those_of_the_devices_that_are_here(self):
+        mesh = mesh_of((8,), ("data",))
+        found = compare({"fsdp": cut}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh)
+        assert found.reports["fsdp"].mesh.device_ids == [device.id for device in jax.devices()]
+        [model] = [sharded_init(make, lambda model: fsdp(model, mesh, min_size=0), mesh)]
+        held = sum(
+            leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))
+        )
+        assert found.figures["fsdp"]["arguments"] == held + ROWS * WIDTH * F32 // 8
+        own = jit(apply, in_shardings=(fsdp(model, mesh, min_size=0), P("data")), mesh=mesh)
+        expected = own.lower(model, X).compile().report()
+        for part in ("parameters", "memory", "cost", "mesh"):
+            assert getattr(found.reports["fsdp"], part) == getattr(expected, part)
+
+    def test_given_objects_are_left_alone(self):
+        model = make()
+        before = model.up.kernel[...]
+        with jax.set_mesh(mesh_of((8,), ("data",))):
+            found = compare({"dp": dp}, apply, model, X)  # the mesh in context
+        assert model.up.kernel[...] is before and before.sharding.num_devices == 1
+        assert found.reports["dp"].num_devices == 8
+
+    def test_shared_and_static_arguments(self):
+        def fun(pair, name, x):
+            assert name == "relu" and pair[0] is pair[1]
+            return pair[0](x)
+
+        model = make()
+        found = compare(
+            {"dp": (None, P("data"))}, fun, [model, model], "relu", X, mesh={"data": 2},
+            static_argnames="name",
+        )  # fmt: skip
+        assert found.figures["dp"]["arguments"] == KERNELS + ROWS * WIDTH * F32 // 2
+
+    def test_device_gives_bounds_and_limit(self):
+        found = planned().judged(device="TPU v5e")
+        own = device("TPU v5e")
+        assert found.memory_limit == own.memory_bytes and found.fitting == ("dp", "fsdp", "tp")
+        for name, figures in found.figures.items():
+            bounds = found.reports[name].bounds
+            assert bounds.compute_s == figures["flops"] / own.flops
+            assert bounds.interconnect_s == figures["sent"] / own.interconnect_bandwidth
+            assert figures["bound"] == bounds.seconds > 0
+        assert found.judged(memory_limit="1 KB").memory_limit == 1000
+        assert "the least time on TPU v5e" in str(found)
+
+    def test_json(self):
+        found = planned()
+        again = Comparison.from_json(found.to_json())
+        assert again == found
+        data = json.loads(found.to_json())
+        assert (data["format"], data["version"]) == ("nnx_sharding.comparison", 1)
+        assert data["reports"]["typo"] == {"error": found.reports["typo"].error}
+        file = folder_of(self) / "plan.json"
+        found.save(file)
+        assert Comparison.load(file) == found
+
+    def test_text(self):
+        lines = str(planned()).splitlines()
+        assert lines[0].split()[:5] == ["strategy", "mesh", "peak", "arguments", "sent"]
+        assert lines[1].startswith("dp        data 256") and lines[1].endswith("yes")
+        assert lines[2].startswith("fsdp      data 256") and lines[2].endswith("no")
+        assert lines[3].startswith("tp        data 64 × model 4") and " * " in lines[3]
+        only = Comparison({"a": Failure("ValueError: x\ny")})
+        assert str(only) == "a failed: ValueError: x\n  y"
+
+    def test_notebook(self):
+        html = planned()._repr_html_()
+        assert "typo" in html and "fsdp" in html
+
+    @parameterized.named_parameters(
+        ("no_json", "{", "no JSON"),
+        ("no_object", "[]", "its format is None"),
+        ("report", '{"format": "nnx_sharding.report"}', "its format is 'nnx_sharding.report'"),
+        ("version", '{"format": "nnx_sharding.comparison", "version": 2}', "reads version 1"),
+        ("bool", '{"format": "nnx_sharding.comparison", "version": true}', "version True"),
+        (
+            "parts",
+            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": "x", "more": 1}',
+            "more: not known\n  memory_limit: 'x' is no integer\n  reports: missing",
+        ),
+        (
+            "damaged",
+            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": null, '
+            '"reports": {"dp": {"format": "nnx_sharding.report", "version": 1}}}',
+            "reports.dp: ",
+        ),
+    )
+    def test_bad_json(self, text, message):
+        with pytest.raises(ValueError) as caught:
+            Comparison.from_json(text)
+        assert message in str(caught.value)
+        file = folder_of(self) / "bad.json"
+        file.write_text(text)
+        with pytest.raises(ValueError) as caught:
+            Comparison.load(file)
+        assert str(caught.value).startswith(f"{file}: ")
+
+    @parameterized.named_parameters(
+        ("no_mapping", [dp], {}, TypeError, "are a mapping"),
+        ("none", {}, {}, ValueError, "no strategies"),
+        ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is no size"),
+        ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size is"),
+        ("device", {"dp": dp}, {"device": "TPU v5q"}, ValueError, "Did you mean"),
+        ("shardings", {"dp": dp}, {"in_shardings": None}, TypeError, "of its own"),
+    )
+    def test_bad_arguments(self, strategies, options, error, message):
+        with pytest.raises(error, match=message):
+            compare(strategies, apply, None, X, **options)
+
+    def test_bad_function(self):
+        with pytest.raises(TypeError, match="give the function itself"):
+            compare({"dp": dp}, jit(apply), None, X)
+        with pytest.raises(TypeError, match="needs a function"):
+            compare({"dp": dp}, 3, None, X)
+
+    def test_bad_reports(self):
+        with pytest.raises(ValueError, match="nothing to compare"):
+            Comparison({})
+        with pytest.raises(TypeError, match="'a': 3\n  'b': 'x'"):
+            Comparison({"a": 3, "b": "x"})
+
+
+class PlanningMeshTest(parameterized.TestCase):
+    def test_devices_that_are_here_come_first(self):
+        assert planning_mesh({"a": 2, "b": 4}).devices.size == 8
+        assert list(planning_mesh({"a": 4}).devices.flat) == jax.devices()[:4]
+        assert planning_mesh({"a": -1}).shape == {"a": 8}
+        own = mesh_of((2, 4), ("a", "b"))
+        assert planning_mesh(own) is own
+
+    def test_more_than_there_are(self):
+        types = (AxisType.Explicit, AxisType.Auto)
+        mesh = planning_mesh(AbstractMesh((3, 5), ("a", "b"), axis_types=types))
+        assert isinstance(mesh, Mesh) and dict(mesh.shape) == {"a": 3, "b": 5}
+        assert mesh.axis_types == types
+        assert not {*mesh.devices.flat} & {*jax.devices()}
+        assert planning_mesh({"a": 15}).devices.flat[0] is mesh.devices.flat[0]  # made once
+        assert jax.device_count() == 8
+
+    def test_refused(self):
+        with pytest.raises(TypeError, match="sizes of its axes by name"):
+            planning_mesh((8, 4))
+        with pytest.raises(TypeError, match="no integers"):
+            planning_mesh({"a": "8"})
+        with pytest.raises(ValueError, match="size 0"):
+            planning_mesh({"a": 0})
+
+    def test_a_release_without_them(self):
+        make_client, _compat._make_cpu_client = _compat._make_cpu_client, None
+        _compat.virtual_cpu_devices.cache_clear()
+        try:
+            with pytest.raises(RuntimeError, match="--devices 17"):
+                planning_mesh({"a": 17})
+        finally:
+            _compat._make_cpu_client = make_client
+            _compat.virtual_cpu_devices.cache_clear()
+
+
+class LimitsTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (0, 0), (7, 7), ("7", 7), ("1KiB", 1024), ("1 kb", 1000), ("2 GiB", 2**31), ("16G", 16e9),
+        ("1.5 MiB", 3 * 2**19), (".5 TB", 5e11), ("3 b", 3), (" 4 KIB ", 4096),
+    )  # fmt: skip
+    def test_read(self, text, expected):
+        assert read_bytes(text) == expected
+
+    @parameterized.parameters("", "GiB", "-1", "1 XB", "1 GiB 2", "1e3", "nan", -3, "1,5 GB")
+    def test_refused(self, text):
+        with pytest.raises(ValueError, match="is no size"):
+            read_bytes(text)
+
+    @parameterized.parameters(1.5, None, True, b"1")
+    def test_other_types(self, value):
+        with pytest.raises(TypeError, match="a size is"):
+            read_bytes(value)
+
+
+class DiffTest(parameterized.TestCase):
+    def test_nothing_changed(self):
+        changes = diff(planned(), Comparison.from_json(planned().to_json()))
+        assert list(changes) == []
+        assert str(changes) == "no changes"
+
+    def test_reports(self):
+        before, after = planned().reports["dp"], planned().reports["fsdp"]
+        changes = diff(before, after)
+        by_name = {change.name: change for change in changes}
+        kernel = by_name["model.up.kernel"]
+        assert kernel.before == "float32[64,256] P(None, None)"
+        assert kernel.after == "float32[64,256] P(None, 'data')"
+        assert kernel.relative is None
+        memory = by_name["arguments"]
+        assert (memory.before, memory.after) == (before.memory.arguments, after.memory.arguments)
+        assert memory.relative == memory.after / memory.before - 1 < 0
+        gathers = by_name["all-gather over data: number"]
+        assert gathers.before == 0 and gathers.after > 0 and gathers.relative == math.inf
+        assert "x" not in by_name  # it is as it was
+        assert memory not in changes.grown() and gathers in changes.grown(10)
+        back = diff(after, before)
+        assert {(c.name, c.before, c.after) for c in back} == {
+            (c.name, c.after, c.before) for c in changes
+        }
+        text = str(changes)
+        assert "model.up.kernel: float32[64,256] P(None, None) → " in text
+        assert "all-gather over data: number: 0 → " in text and "(from nothing)" in text
+        assert json.loads(changes.to_json())["changes"][0]["kind"] == changes[0].kind
+
+    def test_parameters_added_and_removed(self):
+        report = planned().reports["dp"]
+        less = dataclasses.replace(report, parameters=report.parameters[1:])
+        path = report.parameters[0].path
+        [removed], [added] = diff(report, less), diff(less, report)
+        assert (removed.name, removed.after) == (path, None)
+        assert (added.name, added.before) == (path, None)
+        assert str(added).startswith(f"{path}: none → float32[")
+
+    def test_versions_are_told_and_are_no_change(self):
+        report = planned().reports["dp"]
+        other = dataclasses.replace(report.made_with, jax="0.99")
+        changes = diff(report, dataclasses.replace(report, made_with=other))
+        assert not changes
+        assert changes.made_with == {"jax": (jax.__version__, "0.99")}
+        assert str(changes) == f"made with jax {jax.__version__} → 0.99\nno changes"
+
+    def test_threshold(self):
+        report = planned().reports["dp"]
+        cost = dataclasses.replace(report.cost.compiled, flops=report.cost.compiled.flops * 1.04)
+        costs = dataclasses.replace(report.cost, compiled=cost)
+        changed = dataclasses.replace(report, cost=costs)
+        [change] = diff(report, changed)
+        assert change.name == "flops" and math.isclose(change.relative, 0.04)
+        assert not diff(report, changed, threshold=0.05)
+        assert not diff(report, changed).grown(0.05) and diff(report, changed).grown(0.03)
+        assert "(+4.0%)" in str(change)
+
+    def test_comparisons(self):
+        before = planned()
+        reports = dict(before.reports)
+        reports["typo"] = reports["tp"]
+        reports["new"] = reports["dp"]
+        reports["dp"] = reports["fsdp"]
+        del reports["tp"]
+        changes = diff(before, Comparison(reports))
+        outcomes = {c.strategy: (c.before, c.after) for c in changes if c.name == "outcome"}
+        assert outcomes["tp"] == ("compiled", None) and outcomes["new"] == (None, "compiled")
+        assert outcomes["typo"][0].startswith("failed: ValueError") and outcomes["typo"][1]
+        assert {c.strategy for c in changes} == {"dp", "tp", "typo", "new"}
+        assert "dp: memory of one device" in str(changes)
+
+    def test_files(self):
+        folder = folder_of(self)
+        planned().save(folder / "plan.json")
+        planned().reports["dp"].save(folder / "dp.json")
+        assert not diff(folder / "plan.json", str(folder / "plan.json"))
+        with pytest.raises(ValueError, match="two reports or two comparisons"):
+            diff(folder / "plan.json", folder / "dp.json")
+        (folder / "bad.json").write_text("{")
+        with pytest.raises(ValueError, match=r"bad\.json: "):
+            diff(folder / "plan.json", folder / "bad.json")
+        with pytest.raises(OSError):
+            diff(folder / "plan.json", folder / "missing.json")
+
+    @parameterized.parameters(-0.1, float("nan"), "5%")
+    def test_bad_threshold(self, threshold):
+        with pytest.raises(ValueError, match="threshold is a part"):
+            diff(planned(), planned(), threshold=threshold)
+        with pytest.raises(ValueError, match="threshold is a part"):
+            Changes([Change("memory", "peak", 1, 2)]).grown(threshold)
+
+    def test_bad_types(self):
+        with pytest.raises(TypeError, match="the path of a file"):
+            diff(planned(), 3)
+
+
+class ExampleTest(parameterized.TestCase):
+    CONFIG = plan_7b.Config(
+        vocabulary=64, features=32, hidden=96, heads=4, layers=2, context=16, batch=16
+    )
+
+    def test_seven_billion(self):
+        features, hidden, vocabulary = 4096, 11008, 32000
+        layer = 4 * features**2 + 3 * features * hidden + 2 * features
+        count = 32 * layer + 2 * vocabulary * features + features
+        assert plan_7b.size_of(plan_7b.Config()) == count == 6_738_415_616
+
+    def test_plan(self):
+        all_ways = plan_7b.strategies({"data": 16}, {"data": 8, "model": 2})
+        assert list(all_ways) == ["dp", "zero1", "fsdp", "tp × fsdp"]
+        found = plan_7b.plan(self.CONFIG, {"dp": all_ways["dp"]})
+        arguments = {name: own["arguments"] for name, own in found.figures.items()}
+        # Parameters and two moments of each, two counts of steps, and a part of the tokens.
+        count = plan_7b.size_of(self.CONFIG)
+        assert arguments["dp"] == 12 * count + 2 * 4 + 17 * 4
+        assert found.sent_by_axes["dp"]["data",] > 0
+        # What the loop over the layers sends counts as often as it runs.
+        assert {one.times for one in found.reports["dp"].collectives} == {1, 2}
+        # What donated arguments take is not needed twice; all else is in the peak.
+        memory = found.reports["dp"].memory
+        assert memory.peak >= memory.arguments + memory.temporaries
+        assert "count the body of a loop once" in str(found)
+
+
+if __name__ == "__main__":
+    absltest.main()

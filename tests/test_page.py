@@ -1,0 +1,527 @@
+"""The HTML page: what is in the file, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import re
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reports
+from models import MLP, P, mesh_of, mlp_specs
+from nnx_sharding import jit
+from nnx_sharding.inspect import ProgramReport, parameter_table
+from nnx_sharding.inspect.page import html_page, write_html
+from nnx_sharding.partition import check_sharding
+
+MIB = 2**20
+
+
+class Parsed(html.parser.HTMLParser):
+    """The elements of a page, the content of its scripts, and all other text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts, self.text = [], [], ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, attrs))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] == "script":
+            self.scripts[-1] += data
+        self.text += data
+
+
+def real_report():
+    """The report of a compiled MLP on 2 × 4 devices."""
+    mesh = mesh_of((2, 4), ("data", "model"))
+    forward = jit(MLP.__call__, in_shardings=(mlp_specs(), P("data")), mesh=mesh)
+    compiled = forward.lower(MLP(), jax.ShapeDtypeStruct((8, 4), jnp.float32)).compile()
+    return compiled.report(name="forward", device="TPU v5e")
+
+
+# The file
+
+
+@pytest.mark.parametrize("make", [reports.report, reports.empty, reports.large])
+def test_the_reports_here_are_what_is_written(make):
+    data = make()
+    assert ProgramReport.from_dict(json.loads(json.dumps(data))).as_dict() == data
+
+
+@given(st.lists(st.text(), min_size=1, max_size=4))
+def test_any_text_stays_text(texts):
+    plain = reports.report(parameters=[], collectives=[], hlo="")
+    mesh = {"data": 2}
+    rows = [reports.parameter(text, (2,), ["data"], mesh) for text in texts]
+    moves = [reports.collective(text, text, [text], 8) for text in texts]
+    data = {**plain, "name": "".join(texts), "parameters": rows, "collectives": moves}
+    data["hlo"] = "\n".join(texts)
+    page = Parsed(html_page(data))
+    assert json.loads(page.scripts[0]) == data
+    # Only rows and cells, of which the summary has more.
+    own = Parsed(html_page(plain))
+    allowed = {tag for tag, _ in own.tags} | {
+        "b",
+        "span",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    }
+    assert {tag for tag, _ in page.tags} <= allowed
+    assert [tag for tag, _ in page.tags].count("script") == 2
+
+
+@pytest.mark.parametrize("text", reports.NASTY)
+def test_nasty_text_ends_nothing(text):
+    found = html_page({**reports.nasty(), "name": text}, title=text)
+    page = Parsed(found)
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert json.loads(page.scripts[0])["name"] == text
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', found, re.S)[1]
+    assert data.isascii()
+    assert not set("<>&") & set(data)
+    found.encode()  # lone surrogates could not be written
+
+
+def test_numbers_that_json_has_not():
+    bounds = {**reports.report()["bounds"], "compute_s": float("inf"), "memory_s": float("nan")}
+    page = Parsed(html_page(reports.report(bounds=bounds)))
+    assert json.loads(page.scripts[0])["bounds"]["compute_s"] is None
+
+
+def test_same_page_each_time():
+    assert html_page(reports.report()) == html_page(reports.report())
+
+
+def test_title():
+    assert "<title>step</title>" in html_page(reports.report())
+    assert "<title>3 strategies compared</title>" in html_page(reports.comparison())
+    assert "<title>a &amp; b</title>" in html_page(reports.report(), title="a & b")
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (5, TypeError, "not 5"),
+        ([], TypeError, "a report is"),
+        ({}, ValueError, "format None"),
+        ({"format": "nnx_sharding.report", "version": 2}, ValueError, "version 2"),
+        ({"format": "other", "version": 1}, ValueError, "'other'"),
+    ],
+)
+def test_what_is_no_report(data, error, message, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    with pytest.raises(error, match=message):
+        write_html(path, data)
+    assert path.read_text() == "before"
+
+
+def test_fragments_for_notebooks():
+    report = real_report()
+    mesh = mesh_of((2, 4), ("data", "model"))
+    table = parameter_table({"<b>": jnp.ones((4,)), "up": jnp.ones((2, 2))})
+    checked = check_sharding(MLP(), mlp_specs("modle"), mesh)
+    for shown, texts in (
+        (report, ["forward", "TPU v5e", "all-reduce"]),
+        (checked, ["Problems", "did you mean", "up/kernel"]),
+    ):
+        page = shown._repr_html_()
+        for text in texts:
+            assert text in page
+    page = table._repr_html_()
+    assert "&lt;b&gt;" in page and "<b>&lt;" not in page and "16 bytes" in page
+    assert "script" not in page
+
+
+# The browser
+
+
+def chromium():
+    """Where the browser is; the tests are skipped without one, unless it is required."""
+    return os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    required = os.environ.get("NNX_SHARDING_BROWSER") == "required"
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        if required:
+            raise
+        pytest.skip("Playwright is not installed: pip install playwright")
+    if chromium() is None:
+        if required:
+            pytest.fail("NNX_SHARDING_BROWSER=required, but there is no chromium")
+        pytest.skip("there is no chromium; its path can be given in CHROMIUM")
+    with sync_playwright() as playwright:
+        # Chromium refuses its sandbox to root, as whom containers run.
+        started = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Page:
+    """A page in a tab of its own, with all that it complained of or asked the network for."""
+
+    def __init__(self, browser, folder, data, *, width=1280, **options):
+        path = folder / "page.html"
+        write_html(path, data)
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        self.context.set_default_timeout(10_000)  # milliseconds
+        self.tab = self.context.new_page()
+        self.faults, self.requests = [], []
+        self.tab.on("console", lambda message: self.faults.append(message.text))
+        self.tab.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.tab.on("request", lambda request: self.requests.append(request.url))
+        self.tab.goto(path.as_uri())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.context.close()
+        if error[0] is None:
+            assert self.faults == []
+            assert [url for url in self.requests if not url.startswith(("file:", "data:"))] == []
+
+    def search(self, label, text):
+        self.tab.get_by_placeholder(label).fill(text)
+        self.tab.wait_for_timeout(250)  # the page waits for the end of typing
+
+    def rows(self, section):
+        """The names of the rows that a table shows."""
+        names = self.tab.locator(f"#{section} table.cards > tbody > tr > th")
+        return [name.strip() for name in names.all_inner_texts()]
+
+    def told(self, section):
+        return self.tab.locator(f"#{section} output").inner_text()
+
+    def overflows(self):
+        return self.tab.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+
+
+def test_parameters(browser, tmp_path):
+    data = reports.report()
+    paths = [row["path"] for row in data["parameters"]]
+    with Page(browser, tmp_path, data) as page:
+        tab = page.tab
+        assert tab.locator("h1").inner_text() == "step"
+        # The tree: only its first level is open.
+        assert page.rows("parameters") == ["model.blocks", "[0]", "[1]", "[2]", "x", "rate"]
+        tab.get_by_role("button", name="[1]", exact=True).click()
+        assert page.rows("parameters")[2:5] == ["[1]", ".up", ".down.kernel"]
+        tab.get_by_role("button", name="[1]", exact=True).press("Enter")
+        assert page.rows("parameters")[2:4] == ["[1]", "[2]"]
+        # Searching opens what is found.
+        page.search("Search arrays", "UP kernel")
+        assert page.rows("parameters") == ["model.blocks", *(f"[{i}].up.kernel" for i in range(3))]
+        assert page.told("parameters") == "3 of 14 arrays"
+        tab.get_by_role("radio", name="List").check()
+        assert page.rows("parameters") == [path for path in paths if path.endswith("up.kernel")]
+        sums = tab.locator("#parameters tfoot data").evaluate_all("all => all.map((n) => n.value)")
+        assert sums == [str(3 * 64 * 64 * 4), str(3 * 64 * 256 * 4)]
+        page.search("Search arrays", "")
+        assert page.rows("parameters") == paths
+        # Sorting, by keyboard, too: first the largest, then the smallest.
+        by_size = sorted(data["parameters"], key=lambda row: -row["bytes_per_device"])
+        header = tab.locator("#parameters thead").get_by_role("button", name="Bytes/device")
+        header.focus()
+        tab.keyboard.press("Enter")
+        assert page.rows("parameters") == [row["path"] for row in by_size]
+        tab.keyboard.press("Enter")
+        by_size.sort(key=lambda row: row["bytes_per_device"])
+        assert page.rows("parameters") == [row["path"] for row in by_size]
+        sorted_by = tab.locator("#parameters th[aria-sort]")
+        assert sorted_by.get_attribute("aria-sort") == "ascending"
+        # Only what both axes cut.
+        tab.get_by_role("button", name=re.compile(r"^data \+ model")).click()
+        assert set(page.rows("parameters")) == {p for p in paths if "down" in p} | {"x"}
+        # What each device holds.
+        tab.get_by_role("button", name="x", exact=True).click()
+        held = tab.locator("#parameters .held td").all_inner_texts()
+        assert [text.split() for text in held if text] == [
+            [str(i), f"[{i}:{i + 1},", ":]"] for i in range(8)
+        ]
+
+
+def test_collectives_program_and_colours(browser, tmp_path):
+    with Page(browser, tmp_path, reports.report(), color_scheme="light") as page:
+        tab = page.tab
+        sums = tab.locator("#collectives .scroll tfoot data").evaluate_all(
+            "all => all.map((n) => Number(n.value))"
+        )
+        # 2048 / 2 once over model, 4096 / 2 three times over data, 100 / 2 at least once.
+        assert sums == [1024, 3 * 2048, 50, 1024 + 3 * 2048 + 50]
+        header = tab.locator("#collectives thead").get_by_role("button", name="Sent per device")
+        header.click()
+        assert page.tab.locator("#collectives .link").all_inner_texts() == [
+            "all-gather.7",
+            "all-reduce.3",
+            "all-gather.8",
+        ]
+        # The program is folded until someone opens it, the entry first.
+        heads = tab.locator("#program summary .path").all_inner_texts()
+        assert heads == ["%main.9 entry", "Header", "%add.1", "%body"]
+        assert tab.locator("#program .line").count() == 0
+        tab.get_by_text("%add.1", exact=True).click()
+        tab.locator("#program .line").first.wait_for()
+        body = reports.HLO.split("\n\n")[1].splitlines()
+        assert tab.locator("#program .line").all_inner_texts() == body
+        numbers = tab.locator("#program .line").evaluate_all(
+            "all => all.map((n) => n.dataset.number)"
+        )
+        assert numbers == [str(3 + i) for i in range(len(body))]
+        # Only lines with what is searched, which no longer is a pattern.
+        page.search("Search the program", "f32[] PARAMETER(")
+        assert page.told("program") == "2 found in 1 part"
+        tab.locator("#program mark").first.wait_for()
+        assert tab.locator("#program mark").all_inner_texts() == ["f32[] parameter("] * 2
+        tab.get_by_role("button", name="Show all lines").click()
+        assert tab.locator("#program .line").count() == len(body)
+        # From a collective to its instruction.
+        tab.get_by_role("button", name="all-reduce.3").click()
+        tab.locator("#program mark").first.wait_for()
+        assert tab.locator("#program mark").all_inner_texts() == ["all-reduce.3 ="]
+        # The colours.
+        shade = "getComputedStyle(document.body).backgroundColor"
+        light = tab.evaluate(shade)
+        tab.get_by_role("radio", name="Dark").check()
+        dark = tab.evaluate(shade)
+        assert light != dark
+        tab.reload()
+        assert tab.evaluate(shade) == dark  # the choice is kept
+        tab.get_by_role("radio", name="Auto").check()
+        assert tab.evaluate(shade) == light
+        tab.emulate_media(color_scheme="dark")
+        assert tab.evaluate(shade) == dark
+
+
+def test_comparison(browser, tmp_path):
+    with Page(browser, tmp_path, reports.comparison()) as page:
+        tab = page.tab
+        lines = tab.locator("#comparison tbody > tr").all_inner_texts()
+        assert len(lines) == 3
+        # dp sends less, but does not fit.
+        assert "does not fit" in lines[1] and "★" not in lines[1]
+        assert "no axis 'stage'" in lines[2]
+        peak = tab.locator(".tiles data").nth(1)
+        assert peak.get_attribute("value") == "292048"
+        tab.get_by_label("Strategy", exact=True).select_option("dp")
+        assert peak.get_attribute("value") == str(3 * MIB)
+        tab.get_by_role("button", name="tp", exact=True).click()
+        assert peak.get_attribute("value") == "292048"
+        tab.locator("#comparison thead").get_by_role("button", name="Peak memory").click()
+        assert page.rows("comparison")[0] == "dp"
+
+
+def test_best_is_marked_with_words(browser, tmp_path):
+    with Page(browser, tmp_path, reports.comparison(memory_limit=None)) as page:
+        lines = page.tab.locator("#comparison tbody > tr").all_inner_texts()
+        assert "285 KiB ★ best" in lines[0]
+        assert "1.00 KiB ★ best" in lines[1]
+
+
+def test_injection(browser, tmp_path):
+    with Page(browser, tmp_path, reports.nasty()) as page:
+        tab = page.tab
+        tab.get_by_role("radio", name="List").check()
+        shown = tab.locator("#parameters tbody th").all_inner_texts()
+        assert any(reports.NASTY[2] in text for text in shown)
+        for name in tab.locator("#parameters .fold").all()[:3]:
+            name.click()
+        page.search("Search the program", "hacked")
+        assert tab.evaluate("window.hacked") is None
+        assert tab.locator("main img, main svg, main script, main iframe").count() == 0
+        links = tab.locator("a").evaluate_all("all => all.map((n) => n.protocol)")
+        assert "javascript:" not in links
+    both = {"format": "nnx_sharding.comparison", "version": 1, "memory_limit": None}
+    named = {text: {"error": text} for text in reports.NASTY}
+    with Page(browser, tmp_path, {**both, "reports": {**named, "tp": reports.nasty()}}) as page:
+        assert page.tab.evaluate("window.hacked") is None
+        assert page.tab.locator("#comparison tbody > tr").count() == len(named) + 1
+
+
+def test_the_policy_holds(browser, tmp_path):
+    page = Page(browser, tmp_path, reports.report())
+    refused = page.tab.evaluate(
+        """async () => {
+          const found = [];
+          const note = (event) => found.push(event.effectiveDirective);
+          document.addEventListener("securitypolicyviolation", note);
+          const script = document.createElement("script");
+          script.textContent = "window.hacked = 1";
+          document.body.append(script);
+          await fetch("https://example.org/").catch(() => {});
+          const style = document.createElement("style");
+          style.textContent = "body { display: none }";
+          document.body.append(style);
+          await new Promise((done) => setTimeout(done, 100));
+          return found;
+        }"""
+    )
+    assert sorted(refused) == ["connect-src", "script-src-elem", "style-src-elem"]
+    assert page.tab.evaluate("window.hacked") is None
+    page.context.close()
+
+
+@pytest.mark.parametrize(
+    "make", [reports.report, reports.empty, reports.nasty, reports.comparison, real_report]
+)
+def test_phone(browser, tmp_path, make):
+    with Page(browser, tmp_path, make(), width=390) as page:
+        for fold in page.tab.locator("#parameters .fold.leaf").all()[:2]:
+            fold.click()
+        for width in (320, 390, 740, 900):
+            page.tab.set_viewport_size({"width": width, "height": 900})
+            assert not page.overflows(), width
+
+
+def test_nothing_is_known(browser, tmp_path):
+    for data in (reports.empty(), {"format": "nnx_sharding.report", "version": 1}):
+        with Page(browser, tmp_path, data) as page:
+            assert page.tab.locator("main section").count() == 6
+    nothing = {"format": "nnx_sharding.comparison", "version": 1, "reports": {}}
+    with Page(browser, tmp_path, nothing) as page:
+        assert page.told("comparison") == "0 strategies"
+
+
+def test_meshes_of_other_ranks(browser, tmp_path):
+    for axes in ({"x": 4}, {"x": 2, "y": 2, "z": 2}, {"x": 64, "y": 64}):
+        mesh = {"axes": axes, "axis_types": {}, "device_ids": None}
+        rows = [reports.parameter("w", (64, 64), [list(axes)], axes | {"y": axes.get("y", 1)})]
+        count = 1
+        for size in axes.values():
+            count *= size
+        with Page(browser, tmp_path, reports.report(mesh=mesh, parameters=rows)) as page:
+            shown = page.tab.locator("#mesh td:not([hidden])").count()
+            assert shown == min(count, 1024)
+            assert ("3,072 devices more" in page.tab.locator("#mesh").inner_text()) == (
+                count > 1024
+            )
+
+
+def test_without_javascript(browser, tmp_path):
+    with Page(browser, tmp_path, reports.report(), java_script_enabled=False) as page:
+        text = page.tab.locator("body").inner_text()
+        for part in ("step", "model.blocks[0].up.kernel", "all-reduce", "285 KiB", "TPU v5e"):
+            assert part in text
+
+
+CONTRAST = """() => {
+  const context = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const light = (colours) => {
+    context.clearRect(0, 0, 1, 1);
+    for (const colour of colours) {
+      context.fillStyle = colour;
+      context.fillRect(0, 0, 1, 1);
+    }
+    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3)
+      .map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+      .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  };
+  const behind = (node) =>
+    node ? [...behind(node.parentElement), getComputedStyle(node).backgroundColor] : ["white"];
+  const low = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    const isSeen = node.checkVisibility({ visibilityProperty: true }) && !node.closest(".skip");
+    if (!own || !isSeen) continue;
+    const ground = behind(node);
+    const [a, b] = [light([...ground, getComputedStyle(node).color]), light(ground)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push([node.className, node.textContent, ratio]);
+  }
+  return low;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast(browser, tmp_path, scheme):
+    """At least 4.5, as in https://www.w3.org/TR/WCAG22/#contrast-minimum."""
+    axes = {f"axis{i}": 1 for i in range(8)}
+    mesh = {"axes": axes, "axis_types": {}, "device_ids": None}
+    rows = [reports.parameter(axis, (2,), [axis], axes) for axis in axes]
+    found = reports.comparison()
+    found["reports"]["tp"] |= {"mesh": mesh, "parameters": rows}
+    with Page(browser, tmp_path, found, color_scheme=scheme) as page:
+        page.tab.get_by_text("%main.9").click()
+        assert page.tab.evaluate(CONTRAST) == []
+
+
+def test_every_control_has_a_name(browser, tmp_path):
+    with Page(browser, tmp_path, reports.comparison()) as page:
+        page.tab.keyboard.press("Tab")
+        assert page.tab.evaluate("document.activeElement.textContent") == "Skip to the report"
+        nameless = page.tab.evaluate(
+            """() => [...document.querySelectorAll("button, input, select, a, [role=region]")]
+              .filter((n) => !(n.ariaLabel || n.textContent.trim() || n.labels?.length))
+              .map((n) => n.outerHTML)"""
+        )
+        assert nameless == []
+
+
+def test_large_program(browser, tmp_path):
+    data = reports.large()
+    assert len(data["hlo"]) > 10_000_000
+    start = time.perf_counter()
+    with Page(browser, tmp_path, data) as page:
+        tab = page.tab
+        tab.locator("#program summary").first.wait_for()
+        loaded = time.perf_counter() - start
+        assert tab.evaluate("document.querySelectorAll('*').length") < 20_000
+        tab.get_by_role("radio", name="List").check()
+        assert len(page.rows("parameters")) == 200
+        tab.locator("#parameters .more").click()
+        assert len(page.rows("parameters")) == 400
+        took = tab.evaluate(
+            """() => {
+              const start = performance.now();
+              const box = document.querySelector('[placeholder="Search arrays"]');
+              box.value = "blocks[499] kernel";
+              box.dispatchEvent(new Event("input"));
+              const program = document.querySelector('[placeholder="Search the program"]');
+              program.value = "%fused.7 ";
+              program.dispatchEvent(new Event("input"));
+              return new Promise((done) => setTimeout(() => done(performance.now() - start), 121));
+            }"""
+        )
+        assert page.told("parameters") == "10 of 5,000 arrays"
+        assert page.told("program") == "1 found in 1 part"
+        # Generous: machines that run tests are busy.
+        assert loaded < 20
+        assert took < 5000
+        print(f"loaded in {loaded:.2f} s, searched in {took - 121:.0f} ms")
+
+
+def test_parameters_of_a_module(browser, tmp_path):
+    found = real_report()
+    with Page(browser, tmp_path, found) as page:
+        assert page.rows("parameters") == [row.path for row in found.parameters]
+        text = page.tab.locator("#collectives").inner_text()
+        assert "all-reduce" in text and "model" in text
+
+
+def test_state_of_an_optimizer_is_shown_by_path():
+    model = nnx.eval_shape(lambda: MLP())
+    assert "up/kernel" in parameter_table(model)._repr_html_()

@@ -1,0 +1,391 @@
+"""Several processes: the launcher, and what the library does in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from models import mesh_of
+from nnx_sharding.command.main import main
+from nnx_sharding.launching import launch
+from nnx_sharding.launching.environment import DEVICE_COUNT, environment_of, reserve_port
+
+WORKERS = Path(__file__).parent / "processes"
+PREAMBLE = """
+import os, signal, subprocess, sys, time
+
+rank = int(os.environ["SLURM_PROCID"])
+"""
+QUICK = 15  # seconds after which a launch has to be over
+
+linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
+
+
+def running(text):
+    """The processes that have a text in their command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            words, state = (folder / "cmdline").read_bytes(), (folder / "stat").read_text()
+        except OSError:
+            continue
+        if folder.name.isdigit() and text.encode() in words and ") Z" not in state:
+            found.append(int(folder.name))
+    return [process for process in found if process != os.getpid()]
+
+
+def is_child_of(parent):
+    return lambda process: f"PPid:\t{parent}\n" in Path(f"/proc/{process}/status").read_text()
+
+
+def ended(text, seconds=QUICK):
+    """Whether no such process is left after a while."""
+    deadline = time.monotonic() + seconds
+    while running(text) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not running(text)
+
+
+class Case(parameterized.TestCase):
+    @pytest.fixture(autouse=True)
+    def _surroundings(self, tmp_path, capsys, monkeypatch):
+        self.folder, self.capsys, self.monkeypatch = tmp_path, capsys, monkeypatch
+
+    def script(self, text, name="script.py"):
+        path = self.folder / name
+        path.write_text(PREAMBLE + textwrap.dedent(text))
+        return str(path)
+
+    def launch(self, *words):
+        """The exit code, and what came to stdout and stderr."""
+        self.capsys.readouterr()
+        code = main(["launch", *words])
+        return code, *self.capsys.readouterr()
+
+
+class OutputTest(Case):
+    def test_lines_have_their_rank(self):
+        script = self.script(
+            r"""
+            print("out", rank, sys.argv[1:])
+            print("err é", rank, file=sys.stderr)
+            sys.stdout.write("in two "); sys.stdout.flush(); time.sleep(0.1); print("parts")
+            sys.stdout.write("10%\r20%\r30%\r\n")
+            sys.stderr.write("no end")
+            """
+        )
+        code, out, err = self.launch(script, "--processes", "5", "-m")
+        assert code == 0
+        for rank in "01":
+            own = [line[4:] for line in out.splitlines() if line.startswith(f"[{rank}] ")]
+            assert own[:2] == [f"out {rank} ['--processes', '5', '-m']", "in two parts"]
+            assert own[2:5] == ["10%", "20%", "30%"]
+            assert [line for line in err.splitlines() if line.startswith(f"[{rank}] ")] == [
+                f"[{rank}] err é {rank}",
+                f"[{rank}] no end",
+            ]
+        assert all(re.match(r"\[[01]\] ", line) for line in (out + err).splitlines())
+
+    def test_output_comes_at_once(self):
+        script = self.script(r"sys.stdout.buffer.write(b'here \xff\n'); time.sleep(100)")
+        with subprocess.Popen(
+            [sys.executable, "-m", "nnx_sharding", "launch", "--grace", "1", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as launcher:
+            assert re.fullmatch(rb"\[[01]\] here \xff\n", launcher.stdout.readline())
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.wait(QUICK) == 128 + signal.SIGINT
+        assert ended(script)
+
+    def test_nobody_reads(self):
+        script = self.script("while True: print('here'); time.sleep(0.01)")
+        launcher = f"{sys.executable} -m nnx_sharding launch {script}; echo $? > {self.folder}/code"
+        subprocess.run(f"({launcher}) | head -n 1", shell=True, timeout=60, check=True)
+        assert (self.folder / "code").read_text() == f"{128 + signal.SIGPIPE}\n"
+        assert ended(script)
+
+
+class EnvironmentTest(Case):
+    def test_flags_of_the_user_are_kept(self):
+        inherited = {
+            "XLA_FLAGS": f"--xla_a=1 {DEVICE_COUNT}=8 --xla_b=2",
+            "JAX_NUM_CPU_DEVICES": "3",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "SLURM_JOB_ID": "17",
+            "HOME": "/home",
+        }
+        found = environment_of(1, 2, 4, "cpu", "127.0.0.1:1", inherited)
+        assert found["XLA_FLAGS"].split() == ["--xla_a=1", "--xla_b=2", f"{DEVICE_COUNT}=4"]
+        assert found["JAX_LOCAL_DEVICE_IDS"] == "4,5,6,7"
+        assert (found["SLURM_JOB_ID"], found["HOME"]) == ("17", "/home")
+        assert not {"JAX_NUM_CPU_DEVICES", "OMPI_COMM_WORLD_SIZE"} & set(found)
+
+    def test_ports_differ_as_long_as_they_are_kept(self):
+        held = [reserve_port() for _ in range(20)]
+        assert len({port.getsockname()[1] for port in held}) == 20
+        for port in held:
+            port.close()
+
+    def test_program_is_run_as_python_runs_it(self):
+        text = """
+            if __name__ == "__main__":
+                import beside
+                print(beside.__name__, __name__, os.path.basename(sys.argv[0]), sys.argv[1:])
+                print(os.path.samefile(sys.path[0], os.environ["WHERE"]), "jax" in sys.modules)
+                print(os.environ["JAX_PLATFORMS"])
+            """
+        package = self.folder / "package_of_test"
+        package.mkdir()
+        for folder in (self.folder, package):
+            (folder / "beside.py").touch()
+        (package / "__init__.py").touch()
+        self.monkeypatch.chdir(self.folder)
+        self.monkeypatch.setenv("WHERE", str(package))
+        one = self.launch("--processes", "1", self.script(text, "package_of_test/tool.py"), "a")
+        self.monkeypatch.setenv("WHERE", str(self.folder))
+        module = ("--platform", "cuda", "-m", "package_of_test.tool", "a")
+        two = self.launch("--processes", "1", *module)
+        for (code, out, err), platform in ((one, "cpu"), (two, "cuda")):
+            assert (code, err) == (0, ""), err
+            assert out.replace("[0] ", "").splitlines() == [
+                "beside __main__ tool.py ['a']",
+                "True False",
+                platform,
+            ]
+
+
+class FailureTest(Case):
+    @parameterized.parameters(
+        ("raise ValueError('out of luck')", 1, "with exit code 1", "ValueError: out of luck"),
+        ("sys.exit(3)", 3, "with exit code 3", None),
+        ("sys.exit('no data')", 1, "with exit code 1", "no data"),
+        ("os._exit(5)", 5, "with exit code 5", None),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"by signal 9 \(SIGKILL\)", None),
+        ("os.abort()", 134, r"by signal 6 \(SIGABRT\)", None),
+    )
+    def test_first_failure_is_told(self, fault, expected, how, last):
+        script = self.script(
+            f"""
+            if rank == 1:
+                print("before", file=sys.stderr)
+                while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+                {fault}
+            try:
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit("late noise"))
+                open(sys.argv[1], "x").close()
+                time.sleep(100)
+            finally:
+                print("end", rank)
+            """
+        )
+        start = time.monotonic()
+        code, out, err = self.launch(script, str(self.folder / "ready"))
+        assert code == expected
+        assert time.monotonic() - start < QUICK
+        shown, message = err.split("launch: process 1 failed ", 1)
+        assert re.match(how + r", after \d+\.\d s; the others were ended", message)
+        assert "[1] before" in shown and "late noise" not in shown
+        message, others = message.split("launch: what the others wrote after that:\n")
+        assert "\n  before\n" in message
+        assert last is None or f"\n  {last}\n" in message
+        assert others == "[0] late noise\n"
+        assert "worker.py" not in err and "runpy" not in err
+        assert "[0] end" in out
+        assert ended(script)
+
+    def test_error_is_told_before_python_ends(self):
+        script = self.script(
+            """
+            import atexit
+            if rank == 0:
+                atexit.register(time.sleep, 100)  # so does JAX: it waits for the others
+                raise KeyError("first")
+            time.sleep(100)
+            """
+        )
+        code, _, err = self.launch("--grace", "0.5", script)
+        assert code == 1
+        assert "process 0 failed with exit code 1" in err
+        assert ended(script)
+
+    def test_death_comes_before_the_errors_that_it_causes(self):
+        # Each process takes a second to end, but its connections are closed before.
+        script = self.script(
+            """
+            import socket
+            path = sys.argv[1]
+            if rank == 0:
+                server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()
+                peer, _ = server.accept()
+                peer.recv(1)
+                raise ConnectionError("the other is gone")
+            while not os.path.exists(path): time.sleep(0.01)
+            time.sleep(0.1)
+            peer = socket.socket(socket.AF_UNIX); peer.connect(path)
+            peer.close(); time.sleep(0.1)
+            os._exit(7)
+            """
+        )
+        code, _, err = self.launch(script, str(self.folder / "socket"))
+        assert code == 7
+        assert "process 1 failed with exit code 7" in err
+
+    def test_timeout(self):
+        script = self.script("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)")
+        start = time.monotonic()
+        code, _, err = self.launch("--timeout", "1", "--grace", "0.5", script)
+        assert code == 124
+        assert 1 <= time.monotonic() - start < QUICK
+        assert "launch: not done in time, after 1." in err
+        assert ended(script)
+
+    def test_success_leaves_nothing_either(self):
+        mark = f"100.{os.getpid()}"
+        script = self.script(
+            f"""
+            time.sleep(0.3 * rank)
+            subprocess.Popen(["sleep", "{mark}"], start_new_session=True, env=dict(os.environ))
+            sys.exit(0)
+            """
+        )
+        assert self.launch(script) == (0, "", "")
+        assert ended(mark, 1)
+
+
+class EndTest(Case):
+    """Signals to the launcher; the program starts processes of its own, which leave the group."""
+
+    @linux
+    @parameterized.parameters((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9))
+    def test_launcher_is_ended(self, number, expected):
+        mark = f"1000.{os.getpid()}{number}"
+        script = self.script(
+            f"""
+            subprocess.Popen(["sleep", "{mark}"])
+            subprocess.Popen(["sleep", "{mark}"], start_new_session=True)
+            print("ready")
+            time.sleep(1000)
+            """
+        )
+        with subprocess.Popen(
+            [sys.executable, "-m", "nnx_sharding", "launch", "--grace", "1", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as launcher:
+            assert "ready" in launcher.stdout.readline() and "ready" in launcher.stdout.readline()
+            assert len(running(mark)) == 4
+            [warden] = filter(is_child_of(launcher.pid), running("launching/ending.py"))
+            launcher.send_signal(number)
+            _, err = launcher.communicate(timeout=QUICK)
+            assert launcher.returncode == expected
+            if expected > 0:
+                assert f"launch: ended by signal {number:d} ({number.name})" in err
+            while warden in running("launching/ending.py"):
+                time.sleep(0.05)
+        assert ended(mark) and ended(script)
+
+
+class UsageTest(Case):
+    @parameterized.parameters(
+        ([], "command"),
+        (["lunch"], "invalid choice"),
+        (["launch"], "which program"),
+        (["launch", "-m"], "which module"),
+        (["launch", "nothing.py"], "there is no file nothing.py"),
+        (["launch", "-m", "nothing_like_it.at_all"], "there is no module nothing_like_it.at_all"),
+        (["launch", "--processes", "0", "x.py"], "at least 1, not 0"),
+        (["launch", "--processes", "two", "x.py"], "invalid"),
+        (["launch", "--devices-per-process", "-1", "x.py"], "at least 1, not -1"),
+        (["launch", "--timeout", "0", "x.py"], "more than 0, not 0"),
+        (["launch", "--timeout", "nan", "x.py"], "more than 0, not nan"),
+        (["launch", "--grace", "soon", "x.py"], "invalid"),
+        (["launch", "--proceses", "2", "x.py"], "unrecognized arguments: --proceses"),
+    )
+    def test_wrong_usage(self, words, expected):
+        assert main(words) == 2
+        assert expected in self.capsys.readouterr().err
+
+    def test_help(self):
+        assert main(["--help"]) == 0
+        assert "launch" in self.capsys.readouterr().out
+        assert main(["launch", "--help"]) == 0
+        assert "--devices-per-process" in self.capsys.readouterr().out
+
+    def test_errors_have_a_traceback_if_asked_for(self):
+        def fail(*_, **__):
+            raise OSError("no more processes")
+
+        self.monkeypatch.setattr("nnx_sharding.command.launch.launch", fail)
+        script = self.script("")
+        assert main(["launch", script]) == 1
+        assert self.capsys.readouterr().err == "launch: no more processes\n"
+        with pytest.raises(OSError, match="no more"):
+            main(["launch", "--traceback", script])
+
+    def test_function_checks_its_arguments(self):
+        with pytest.raises(ValueError, match=r"processes is at least 1, not 0; .* is empty"):
+            launch([], processes=0)
+
+
+class LibraryTest(Case):
+    """With 2 processes of 4 devices each."""
+
+    def work(self, *words):
+        # Half of the time goes into code that runs a few times.
+        flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
+        self.monkeypatch.setenv("XLA_FLAGS", flags)
+        return self.launch("--devices-per-process", "4", "--timeout", "240", *words)
+
+    def test_all_that_takes_arrays(self):
+        code, out, err = self.work(str(WORKERS / "library.py"))
+        assert code == 0, err
+        assert "[0] ok 0" in out and "[1] ok 1" in out
+
+    def test_losses_are_those_of_one_process(self):
+        code, out, err = self.work(str(WORKERS / "training.py"))
+        assert code == 0, err
+        self.monkeypatch.syspath_prepend(WORKERS)
+        import training
+
+        lines = re.findall(r"^\[(\d)\] step +(\d+)  loss ([\d.]+)", out, re.MULTILINE)
+        assert {rank for rank, *_ in lines} == {"0"}
+        shown = {int(step): float(loss) for _, step, loss in lines}
+        mesh = mesh_of((2, 4), ("data", "model"))
+        *_, losses = training.transformer.train_sharded(training.CONFIG, training.STEPS, mesh)
+        assert len(shown) == training.STEPS
+        for step, loss in shown.items():
+            assert abs(loss - losses[step]) < 2e-4  # of which 5e-5 are lost in print
+        demo = [json.loads(line[4:])["demo"] for line in out.splitlines() if '"demo"' in line]
+        assert len(demo) == 2 and demo[0] == demo[1]
+        assert jax.process_count() == 1
+        np.testing.assert_allclose(demo[0], training.losses_of_demo(), rtol=0, atol=1e-4)
+
+    @linux
+    @parameterized.parameters(
+        ("raise", 1, 1, "ValueError: out of luck"), ("kill", 0, 137, "SIGKILL")
+    )
+    def test_process_fails_while_training(self, how, who, expected, text):
+        start = time.monotonic()
+        script = str(WORKERS / "failing.py")
+        code, out, err = self.work("--grace", "1", script, how, str(who))
+        assert code == expected, err
+        assert "[0] training" in out and "[1] training" in out
+        [seconds] = re.findall(rf"launch: process {who} failed .*, after (\d+\.\d) s", err)
+        assert time.monotonic() - start - float(seconds) < QUICK
+        assert text in err.split("launch: process ")[1]
+        assert ended(script, 1)

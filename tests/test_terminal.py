@@ -1,0 +1,231 @@
+"""The pictures in the terminal, and who holds which part of an array."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from rich.console import Console
+
+import reports
+from models import MLP, P, mesh_of
+from nnx_sharding.inspect import format_table, parameter_table
+from nnx_sharding.inspect.slices import parts_of
+from nnx_sharding.inspect.terminal import show_array, show_mesh, show_parameters, show_report
+from nnx_sharding.inspect.units import bytes_text, count_text, time_text
+
+MESHES = {
+    "2x4": mesh_of((2, 4), ("data", "model")),
+    "cube": mesh_of((2, 2, 2), ("data", "model", "x")),
+    "line": mesh_of((8,), ("data",)),
+    "one": mesh_of((1, 1), ("data", "model")),
+}
+MESH = MESHES["2x4"]
+
+
+def shown(show, *args, width=100, colour=False, **options):
+    """What a function prints."""
+    file = io.StringIO()
+    colours = {"force_terminal": True, "color_system": "standard"} if colour else {}
+    console = Console(file=file, width=width, **colours)
+    show(*args, console=console, **options)
+    return file.getvalue()
+
+
+@st.composite
+def layouts(draw):
+    """A mesh and a spec over some of its axes, in any order, and a shape that it divides."""
+    mesh = MESHES[draw(st.sampled_from(sorted(MESHES)))]
+    axes = draw(st.permutations(mesh.axis_names))
+    axes = axes[: draw(st.integers(0, len(axes)))]
+    rank = draw(st.integers(0, 3))
+    entries = [[] for _ in range(rank)]
+    for axis in axes if rank else ():
+        entries[draw(st.integers(0, rank - 1))].append(axis)
+    shape = tuple(8 * draw(st.integers(1, 2)) for _ in range(rank))
+    return mesh, P(*(tuple(entry) or None for entry in entries)), shape
+
+
+@given(layouts())
+def test_parts_are_those_of_jax(layout):
+    mesh, spec, shape = layout
+    sharding = NamedSharding(mesh, spec)
+    found = {holder: part.slices for part in parts_of(shape, sharding) for holder in part.holders}
+    held = sharding.devices_indices_map(shape)
+    assert len(found) == len(held)
+    for device, index in held.items():
+        expected = [dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True)]
+        assert [(dim.start, dim.stop) for dim in found[str(device.id)]] == expected
+    # An abstract mesh of the same shape has the same parts.
+    abstract = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    planned = parts_of(shape, NamedSharding(abstract, spec))
+    assert {repr(part.slices) for part in planned} == set(map(repr, found.values()))
+    assert len({part.holders for part in planned}) == len(planned)
+
+
+def test_array_of_two_dimensions():
+    text = shown(show_array, (64, 256), P(None, "model"), MESH)
+    assert "each device holds (64, 64)" in text
+    heads, holders = text.splitlines()[1:]
+    assert heads.split() == ["0:64", "64:128", "128:192", "192:256"]
+    assert holders.split() == ["0", "4", "1", "5", "2", "6", "3", "7"]
+
+
+def test_rows_and_columns():
+    text = shown(show_array, (4, 6, 8), P("data", None, "model"), MESH, width=120)
+    assert "rows are dimension 0, columns dimension 2" in text
+    assert [line.split() for line in text.splitlines()[2:]] == [
+        ["0:2", "0", "1", "2", "3"],
+        ["2:4", "4", "5", "6", "7"],
+    ]
+    text = shown(show_array, (4, 6), P("data"), MESH)
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["0:2", "0", "1", "2", "3"],
+        ["2:4", "4", "5", "6", "7"],
+    ]
+
+
+def test_what_cannot_be_a_picture_is_a_list():
+    mesh = AbstractMesh((2, 2, 2), ("a", "b", "c"))
+    text = shown(show_array, (4, 4, 4), P("a", "b", "c"), mesh)
+    assert "[2:4, 0:2, 2:4]   a=1, b=0, c=1" in text
+    wide = shown(show_array, (512,), P("a"), AbstractMesh((256,), ("a",)))
+    assert "[510:512]   a=255" in wide
+
+
+def test_arrays_as_they_lie():
+    array = jax.device_put(jnp.ones((8, 4)), NamedSharding(MESH, P("data")))
+    assert "P('data'" in shown(show_array, array)
+    whole = shown(show_array, jnp.ones(3))
+    assert "whole" in whole and whole.split()[-1] == "0"
+    on_third = SingleDeviceSharding(jax.devices()[3])
+    assert shown(show_array, (3,), on_third).split()[-1] == "3"
+    assert "0 1 2 3 4 5 6 7" in shown(show_array, (), P(), MESH)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((5,), TypeError, "array is an array or a shape, not 5"),
+        (("ab",), TypeError, "not 'ab'"),
+        (((4,),), ValueError, "no sharding"),
+        (((4,), P("data")), ValueError, "Pass mesh="),
+        (((3,), P("data"), MESH), ValueError, "3"),
+        (((4,), P(None, "data"), MESH), ValueError, "P"),
+    ],
+)
+def test_wrong_arguments(args, error, message):
+    with pytest.raises(error, match=message):
+        shown(show_array, *args)
+
+
+def test_meshes():
+    lines = [line.split() for line in shown(show_mesh, MESH).splitlines()]
+    assert lines[2:] == [["data", "0", "0", "1", "2", "3"], ["data", "1", "4", "5", "6", "7"]]
+    cube = shown(show_mesh, MESHES["cube"])
+    assert "data 1\n" in cube and "x 1" in cube
+    assert "·" in shown(show_mesh, AbstractMesh((4,), ("a",)))
+    assert "too many" in shown(show_mesh, AbstractMesh((64, 64), ("a", "b")))
+    assert "mesh" in shown(show_mesh, AbstractMesh((), ()))
+
+
+def test_parameters():
+    model = jax.device_put(
+        {"up": jnp.ones((64, 256)), "norm": jnp.ones((64,))}, NamedSharding(MESH, P("model"))
+    )
+    rows = parameter_table(model)
+    text = shown(show_parameters, model)
+    assert text == shown(show_parameters, rows)
+    assert "64/model × 256" in text
+    *_, total = text.splitlines()
+    assert total.split() == ["total", "16.1", "KiB", "64.2", "KiB"]
+    assert "\x1b" not in text
+    assert "\x1b" in shown(show_parameters, model, colour=True)
+    assert "total" in shown(show_parameters, [])
+    assert str(rows) == format_table(rows)
+    assert rows == list(rows)
+
+
+def test_names_are_not_markup():
+    tree = {f"{i} {text}": jnp.ones(2) for i, text in enumerate(reports.NASTY) if text.isascii()}
+    text = shown(show_parameters, tree, width=400)
+    for i, name in enumerate(reports.NASTY):
+        if name.isascii():
+            assert f"{i} {name}" in text
+    text = shown(show_parameters, {"\x1b[31mred\x07\u202e": jnp.ones(2)}, width=200)
+    assert r"\x1b[31mred\x07\u202e" in text
+
+
+@pytest.mark.parametrize("make", [reports.report, reports.empty, reports.nasty, reports.comparison])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_reports(make, width):
+    data = make()
+    before = copy.deepcopy(data)
+    text = shown(show_report, data, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\x1b" not in text
+    assert data == before
+
+
+def test_report():
+    text = shown(show_report, reports.report())
+    for part in (
+        "data 2 (Auto) × model 4 (Auto)",
+        "4.20 M",
+        "← the bound",
+        "all-reduce",
+        "256/model",
+    ):
+        assert part in text
+    assert "arguments" in text and "host" not in text
+
+
+def test_comparison():
+    lines = shown(show_report, reports.comparison()).splitlines()
+    [tp] = [line for line in lines if line.strip().startswith("tp")]
+    [dp] = [line for line in lines if line.strip().startswith("dp")]
+    assert "★ 285 KiB" in tp
+    assert "does not fit" in dp and "★ 3.00" not in dp
+    assert "  ValueError: no axis 'stage'" in lines
+    only_failed = reports.comparison(reports={"pp": {"error": "no"}})
+    assert "pp failed" in shown(show_report, only_failed)
+    for data, error in ((5, TypeError), ({}, ValueError)):
+        with pytest.raises(error):
+            show_report(data)
+
+
+def test_standard_output(capsys):
+    show_parameters(jax.eval_shape(lambda: {"w": jnp.ones((2, 2))}))
+    assert "w" in capsys.readouterr().out
+
+
+def test_table_of_a_module_prints_itself():
+    assert "up/kernel" in str(parameter_table(MLP()))
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "expected"),
+    [
+        (bytes_text, 0, "0 B"),
+        (bytes_text, 1023, "1023 B"),
+        (bytes_text, 1024, "1.00 KiB"),
+        (bytes_text, 10 * 1024**3, "10.0 GiB"),
+        (bytes_text, 1024**2 - 1, "1.00 MiB"),
+        (bytes_text, None, "–"),  # noqa: RUF001
+        (count_text, 999, "999"),
+        (count_text, 4_200_000, "4.20 M"),
+        (count_text, 0.5, "0.50"),
+        (time_text, 0, "0 s"),
+        (time_text, 2.5, "2.50 s"),
+        (time_text, 12.34e-6, "12.3 µs"),
+        (time_text, 3e-10, "0.30 ns"),
+    ],
+)
+def test_units(text, n, expected):
+    assert text(n) == expected
