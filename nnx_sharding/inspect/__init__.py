@@ -10,7 +10,7 @@ from .assertions import (
 from .changes import Change, Changes, diff
 from .comparison import Comparison, Failure, Strategy, compare
 from .hlo import CollectiveKind, collectives
-from .parameters import ParameterRow, format_table, parameter_table
+from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
 from .program import ProgramReport
 from .retraces import Retrace, Retraces, explain_retraces
 from .virtual import planning_mesh
@@ -22,6 +22,7 @@ __all__ = [
     "Comparison",
     "Failure",
     "ParameterRow",
+    "ParameterTable",
     "ProgramReport",
     "Retrace",
     "Retraces",

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
@@ -158,11 +158,14 @@ def diff(before: Given, after: Given, *, threshold: float = 0.0) -> Changes:
     """
     _check_threshold(threshold)
     old, new = load(before), load(after)
-    if isinstance(old, ProgramReport) != isinstance(new, ProgramReport):
+    if isinstance(old, ProgramReport) and isinstance(new, ProgramReport):
+        found = _of_reports(old, new)
+    elif isinstance(old, Comparison) and isinstance(new, Comparison):
+        found = _of_comparisons(old, new)
+    else:
         raise ValueError(
             f"diff needs two reports or two comparisons: the one is {_a(old)}, the other {_a(new)}."
         )
-    found = _of_reports(old, new) if isinstance(old, ProgramReport) else _of_comparisons(old, new)
     return Changes((one for one in found if _counts(one, threshold)), _versions(old, new))
 
 
@@ -273,7 +276,7 @@ def _layout(row: Parameter) -> str:
     return " ".join([f"{row.dtype}[{','.join(map(str, row.shape))}] {spec}", *kind, *marks])
 
 
-_FIGURES = {
+_FIGURES: dict[Kind, Callable[[ProgramReport], dict[str, Value]]] = {
     "program": _program,
     "memory": _memory,
     "cost": _cost,
@@ -325,15 +328,18 @@ _HEADINGS: dict[Kind, str] = {
 }
 
 
-def _text_of(kind: Kind, name: str) -> Any:
+def _text_of(kind: Kind, name: str) -> Callable[[Value], str]:
     """What shows a value of this kind."""
-    figure = {"memory": bytes_text, "cost": count_text, "bound": time_text}.get(kind)
-    if kind == "collective":
-        figure = bytes_text if name.endswith("bytes") else count_text
+    figure = _TEXTS.get(kind, count_text)
+    if kind == "collective" and name.endswith("bytes"):
+        figure = bytes_text
 
     def show(value: Value) -> str:
         if value is None:
             return "none"
-        return value if isinstance(value, str) or figure is None else figure(value)
+        return value if isinstance(value, str) else figure(value)
 
     return show
+
+
+_TEXTS: dict[Kind, Callable[[float], str]] = {"memory": bytes_text, "bound": time_text}

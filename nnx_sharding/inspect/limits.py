@@ -26,7 +26,8 @@ def read_bytes(limit: int | str) -> int:
     if found is None:
         raise ValueError(f"{limit!r} is no size; write bytes, or a text such as '16 GiB'.")
     power = _PREFIXES.index(found["prefix"].upper())
-    return round(float(found["number"]) * (1024 if found["binary"] else 1000) ** power)
+    unit: int = (1024 if found["binary"] else 1000) ** power
+    return round(float(found["number"]) * unit)
 
 
 _PREFIXES = ("", "K", "M", "G", "T", "P")

@@ -1,0 +1,329 @@
+"""The command line: what it prints, the files it writes and its exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import jax
+from absl.testing import absltest, parameterized
+
+from nnx_sharding.command.main import main
+from nnx_sharding.inspect import Comparison, ProgramReport
+
+ROOT = Path(__file__).parents[1]
+
+# What a user would have in a file of their own.
+PLAN = textwrap.dedent("""\
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import PartitionSpec as P
+
+    import plan_neighbour
+    from nnx_sharding import jit
+    from nnx_sharding.inspect import compare
+    from nnx_sharding.partition import fsdp, replicated
+
+
+    def make():
+        return nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+
+
+    def apply(model, x):
+        return model(x)
+
+
+    X = jax.ShapeDtypeStruct((plan_neighbour.ROWS, 64), jnp.float32)
+
+
+    def forward(mesh):
+        model = nnx.eval_shape(make)
+        step = jit(apply, in_shardings=(replicated(model), P("data")), mesh=mesh)
+        return step, model, X
+
+
+    def lowered(mesh):
+        step, *arguments = forward(mesh)
+        return step.lower(*arguments)
+
+
+    def own_mesh():
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        return forward(mesh)
+
+
+    def traced(mesh):
+        step, *arguments = forward(mesh)
+        return step.trace(*arguments)
+
+
+    def compiled(mesh):
+        return lowered(mesh).compile()
+
+
+    def report(mesh):
+        return compiled(mesh).report("mine")
+
+
+    def plain():
+        return jnp.sin, X
+
+
+    class Plans:
+        @staticmethod
+        def strategies():
+            ways = {
+                "dp": lambda model, x: (replicated(model), P("data")),
+                "fsdp": lambda model, x: (fsdp(model, min_size=0), P("data")),
+            }
+            return ways, apply, nnx.eval_shape(make), X
+
+
+    def programs(mesh):
+        return {"dp": forward(mesh), "again": lowered(mesh)}
+
+
+    def one_fails(mesh):
+        return {"dp": lowered(mesh), "bad": (lambda x: 1 / 0, X)}
+
+
+    def comparison():
+        ways, *rest = Plans.strategies()
+        return compare({"dp": ways["dp"]}, *rest)
+
+
+    def broken():
+        raise ValueError("no luck")
+
+
+    def leaves():
+        raise SystemExit(3)
+
+
+    def nothing():
+        return None
+
+
+    def wrong_program():
+        return (lambda x: x @ x), X
+
+
+    a_number = 3
+    """)
+
+
+class CommandTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        # Each test has a module of its own: Python would not look twice at one of the same name.
+        self.module = f"plan_{self.id().rpartition('.')[2]}"
+        (self.folder / f"{self.module}.py").write_text(PLAN)
+        (self.folder / "plan_neighbour.py").write_text("ROWS = 128\n")
+        self.path = f"{self.folder / self.module}.py"
+        before = list(sys.path)
+        self.addCleanup(sys.path.__setitem__, slice(None), before)
+        self.addCleanup(sys.modules.pop, "plan_neighbour", None)
+
+    def run_command(self, *words):
+        """The exit code, and what went to standard output and to standard error."""
+        out, error = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            code = main([*map(str, words)])
+        return code, out.getvalue(), error.getvalue()
+
+    def inspect(self, function, *words):
+        return self.run_command("inspect", f"{self.path}:{function}", *words)
+
+    def compare(self, function, *words):
+        return self.run_command("compare", f"{self.path}:{function}", *words)
+
+    def reports(self):
+        """Files with the report of the same program on 4 and on 32 devices."""
+        files = []
+        for count in (4, 32):
+            files.append(self.folder / f"{count}.json")
+            self.inspect("forward", "--mesh", f"data={count}", "--json", files[-1])
+        return files
+
+    def test_inspect(self):
+        page, data = self.folder / "report.html", self.folder / "report.json"
+        code, out, error = self.inspect(
+            "forward", "--mesh", "data=32", "--html", page, "--json", data, "--device", "tpu v5e"
+        )
+        assert (code, error) == (0, "")
+        assert out.startswith("apply: 32 × ") and "model.kernel  64×256" in out
+        report = ProgramReport.load(data)
+        assert report.num_devices == 32 and report.bounds.device == "TPU v5e"
+        kernel, bias, rows = 64 * 256 * 4, 256 * 4, 128 // 32 * 64 * 4
+        assert report.memory.arguments == kernel + bias + rows
+        assert page.read_text().startswith("<!doctype html>")
+
+    @parameterized.parameters("lowered", "traced", "compiled", "report")
+    def test_inspect_what_a_function_may_return(self, function):
+        code, out, error = self.inspect(function, "--mesh", "data=4", "--json", "-")
+        assert (code, error) == (0, "")
+        report = ProgramReport.from_json(out)
+        assert report.num_devices == 4
+        assert report.name == ("mine" if function == "report" else "apply")
+
+    def test_inspect_a_function_of_arrays(self):
+        code, out, _ = self.inspect("plain")
+        assert code == 0 and out.startswith("sin: 1 × ")
+
+    def test_inspect_in_a_module(self):
+        sys.path.insert(0, str(self.folder))
+        code, out, _ = self.run_command("inspect", f"{self.module}:own_mesh")
+        assert code == 0 and out.startswith(f"apply: {jax.device_count()} × ")
+
+    def test_memory_limit(self):
+        code, out, error = self.inspect("forward", "--mesh", "data=4", "--memory-limit", "1 KiB")
+        assert code == 1 and out.startswith("apply: 4 × ")
+        assert re.match(r"inspect: apply: needs .*; the limit is 1\.00 KiB on each device", error)
+        assert self.inspect("forward", "--mesh", "data=4", "--memory-limit", "1GB")[0] == 0
+
+    def test_compare(self):
+        page, data = self.folder / "plan.html", self.folder / "plan.json"
+        code, out, error = self.compare(
+            "Plans.strategies", "--mesh", "data=64", "--html", page, "--json", data,
+            "--memory-limit", "1 GiB",
+        )  # fmt: skip
+        assert (code, error) == (0, "")
+        assert out.splitlines()[0].startswith("strategy  mesh")
+        comparison = Comparison.load(data)
+        assert comparison.fitting == ("dp", "fsdp") and comparison.memory_limit == 2**30
+        assert comparison.best("arguments") == "fsdp"
+        assert page.read_text().startswith("<!doctype html>")
+
+    def test_compare_what_does_not_fit(self):
+        code, _, error = self.compare("comparison", "--mesh", "data=4", "--memory-limit", "1 KiB")
+        assert (code, error) == (1, "compare: no strategy fits 1.00 KiB on each device\n")
+        code, out, _ = self.compare("comparison", "--mesh", "data=4", "--device", "H200")
+        assert code == 0 and "the least time on H200" in out
+
+    def test_compare_programs(self):
+        code, out, _ = self.compare("programs", "--mesh", "data=4", "--json", "-")
+        assert code == 0
+        found = Comparison.from_json(out)
+        assert found.reports["dp"].memory == found.reports["again"].memory
+
+    def test_compare_what_fails(self):
+        code, out, error = self.compare("one_fails", "--mesh", "data=4")
+        assert (code, error) == (1, "compare: failed: bad\n")
+        assert "bad failed: UsersError: what " in out and "ZeroDivisionError" in out
+
+    def test_diff(self):
+        before, after = self.reports()
+        code, out, error = self.run_command("diff", before, after)
+        assert (code, error) == (1, "")
+        assert "devices: 4 × cpu → 32 × cpu" in out and "mesh: data 4 → data 32" in out
+        assert "memory of one device\n  arguments: " in out
+        assert self.run_command("diff", before, before)[:2] == (0, "no changes\n")
+
+    def test_diff_fails_above(self):
+        before, after = self.reports()
+        code, _, error = self.run_command("diff", before, after, "--fail-above", "5%")
+        assert (code, error) == (0, "")  # a device has less to do
+        code, _, error = self.run_command("diff", after, before, "--fail-above", "5")
+        assert code == 1
+        assert error.startswith("diff: these grew by more than 5.0%:\n  arguments: ")
+        code, _, error = self.run_command("diff", after, before, "--fail-above", "900%")
+        assert (code, error) == (0, "")
+
+    def test_diff_threshold_and_files(self):
+        before, after = self.reports()
+        page, data = self.folder / "diff.html", self.folder / "diff.json"
+        code, out, _ = self.run_command(
+            "diff", before, after, "--threshold", "99%", "--html", page, "--json", data
+        )
+        assert code == 1 and "arguments: " not in out.partition("program")[2].partition("\n")[0]
+        found = json.loads(data.read_text())
+        assert {change["kind"] for change in found["changes"]} == {"program"}
+        assert page.read_text().startswith("<!doctype html>")
+
+    @parameterized.parameters(
+        (["inspect", "{path}:broken"], "{path}:broken failed: ValueError: no luck"),
+        (["inspect", "{path}:leaves"], "{path}:leaves failed: SystemExit: 3"),
+        (["inspect", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
+        (["inspect", "{path}:wrong_program"], "cannot be compiled: TypeError: "),
+        (["inspect", "{path}:forward"], "forward failed: "),
+        (["compare", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
+        (["compare", "{path}:plain"], "It has to return (strategies, function"),
+        (["compare", "{path}:broken"], "{path}:broken failed: ValueError: no luck"),
+        (["inspect", "{folder}/bad.py:f"], "bad.py cannot be imported: RuntimeError: no"),
+        (["inspect", "bad:f"], "bad cannot be imported: RuntimeError: no"),
+    )
+    def test_errors_of_the_user(self, words, expected):
+        sys.path.insert(0, str(self.folder))
+        (self.folder / "bad.py").write_text("raise RuntimeError('no')\n")
+        names = {"path": self.path, "folder": self.folder}
+        code, out, error = self.run_command(*(word.format(**names) for word in words))
+        assert (code, out) == (1, ""), (code, error)
+        assert error.startswith(f"{words[0]}: ") and expected.format(**names) in error, error
+        assert "Traceback" not in error
+
+    def test_traceback_when_asked(self):
+        with self.assertRaisesRegex(RuntimeError, "no luck") as caught:
+            main(["inspect", f"{self.path}:broken", "--traceback"])
+        assert isinstance(caught.exception.__cause__, ValueError)
+
+    @parameterized.parameters(
+        (["inspect"], "the following arguments are required: MODULE:FUNCTION"),
+        (["inspect", "plan"], "'plan' names no function; write package.module:function"),
+        (["inspect", ":f"], "names no function"),
+        (["inspect", "missing.py:f"], "there is no file missing.py"),
+        (["inspect", "no_such_module:f"], "there is no module 'no_such_module'"),
+        (["inspect", "json.no_such_module:f"], "there is no module 'json.no_such_module'"),
+        (["inspect", "{path}:forwrad"], "has no 'forwrad'; did you mean 'forward'?"),
+        (["inspect", "{path}:a_number"], "is no function, but 3"),
+        (["inspect", "{path}:f", "--mesh", "data"], "write each axis once with its size"),
+        (["inspect", "{path}:f", "--mesh", "data=2,data=4"], "write each axis once"),
+        (["inspect", "{path}:forward", "--mesh", "data=0"], "size 0"),
+        (["inspect", "{path}:f", "--devices", "0"], "must be a number from 1 on"),
+        (["inspect", "{path}:f", "--devices", "9"], "JAX runs in this process already, with 8"),
+        (["inspect", "{path}:f", "--device", "TPU v5q"], "Did you mean"),
+        (["compare", "{path}:f", "--memory-limit", "much"], "'much' is no size"),
+        (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),
+        (["diff", "{path}", "{path}", "--threshold", "x%"], "must be a percentage"),
+        (["diff", "missing.json", "{path}"], "missing.json"),
+        (["diff", "{path}", "{path}"], "Expecting value"),
+        (["inspekt"], "invalid choice"),
+    )
+    def test_usage(self, words, expected):
+        code, out, error = self.run_command(*(word.format(path=self.path) for word in words))
+        assert (code, out) == (2, ""), error
+        assert error.startswith("usage: ") and expected in error, error
+
+    def test_as_many_devices_as_there_are(self):
+        assert self.inspect("own_mesh", "--devices", jax.device_count())[0] == 0
+
+    @parameterized.parameters("inspect", "compare", "diff", "launch")
+    def test_help(self, command):
+        code, out, error = self.run_command(command, "--help")
+        assert (code, error) == (0, "")
+        assert out.startswith(f"usage: python -m nnx_sharding {command} ")
+        assert "exit code" in out
+
+    def test_virtual_devices_in_a_process_of_its_own(self):
+        words = ["inspect", f"{self.module}.py:own_mesh", "--devices", "48", "--json", "-"]
+        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        environment["PYTHONPATH"] = str(ROOT)
+        done = subprocess.run(
+            [sys.executable, "-m", "nnx_sharding", *words],
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert ProgramReport.from_json(done.stdout).num_devices == 48
+
+
+if __name__ == "__main__":
+    absltest.main()
