@@ -17,6 +17,7 @@ def version() -> str:
 EXTRAS = {
     "tests": [
         "absl-py",
+        "flatbuffers",
         "hypothesis",
         "optax",
         "pytest>=9",
@@ -35,6 +36,7 @@ EXTRAS = {
         "equinox",  # one of the peers
         "optax",
     ],
+    "export": ["flatbuffers"],  # jax.export writes and reads programs with it
     "package": ["build"],
     "demo": [
         "optax",
@@ -72,7 +74,7 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["nnx_sharding", "nnx_sharding.*"]),
-    package_data={"nnx_sharding": ["py.typed"]},
+    package_data={"nnx_sharding": ["py.typed"], "nnx_sharding.inspect.page": ["page.*"]},
     # Makes calls faster. Without a compiler the installation goes on, and Python does the same.
     ext_modules=[
         Extension(
@@ -87,4 +89,5 @@ setup(
         "numpy",
     ],
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["nnx-sharding = nnx_sharding.command.main:main"]},
 )
