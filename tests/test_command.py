@@ -314,7 +314,7 @@ class CommandTest(parameterized.TestCase):
         assert "exit code" in out
 
     def test_virtual_devices_in_a_process_of_its_own(self):
-        words = ["inspect", f"{self.module}.py:own_mesh", "--devices", "48", "--json", "-"]
+        words = ["inspect", f"{self.module}.py:own_mesh", "--devices", "64", "--json", "-"]
         environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
         environment["PYTHONPATH"] = str(ROOT)
         done = subprocess.run(
@@ -322,7 +322,7 @@ class CommandTest(parameterized.TestCase):
             cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        assert ProgramReport.from_json(done.stdout).num_devices == 48
+        assert ProgramReport.from_json(done.stdout).num_devices == 64
 
 
 if __name__ == "__main__":

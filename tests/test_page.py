@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html.parser
 import json
 import os
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 import reports
 from models import MLP, P, mesh_of, mlp_specs
 from nnx_sharding import jit
-from nnx_sharding.inspect import ProgramReport, parameter_table
+from nnx_sharding.inspect import Comparison, Failure, ProgramReport, parameter_table
 from nnx_sharding.inspect.page import html_page, write_html
 from nnx_sharding.partition import check_sharding
 
@@ -46,6 +47,7 @@ class Parsed(html.parser.HTMLParser):
         self.text += data
 
 
+@functools.cache
 def real_report():
     """The report of a compiled MLP on 2 × 4 devices."""
     mesh = mesh_of((2, 4), ("data", "model"))
@@ -512,6 +514,15 @@ def test_large_program(browser, tmp_path):
         assert loaded < 20
         assert took < 5000
         print(f"loaded in {loaded:.2f} s, searched in {took - 121:.0f} ms")
+
+
+def test_comparison_of_real_reports(browser, tmp_path):
+    found = Comparison({"tp": real_report(), "pp": Failure("ValueError: <b>")}, 2**30, {"tp": 1.5})
+    assert "&lt;b&gt;" in found._repr_html_()
+    with Page(browser, tmp_path, found) as page:
+        text = page.tab.locator("#comparison").inner_text()
+        for part in ("fits", "1.50 s", "TPU v5e", "ValueError: <b>"):
+            assert part in text
 
 
 def test_parameters_of_a_module(browser, tmp_path):

@@ -356,6 +356,11 @@ class LibraryTest(Case):
         assert code == 0, err
         assert "[0] ok 0" in out and "[1] ok 1" in out
 
+    def test_batches_have_every_row_once(self):
+        code, out, err = self.work(str(WORKERS / "batches.py"))
+        assert code == 0, err
+        assert "[0] ok" in out and "[1] ok" in out
+
     def test_losses_are_those_of_one_process(self):
         code, out, err = self.work(str(WORKERS / "training.py"))
         assert code == 0, err

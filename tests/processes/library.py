@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from layouts import MLP
@@ -27,6 +27,7 @@ from nnx_sharding.partition import (
     tensor_parallel,
     with_sharding_constraint,
 )
+from nnx_sharding.placement import ArraySharder, place
 
 MESH = mesh_of()
 RULES = StateSharding(
@@ -230,6 +231,31 @@ def check_graphs():
     assert pickle.loads(pickle.dumps(RULES)).map_prefix(("a",), model.up.bias) == P()
     again = merge(graph, state)
     assert again.up.kernel[...] is model.up.kernel[...]
+
+
+def check_placing():
+    """Models and arrays from NumPy, from one process and from elsewhere, to all devices."""
+    before = nnx.to_pure_dict(nnx.state(ALONE))
+    model = place(MLP(nnx.Rngs(0)), RULES, MESH)
+    for path, array in nnx.to_flat_state(nnx.state(model)):
+        value = before
+        for key in path:
+            value = value[key]
+        assert_holds(array[...], value)
+    assert spans_all(model.up.kernel[...]) and model.up.kernel.sharding.spec == P(None, "model")
+    kernel = model.up.kernel[...]
+    other = Mesh(MESH.devices[::-1].reshape(4, 2), ("a", "b"))
+    moved = place(model, P("a"), other, copy=True)
+    assert_holds(moved.up.kernel[...], ALONE.up.kernel[...])
+    assert model.up.kernel[...] is kernel
+    place(model, P(), MESH, donate=True)
+    assert kernel.is_deleted() and model.up.kernel.sharding.is_fully_replicated
+    local = Mesh(np.array(jax.local_devices()), ("x",))
+    refused(lambda: place(model, P(), local), ValueError, r"up\.kernel", "other processes")
+    sharder = ArraySharder()
+    batch = sharder.shard({"x": NUMBERS, "name": "numbers"}, NamedSharding(MESH, P("data")))
+    assert_holds(batch["x"], NUMBERS)
+    assert batch["name"] == "numbers"
 
 
 if __name__ == "__main__":

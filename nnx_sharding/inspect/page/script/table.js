@@ -1,6 +1,7 @@
 // Tables with search and sort.
 
 const collator = new Intl.Collator("en", { numeric: true });
+
 /** What is not known comes last in either direction. */
 function compareValues(a, b, sign) {
   const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
@@ -11,7 +12,7 @@ function compareValues(a, b, sign) {
 
 /**
  * A table with search and sort. A column is {label, value, cell, number, total}; the first is the
- * name of the row. `tree` turns sorted rows into the lines to show, and `lines` makes their nodes.
+ * name of the row. `arrange` makes the lines to show of the rows found, and `line` the node of one.
  */
 function dataTable({ name, columns, rows, search, noun, controls = [], arrange, line, className }) {
   const state = { words: [], column: null, descending: false, accept: () => true };
