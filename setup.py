@@ -20,6 +20,7 @@ EXTRAS = {
         "flatbuffers",
         "hypothesis",
         "optax",
+        "playwright",  # drives a browser that is there already
         "pytest>=9",
         "pytest-cov",
         "pytest-xdist",
@@ -74,7 +75,10 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["nnx_sharding", "nnx_sharding.*"]),
-    package_data={"nnx_sharding": ["py.typed"], "nnx_sharding.inspect.page": ["page.*"]},
+    package_data={
+        "nnx_sharding": ["py.typed"],
+        "nnx_sharding.inspect.page": ["page.*", "script/*.js"],
+    },
     # Makes calls faster. Without a compiler the installation goes on, and Python does the same.
     ext_modules=[
         Extension(

@@ -64,6 +64,7 @@ def megatron(model, x):
 
 
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+TWO_AXES = AbstractMesh((64, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
 @functools.cache
@@ -73,7 +74,7 @@ def planned():
         {
             "dp": dp,
             "fsdp": cut,
-            "tp": Strategy(megatron, mesh=AbstractMesh((64, 4), ("data", "model"))),
+            "tp": Strategy(megatron, mesh=TWO_AXES),
             "typo": (P("modle"), P("data")),
         },
         apply,
