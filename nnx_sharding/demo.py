@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from . import StateSharding, jit, shard_map
-from .inspect import collectives, format_table, parameter_table
+from .inspect import format_table, parameter_table
 
 Array: TypeAlias = Any  # of JAX or of NumPy
 
@@ -255,31 +255,18 @@ def describe_step(model: MLP, optimizer: nnx.Optimizer[MLP], digits: Digits) -> 
     [(images, labels), *_] = next(digits.epochs(1, seed=0))
     lowered = train_step.lower(model, optimizer, images, labels)
     compiled = lowered.compile()
-    length, hlo = len(lowered.as_text().splitlines()), compiled.as_text() or ""
-    found = ", ".join(f"{count} {kind}" for kind, count in collectives(hlo).items() if count)
     lines = [
-        f"StableHLO, {length} lines; its first arguments and its matrix products:",
+        f"StableHLO, {len(lowered.as_text().splitlines())} lines; its first arguments and its "
+        "matrix products:",
         *(f"  {line}" for line in _excerpt(lowered)),
-        f"compiled HLO, {len(hlo.splitlines())} lines, with the collectives: {found or 'none'}",
-        "cost of one step on one device:",
-        *_figures(compiled.cost_analysis() or {}, _COSTS),
-        "memory on one device:",
-        *_figures(_attributes(compiled.memory_analysis()), _MEMORY),
+        "\nwhat the devices exchange:",
+        str(compiled.collectives()),
+        "\ncost of one step, by XLA's estimates:",
+        str(compiled.cost() or "not known for this backend"),
+        "\nmemory on one device:",
+        str(compiled.memory() or "not known for this backend"),
     ]
     return "\n".join(lines)
-
-
-_COSTS = {
-    "flops": "floating-point operations",
-    "transcendentals": "transcendental functions",
-    "bytes accessed": "bytes read and written",
-}
-_MEMORY = {
-    "argument_size_in_bytes": "bytes of arguments",
-    "output_size_in_bytes": "bytes of results",
-    "alias_size_in_bytes": "bytes of results that reuse donated arguments",
-    "temp_size_in_bytes": "bytes of temporaries",
-}
 
 
 def _excerpt(lowered: Any) -> list[str]:
@@ -293,19 +280,6 @@ def _excerpt(lowered: Any) -> list[str]:
 
 
 _ARGUMENTS_SHOWN = 4
-
-
-def _figures(found: dict[str, Any], wanted: dict[str, str]) -> list[str]:
-    lines = [
-        f"  {found[key]:>12,.0f} {text}"
-        for key, text in wanted.items()
-        if found.get(key) is not None
-    ]
-    return lines or ["  not known for this backend"]
-
-
-def _attributes(x: Any) -> dict[str, Any]:
-    return {name: getattr(x, name, None) for name in _MEMORY}
 
 
 def request_virtual_devices(count: int) -> None:

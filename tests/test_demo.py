@@ -36,8 +36,11 @@ class CommandLineTest(parameterized.TestCase):
         assert "mesh: 2 (data) x 4 (model) of cpu devices" in done.stdout
         assert done.stdout.count("PASS") == 3
         assert "FAIL" not in done.stdout
-        for section in ("model/up/kernel", "StableHLO", "2 all-reduce", "bytes of arguments"):
+        sections = ("model/up/kernel", "StableHLO", "flops", "peak")
+        for section in sections:
             assert section in done.stdout
+        axes = re.findall(r"^all-reduce +(\S+) .* demo\.py:\d+$", done.stdout, re.MULTILINE)
+        assert sorted(axes) == ["data", "model"]
 
     @pytest.fixture(autouse=True)
     def _capture(self, capsys):

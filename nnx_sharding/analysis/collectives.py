@@ -363,5 +363,5 @@ def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
 
 def _outside(frames: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
     for file, line in frames:
-        if not is_library(file) and "site-packages" not in file:
+        if not (is_library(file) or "site-packages" in file or file.startswith("<frozen")):
             yield file, line

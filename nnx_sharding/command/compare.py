@@ -20,9 +20,7 @@ def add(subparsers: Any, **common: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="compile a function by several strategies and show them in one table",
-        description="Calls a function of yours and compiles the strategies that it returns, each "
-        "by itself: one table of what each takes. Nothing is run, and neither the devices nor the "
-        "memory have to be there.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **common,
@@ -30,6 +28,11 @@ def add(subparsers: Any, **common: Any) -> None:
     add_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
+
+_DESCRIPTION = """\
+Calls a function of yours and compiles the strategies that it returns, each by itself: one
+table of what each takes. Nothing is run, and neither the devices nor the memory have to be
+there."""
 
 _EPILOG = """\
 The function returns (strategies, function, *arguments), which are the arguments of

@@ -17,9 +17,7 @@ def add(subparsers: Any, **common: Any) -> None:
     parser = subparsers.add_parser(
         "diff",
         help="show what changed between two reports or comparisons",
-        description="Shows what changed between two files that inspect or compare wrote by --json, "
-        "for example from two commits or two releases of JAX: memory, cost, collectives, and how "
-        "arguments are laid out.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **common,
@@ -42,6 +40,10 @@ def add(subparsers: Any, **common: Any) -> None:
     add_outputs(parser)
     parser.set_defaults(run=run, parser=parser)
 
+
+_DESCRIPTION = """\
+Shows what changed between two files that inspect or compare wrote by --json, for example from
+two commits or two releases of JAX: memory, cost, collectives, and how arguments are laid out."""
 
 _EPILOG = """\
 For example, as a check of a pull request:

@@ -15,9 +15,7 @@ def add(subparsers: Any, **common: Any) -> None:
     parser = subparsers.add_parser(
         "inspect",
         help="compile a function and show its memory, cost and collectives",
-        description="Calls a function of yours, compiles what it returns, and shows how its "
-        "arguments are laid out, the memory that it takes, what it computes and what the devices "
-        "exchange. Nothing is run, and neither the devices nor the memory have to be there.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **common,
@@ -25,6 +23,11 @@ def add(subparsers: Any, **common: Any) -> None:
     add_options(parser)
     parser.set_defaults(run=run, parser=parser)
 
+
+_DESCRIPTION = """\
+Calls a function of yours, compiles what it returns, and shows how its arguments are laid out,
+the memory that it takes, what it computes and what the devices exchange. Nothing is run, and
+neither the devices nor the memory have to be there."""
 
 _EPILOG = """\
 The function returns what to compile: (function, *arguments), a function that nnx_sharding.jit

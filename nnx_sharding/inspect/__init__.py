@@ -1,5 +1,6 @@
 """What a sharded program looks like, and why it was compiled again."""
 
+from ..analysis.collectives import CollectiveKind
 from .assertions import (
     assert_collectives,
     assert_no_collective,
@@ -9,7 +10,7 @@ from .assertions import (
 )
 from .changes import Change, Changes, diff
 from .comparison import Comparison, Failure, Strategy, compare
-from .hlo import CollectiveKind, collectives
+from .hlo import collectives
 from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
 from .program import ProgramReport
 from .retraces import Retrace, Retraces, explain_retraces
