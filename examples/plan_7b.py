@@ -7,9 +7,7 @@ What must be in memory can be told by hand. A parameter is kept in float32, and 
 moments of it: 12 bytes, so 75.3 GiB for 6.74 billion. With ``dp`` each device holds all of it,
 with ``fsdp`` a 256th.
 
-The layers are one loop (``nnx.scan``), which compiles in the time of one layer. XLA counts the
-flops of a loop once, so the table has those of one layer; ``--unrolled`` counts all of them, takes
-longer, and its temporaries are larger: without a loop XLA for CPUs keeps more of them at a time.
+The layers are one loop (``nnx.scan``), which compiles in the time of one layer.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class Config:
     layers: int = 32
     context: int = 2048
     batch: int = 256
-    unrolled: bool = False
 
 
 CONFIG = Config()
@@ -87,11 +84,8 @@ class Transformer(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         options: dict[str, Any] = {"dtype": jnp.bfloat16, "rngs": rngs}
         self.tokens = nnx.Embed(config.vocabulary, config.features, **options)
-        if config.unrolled:
-            self.blocks: Any = nnx.List([Block(config, rngs) for _ in range(config.layers)])
-        else:
-            stacked = nnx.vmap(lambda rngs: Block(config, rngs))
-            self.blocks = stacked(rngs.split(config.layers))
+        stacked = nnx.vmap(lambda rngs: Block(config, rngs))
+        self.blocks = stacked(rngs.split(config.layers))
         self.norm = nnx.RMSNorm(config.features, **options)
         self.head = nnx.Linear(config.features, config.vocabulary, use_bias=False, **options)
 
@@ -99,13 +93,8 @@ class Transformer(nnx.Module):
         """Logits of shape (batch, length, vocabulary) for ``tokens`` of shape (batch, length)."""
         # Of each layer only the input is kept; the rest is computed again for the gradients.
         layer = nnx.remat(lambda block, x: block(x))
-        x = self.tokens(tokens)
-        if isinstance(self.blocks, nnx.List):
-            for block in self.blocks:
-                x = layer(block, x)
-        else:
-            scan = nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-            x = scan(self.blocks, x)
+        scan = nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        x = scan(self.blocks, self.tokens(tokens))
         return self.head(self.norm(x))
 
 
@@ -180,10 +169,9 @@ def main() -> None:
     """Plans, and prints the table and what the planning took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--unrolled", action="store_true", help="no loop: all flops are counted")
     options = parser.parse_args()
 
-    config = Config(layers=options.layers, unrolled=options.unrolled)
+    config = Config(layers=options.layers)
     start = time.perf_counter()
     count = size_of(config)
     kept = 12 * count / 2**30

@@ -122,6 +122,7 @@ def report(layers=3, **more):
         "cost": {
             "lowered": None,
             "compiled": {**cost, "stage": "after optimisation, one device"},
+            "executed": {**cost, "stage": "after optimisation, one device, loops multiplied out"},
         },
         "collectives": [
             collective("all-reduce", "all-reduce.3", ["model"], 2048),
@@ -160,7 +161,7 @@ def empty(**more):
     """A report in which everything that can be unknown is."""
     parts = ("mesh", "memory", "bounds", "hlo")
     lists = {"parameters": [], "collectives": []}
-    cost = {"lowered": None, "compiled": None}
+    cost = {"lowered": None, "compiled": None, "executed": None}
     return report(**dict.fromkeys(parts), **lists, cost=cost, **more)
 
 

@@ -361,8 +361,8 @@ class DiffTest(parameterized.TestCase):
 
     def test_threshold(self):
         report = planned().reports["dp"]
-        cost = dataclasses.replace(report.cost.compiled, flops=report.cost.compiled.flops * 1.04)
-        costs = dataclasses.replace(report.cost, compiled=cost)
+        cost = dataclasses.replace(report.cost.executed, flops=report.cost.executed.flops * 1.04)
+        costs = dataclasses.replace(report.cost, executed=cost)
         changed = dataclasses.replace(report, cost=costs)
         [change] = diff(report, changed)
         assert change.name == "flops" and math.isclose(change.relative, 0.04)

@@ -15,10 +15,10 @@ from rich.console import Console
 
 import reports
 from models import MLP, P, mesh_of
+from nnx_sharding.analysis.units import bytes_text, count_text, time_text
 from nnx_sharding.inspect import format_table, parameter_table
 from nnx_sharding.inspect.slices import parts_of
 from nnx_sharding.inspect.terminal import show_array, show_mesh, show_parameters, show_report
-from nnx_sharding.inspect.units import bytes_text, count_text, time_text
 
 MESHES = {
     "2x4": mesh_of((2, 4), ("data", "model")),

@@ -57,10 +57,12 @@ class Costs:
     Attributes:
       lowered: before optimisation, of the whole program.
       compiled: after optimisation, of one device.
+      executed: the same with the bodies of loops counted as often as they run.
     """
 
     lowered: Cost | None
     compiled: Cost | None
+    executed: Cost | None
 
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:

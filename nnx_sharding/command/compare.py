@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ..analysis.units import bytes_text
 from ..inspect.comparison import Comparison, Failure, attempt
 from ..inspect.comparison import compare as compare_strategies
-from ..inspect.units import bytes_text
 from .programs import add_options, compiled, found_by, in_context, limit_of, write
 from .targets import UsersError, told
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ..inspect.units import bytes_text
+from ..analysis.units import bytes_text
 from .programs import add_options, compiled, found_by, in_context, limit_of, write
 
 

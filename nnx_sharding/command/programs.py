@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..analysis.bounds import bounds_of
 from ..analysis.hardware import Device, device
 from ..inspect.limits import read_bytes
 from ..inspect.page import write_html
@@ -131,7 +129,7 @@ def compiled(target: str, found: Any, wanted: Device | None) -> ProgramReport:
       UsersError: it is nothing that can be compiled, or it cannot be compiled.
     """
     if isinstance(found, ProgramReport):
-        return bounded(found, wanted)
+        return found if wanted is None else found.with_bounds(wanted)
     try:
         lower = _lowering(found)
     except TypeError as error:
@@ -140,14 +138,6 @@ def compiled(target: str, found: Any, wanted: Device | None) -> ProgramReport:
         return lower().report(device=wanted)
     except Exception as error:
         raise UsersError(f"what {target} returned cannot be compiled: {told(error)}") from error
-
-
-def bounded(report: ProgramReport, wanted: Device | None) -> ProgramReport:
-    """The report with the bounds of a device."""
-    if wanted is None:
-        return report
-    bounds = bounds_of(report.cost.compiled, report.collectives.bytes_moved, wanted)
-    return dataclasses.replace(report, bounds=bounds)
 
 
 def _lowering(found: Any) -> Callable[[], Compiled]:

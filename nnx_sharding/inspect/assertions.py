@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 
 from ..analysis.arguments import Parameter
 from ..analysis.collectives import Collective, Collectives, Kind
+from ..analysis.units import bytes_text
 from ..fitting import suggestion
 from ..stages import Compiled, Lowered, Traced
 from .limits import read_bytes
 from .parameters import ParameterRow, parameter_table
 from .program import ProgramReport
-from .units import bytes_text
 
 Axes: TypeAlias = str | tuple[str, ...]
 Program: TypeAlias = Compiled | ProgramReport

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
 from ..analysis.arguments import Parameter
+from ..analysis.units import bytes_text, count_text, time_text
 from .comparison import FORMAT as COMPARISON
 from .comparison import Comparison, Failure
 from .program import ProgramReport
 from .reading import as_data
-from .units import bytes_text, count_text, time_text
 
 Kind: TypeAlias = Literal["program", "memory", "cost", "bound", "collective", "parameter"]
 Value: TypeAlias = float | str | None
@@ -242,7 +242,7 @@ def _memory(report: ProgramReport) -> dict[str, Value]:
 
 
 def _cost(report: ProgramReport) -> dict[str, Value]:
-    cost = report.cost.compiled
+    cost = report.cost.executed
     return {} if cost is None else {k: v for k, v in as_data(cost).items() if k != "stage"}
 
 

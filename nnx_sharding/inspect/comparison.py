@@ -17,16 +17,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .. import _compat
-from ..analysis.bounds import bounds_of
 from ..analysis.hardware import Device
 from ..analysis.hardware import device as device_named
+from ..analysis.units import bytes_text, count_text, time_text
 from ..graph import merge, split
 from ..lifting.lifted import Lifted
 from ..state_sharding import StateSharding
 from ..transforms.jit import jit
 from .limits import read_bytes
 from .program import ProgramReport
-from .units import bytes_text, count_text, time_text
 from .virtual import planning_mesh
 
 FORMAT = "nnx_sharding.comparison"
@@ -164,7 +163,10 @@ class Comparison:
             return dataclasses.replace(self, memory_limit=limit)
         own = device_named(device) if isinstance(device, str) else device
         limit = own.memory_bytes if memory_limit is None else limit
-        reports = {name: _bounded(report, own) for name, report in self.reports.items()}
+        reports = {
+            name: found.with_bounds(own) if isinstance(found, ProgramReport) else found
+            for name, found in self.reports.items()
+        }
         return Comparison(reports, limit, self.seconds)
 
     def as_dict(self) -> dict[str, Any]:
@@ -250,7 +252,7 @@ class Comparison:
         return {n: found for n, found in self.reports.items() if isinstance(found, ProgramReport)}
 
     def _figures(self, name: str, report: ProgramReport) -> dict[Column, float | None]:
-        memory, cost = report.memory, report.cost.compiled
+        memory, cost = report.memory, report.cost.executed
         return {
             "peak": None if memory is None else memory.peak,
             "arguments": None if memory is None else memory.arguments,
@@ -398,13 +400,6 @@ def _planned(
 _SPECS = (PartitionSpec, Sharding, StateSharding, Mapping)
 
 
-def _bounded(report: ProgramReport | Failure, device: Device) -> ProgramReport | Failure:
-    if isinstance(report, Failure):
-        return report
-    bounds = bounds_of(report.cost.compiled, report.collectives.bytes_moved, device)
-    return dataclasses.replace(report, bounds=bounds)
-
-
 # Reading
 
 
@@ -492,8 +487,6 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     devices = {report.bounds.device for report in reports if report.bounds is not None}
     if devices:
         yield f"bound: the least time on {', '.join(sorted(devices))}, at its peak figures"
-    if any(report.hlo is not None and " while(" in report.hlo for report in reports):
-        yield "flops, and so bounds, count the body of a loop once; what is sent counts all runs"
 
 
 def _all_axes(comparison: Comparison) -> list[tuple[str, ...] | None]:

@@ -19,7 +19,7 @@ from .._version import __version__
 from ..analysis.arguments import Parameter, SpecEntry, device_of
 from ..analysis.bounds import Bounds, bounds_of
 from ..analysis.collectives import Collective, Collectives, collectives_of
-from ..analysis.cost import Costs
+from ..analysis.cost import Cost, Costs
 from ..analysis.hardware import Device, known
 from ..analysis.hlo import parse
 from ..analysis.loops import with_loops
@@ -163,6 +163,19 @@ class ProgramReport:
             raise ValueError(f"this is no report of a program, as it is no JSON: {error}") from None
         return cls.from_dict(data)
 
+    def with_bounds(self, device: Device | str) -> ProgramReport:
+        """The same report with the bounds of another device.
+
+        Args:
+          device: its peak figures, or its name, such as ``"TPU v5e"``.
+
+        Raises:
+          ValueError: there is no device of this name in the table.
+          TypeError: it is neither a device nor a name.
+        """
+        bounds = bounds_of(self.cost.executed, self.collectives.bytes_moved, device)
+        return dataclasses.replace(self, bounds=bounds)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file as JSON.
 
@@ -200,7 +213,8 @@ def describe(
     shardings: Sequence[Any],
     parameters: Iterable[Parameter],
     memory: Memory | None,
-    cost: Costs,
+    lowered: Cost | None,
+    compiled: Cost | None,
     hlo: str | None,
     device: Device | str | None = None,
 ) -> ProgramReport:
@@ -212,7 +226,8 @@ def describe(
       shardings: of what it is given and returns; without a mesh they tell the devices.
       parameters: its arguments.
       memory: what it takes on one device.
-      cost: what it computes.
+      lowered: what it computes, before optimisation.
+      compiled: what it computes, after it.
       hlo: its text.
       device: for the bounds; None for its own if the table has that.
 
@@ -224,7 +239,7 @@ def describe(
     module = parse(hlo or "")
     found = collectives_of(module, mesh)
     device = known(own.device_kind) if device is None else device
-    whole = None if cost.compiled is None else with_loops(cost.compiled, module)
+    executed = None if compiled is None else with_loops(compiled, module)
     return ProgramReport(
         name=name,
         made_with=Versions(
@@ -236,9 +251,9 @@ def describe(
         mesh=None if mesh is None else _mesh_description(mesh),
         parameters=tuple(parameters),
         memory=memory,
-        cost=cost,
+        cost=Costs(lowered, compiled, executed),
         collectives=found,
-        bounds=None if device is None else bounds_of(whole, found.bytes_moved, device),
+        bounds=None if device is None else bounds_of(executed, found.bytes_moved, device),
         hlo=hlo,
     )
 
@@ -312,7 +327,9 @@ def _summary(report: ProgramReport) -> list[str]:
         *_indented("the backend does not tell" if report.memory is None else str(report.memory)),
         "",
     ]
-    for cost in (report.cost.lowered, report.cost.compiled):
+    lowered, compiled, executed = report.cost.lowered, report.cost.compiled, report.cost.executed
+    without_loops = compiled is None or executed is None or compiled.flops == executed.flops
+    for cost in (lowered, compiled, None if without_loops else executed):
         if cost is not None:
             lines += [f"cost {cost.stage}", *_indented(str(cost).partition("\n")[2]), ""]
     lines += ["collectives", *_indented(str(report.collectives))]

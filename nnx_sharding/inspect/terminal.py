@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ..analysis.units import bytes_text, count_text, time_text
 from .page.data import (
     COMPARISON,
     bound_time,
@@ -29,7 +30,6 @@ from .page.data import (
 from .page.fragment import row_data
 from .parameters import ParameterRow, parameter_table
 from .slices import Part, Slices, parts_of
-from .units import bytes_text, count_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -409,7 +409,7 @@ def _memory(memory: Mapping[str, Any]) -> Table:
 
 
 def _figures(data: Mapping[str, Any]) -> Table:
-    cost = (data.get("cost") or {}).get("compiled") or {}
+    cost = (data.get("cost") or {}).get("executed") or {}
     table = _table([("on each device", "left"), ("", "right")])
     table.add_row("floating point operations", count_text(cost.get("flops")))
     table.add_row("bytes accessed", bytes_text(cost.get("bytes_accessed")))
@@ -463,7 +463,7 @@ def _comparison(data: Mapping[str, Any]) -> Iterable[RenderableType]:
 
 
 def _compared(report: Mapping[str, Any]) -> tuple[float | None, ...]:
-    cost = (report.get("cost") or {}).get("compiled") or {}
+    cost = (report.get("cost") or {}).get("executed") or {}
     return (
         (report.get("memory") or {}).get("peak"),
         sum(map(moved, report.get("collectives") or [])),

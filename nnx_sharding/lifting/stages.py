@@ -25,7 +25,7 @@ from .. import _compat
 from ..analysis.arguments import Parameter, mesh_of, parameter
 from ..analysis.bounds import Bounds, bounds_of
 from ..analysis.collectives import Collectives, collectives_of
-from ..analysis.cost import COMPILED, LOWERED, Cost, Costs, cost_of
+from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from ..analysis.hardware import Device
 from ..analysis.hlo import parse
 from ..analysis.loops import with_loops
@@ -366,7 +366,8 @@ class Compiled(Stage):
             shardings=self._shardings(),
             parameters=self._argument_rows(),
             memory=self.memory(),
-            cost=Costs(cost_of(lowered, LOWERED), self.cost()),
+            lowered=cost_of(lowered, LOWERED),
+            compiled=self.cost(),
             hlo=self.as_text(),
             device=device,
         )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
+from ...analysis.units import bytes_text, count_text, time_text
 from ...fitting import axes_of
-from ..units import bytes_text, count_text, time_text
 from .data import (
     COMPARISON,
     bound_time,
@@ -86,7 +86,7 @@ def _styled(body: str) -> str:
 
 def _report(data: Mapping[str, Any]) -> str:
     memory, bounds = data.get("memory") or {}, data.get("bounds") or {}
-    cost = (data.get("cost") or {}).get("compiled") or {}
+    cost = (data.get("cost") or {}).get("executed") or {}
     collectives = data.get("collectives") or []
     axes = ((data.get("mesh") or {}).get("axes") or {}).items()
     parts = ("arguments", "outputs", "temporaries", "generated_code", "aliased")
@@ -112,7 +112,7 @@ def _comparison(data: Mapping[str, Any]) -> str:
         if "error" in report:
             lines.append([escaped(name), escaped(report["error"]), "", "", ""])
             continue
-        cost = (report.get("cost") or {}).get("compiled") or {}
+        cost = (report.get("cost") or {}).get("executed") or {}
         sent = sum(map(moved, report.get("collectives") or []))
         figures = (
             bytes_text((report.get("memory") or {}).get("peak")),

@@ -8,7 +8,7 @@ function comparisonTable(data, show) {
   }));
   const peak = ({ report }) => report.memory?.peak ?? null;
   const sent = ({ report }) => totalMoved(report);
-  const flops = ({ report }) => report.cost?.compiled?.flops ?? null;
+  const flops = ({ report }) => report.cost?.executed?.flops ?? null;
   const least = ({ report }) => boundTime(report);
   const limit = isNumber(data.memory_limit) ? data.memory_limit : null;
 

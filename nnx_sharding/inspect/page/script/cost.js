@@ -38,6 +38,7 @@ function costSection(report) {
   const stages = [
     ["lowered", "As written"],
     ["compiled", "As compiled"],
+    ["executed", "As run"],
   ];
   const cost = report.cost ?? {};
   const rows = [

@@ -73,7 +73,7 @@ function overview(report) {
   const { memory, bounds } = report;
   const parameters = listOf(report.parameters);
   const inLoop = listOf(report.collectives).some((c) => c.times === null);
-  const flops = report.cost?.compiled?.flops ?? null;
+  const flops = report.cost?.executed?.flops ?? null;
   return tiles([
     [
       "Argument arrays",
