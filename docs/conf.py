@@ -30,7 +30,9 @@ napoleon_use_ivar = True  # attributes of NamedTuples would otherwise be documen
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!nnx_sharding\b).*"),
-    ("py:class", r"nnx_sharding\.(lifting|transforms)\..*"),  # in signatures
+    # In signatures: what the package re-exports goes by the name of the file there.
+    ("py:class", r"nnx_sharding\.(lifting|transforms)\..*"),
+    ("py:class", r"nnx_sharding\.(analysis|inspect)\.\w+\..*"),
 ]
 
 html_theme = "sphinx_book_theme"

@@ -1,8 +1,9 @@
 """What a compiled program costs: memory, operations, collectives, and the least time it takes."""
 
+from .arguments import Parameter
 from .bounds import Bounds, bounds_of
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
-from .cost import Cost, cost_of
+from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device
 from .memory import Memory, memory_of
 
@@ -13,8 +14,10 @@ __all__ = [
     "CollectiveKind",
     "Collectives",
     "Cost",
+    "Costs",
     "Device",
     "Memory",
+    "Parameter",
     "bounds_of",
     "collectives_of",
     "cost_of",

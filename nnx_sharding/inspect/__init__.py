@@ -12,7 +12,7 @@ from .changes import Change, Changes, diff
 from .comparison import Comparison, Failure, Strategy, compare
 from .hlo import collectives
 from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
-from .program import ProgramReport
+from .program import MeshDescription, ProgramReport, Versions
 from .retraces import Retrace, Retraces, explain_retraces
 from .virtual import planning_mesh
 
@@ -22,12 +22,14 @@ __all__ = [
     "CollectiveKind",
     "Comparison",
     "Failure",
+    "MeshDescription",
     "ParameterRow",
     "ParameterTable",
     "ProgramReport",
     "Retrace",
     "Retraces",
     "Strategy",
+    "Versions",
     "assert_collectives",
     "assert_no_collective",
     "assert_no_parameter_replicated",
