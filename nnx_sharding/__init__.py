@@ -3,9 +3,9 @@
 from . import errors, stages
 from ._version import __version__
 from .graph import merge, split
-from .inspect.retraces import explain_retraces
 from .lifting.lifted import Lifted
 from .lifting.structure import Structure
+from .retraces.explain import explain_retraces
 from .retraces.limits import limit_traces
 from .state_sharding import StateSharding
 from .transforms.jit import jit

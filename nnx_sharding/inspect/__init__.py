@@ -1,6 +1,7 @@
 """What a sharded program looks like, and why it was compiled again."""
 
 from ..analysis.collectives import CollectiveKind
+from ..retraces.explain import Retrace, Retraces, explain_retraces
 from .assertions import (
     assert_collectives,
     assert_no_collective,
@@ -13,7 +14,6 @@ from .comparison import Comparison, Failure, Strategy, compare
 from .hlo import collectives
 from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
 from .program import MeshDescription, ProgramReport, Versions
-from .retraces import Retrace, Retraces, explain_retraces
 from .virtual import planning_mesh
 
 __all__ = [

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -24,6 +21,7 @@ from ..graph import merge, split
 from ..lifting.lifted import Lifted
 from ..state_sharding import StateSharding
 from ..transforms.jit import jit
+from .json_form import JsonForm
 from .limits import read_bytes
 from .program import ProgramReport
 from .virtual import planning_mesh
@@ -63,7 +61,7 @@ class Failure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(JsonForm):
     """Reports side by side: what :func:`compare` returns. ``print`` shows a table.
 
     Attributes:
@@ -169,75 +167,25 @@ class Comparison:
         }
         return Comparison(reports, limit, self.seconds)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it as data for JSON."""
+    _FORMAT = FORMAT
+    _VERSION = VERSION
+    _NOUN = "comparison"
+
+    def _parts(self) -> dict[str, Any]:
         reports = {
             name: {"error": found.error} if isinstance(found, Failure) else found.as_dict()
             for name, found in self.reports.items()
         }
         return {
-            "format": FORMAT,
-            "version": VERSION,
             "memory_limit": self.memory_limit,
             "seconds": dict(self.seconds),
             "reports": reports,
         }
 
-    def to_json(self) -> str:
-        """:meth:`as_dict` as text, to be kept and compared."""
-        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-
     @classmethod
-    def from_dict(cls, data: Any) -> Comparison:
-        """Reads what :meth:`as_dict` made.
-
-        Raises:
-          ValueError: it is of another format or version, or damaged.
-        """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else None
-            raise ValueError(f"this is no comparison: its format is {found!r}, not {FORMAT!r}.")
-        if type(data.get("version")) is not int or data["version"] != VERSION:
-            raise ValueError(
-                f"this comparison has the version {data.get('version')!r}; this release of "
-                f"nnx_sharding reads version {VERSION}. Make it anew."
-            )
-        limit, seconds, reports = _checked_parts(data)
+    def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
+        limit, seconds, reports = _checked_parts(parts)
         return cls({name: _read_report(name, own) for name, own in reports.items()}, limit, seconds)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Comparison:
-        """Reads what :meth:`to_json` made.
-
-        Raises:
-          ValueError: it is no JSON, or as for :meth:`from_dict`.
-        """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"this is no comparison, as it is no JSON: {error}") from None
-        return cls.from_dict(data)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file as JSON.
-
-        Args:
-          path: the file, which is replaced.
-        """
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Comparison:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-          ValueError: the file holds no comparison; its name is in the message.
-          OSError: the file cannot be read.
-        """
-        try:
-            return cls.from_json(Path(path).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
@@ -411,7 +359,7 @@ def _checked_parts(data: dict[str, Any]) -> tuple[int | None, dict[str, float], 
     """
     limit, reports = data.get("memory_limit"), data.get("reports")
     seconds = data.get("seconds", {})
-    known = ("format", "version", "memory_limit", "seconds", "reports")
+    known = ("memory_limit", "seconds", "reports")
     problems = [f"{key}: not known" for key in data if key not in known]
     if limit is not None and type(limit) is not int:
         problems.append(f"memory_limit: {limit!r} is no integer")

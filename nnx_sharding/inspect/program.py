@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import flax
@@ -25,6 +22,7 @@ from ..analysis.hlo import parse
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory
 from ..analysis.units import bytes_text
+from .json_form import JsonForm
 from .reading import as_data, read
 
 FORMAT = "nnx_sharding.report"
@@ -82,7 +80,7 @@ def _is_nested(ids: Any, sizes: Sequence[int]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramReport:
+class ProgramReport(JsonForm):
     """A compiled program: what ``Compiled.report()`` returns. ``print`` shows a summary.
 
     Attributes:
@@ -124,44 +122,22 @@ class ProgramReport:
     bounds: Bounds | None
     hlo: str | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it as data for JSON."""
-        told = {field.name: _data(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {"format": FORMAT, "version": VERSION, **told}
+    _FORMAT = FORMAT
+    _VERSION = VERSION
+    _NOUN = "report of a program"
 
-    def to_json(self) -> str:
-        """:meth:`as_dict` as text, to be kept and compared."""
-        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+    def _parts(self) -> dict[str, Any]:
+        return {field.name: _data(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     @classmethod
-    def from_dict(cls, data: Any) -> ProgramReport:
-        """Reads what :meth:`as_dict` made.
-
-        Raises:
-          ValueError: it is of another format or version, something is missing or unknown, or
-            something is of another type.
-        """
-        own = _checked_head(data)
-        found = read(_Written, own, "report of a program")
+    def _of_parts(cls, parts: dict[str, Any]) -> ProgramReport:
+        found = read(_Written, parts, cls._NOUN)
         by_path = {row.path: row.bytes_per_device for row in found.parameters if row.used}
         memory = found.memory
         if memory is not None:
             memory = dataclasses.replace(memory, by_path=by_path)
         told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
         return cls(**{**told, "memory": memory, "collectives": Collectives(found.collectives)})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ProgramReport:
-        """Reads what :meth:`to_json` made.
-
-        Raises:
-          ValueError: it is no JSON, or as for :meth:`from_dict`.
-        """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"this is no report of a program, as it is no JSON: {error}") from None
-        return cls.from_dict(data)
 
     def with_bounds(self, device: Device | str) -> ProgramReport:
         """The same report with the bounds of another device.
@@ -175,27 +151,6 @@ class ProgramReport:
         """
         bounds = bounds_of(self.cost.executed, self.collectives.bytes_moved, device)
         return dataclasses.replace(self, bounds=bounds)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file as JSON.
-
-        Args:
-          path: the file, which is replaced.
-        """
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ProgramReport:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-          ValueError: the file holds no report; its name is in the message.
-          OSError: the file cannot be read.
-        """
-        try:
-            return cls.from_json(Path(path).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from None
 
     def __str__(self) -> str:
         return "\n".join(_summary(self))
@@ -289,24 +244,6 @@ class _Written:
 
 def _data(value: Any) -> Any:
     return as_data(tuple(value) if isinstance(value, Collectives) else value)
-
-
-def _checked_head(data: Any) -> dict[str, Any]:
-    """The data without format and version, which are right.
-
-    Raises:
-      ValueError: they are not.
-    """
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else None
-        told = "it has no format" if found is None else f"its format is {found!r}"
-        raise ValueError(f"this is no report of a program: {told}, not {FORMAT!r}.")
-    if type(data.get("version")) is not int or data["version"] != VERSION:
-        raise ValueError(
-            f"this report has the version {data.get('version')!r}; this release of nnx_sharding "
-            f"reads version {VERSION}. Make it anew, or read it with the release that made it."
-        )
-    return {key: value for key, value in data.items() if key not in ("format", "version")}
 
 
 # The summary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -143,12 +142,7 @@ class ShardedBatches(Iterable[Any]):
     def __enter__(self) -> ShardedBatches:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -226,12 +220,7 @@ class BatchIterator(Iterator[Any]):
     def __enter__(self) -> BatchIterator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

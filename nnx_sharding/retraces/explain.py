@@ -12,10 +12,10 @@ from typing import Any, Literal, overload
 import jax
 
 from ..lifting.lifted import Lifted
-from ..retraces.compare import nearest
-from ..retraces.difference import show
-from ..retraces.log import MAX_TOLD, Compilation, TraceLog
-from ..retraces.remade import fun_name
+from .compare import nearest
+from .difference import show
+from .log import MAX_TOLD, Compilation, TraceLog
+from .remade import fun_name
 
 _NO_DIFFERENCE = {
     "trace": "nothing that we see: JAX dropped the trace (jax.clear_caches), or traces the "
