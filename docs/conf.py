@@ -1,5 +1,7 @@
 """Configuration of the Sphinx build; `make docs` runs it."""
 
+from sphinx.pycode import ModuleAnalyzer
+
 from nnx_sharding._version import __version__
 
 project = "nnx_sharding"
@@ -38,3 +40,15 @@ nitpick_ignore_regex = [
 html_theme = "sphinx_book_theme"
 html_title = "nnx_sharding"
 html_theme_options = {"show_toc_level": 2}
+
+
+def setup(app):
+    """Has functions shown by the signature with their defaults, not by those for type checkers."""
+    analyze = ModuleAnalyzer.analyze
+
+    def analyze_without_overloads(self):
+        analyze(self)
+        self.overloads = {}
+
+    ModuleAnalyzer.analyze = analyze_without_overloads
+    return {"parallel_read_safe": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -155,55 +155,36 @@ class _Jit:
         return Program(staged=jitted, top_level=call, inline=call)
 
 
-@overload
-def jit(
-    fun: Callable[P, R],
-    *,
-    in_shardings: Any = ...,
-    out_shardings: Any = ...,
-    mesh: Mesh | AbstractMesh | None = ...,
-    static_argnums: int | Sequence[int] | None = ...,
-    static_argnames: str | Iterable[str] | None = ...,
-    donate_argnums: int | Sequence[int] | None = ...,
-    donate_argnames: str | Iterable[str] | None = ...,
-    keep_unused: bool = ...,
-    device: jax.Device | None = ...,
-    backend: str | None = ...,
-    inline: bool = ...,
-    abstracted_axes: None = ...,
-    compiler_options: dict[str, Any] | None = ...,
-    committed: Literal["error", "move"] = ...,
-    indivisible: Indivisible = ...,
-    strict: bool = ...,
-    max_traces: int | None = ...,
-    graph: bool | None = ...,
-    graph_updates: bool | None = ...,
-) -> Lifted[P, R]: ...
+class _Options(TypedDict, total=False):
+    """The options of ``jit``, for type checkers."""
+
+    in_shardings: Any
+    out_shardings: Any
+    mesh: Mesh | AbstractMesh | None
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: jax.Device | None
+    backend: str | None
+    inline: bool
+    abstracted_axes: None
+    compiler_options: dict[str, Any] | None
+    committed: Literal["error", "move"]
+    indivisible: Indivisible
+    strict: bool
+    max_traces: int | None
+    graph: bool | None
+    graph_updates: bool | None
 
 
 @overload
-def jit(
-    *,
-    in_shardings: Any = ...,
-    out_shardings: Any = ...,
-    mesh: Mesh | AbstractMesh | None = ...,
-    static_argnums: int | Sequence[int] | None = ...,
-    static_argnames: str | Iterable[str] | None = ...,
-    donate_argnums: int | Sequence[int] | None = ...,
-    donate_argnames: str | Iterable[str] | None = ...,
-    keep_unused: bool = ...,
-    device: jax.Device | None = ...,
-    backend: str | None = ...,
-    inline: bool = ...,
-    abstracted_axes: None = ...,
-    compiler_options: dict[str, Any] | None = ...,
-    committed: Literal["error", "move"] = ...,
-    indivisible: Indivisible = ...,
-    strict: bool = ...,
-    max_traces: int | None = ...,
-    graph: bool | None = ...,
-    graph_updates: bool | None = ...,
-) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
+def jit(fun: Callable[P, R], **options: Unpack[_Options]) -> Lifted[P, R]: ...
+
+
+@overload
+def jit(**options: Unpack[_Options]) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
 
 
 @_compat.api_boundary

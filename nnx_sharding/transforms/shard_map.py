@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -229,45 +229,31 @@ def _manual_part(spec: PartitionSpec, manual: Set[Any]) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-@overload
-def shard_map(
-    f: Callable[P, R],
-    *,
-    out_specs: Any,
-    in_specs: Any = ...,
-    mesh: Mesh | AbstractMesh | None = ...,
-    axis_names: Set[AxisName] = ...,
-    check_vma: bool | None = ...,
-    check_rep: bool | None = ...,
-    auto: Set[AxisName] = ...,
-    jit: bool = ...,
-    committed: Literal["error", "relayout", "move"] = ...,
-    indivisible: Indivisible = ...,
-    strict: bool = ...,
-    max_traces: int | None = ...,
-    graph: bool | None = ...,
-    graph_updates: bool | None = ...,
-) -> Lifted[P, R]: ...
+class _Options(TypedDict, total=False):
+    """The options of ``shard_map``, for type checkers."""
+
+    out_specs: Required[Any]
+    in_specs: Any
+    mesh: Mesh | AbstractMesh | None
+    axis_names: Set[AxisName]
+    check_vma: bool | None
+    check_rep: bool | None
+    auto: Set[AxisName]
+    jit: bool
+    committed: Literal["error", "relayout", "move"]
+    indivisible: Indivisible
+    strict: bool
+    max_traces: int | None
+    graph: bool | None
+    graph_updates: bool | None
 
 
 @overload
-def shard_map(
-    *,
-    out_specs: Any,
-    in_specs: Any = ...,
-    mesh: Mesh | AbstractMesh | None = ...,
-    axis_names: Set[AxisName] = ...,
-    check_vma: bool | None = ...,
-    check_rep: bool | None = ...,
-    auto: Set[AxisName] = ...,
-    jit: bool = ...,
-    committed: Literal["error", "relayout", "move"] = ...,
-    indivisible: Indivisible = ...,
-    strict: bool = ...,
-    max_traces: int | None = ...,
-    graph: bool | None = ...,
-    graph_updates: bool | None = ...,
-) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
+def shard_map(f: Callable[P, R], **options: Unpack[_Options]) -> Lifted[P, R]: ...
+
+
+@overload
+def shard_map(**options: Unpack[_Options]) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
 
 
 @_compat.api_boundary
