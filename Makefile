@@ -37,7 +37,7 @@ test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, 
 	  tests/test_guard_machine.py
 
 test-oldest:  ## run the tests with the oldest jax and flax that setup.py declares
-	$(PYTHON) tools/matrix.py --only oldest
+	$(PYTHON) tools/matrix.py --python $(PYTHON) --only oldest
 
 test-matrix:  ## run the tests on each Python found, with the oldest and the newest jax and flax
 	$(PYTHON) tools/matrix.py

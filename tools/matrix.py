@@ -33,12 +33,13 @@ class Run(NamedTuple):
     seconds: float
 
 
-def pythons() -> dict[str, str]:
+def pythons(only: str | None = None) -> dict[str, str]:
     """The interpreters that the package supports, by version such as ``3.12``."""
     names = [shutil.which(f"python3.{minor}") for minor in range(11, 30)]
     managed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found: dict[str, str] = {}
-    for path in [*filter(None, names), *map(str, sorted(managed.glob("3.*/bin/python")))]:
+    every = [*filter(None, names), *map(str, sorted(managed.glob("3.*/bin/python")))]
+    for path in every if only is None else [only]:
         show = "import sys; print('%d.%d' % sys.version_info[:2])"
         # What version managers put on the path may stand for a version that is not there.
         answer = subprocess.run([path, "-c", show], capture_output=True, text=True, check=False)
@@ -78,9 +79,11 @@ def versions(python: Path) -> dict[str, str]:
     return found
 
 
-def runs(only: Sequence[str], pytest_arguments: Sequence[str]) -> Iterator[Run]:
+def runs(
+    interpreters: dict[str, str], only: Sequence[str], pytest_arguments: Sequence[str]
+) -> Iterator[Run]:
     """Runs the tests in each environment; what is the same as one before is passed over."""
-    for version, interpreter in pythons().items():
+    for version, interpreter in interpreters.items():
         seen: list[dict[str, str]] = []
         for kind in (NEWEST, OLDEST):
             name = f"{version}-{kind}"
@@ -110,9 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--python", metavar="PATH", help="this Python alone (default: all that are found)"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     arguments = parser.parse_args(given[:split])
-    done = list(runs(arguments.only, given[split + 1 :]))
+    done = list(runs(pythons(arguments.python), arguments.only, given[split + 1 :]))
     print("\n== report")
     for run in done:
         own = ", ".join(f"{name} {version}" for name, version in run.versions.items())
