@@ -37,7 +37,6 @@ function memorySection(report) {
 function costSection(report) {
   const stages = [
     ["lowered", "As written"],
-    ["compiled", "As compiled"],
     ["executed", "As run"],
   ];
   const cost = report.cost ?? {};
