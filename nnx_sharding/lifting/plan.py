@@ -11,11 +11,12 @@ import numpy as np
 
 from .. import _compat
 from ..checks.specs import Terms, check_arrays, check_axes, fitted, shape_of, uses_of
+from ..fitting import Indivisible
 from ..retraces.log import TraceLog
 from . import merge
 from .arguments import Call, Layout, Parameters, align_specs
 from .pure import Pure, Rules
-from .resolve import Found, Specs, Target, argument_targets, reach, resolve, slot_names
+from .resolve import Found, Specs, Target, Use, argument_targets, reach, resolve, slot_names
 from .split import Flat
 from .structure import RefEntry, Static, Structure, VariableEntry
 
@@ -173,76 +174,114 @@ def make_plan(
       TypeError: an argument is no array.
       StrictError: the transform is strict, and there is something to warn of.
     """
-    layout, structure = call.layout, flat.structure
     transform = transform.in_context()
-    specs = align_specs(transform.in_specs.tree, parameters, layout, transform.in_name)
-    goals = argument_targets(structure, call.tree, specs, [layout.names[i] for i in layout.dynamic])
-    reached = reach(structure, goals)
-    found_names = slot_names(structure.num_leaves, reached)
-    names = [name or f"array {slot}" for slot, name in enumerate(found_names)]
-    check_arrays(names, flat.leaves)
-    terms = transform.terms
-    uses = uses_of(reached, flat.objects, flat.leaves)
-    check_axes(terms, transform.in_specs, transform.out_specs, uses)
-    resolved = resolve(reached, flat.objects, flat.leaves, transform.spec_of)
-    slot_specs = fitted(
-        terms,
-        names,
-        [shape_of(leaf) for leaf in flat.leaves],
-        transform.slot_specs(resolved.slots, flat.leaves),
-        resolved.indivisible,
-    )
-    donated = _donated_slots(structure, layout, reached)
-    unspecified = transform.spec_of(None)
-    object_specs = {
-        slot: unspecified if slot_specs[slot] is None else slot_specs[slot]
-        for slots in structure.slots
-        for slot in slots
-    }
+    inputs = _resolved(transform, parameters, call, flat)
     pure = Pure(
         fun=_weak(fun),
         rules=transform,
-        layout=layout._replace(donated=frozenset(), donated_keywords=frozenset()),
+        layout=call.layout._replace(donated=frozenset(), donated_keywords=frozenset()),
         statics=call.statics,
-        structure=structure,
-        targets=tuple(goal.objects_only() for goal in goals),
-        known=known_variables(reached, object_specs),
-        object_specs=object_specs,
-        indivisible=resolved.indivisible,
-        donated=donated.intersection(object_specs),
-        uses=tuple(resolved.uses),
+        structure=flat.structure,
+        targets=tuple(goal.objects_only() for goal in inputs.targets),
+        known=known_variables(inputs.reached, inputs.object_specs),
+        object_specs=inputs.object_specs,
+        indivisible=inputs.indivisible,
+        donated=inputs.donated.intersection(inputs.object_specs),
+        uses=inputs.uses,
         graph=graph,
         updates=updates,
     )
     function = traced.get(pure.key)
     if function is None:
-        function = traced.setdefault(pure.key, pure.function(names, log))
+        function = traced.setdefault(pure.key, pure.function(inputs.names, log))
     groups = pure.group_specs()
-    program = transform.compile(function, slot_specs, groups, tuple(sorted(donated)))
-    variables = structure.slots_of(VariableEntry)
-    layouts = tuple(map(transform.layout_of, slot_specs))
-    movable = frozenset(range(len(names))) if transform.committed == "move" else variables
+    program = transform.compile(function, inputs.specs, groups, tuple(sorted(inputs.donated)))
+    layouts = tuple(map(transform.layout_of, inputs.specs))
+    every_slot = frozenset(range(len(layouts)))
+    variables = flat.structure.slots_of(VariableEntry)
+    movable = every_slot if transform.committed == "move" else variables
     placed = {s: own for s, own in enumerate(layouts) if own is not None and s in movable}
     return Plan(
         fun_name=function.__name__,
-        structure=structure,
-        layout=layout,
+        structure=flat.structure,
+        layout=call.layout,
         statics=call.statics,
-        targets=goals,
-        names=names,
+        targets=inputs.targets,
+        names=inputs.names,
         program=program,
         layouts=layouts,
         placed_slots=tuple(placed),
         placed_layouts=list(placed.values()),
         pick_placed=merge.picker(tuple(placed)),
-        declared=variables if transform.tells_layouts else frozenset(range(len(names))),
+        declared=variables if transform.tells_layouts else every_slot,
         committed=transform.committed,
-        terms=terms,
-        specs=tuple(slot_specs),
+        terms=transform.terms,
+        specs=tuple(inputs.specs),
         out_specs=groups,
-        donated=donated,
+        donated=inputs.donated,
         fun=pure.fun,
         log=log,
+    )
+
+
+class _Inputs(NamedTuple):
+    """The arguments of a call with their specs.
+
+    Attributes:
+      targets: the dynamic arguments, taken apart.
+      reached: all places that they reach.
+      names: for each slot what the user would write to reach it.
+      specs: the final spec of each slot.
+      object_specs: those of slots that belong to objects; open ones as the transform reads them.
+      indivisible: the slots for which a ``StateSharding`` says what to do where it does not divide.
+      uses: what each ``StateSharding`` decided about.
+      donated: the slots whose arrays are donated.
+    """
+
+    targets: list[Target]
+    reached: list[Found]
+    names: list[str]
+    specs: list[Any]
+    object_specs: dict[int, Any]
+    indivisible: dict[int, Indivisible]
+    uses: tuple[Use, ...]
+    donated: frozenset[int]
+
+
+def _resolved(transform: Transform, parameters: Parameters, call: Call, flat: Flat) -> _Inputs:
+    """Gives every array of the arguments its spec, and checks that it fits."""
+    layout, structure, leaves = call.layout, flat.structure, flat.leaves
+    specs = align_specs(transform.in_specs.tree, parameters, layout, transform.in_name)
+    goals = argument_targets(structure, call.tree, specs, [layout.names[i] for i in layout.dynamic])
+    reached = reach(structure, goals)
+    found_names = slot_names(structure.num_leaves, reached)
+    names = [name or f"array {slot}" for slot, name in enumerate(found_names)]
+    check_arrays(names, leaves)
+    uses = uses_of(reached, flat.objects, leaves)
+    check_axes(transform.terms, transform.in_specs, transform.out_specs, uses)
+    resolved = resolve(reached, flat.objects, leaves, transform.spec_of)
+    final = fitted(
+        transform.terms,
+        names,
+        [shape_of(leaf) for leaf in leaves],
+        transform.slot_specs(resolved.slots, leaves),
+        resolved.indivisible,
+    )
+    unspecified = transform.spec_of(None)
+    object_specs = {
+        slot: unspecified if final[slot] is None else final[slot]
+        for slots in structure.slots
+        for slot in slots
+    }
+    return _Inputs(
+        targets=goals,
+        reached=reached,
+        names=names,
+        specs=list(final),
+        object_specs=object_specs,
+        indivisible=resolved.indivisible,
+        uses=tuple(resolved.uses),
+        donated=_donated_slots(structure, layout, reached),
     )
 
 
