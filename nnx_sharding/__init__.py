@@ -1,4 +1,12 @@
-"""Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages."""
+"""Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages.
+
+What is needed around them is in ``partition`` (choosing specs), ``placement`` (models, batches and
+checkpoints on devices), ``inspect`` and ``analysis`` (what a program takes), ``exporting``,
+``launching``, ``filters`` and ``constraints``. All other modules are internal.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from . import errors, stages
 from ._version import __version__
@@ -10,6 +18,18 @@ from .retraces.limits import limit_traces
 from .state_sharding import StateSharding
 from .transforms.jit import jit
 from .transforms.shard_map import shard_map
+
+if TYPE_CHECKING:
+    from . import (
+        analysis as analysis,
+        constraints as constraints,
+        exporting as exporting,
+        filters as filters,
+        inspect as inspect,
+        launching as launching,
+        partition as partition,
+        placement as placement,
+    )
 
 __all__ = [
     "Lifted",
@@ -25,3 +45,27 @@ __all__ = [
     "split",
     "stages",
 ]
+
+# Imported when they are first asked for: most programs need one or two of them.
+_ON_DEMAND = frozenset(
+    {
+        "analysis",
+        "constraints",
+        "exporting",
+        "filters",
+        "inspect",
+        "launching",
+        "partition",
+        "placement",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})
