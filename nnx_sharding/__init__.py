@@ -21,14 +21,14 @@ from .transforms.shard_map import shard_map
 
 if TYPE_CHECKING:
     from . import (
-        analysis as analysis,
-        constraints as constraints,
-        exporting as exporting,
-        filters as filters,
-        inspect as inspect,
-        launching as launching,
-        partition as partition,
-        placement as placement,
+        analysis,
+        constraints,
+        exporting,
+        filters,
+        inspect,
+        launching,
+        partition,
+        placement,
     )
 
 __all__ = [
