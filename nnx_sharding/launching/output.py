@@ -95,8 +95,19 @@ class Output:
             else:
                 target.write(text.decode(errors="replace"))
             target.flush()
-        except (OSError, ValueError):  # whoever read it is gone
+        except (OSError, ValueError) as error:  # whoever read it is gone
+            if isinstance(error, BrokenPipeError):
+                _discard(target)
             self._on_closed()
+
+
+def _discard(stream: IO[str]) -> None:
+    """Sends to nowhere what a stream still holds: Python would fail to flush it when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, stream.fileno())
+    finally:
+        os.close(nowhere)
 
 
 def indented(lines: Sequence[bytes]) -> bytes:
