@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from .._version import __version__
 from ..analysis.arguments import Parameter, SpecEntry, device_of
 from ..analysis.bounds import Bounds, bounds_of
-from ..analysis.collectives import Collective, Collectives, collectives_of
+from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import Cost, Costs
 from ..analysis.hardware import Device, known
 from ..analysis.hlo import parse
@@ -127,17 +127,16 @@ class ProgramReport(JsonForm):
     _NOUN = "report of a program"
 
     def _parts(self) -> dict[str, Any]:
-        return {field.name: _data(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        data: dict[str, Any] = as_data(self)
+        return data
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> ProgramReport:
-        found = read(_Written, parts, cls._NOUN)
+        found = read(cls, parts, cls._NOUN)
+        if found.memory is None:
+            return found
         by_path = {row.path: row.bytes_per_device for row in found.parameters if row.used}
-        memory = found.memory
-        if memory is not None:
-            memory = dataclasses.replace(memory, by_path=by_path)
-        told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-        return cls(**{**told, "memory": memory, "collectives": Collectives(found.collectives)})
+        return dataclasses.replace(found, memory=dataclasses.replace(found.memory, by_path=by_path))
 
     def with_bounds(self, device: Device | str) -> ProgramReport:
         """The same report with the bounds of another device.
@@ -222,28 +221,6 @@ def _mesh_description(mesh: Mesh) -> MeshDescription:
         axis_types=dict(zip(names, types, strict=True)),
         device_ids=ids.tolist(),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    """A report as it is in JSON."""
-
-    name: str
-    made_with: Versions
-    platform: str
-    device_kind: str
-    num_devices: int
-    mesh: MeshDescription | None
-    parameters: tuple[Parameter, ...]
-    memory: Memory | None
-    cost: Costs
-    collectives: tuple[Collective, ...]
-    bounds: Bounds | None
-    hlo: str | None
-
-
-def _data(value: Any) -> Any:
-    return as_data(tuple(value) if isinstance(value, Collectives) else value)
 
 
 # The summary

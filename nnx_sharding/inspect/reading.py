@@ -7,7 +7,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def as_data(value: Any) -> Any:
         return {name: as_data(getattr(value, name)) for name in _fields(type(value))}
     if isinstance(value, Mapping):
         return {str(key): as_data(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [as_data(part) for part in value]
     return value
 
@@ -56,14 +56,23 @@ def _read(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
         return _read_union(arguments, data, path, problems)
     if origin is typing.Literal and data in arguments and isinstance(data, str):
         return data
-    if origin is tuple and isinstance(data, list):
-        [part, _] = arguments
-        return tuple(_read(part, one, f"{path}[{i}]", problems) for i, one in enumerate(data))
+    part = _part_of(kind)
+    if part is not None and isinstance(data, list):
+        parts = tuple(_read(part, one, f"{path}[{i}]", problems) for i, one in enumerate(data))
+        return parts if origin is tuple else kind(parts)
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(data, dict):
         return {key: _read(arguments[1], data[key], f"{path}.{key}", problems) for key in data}
     if origin is None and _is(kind, data):
         return float(data) if kind is float else data
     problems.append(f"{path.lstrip('.') or 'the whole'}: {_show(data)} is no {_name(kind)}")
+    return None
+
+
+def _part_of(kind: Any) -> Any:
+    """The type of the parts of ``tuple[X, ...]``, or of a class with the base ``Sequence[X]``."""
+    for base in (kind, *getattr(kind, "__orig_bases__", ())):
+        if typing.get_origin(base) in (tuple, Sequence):
+            return typing.get_args(base)[0]
     return None
 
 
@@ -123,7 +132,7 @@ def _name(kind: Any) -> str:
     names = {float: "number", int: "integer", str: "string", bool: "true or false"}
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(kind)))
-    if typing.get_origin(kind) is tuple:
+    if _part_of(kind) is not None:
         return "list"
     return names.get(kind, "object")
 
