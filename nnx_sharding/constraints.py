@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .fitting import describe, suggested_spec
 from .inspect.parameters import parameter_table
-from .lifting.resolve import Specs
+from .lifting.prefixes import Specs
 from .lifting.split import flatten
 from .lifting.structure import Path, path_string
 from .partition.constrain import assign, report_lost, with_sharding_constraint

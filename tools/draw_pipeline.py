@@ -33,7 +33,7 @@ GUARD = Stage("guard", ("guard.py", "guards.py", "walk.py", "_walk.c"))
 SLOW_WAY = (
     Stage("arguments", ("arguments.py",)),
     Stage("split", ("split.py", "structure.py")),
-    Stage("resolve", ("resolve.py",)),
+    Stage("resolve", ("resolve.py", "prefixes.py")),
     Stage("plan", ("plan.py", "pure.py")),
 )
 LAST = (Stage("run", ("run.py", "transfer.py")), Stage("merge", ("merge.py",)))

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..errors import CapturedArrayWarning, CorrectedSpecWarning, UnusedFilterWarning, report
 from ..fitting import Indivisible, axis_problems, describe, fit, shape_problems, spec_and_mesh
-from ..lifting.resolve import Found, Specs, Use, merged
+from ..lifting.prefixes import Specs
+from ..lifting.resolve import Found, Use, merged
 from ..retraces.difference import show
 from ..state_sharding import StateSharding
 from .captured import captured_shards, describe_captured

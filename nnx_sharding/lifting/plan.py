@@ -15,8 +15,9 @@ from ..fitting import Indivisible
 from ..retraces.log import TraceLog
 from . import merge
 from .arguments import Call, Layout, Parameters, align_specs
+from .prefixes import Specs, Target, argument_targets
 from .pure import Pure, Rules
-from .resolve import Found, Specs, Target, Use, argument_targets, reach, resolve, slot_names
+from .resolve import Found, Use, reach, resolve, slot_names
 from .split import Flat
 from .structure import RefEntry, Static, Structure, VariableEntry
 

@@ -26,7 +26,8 @@ from ..retraces.log import TraceLog
 from ..state_sharding import StateSharding
 from . import merge
 from .arguments import Layout, join_call
-from .resolve import Found, Specs, Target, Use, reach, resolve, slot_names, target
+from .prefixes import Specs, Target, target
+from .resolve import Found, Use, reach, resolve, slot_names
 from .split import Flat, flatten
 from .structure import NodeEntry, RefEntry, Static, Structure, VariableEntry, accessor
 

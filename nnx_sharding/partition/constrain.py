@@ -16,7 +16,8 @@ from .. import _compat
 from ..checks.specs import Terms, check_filters
 from ..errors import CorrectedSpecWarning, report
 from ..fitting import describe, spec_and_mesh
-from ..lifting.resolve import PathFunction, Specs, is_spec, reach, resolve, slot_names, target
+from ..lifting.prefixes import PathFunction, Specs, is_spec, target
+from ..lifting.resolve import reach, resolve, slot_names
 from ..lifting.split import Flat, flatten
 from ..lifting.transfer import obstacle
 from ..transforms.options import check_specs

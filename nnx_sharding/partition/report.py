@@ -27,7 +27,8 @@ from ..fitting import (
     shape_problems,
 )
 from ..inspect import parameters
-from ..lifting.resolve import reach, target
+from ..lifting.prefixes import target
+from ..lifting.resolve import reach
 from ..lifting.split import Flat, flatten
 from ..lifting.structure import Path, Place, plain_key
 from ..state_sharding import StateSharding

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..fitting import axis_problems, describe, shape_problems, spec_and_mesh
-from ..lifting.resolve import Specs, reach, resolve, target
+from ..lifting.prefixes import Specs, target
+from ..lifting.resolve import reach, resolve
 from ..lifting.split import flatten
 from ..lifting.structure import PyTreeDef, accessor, path_key
 from .host_arrays import host_array

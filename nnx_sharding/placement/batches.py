@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _compat
 from ..errors import NoMeshError
-from ..lifting.resolve import Specs
+from ..lifting.prefixes import Specs
 from ..transforms.options import check_options, check_specs
 from .agreement import Agreement
 from .feed import Consumer, Feed

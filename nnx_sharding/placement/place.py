@@ -14,7 +14,8 @@ from ..checks.specs import Terms, check_axes, check_filters, fitted, shape_of, u
 from ..errors import NoMeshError
 from ..fitting import INDIVISIBLE, Indivisible, describe
 from ..lifting.merge import unflatten
-from ..lifting.resolve import Specs, reach, resolve, slot_names, target
+from ..lifting.prefixes import Specs, target
+from ..lifting.resolve import reach, resolve, slot_names
 from ..lifting.split import Flat, flatten
 from ..lifting.transfer import obstacle, transfer
 from ..partition.constrain import is_array

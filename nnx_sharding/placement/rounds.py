@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from ..fitting import describe
-from ..lifting.resolve import Specs
+from ..lifting.prefixes import Specs
 from .agreement import Agreement, GoneError, Message
 from .batch_layout import BatchLayout
 from .host_arrays import padded

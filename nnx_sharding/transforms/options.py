@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..lifting.resolve import Specs
+from ..lifting.prefixes import Specs
 
 
 def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:

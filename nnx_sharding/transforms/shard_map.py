@@ -15,7 +15,7 @@ from ..fitting import INDIVISIBLE, Indivisible, axes_of
 from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
-from ..lifting.resolve import Specs
+from ..lifting.prefixes import Specs
 from .options import check_options, check_specs
 
 P = ParamSpec("P")
