@@ -12,7 +12,7 @@ BENCH_ARGS ?=
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help demo test coverage test-python test-guard test-oldest test-matrix
-.PHONY: lint types docs package check bench clean
+.PHONY: lint types docs links package check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+
+links: $(VENV)/.installed-docs  ## check that links to other sites lead somewhere
+	$(BIN)/python -m sphinx -b linkcheck --quiet docs docs/_build/links
 
 package: $(VENV)/.installed-package  ## build sdist and wheel, and try them in an empty environment
 	$(BIN)/python tools/try_package.py
