@@ -1,4 +1,4 @@
-"""Arrays to other devices, layouts and memories; the only place where the library moves data."""
+"""Arrays to other devices, layouts and memories: by it models and all that ``jit`` places move."""
 
 from __future__ import annotations
 

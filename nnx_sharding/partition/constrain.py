@@ -107,18 +107,25 @@ class Goal(NamedTuple):
 
 
 def assign(
-    tree: Any, flat: Flat, sharding: Any, *, mesh: Any = None, rules: Any = None, strict: bool
+    tree: Any,
+    flat: Flat,
+    sharding: Any,
+    *,
+    mesh: Any = None,
+    rules: Any = None,
+    strict: bool,
+    caller: str = _NAME,
 ) -> list[Goal]:
     """The sharding of each array of a tree, made to fit; None for "as it is".
 
     The arguments and errors are those of :func:`with_sharding_constraint`; ``flat`` is the tree,
-    taken apart.
+    taken apart, and ``caller`` what messages call the function.
     """
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{_NAME}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
+        raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
     mesh = _compat.context_mesh() if mesh is None else mesh
-    specs = Specs(_without_logical_names(sharding, rules, mesh))
-    check_specs(_NAME, sharding=specs)
+    specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
+    check_specs(caller, sharding=specs)
     reached = reach(flat.structure, [target("tree", specs.tree, tree, flat.structure.root)])
     resolved = resolve(reached, flat.objects, flat.leaves, lambda spec: spec)
     names = slot_names(len(flat.leaves), reached)
@@ -146,9 +153,9 @@ def assign(
         part = found.spec if known else settled(found.spec, leaf, here)
         goals.append(Goal(name, NamedSharding(here, part, memory_kind=kind)))
     if faults:
-        raise ValueError(f"{_NAME}: these specs cannot be used:\n" + "\n".join(faults))
-    check_filters(_TERMS._replace(strict=strict), resolved.uses)
-    report_lost(_NAME, lost, strict=strict)
+        raise ValueError(f"{caller}: these specs cannot be used:\n" + "\n".join(faults))
+    check_filters(_TERMS._replace(name=caller, strict=strict), resolved.uses)
+    report_lost(caller, lost, strict=strict)
     return goals
 
 
@@ -163,13 +170,13 @@ def report_lost(name: str, lines: Sequence[str], *, strict: bool) -> None:
         report(CorrectedSpecWarning, message, strict=strict)
 
 
-def _without_logical_names(sharding: Any, rules: Any, mesh: Any) -> Any:
+def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) -> Any:
     """The prefix, with a function of the array in the place of its logical names."""
     if rules is None:
         return sharding
     if not callable(getattr(rules, "spec", None)):
         raise TypeError(
-            f"{_NAME}: rules have a method spec(names, shape=…, mesh=…), not {rules!r}."
+            f"{caller}: rules have a method spec(names, shape=…, mesh=…), not {rules!r}."
         )
 
     def resolved(names: Any) -> Any:

@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-REPORT, COMPARISON = "nnx_sharding.report", "nnx_sharding.comparison"
-VERSION = 1
+from .. import comparison, program
+
+REPORT, COMPARISON = program.FORMAT, comparison.FORMAT
+_VERSIONS = {REPORT: program.VERSION, COMPARISON: comparison.VERSION}
 
 
 def report_data(report: Any) -> dict[str, Any]:
@@ -25,11 +27,12 @@ def report_data(report: Any) -> dict[str, Any]:
         raise TypeError(
             f"a report is a ProgramReport, a comparison or the dictionary of one, not {report!r}."
         )
-    known = data.get("format") in (REPORT, COMPARISON) and data.get("version") == VERSION
-    if not known:
+    kind, version = data.get("format"), data.get("version")
+    if kind not in _VERSIONS or version != _VERSIONS[kind]:
+        known = ", ".join(f"{name!r} in version {own}" for name, own in _VERSIONS.items())
         raise ValueError(
-            f"format {data.get('format')!r}, version {data.get('version')!r} is no report that can "
-            f"be shown; known are {REPORT!r} and {COMPARISON!r}, each in version {VERSION}."
+            f"format {kind!r}, version {version!r} is no report that can be shown; known are "
+            f"{known}."
         )
     return dict(data)
 

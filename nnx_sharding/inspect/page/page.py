@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .data import report_data
+from .data import REPORT, report_data
 from .fragment import escaped, fragment
 
 # In the order of data flow; all names are there before `main` runs.
@@ -100,7 +100,7 @@ def write_html(path: str | os.PathLike[str], report: Any, title: str | None = No
 
 
 def _title(data: Mapping[str, Any]) -> str:
-    if data["format"] == "nnx_sharding.report":
+    if data["format"] == REPORT:
         return str(data.get("name") or "Report")
     return f"{len(data.get('reports') or {})} strategies compared"
 

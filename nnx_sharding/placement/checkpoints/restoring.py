@@ -107,7 +107,7 @@ def restore(
             leaves[each.slot] = value
     for reference, value in references:
         reference[...] = value
-    return rebuilt(flat, leaves)
+    return rebuilt(flat, leaves, "restore")
 
 
 def _check_targets(flat: Flat, found: Sequence[Named]) -> None:
@@ -134,7 +134,9 @@ def _shardings(
     tree: Any, flat: Flat, found: Sequence[Named], sharding: Any, mesh: Any
 ) -> dict[int, Any]:
     """The sharding of each slot; None for the default device, and for what is no JAX array."""
-    given = None if sharding is None else assign(tree, flat, sharding, mesh=mesh, strict=False)
+    given = None
+    if sharding is not None:
+        given = assign(tree, flat, sharding, mesh=mesh, strict=False, caller="restore")
     goals: dict[int, Any] = {}
     faults = []
     for each in found:
