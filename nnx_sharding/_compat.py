@@ -10,8 +10,8 @@ import contextlib
 import functools
 import importlib
 import operator
+import re
 import types
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -46,6 +46,7 @@ IndivisibleError: Any = _private("jax._src.sharding", "IndivisibleError") or Val
 _trace_state_clean: Any = _private("jax._src.core", "trace_state_clean")
 _trace_context: Any = _private("jax._src.config", "trace_context")
 _trace_context_names: Any = _private("jax._src.config", "trace_context_names")
+_trace_ctx: Any = _private("jax._src.core", "trace_ctx")
 _distributed: Any = _private("jax._src.distributed", "global_state")
 _make_cpu_client: Any = _private("jaxlib.xla_client", "make_cpu_client")
 _frames_in_locations: Any = _private("jax._src.config", "traceback_in_locations_limit")
@@ -248,29 +249,24 @@ def fill_node(node: Any, attributes: Iterable[tuple[Any, Any]]) -> None:
     _GRAPH_NODE_TYPES[type(node)].init(node, attributes)
 
 
-def rewrite_node(
+def node_operations(
     node: Any,
     changed: Sequence[tuple[Any, Any]],
     removed: Sequence[Any],
     attributes: Callable[[], list[tuple[Any, Any]]],
-) -> None:
-    """Changes some attributes of an existing node.
+) -> list[tuple[Any, ...]]:
+    """What changes some attributes of an existing node: functions with their arguments.
 
     ``attributes`` makes the complete list; it is asked only by node types that can be
     rewritten as a whole and no other way.
     """
-    if isinstance(node, nnx.Pytree):
-        own = vars(node)
-        for key in removed:
-            del own[str(key)]
-        for key, value in changed:
-            if key != _STATE:  # belongs to the object, not to its content
-                own[str(key)] = value
-    else:
-        complete = attributes()
+    if not isinstance(node, nnx.Pytree):
         impl = _GRAPH_NODE_TYPES[type(node)]
-        impl.clear(node)
-        impl.init(node, complete)
+        return [(impl.clear, node), (impl.init, node, attributes())]
+    own = vars(node)
+    operations: list[tuple[Any, ...]] = [(dict.pop, own, str(key), None) for key in removed]
+    new = {str(key): value for key, value in changed if key != _STATE}  # belongs to the object
+    return [*operations, (dict.update, own, new)]
 
 
 def leave_static_cache() -> None:
@@ -355,6 +351,11 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     if not {str, int}.issuperset(map(type, mapping)):
         return None  # other keys may be equal without being the same
     return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
+
+
+def has_aux(kind: type, aux: Any) -> bool:
+    """Whether a node of a tree structure keeps data beside its children, other than plain keys."""
+    return aux is not None and kind not in (dict, nnx.State)
 
 
 def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
@@ -463,16 +464,20 @@ def in_order_of(
         return None
 
 
-def refusing_unusable_donations(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for which JAX's warning about donated buffers without a use is an error."""
+# The event by which JAX reports each compilation to ``jax.monitoring``.
+COMPILATION = "/jax/core/compile/backend_compile_duration"
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Some donated buffers were not usable", UserWarning)
-            return function(*args, **kwargs)
 
-    return call
+def trace_constants() -> list[Any]:
+    """The arrays that the trace at hand has taken from its surroundings, as far as JAX tells."""
+    trace = getattr(_trace_ctx, "trace", None)
+    found: dict[Any, Any] = getattr(getattr(trace, "frame", None), "constvar_to_val", {})
+    return list(found.values())
+
+
+def is_deleted_error(error: BaseException) -> bool:
+    """Whether JAX refuses to run a program because an argument was deleted or donated."""
+    return bool(re.search("deleted|donated", str(error)))
 
 
 def varying_axes(x: Any) -> frozenset[Any]:

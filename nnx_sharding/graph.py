@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -10,16 +10,14 @@ from flax import nnx
 
 from . import _compat
 from .filters import to_predicate
-from .lifting.merge import assemble as _assemble
-from .lifting.merge import metadata_of, node_changes, node_values, write_node
-from .lifting.merge import unflatten as _unflatten
+from .lifting import merge as _merged
 from .lifting.split import flatten as _flatten
 from .lifting.structure import (
-    LEAF,
     Container,
     NodeEntry,
     Path,
     Place,
+    StaticEntry,
     Structure,
     VariableEntry,
     container_keys,
@@ -64,7 +62,7 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
     groups: list[dict[Path, Any]] = [{} for _ in predicates]
     unmatched = []
     for place in _places(flat.structure):
-        value = _value_at(flat.structure, place, flat.leaves)
+        value = _merged.value_at(flat.structure, place, flat.leaves)
         subject = value if place.entry is None else flat.objects[place.entry]
         for group, predicate in zip(groups, predicates, strict=True):
             if predicate(place.path, subject):
@@ -113,7 +111,7 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
     """
     leaves = _leaves_by_slot(structure, groups)
     if into is None:
-        return _unflatten(structure, leaves).root
+        return _merged.unflatten(structure, leaves, share=True).root
     old = _flatten(into)
     pairs = _pair(old.structure, structure)
     existing = {new: old.objects[before] for new, before in pairs.items()}
@@ -122,7 +120,7 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
         raise _compat.TraceContextError(
             f"merge cannot change objects of another trace: {', '.join(sorted(set(stale)))}."
         )
-    built = _unflatten(structure, leaves, existing)
+    built = _merged.unflatten(structure, leaves, existing, share=True)
     _write(structure, old.structure, pairs, leaves, built.objects)
     return built.root
 
@@ -136,23 +134,26 @@ def _write(
         entry = structure.entries[index]
         if isinstance(entry, VariableEntry):
             own = (leaves[slot] for slot in structure.slots[index])
-            values[index] = _assemble(entry.value, own, objects)
+            values[index] = _merged.assemble(entry.value, own, objects)
         elif isinstance(entry, NodeEntry):
             old_entry = old.entries[before]
             assert isinstance(old_entry, NodeEntry)
             # Children are indices into different tables, so all are set, none compared.
-            change = node_changes(index, None, structure, frozenset())
+            change = _merged.node_changes(index, None, structure, frozenset())
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
             if change is not None:
                 changes.append(change._replace(removed=removed))
-    attributes = node_values(changes, leaves, objects)
+    attributes = _merged.node_values(changes, leaves, objects)
+    operations = []
     for index, value in values.items():
         entry = structure.entries[index]
         assert isinstance(entry, VariableEntry)
-        _compat.set_value(objects[index], value)
-        _compat.set_metadata(objects[index], metadata_of(entry))
+        operations.append((_compat.set_value, objects[index], value))
+        metadata = _merged.metadata_of(entry, objects)
+        operations.append((_compat.set_metadata, objects[index], metadata))
     for change, new in zip(changes, attributes, strict=True):
-        write_node(change, new, structure, leaves, objects)
+        operations += _merged.node_operations(change, new, structure, leaves, objects)
+    _merged.perform(operations)
 
 
 def _pair(old: Structure, new: Structure) -> dict[int, int]:
@@ -169,7 +170,7 @@ def _pair(old: Structure, new: Structure) -> dict[int, int]:
             )
         elif isinstance(a, int) and isinstance(b, int) and b not in pairs and a not in taken:
             x, y = old.entries[a], new.entries[b]
-            if x is None or y is None or x.type is not y.type:
+            if x is None or y is None or x.type is not y.type or isinstance(x, StaticEntry):
                 continue
             pairs[b] = a
             taken.add(a)
@@ -192,14 +193,6 @@ def _places(structure: Structure) -> list[Place]:
     return list(structure.walk(structure.root, iter(structure.root_slots)))
 
 
-def _value_at(structure: Structure, place: Place, leaves: Sequence[Any]) -> Any:
-    entry = None if place.entry is None else structure.entries[place.entry]
-    own = (leaves[slot] for slot in place.slots)
-    if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
-        return _assemble(entry.value, own, ())
-    return next(own)
-
-
 def _to_state(group: dict[Path, Any]) -> Any:
     return group[()] if () in group else nnx.from_flat_state(group)
 
@@ -216,8 +209,8 @@ def _leaves_by_slot(structure: Structure, groups: tuple[Any, ...]) -> list[Any]:
     different: list[str] = []
     for place in _places(structure):
         entry = None if place.entry is None else structure.entries[place.entry]
-        child = entry.value if isinstance(entry, VariableEntry) else LEAF
-        treedef = child.treedef if isinstance(child, Container) else None
+        pytree = _merged.pytree_of(entry)
+        treedef = None if pytree is None else pytree.treedef
         known[place.path] = treedef
         found = [value for group in groups for value in _lookup(group, place.path)]
         where = path_string(place.path) or "the root"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from .. import _compat
+from ..lifting.split import flatten
 from ..lifting.structure import accessor
 
 
@@ -25,7 +26,7 @@ class Captured(NamedTuple):
 
 def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
     """What a function takes from its surroundings, and the names that it has there."""
-    while isinstance(fun, functools.partial):
+    while type(fun) is functools.partial:
         yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fun.args))
         yield from ((f"partial.keywords[{key!r}]", value) for key, value in fun.keywords.items())
         fun = fun.func
@@ -36,14 +37,11 @@ def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
     if code is None:
         return
     for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
-        if cell != _EMPTY:
+        with contextlib.suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
     for name in dict.fromkeys(_global_names(code)):
         if name in fun.__globals__:
             yield name, fun.__globals__[name]
-
-
-_EMPTY = types.CellType()
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
@@ -54,27 +52,38 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(instruction.argval)
 
 
-def captured_shards(fun: Any) -> list[Captured]:
-    """The arrays that a function captures and that are split over several devices."""
-    return [
-        found
-        for name, value in captured_values(fun)
-        for found in _arrays(name, value)
-        if not isinstance(found.array, jax.core.Tracer) and not found.array.is_fully_replicated
-    ]
+def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[Captured]:
+    """The arrays that a function captures and that are sharded over several devices.
+
+    Args:
+      fun: the function.
+      constants: what its trace has captured; None for all that it could.
+    """
+    found = [own for name, value in captured_values(fun) for own in _arrays(name, value)]
+    if constants is not None:
+        names = {id(array): name for name, array in reversed(found)}
+        kept = [x for x in constants if _is_array(x)]
+        found = [Captured(names.get(id(array), "an array"), array) for array in kept]
+    return [own for own in found if not own.array.is_fully_replicated]
+
+
+# By their types, not by isinstance: that would load what stands behind a lazy proxy.
+def _is_array(value: Any) -> bool:
+    return type(value) is _compat.ArrayImpl
 
 
 def _arrays(name: str, value: Any) -> Iterator[Captured]:
-    if isinstance(value, jax.Array):
+    kind = type(value)
+    if _is_array(value):
         yield Captured(name, value)
     elif _compat.is_graph_object(value):
-        for path, leaf in nnx.to_flat_state(nnx.state(value)):
-            array = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-            if isinstance(array, jax.Array):
-                yield Captured(accessor(name, path), array)
-    elif isinstance(value, tuple | list | dict):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(part, jax.Array) or _compat.is_graph_object(part):
+        flat = flatten(value, held=False)
+        for path, leaf in zip(flat.structure.paths(), flat.leaves, strict=True):
+            if _is_array(leaf):
+                yield Captured(accessor(name, path), leaf)
+    elif kind in (tuple, list, dict):
+        for key, part in value.items() if kind is dict else enumerate(value):
+            if _is_array(part) or _compat.is_graph_object(part):
                 yield from _arrays(accessor(name, (key,)), part)
 
 

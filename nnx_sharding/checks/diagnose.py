@@ -17,9 +17,10 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from .. import _compat
-from ..errors import DonatedError, StrictError, is_library
+from ..errors import DonatedError, is_library
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..lifting.plan import Plan, is_committed
+from ..lifting.pure import Pure
 from ..lifting.structure import accessor
 from .captured import captured_shards, describe_captured
 from .specs import committed_message, fitted, shape_of
@@ -34,6 +35,10 @@ _ABOUT_CAPTURED = re.compile("mesh|closing over", re.IGNORECASE)
 def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     """Says what is behind an error, if that can be seen.
 
+    An error that comes from the user's function, or from the program while it runs, stays what it
+    is and gets a note at most. Only where JAX refused the call before that is there another error,
+    with that of JAX as its cause.
+
     Args:
       plan: the plan of the call.
       leaves: the arrays that JAX was given.
@@ -42,24 +47,27 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     Raises:
       DonatedError: an array was donated before, or is donated twice.
       ValueError: specs, shardings or devices do not fit together.
-      StrictError: a donated buffer cannot be used, and the transform is strict.
     """
-    if isinstance(error, ValueError | RuntimeError):
-        _raise_alone(lambda: [check(plan, leaves) for check in _CHECKS])
-    if isinstance(error, UserWarning):
-        _raise_alone(lambda: _check_donated(plan, leaves, error))
     if isinstance(error, _compat.TraceContextError):
         _note_object(error)
     elif isinstance(error, ValueError | NotImplementedError) and _ABOUT_CAPTURED.search(str(error)):
         _note_captured(plan, error)
+    if not isinstance(error, ValueError | RuntimeError) or _is_of_the_function(error):
+        return
+    checks: Sequence[Callable[[Plan, Sequence[Any]], None]] = _CHECKS
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        checks = [_check_deleted] if _compat.is_deleted_error(error) else []
+    for check in checks:
+        try:
+            check(plan, leaves)
+        except Exception as found:
+            raise found from error
 
 
-def _raise_alone(check: Callable[[], Any]) -> None:
-    """Lets what a check raises stand in place of JAX's error, not after it."""
-    try:
-        check()
-    except Exception as found:
-        raise found from None
+def _is_of_the_function(error: Exception) -> bool:
+    """Whether an error was raised while the user's function was called."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is Pure._called.__code__ for frame, _ in frames)
 
 
 def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
@@ -101,20 +109,6 @@ def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> None:
             "one array is donated, and passed once more in the same call:\n"
             + "\n".join(lines)
             + "\nDonate a copy (x.copy()), or pass it once."
-        )
-
-
-def _check_donated(plan: Plan, leaves: Sequence[Any], warning: UserWarning) -> None:
-    """Strict transforms make JAX raise its warning of donated buffers without a use."""
-    types = {slot: jax.typeof(leaves[slot]).str_short() for slot in plan.donated}
-    unused = set(re.findall(r"\w+\[[^\]]*\]", str(warning)))
-    lines = [f"  {plan.names[s]}, {text}" for s, text in types.items() if text in unused]
-    if lines:
-        raise StrictError(
-            f"{plan.terms.name}: these arguments are donated, but {plan.fun_name} has no result of "
-            "their shape and dtype that could use their memory:\n"
-            + "\n".join(lines)
-            + "\nDo not donate them (donate_argnums, donate_argnames)."
         )
 
 

@@ -158,13 +158,20 @@ def check_filters(terms: Terms, uses: Iterable[Use]) -> None:
         report(UnusedFilterWarning, message, strict=terms.strict)
 
 
-def check_captured(terms: Terms, fun: Any) -> None:
-    """Sharded arrays should be arguments: JAX makes whole constants of those it finds inside.
+def check_captured(terms: Terms, fun: Any, constants: Sequence[Any]) -> None:
+    """Sharded arrays should be arguments: those that are captured become replicated constants.
+
+    Args:
+      terms: what the transform says.
+      fun: the function.
+      constants: what its trace has captured.
 
     Raises:
       StrictError: the function captures some, and the transform is strict.
     """
-    found = captured_shards(fun)
+    if not any(not getattr(x, "is_fully_replicated", True) for x in constants):
+        return
+    found = captured_shards(fun, constants)
     if found:
         report(
             CapturedArrayWarning,

@@ -15,20 +15,19 @@ from ..checks.diagnose import explained
 from ..lifting.lifted import Lifted
 from ..lifting.plan import Plan, abstract, is_committed
 from ..lifting.pure import Outcome
+from ..lifting.statics import Static
 from ..lifting.structure import (
     Child,
     Container,
     NodeEntry,
     Path,
     RefEntry,
-    Static,
     Structure,
     VariableEntry,
     accessor,
     container_keys,
 )
-from ..retraces.compare import static_arguments
-from ..retraces.difference import differences, show
+from ..retraces.difference import differences, show, show_child
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, MeshInfo, meshes_of
 from .trees import Tree, places, state_tree, tree_of
@@ -146,11 +145,13 @@ def _check_expressible(plan: Plan, outcome: Outcome) -> None:
         )
         for change in outcome.nodes
     )
+    expressible = expressible and not outcome.statics
     if expressible:
         return
-    arguments = Structure(after.entries, before.root, after.slots, before.root_slots)
-    names = [plan.layout.names[i] for i in plan.layout.dynamic]
-    lines = [f"  {line}" for line in differences(before, arguments, names)]
+    arguments = Structure(
+        after.entries, before.root, after.slots, before.root_slots, before.statics
+    )
+    lines = [f"  {line}" for line in differences((plan.layout, before), (plan.layout, arguments))]
     raise ValueError(
         f"{plan.fun_name} cannot be exported, because it changes more than arrays:\n"
         + "\n".join(lines)
@@ -224,15 +225,16 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
 
 
 def _statics(plan: Plan) -> dict[str, str]:
-    found = static_arguments(plan.layout, plan.statics)
-    return {name: _text(static.value) for name, static in sorted(found.items())}
+    found = zip(plan.layout.static_names, plan.structure.statics, strict=True)
+    return {name: _text(plan.structure, child) for name, child in sorted(found)}
 
 
-def _text(value: Any) -> str:
+def _text(structure: Structure, child: Child) -> str:
     """A value in words, the same in each process."""
+    value = child.value if isinstance(child, Static) else None
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__}({{{', '.join(sorted(map(show, value)))}}})"
-    return show(value)
+    return show_child(structure, child)
 
 
 def _arrays(

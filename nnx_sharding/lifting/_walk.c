@@ -4,8 +4,8 @@
  * its names, and appends what it holds. What is appended is compared at once, and kept only if
  * it is asked for later: arrays and objects go straight into the result.
  *
- * Python code runs only between steps (other pytrees) and after the last one (statics that are
- * equal without being identical, statics that can change), never while a dict is being read.
+ * Python code runs only between steps (other pytrees, rarer static objects) and after the last one
+ * (statics that are equal without being identical), never while a dict is being read.
  * What is kept is owned, so that no such code can take it away.
  */
 
@@ -15,7 +15,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
-enum kind { NODE, STATE, DICT, METADATA, VALUE, SEQUENCE, TREE };
+enum kind { NODE, STATE, DICT, METADATA, VALUE, SEQUENCE, TREE, STATIC };
 
 /* What happens to an item of the stream. */
 enum rule {
@@ -34,9 +34,10 @@ typedef struct {
 
 typedef struct {
     enum kind kind;
-    int32_t index;      /* of the object or other item that is opened */
+    int is_object;      /* whether it opens an object of the result, or another item */
+    int32_t index;      /* of that object or item */
     PyObject *type;     /* its type; borrowed from the recipe, as the next */
-    PyObject *expected; /* the keys of a mapping, or the treedef of a tree */
+    PyObject *expected; /* the keys of a mapping, the treedef of a tree, the kind of a static */
     Py_ssize_t length;  /* of a sequence */
 } Step;
 
@@ -53,17 +54,15 @@ typedef struct {
     Py_ssize_t size;
     Step *steps;
     Py_ssize_t num_steps;
-    int32_t *mutables; /* among the others */
-    Py_ssize_t num_mutables;
     RefSlot *refs;
     Py_ssize_t num_refs, num_leaves, num_objects, num_others, num_frozen, num_mentions;
 } Walk;
 
 /* What the module needs from Python, looked up once. */
 static PyObject *get_mapping_name;
-static PyObject *flatten_tree;
-static PyObject *is_still;
-static PyObject *pin;
+static PyObject *open_tree;
+static PyObject *open_static;
+static PyObject *same_value;
 static Py_ssize_t value_offset, metadata_offset, trace_state_offset;
 static Py_ssize_t initializing_offset, is_setup_offset;
 
@@ -81,8 +80,8 @@ static inline uint64_t id_of(PyObject *object) {
 typedef struct {
     const Walk *walk;
     Py_ssize_t length;
-    PyObject *leaves, *objects; /* tuples, filled in on the way */
-    PyObject **others;
+    /* What is found, owned. No tuples yet: the collector would show them to others half filled. */
+    PyObject **leaves, **objects, **others;
     /* Pins, in the order of the stream. */
     PyObject *const *frozen;
     const uint64_t *mentions;
@@ -110,11 +109,11 @@ static inline int append(Stream *stream, PyObject *item) {
                 PyTuple_GET_ITEM(stream->walk->leaf_types, place.index)) {
                 return 0;
             }
-            PyTuple_SET_ITEM(stream->leaves, place.index, Py_NewRef(item));
+            stream->leaves[place.index] = Py_NewRef(item);
             return 1;
         case FIRST:
             if (stream->mentions[stream->num_mentions++] != id_of(item)) return 0;
-            PyTuple_SET_ITEM(stream->objects, place.index, Py_NewRef(item));
+            stream->objects[place.index] = Py_NewRef(item);
             return 1;
         case AGAIN:
             return stream->mentions[stream->num_mentions++] == id_of(item);
@@ -160,17 +159,17 @@ static int append_sequence(Stream *stream, PyObject *sequence, Py_ssize_t length
     return 1;
 }
 
-/* Appends the leaves of a pytree that only JAX can open. Returns -1 with an error set. */
-static int append_tree(Stream *stream, PyObject *tree, PyObject *treedef) {
-    PyObject *found = PyObject_CallOneArg(flatten_tree, tree);
+/* Appends the parts of what only Python can open. Returns -1 with an error set. */
+static int append_opened(Stream *stream, PyObject *open, PyObject *item, PyObject *expected) {
+    PyObject *found = PyObject_CallOneArg(open, item);
     if (found == NULL) return -1;
     int same = 0;
     if (PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 2) {
-        same = PyObject_RichCompareBool(PyTuple_GET_ITEM(found, 1), treedef, Py_EQ);
-        PyObject *leaves = PyTuple_GET_ITEM(found, 0);
+        same = PyObject_RichCompareBool(PyTuple_GET_ITEM(found, 1), expected, Py_EQ);
+        PyObject *parts = PyTuple_GET_ITEM(found, 0);
         if (same == 1) {
-            same = PyList_CheckExact(leaves) &&
-                   append_sequence(stream, leaves, PyList_GET_SIZE(leaves));
+            same = PyList_CheckExact(parts) &&
+                   append_sequence(stream, parts, PyList_GET_SIZE(parts));
         }
     }
     Py_DECREF(found);
@@ -178,22 +177,19 @@ static int append_tree(Stream *stream, PyObject *tree, PyObject *treedef) {
 }
 
 static int take_step(Stream *stream, const Step *step) {
-    if (step->kind == NODE || step->kind == METADATA || step->kind == VALUE) {
-        PyObject *object = PyTuple_GET_ITEM(stream->objects, step->index);
-        if (object == NULL) return 0;
-        if (step->kind == VALUE) return append(stream, slot_at(object, value_offset));
-        if ((PyObject *)Py_TYPE(object) != step->type) return 0;
-        if (step->kind == METADATA) {
-            return append_mapping(stream, slot_at(object, metadata_offset), step->expected);
-        }
-        PyObject *own = PyObject_GenericGetDict(object, NULL);
-        int same = append_mapping(stream, own, step->expected);
-        Py_XDECREF(own);
-        return same;
-    }
-    PyObject *item = stream->others[step->index];
-    if (item == NULL || (PyObject *)Py_TYPE(item) != step->type) return 0;
+    PyObject *item = (step->is_object ? stream->objects : stream->others)[step->index];
+    if (item == NULL) return 0;
+    if (step->kind == VALUE) return append(stream, slot_at(item, value_offset));
+    if ((PyObject *)Py_TYPE(item) != step->type) return 0;
     switch (step->kind) {
+        case METADATA:
+            return append_mapping(stream, slot_at(item, metadata_offset), step->expected);
+        case NODE: {
+            PyObject *own = PyObject_GenericGetDict(item, NULL);
+            int same = append_mapping(stream, own, step->expected);
+            Py_XDECREF(own);
+            return same;
+        }
         case STATE: {
             PyObject *own = PyObject_GetAttr(item, get_mapping_name);
             int same = append_mapping(stream, own, step->expected);
@@ -205,7 +201,9 @@ static int take_step(Stream *stream, const Step *step) {
         case SEQUENCE:
             return append_sequence(stream, item, step->length);
         case TREE:
-            return append_tree(stream, item, step->expected);
+            return append_opened(stream, open_tree, item, step->expected);
+        case STATIC:
+            return append_opened(stream, open_static, item, step->expected);
         default:
             return 0;
     }
@@ -217,7 +215,7 @@ static int same_trace_states(const Stream *stream, PyObject *pins) {
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < walk->num_steps; i++) {
         if (walk->steps[i].kind != METADATA) continue;
-        PyObject *variable = PyTuple_GET_ITEM(stream->objects, walk->steps[i].index);
+        PyObject *variable = stream->objects[walk->steps[i].index];
         if (count >= PyTuple_GET_SIZE(pins)) return 0;
         if (slot_at(variable, trace_state_offset) != PyTuple_GET_ITEM(pins, count++)) return 0;
     }
@@ -234,34 +232,21 @@ static int same_flags(PyObject *states, PyObject *flags) {
     return 1;
 }
 
-/* Asks Python whether a static is still what it was. Returns -1 with an error set. */
-static int ask_is_still(PyObject *value, PyObject *pinned) {
-    PyObject *answer = PyObject_CallFunctionObjArgs(is_still, value, pinned, NULL);
-    if (answer == NULL) return -1;
-    int same = answer == Py_True;
-    Py_DECREF(answer);
-    return same;
-}
-
-static int same_statics(const Stream *stream, PyObject *mutables) {
-    const Walk *walk = stream->walk;
+/* Asks Python of statics that are not identical. Returns -1 with an error set. */
+static int same_statics(const Stream *stream) {
     int same = 1;
     for (int i = 0; i < stream->num_unequal && same == 1; i++) {
-        PyObject *pinned = PyObject_CallOneArg(pin, stream->unequal_pins[i]);
-        if (pinned == NULL) return -1;
-        same = ask_is_still(stream->unequal[i], pinned);
-        Py_DECREF(pinned);
-    }
-    if (PyTuple_GET_SIZE(mutables) != walk->num_mutables) return 0;
-    for (Py_ssize_t i = 0; i < walk->num_mutables && same == 1; i++) {
-        PyObject *item = stream->others[walk->mutables[i]];
-        same = ask_is_still(item, PyTuple_GET_ITEM(mutables, i));
+        PyObject *answer = PyObject_CallFunctionObjArgs(same_value, stream->unequal[i],
+                                                        stream->unequal_pins[i], NULL);
+        if (answer == NULL) return -1;
+        same = answer == Py_True;
+        Py_DECREF(answer);
     }
     return same;
 }
 
 /* Fields of Pins. */
-enum { PIN_FROZEN, PIN_MUTABLE, PIN_MENTIONS, PIN_TRACE_STATES, PIN_NODE_STATES, PIN_FLAGS };
+enum { PIN_FROZEN, PIN_MENTIONS, PIN_TRACE_STATES, PIN_NODE_STATES, PIN_FLAGS, NUM_PINS };
 
 /* Returns 1 if all is as it was, 0 for a change, -1 with an error set. */
 static int follow_stream(Stream *stream, PyObject *pins, PyObject *arguments) {
@@ -275,20 +260,20 @@ static int follow_stream(Stream *stream, PyObject *pins, PyObject *arguments) {
     }
     if (stream->length != walk->size) return 0;
     for (Py_ssize_t i = 0; i < walk->num_refs; i++) {
-        PyObject *ref = PyTuple_GET_ITEM(stream->objects, walk->refs[i].object);
+        PyObject *ref = stream->objects[walk->refs[i].object];
         Py_ssize_t slot = walk->refs[i].slot;
         if ((PyObject *)Py_TYPE(ref) != PyTuple_GET_ITEM(walk->leaf_types, slot)) return 0;
-        PyTuple_SET_ITEM(stream->leaves, slot, Py_NewRef(ref));
+        stream->leaves[slot] = Py_NewRef(ref);
     }
     if (!same_trace_states(stream, PyTuple_GET_ITEM(pins, PIN_TRACE_STATES))) return 0;
     PyObject *node_states = PyTuple_GET_ITEM(pins, PIN_NODE_STATES);
     if (!same_flags(node_states, PyTuple_GET_ITEM(pins, PIN_FLAGS))) return 0;
-    return same_statics(stream, PyTuple_GET_ITEM(pins, PIN_MUTABLE));
+    return same_statics(stream);
 }
 
 static int check_pins(const Walk *walk, PyObject *pins) {
-    if (!PyTuple_Check(pins) || PyTuple_GET_SIZE(pins) != 6) goto bad;
-    for (int i = 0; i < 6; i++) {
+    if (!PyTuple_Check(pins) || PyTuple_GET_SIZE(pins) != NUM_PINS) goto bad;
+    for (int i = 0; i < NUM_PINS; i++) {
         PyObject *own = PyTuple_GET_ITEM(pins, i);
         if (i == PIN_MENTIONS ? !PyBytes_Check(own) : !PyTuple_Check(own)) goto bad;
     }
@@ -303,6 +288,20 @@ bad:
     return -1;
 }
 
+/* A tuple of what was found; NULL with an error set where something was not. */
+static PyObject *tuple_of(PyObject *const *items, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (items[i] == NULL) {
+            PyErr_SetString(PyExc_RuntimeError, "the recipe leaves out what it should find");
+            return NULL;
+        }
+    }
+    PyObject *tuple = PyTuple_New(count);
+    if (tuple == NULL) return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(items[i]));
+    return tuple;
+}
+
 static PyObject *Walk_follow(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Walk *walk = (Walk *)self;
     if (count != 2 || !PyTuple_Check(args[1])) {
@@ -312,32 +311,32 @@ static PyObject *Walk_follow(PyObject *self, PyObject *const *args, Py_ssize_t c
     PyObject *pins = args[0];
     if (check_pins(walk, pins) < 0) return NULL;
     PyObject *mentions = PyTuple_GET_ITEM(pins, PIN_MENTIONS);
+    Py_ssize_t count_found = walk->num_leaves + walk->num_objects + walk->num_others;
+    PyObject **found = PyMem_Calloc(count_found + 1, sizeof(PyObject *));
+    if (found == NULL) return PyErr_NoMemory();
     Stream stream = {
         .walk = walk,
-        .leaves = PyTuple_New(walk->num_leaves),
-        .objects = PyTuple_New(walk->num_objects),
-        .others = PyMem_Calloc(walk->num_others + 1, sizeof(PyObject *)),
+        .leaves = found,
+        .objects = found + walk->num_leaves,
+        .others = found + walk->num_leaves + walk->num_objects,
         .frozen = ((PyTupleObject *)PyTuple_GET_ITEM(pins, PIN_FROZEN))->ob_item,
         .mentions = (const uint64_t *)PyBytes_AS_STRING(mentions),
     };
     PyObject *result = NULL;
-    if (stream.others == NULL) {
-        PyErr_NoMemory();
-    } else if (stream.leaves != NULL && stream.objects != NULL) {
-        int same = follow_stream(&stream, pins, args[1]);
-        if (same == 1) {
-            result = PyTuple_Pack(2, stream.leaves, stream.objects);
-        } else if (!PyErr_Occurred()) {
-            result = Py_NewRef(Py_None);
-        }
-    }
-    if (stream.others != NULL) {
-        for (Py_ssize_t i = 0; i < walk->num_others; i++) Py_XDECREF(stream.others[i]);
-        PyMem_Free(stream.others);
+    int same = follow_stream(&stream, pins, args[1]);
+    if (same == 1) {
+        PyObject *leaves = tuple_of(stream.leaves, walk->num_leaves);
+        PyObject *objects = leaves == NULL ? NULL : tuple_of(stream.objects, walk->num_objects);
+        if (objects != NULL) result = PyTuple_Pack(2, leaves, objects);
+        Py_XDECREF(leaves);
+        Py_XDECREF(objects);
+    } else if (same == 0) {
+        PyErr_Clear();
+        result = Py_NewRef(Py_None);
     }
     for (int i = 0; i < stream.num_unequal; i++) Py_DECREF(stream.unequal[i]);
-    Py_XDECREF(stream.leaves);
-    Py_XDECREF(stream.objects);
+    for (Py_ssize_t i = 0; i < count_found; i++) Py_XDECREF(found[i]);
+    PyMem_Free(found);
     return result;
 }
 
@@ -350,8 +349,8 @@ enum {
     TYPES,
     LENGTHS,
     TREEDEFS,
+    KINDS,
     FROZEN_STATICS,
-    MUTABLE_STATICS,
     MENTIONS,
     LEAVES,
     LEAF_TYPES,
@@ -397,7 +396,7 @@ static void place_others(Walk *walk) {
 
 /* The next expectations of each kind, in the order in which the recipe lists them. */
 typedef struct {
-    Py_ssize_t type, key, length, treedef;
+    Py_ssize_t type, key, length, treedef, kind;
 } Cursor;
 
 static PyObject *next_of(const Walk *walk, int which, Py_ssize_t *index) {
@@ -412,12 +411,14 @@ static int add_steps(Walk *walk, enum kind kind, PyObject *positions, Cursor *cu
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
         Place *place = place_at(walk, PyTuple_GET_ITEM(positions, i));
         if (place == NULL) return -1;
-        if (place->rule != (opens_object ? FIRST : OTHER)) {
+        int is_object = place->rule == FIRST;
+        if (opens_object ? !is_object : !is_object && place->rule != OTHER) {
             PyErr_SetString(PyExc_ValueError, "the recipe opens what it does not keep");
             return -1;
         }
         Step *step = &walk->steps[walk->num_steps];
         step->kind = kind;
+        step->is_object = is_object;
         step->index = place->index;
         if (kind != VALUE) {
             step->type = next_of(walk, TYPES, &cursor->type);
@@ -430,6 +431,9 @@ static int add_steps(Walk *walk, enum kind kind, PyObject *positions, Cursor *cu
         } else if (kind == TREE) {
             step->expected = next_of(walk, TREEDEFS, &cursor->treedef);
             if (step->expected == NULL) return -1;
+        } else if (kind == STATIC) {
+            step->expected = next_of(walk, KINDS, &cursor->kind);
+            if (step->expected == NULL) return -1;
         } else if (kind != VALUE) {
             step->expected = next_of(walk, KEYS, &cursor->key);
             if (step->expected == NULL) return -1;
@@ -441,13 +445,15 @@ static int add_steps(Walk *walk, enum kind kind, PyObject *positions, Cursor *cu
 
 static int make_steps(Walk *walk) {
     /* Fields of a wave, with Variables taken twice: first all metadata, then all values. */
-    static const enum kind kinds[] = {NODE, STATE, DICT, METADATA, VALUE, SEQUENCE, TREE};
-    static const int fields[] = {0, 1, 2, 3, 3, 4, 5};
+    enum { STEPS = 8 };
+    static const enum kind kinds[STEPS] = {NODE,     STATE, DICT,  METADATA, VALUE,
+                                           SEQUENCE, TREE,  STATIC};
+    static const int fields[STEPS] = {0, 1, 2, 3, 3, 4, 5, 6};
     PyObject *waves = field(walk, WAVES);
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waves); i++) {
         PyObject *wave = PyTuple_GET_ITEM(waves, i);
-        for (int j = 0; j < 7; j++) count += PyTuple_GET_SIZE(PyTuple_GET_ITEM(wave, fields[j]));
+        for (int j = 0; j < STEPS; j++) count += PyTuple_GET_SIZE(PyTuple_GET_ITEM(wave, fields[j]));
     }
     walk->steps = PyMem_Calloc(count + 1, sizeof(Step));
     if (walk->steps == NULL) {
@@ -457,20 +463,10 @@ static int make_steps(Walk *walk) {
     Cursor cursor = {0};
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waves); i++) {
         PyObject *wave = PyTuple_GET_ITEM(waves, i);
-        for (int j = 0; j < 7; j++) {
+        for (int j = 0; j < STEPS; j++) {
             PyObject *positions = PyTuple_GET_ITEM(wave, fields[j]);
             if (add_steps(walk, kinds[j], positions, &cursor) < 0) return -1;
         }
-    }
-    return 0;
-}
-
-static int find_mutables(Walk *walk) {
-    PyObject *positions = field(walk, MUTABLE_STATICS);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Place *place = place_at(walk, PyTuple_GET_ITEM(positions, i));
-        if (place == NULL) return -1;
-        walk->mutables[walk->num_mutables++] = place->index;
     }
     return 0;
 }
@@ -485,9 +481,7 @@ static int build(Walk *walk) {
     walk->num_mentions = PyTuple_GET_SIZE(field(walk, MENTIONS));
     walk->places = PyMem_Calloc(walk->size + 1, sizeof(Place));
     walk->refs = PyMem_Calloc(walk->num_leaves + 1, sizeof(RefSlot));
-    walk->mutables =
-        PyMem_Calloc(PyTuple_GET_SIZE(field(walk, MUTABLE_STATICS)) + 1, sizeof(int32_t));
-    if (walk->places == NULL || walk->refs == NULL || walk->mutables == NULL) {
+    if (walk->places == NULL || walk->refs == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -496,7 +490,6 @@ static int build(Walk *walk) {
     if (set_rules(walk, OBJECTS, FIRST) < 0) return -1;
     if (set_rules(walk, LEAVES, LEAF) < 0) return -1;
     place_others(walk);
-    if (find_mutables(walk) < 0) return -1;
     return make_steps(walk);
 }
 
@@ -506,7 +499,7 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &PyTuple_Type, &recipe)) {
         return NULL;
     }
-    if (pin == NULL) {
+    if (same_value == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "set_up has not been called");
         return NULL;
     }
@@ -526,7 +519,6 @@ static void Walk_dealloc(PyObject *self) {
     PyObject_GC_UnTrack(self);
     PyMem_Free(walk->places);
     PyMem_Free(walk->steps);
-    PyMem_Free(walk->mutables);
     PyMem_Free(walk->refs);
     Py_XDECREF(walk->recipe);
     Py_TYPE(self)->tp_free(self);
@@ -565,8 +557,8 @@ static Py_ssize_t offset_of(PyObject *descriptor) {
 }
 
 static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *flatten, *still, *pinned, *value, *metadata, *trace_state, *initializing, *is_setup;
-    if (!PyArg_ParseTuple(args, "OOOOOOOO", &flatten, &still, &pinned, &value, &metadata,
+    PyObject *tree, *content, *same, *value, *metadata, *trace_state, *initializing, *is_setup;
+    if (!PyArg_ParseTuple(args, "OOOOOOOO", &tree, &content, &same, &value, &metadata,
                           &trace_state, &initializing, &is_setup)) {
         return NULL;
     }
@@ -575,9 +567,9 @@ static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args) {
     if ((trace_state_offset = offset_of(trace_state)) < 0) return NULL;
     if ((initializing_offset = offset_of(initializing)) < 0) return NULL;
     if ((is_setup_offset = offset_of(is_setup)) < 0) return NULL;
-    Py_XSETREF(flatten_tree, Py_NewRef(flatten));
-    Py_XSETREF(is_still, Py_NewRef(still));
-    Py_XSETREF(pin, Py_NewRef(pinned));
+    Py_XSETREF(open_tree, Py_NewRef(tree));
+    Py_XSETREF(open_static, Py_NewRef(content));
+    Py_XSETREF(same_value, Py_NewRef(same));
     Py_RETURN_NONE;
 }
 

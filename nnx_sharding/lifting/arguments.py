@@ -12,7 +12,6 @@ from flax import nnx
 
 from .. import _compat
 from ..fitting import suggestion
-from .structure import Static
 
 
 class Layout(NamedTuple):
@@ -38,6 +37,11 @@ class Layout(NamedTuple):
     def dynamic(self) -> tuple[int, ...]:
         """Positions that are not static."""
         return tuple(i for i in range(len(self.names)) if i not in self.static)
+
+    @property
+    def static_names(self) -> list[str]:
+        """The names of static arguments in their order: positional ones first."""
+        return [*(self.names[i] for i in sorted(self.static)), *sorted(self.static_keywords)]
 
     @property
     def dynamic_keywords(self) -> tuple[str, ...]:
@@ -165,12 +169,12 @@ class Call(NamedTuple):
 
     Attributes:
       layout: the roles of the arguments.
-      statics: the static arguments, hashable, positional ones first.
+      statics: the static arguments, positional ones first.
       tree: ``(positional, keywords)`` without the static arguments.
     """
 
     layout: Layout
-    statics: tuple[Static, ...]
+    statics: tuple[Any, ...]
     tree: tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -201,21 +205,18 @@ def sort_call(
 
 
 def join_call(
-    layout: Layout, statics: Sequence[Static], tree: tuple[tuple[Any, ...], dict[str, Any]]
+    layout: Layout, statics: Sequence[Any], tree: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The opposite of :func:`sort_call`: all arguments, static ones in their places."""
     dynamic, kwargs = iter(tree[0]), dict(tree[1])
     values = iter(statics)
-    args = [
-        next(values).value if i in layout.static else next(dynamic)
-        for i in range(len(layout.names))
-    ]
+    args = [next(values) if i in layout.static else next(dynamic) for i in range(len(layout.names))]
     for name in sorted(layout.static_keywords):
-        kwargs[name] = next(values).value
+        kwargs[name] = next(values)
     return args, kwargs
 
 
-def _static_argument(name: str, value: Any) -> Static:
+def _static_argument(name: str, value: Any) -> Any:
     try:
         hash(value)
     except TypeError as error:
@@ -231,7 +232,7 @@ def _static_argument(name: str, value: Any) -> Static:
             "Pass it as an ordinary argument: its structure and its static attributes are part of "
             "the key under which the function is kept anyway."
         )
-    return Static(value)
+    return value
 
 
 def align_specs(

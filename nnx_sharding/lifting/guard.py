@@ -7,10 +7,11 @@ splitting again would give the same structure, for all on which a structure depe
 
 * The names of all attributes, metadata entries and dict keys, in order.
 * The types of all objects, containers and arrays.
-* The identity of statics that cannot change; the content of those that can.
-* The identity of objects. It is their pattern that counts (what is shared with what), so a number
-  is enough, and no reference to an object is kept: a guard keeps no model alive. That the number
-  might meanwhile belong to another object does no harm, since its content is compared as well.
+* The value of statics that are compared by value.
+* The identity of objects, static ones included. It is their pattern that counts (what is shared
+  with what), so a number is enough, and no reference to an object is kept: a guard keeps no model
+  alive. That the number might meanwhile belong to another object does no harm where its content is
+  compared as well. Objects that have no content end the guard when they go (``watched``).
 
 A mismatch, or anything unexpected, means "changed": the call then splits. So a guard may be too
 careful, which costs time, but never too trusting.
@@ -26,20 +27,21 @@ import jax
 from .. import _compat
 from . import merge
 from .arguments import Call
-from .split import Flat
+from .split import Flat, aux_of
+from .statics import Static, has_only_dict
 from .structure import (
     LEAF,
     Child,
     Container,
+    Group,
     NodeEntry,
     RefEntry,
-    Static,
+    StaticEntry,
     Structure,
     VariableEntry,
-    is_frozen,
     is_leaf_treedef,
 )
-from .walk import Pinned, Pins, Recipe, Walk, Wave, flatten_tree, ids_of, pin
+from .walk import Pins, Recipe, Walk, Wave, flatten_tree, ids_of, open_static, open_tree
 
 
 class Guard(NamedTuple):
@@ -49,11 +51,14 @@ class Guard(NamedTuple):
       structure: the structure that the graph has as long as the guard holds.
       walk: how to walk it.
       pins: what to find.
+      watched: objects of which only the identity is known; the guard must go when one of them
+        does. Whoever keeps the guard keeps no references to them.
     """
 
     structure: Structure
     walk: Any
     pins: Pins
+    watched: tuple[Any, ...] = ()
 
     def check(self, arguments: tuple[Any, ...]) -> Flat | None:
         """The graph taken apart as by ``flatten``, or None if it may have changed.
@@ -102,7 +107,7 @@ def make_guard(
         walk = walks.get(recipe) or walks.setdefault(recipe, Walk(recipe))
     except TypeError:  # a treedef with data that cannot be hashed
         walk = Walk(recipe)
-    guard = Guard(flat.structure, walk, pins)
+    guard = Guard(flat.structure, walk, pins, tuple(builder.watched.values()))
     # What was written down piece by piece must hold as a whole.
     return guard if guard.check(arguments) is not None else None
 
@@ -119,8 +124,9 @@ class _Builder:
         self._types: list[type] = []
         self._lengths: list[int] = []
         self._treedefs: list[Any] = []
+        self._kinds: list[Any] = []
         self._frozen: list[int] = []
-        self._mutable: dict[int, Pinned] = {}
+        self.watched: dict[int, Any] = {}
         self._mentions: list[int] = []
         self._variables: list[Any] = []
         self._node_states: list[Any] = []
@@ -132,10 +138,11 @@ class _Builder:
         # What the next wave opens: the position, and what is known of it.
         self._nodes: list[tuple[int, int]] = []
         self._variables_next: list[tuple[int, int]] = []
-        self._states: list[tuple[int, list[_Want]]] = []
-        self._dicts: list[tuple[int, list[_Want]]] = []
-        self._sequences: list[tuple[int, list[_Want]]] = []
-        self._trees: list[tuple[int, list[_Want]]] = []
+        self._states: list[tuple[int, Sequence[_Want | Child]]] = []
+        self._dicts: list[tuple[int, Sequence[_Want | Child]]] = []
+        self._sequences: list[tuple[int, Sequence[_Want | Child]]] = []
+        self._trees: list[tuple[int, _Want]] = []
+        self._statics: list[tuple[int, StaticEntry | Group]] = []
 
     def add_arguments(self, call: Call, arguments: Sequence[Any], keywords: Sequence[str]) -> None:
         """Puts the arguments of a call at the start of the stream."""
@@ -143,10 +150,10 @@ class _Builder:
         assert isinstance(root, Container)
         dynamic: list[Any] = [*layout.dynamic, *sorted(layout.dynamic_keywords)]
         values = [*call.tree[0], *(call.tree[1][k] for k in sorted(layout.dynamic_keywords))]
-        want = _Want(root.children, self._structure.root_slots)
+        want = _Want(root.children, self._structure.root_slots, root.aux)
         wants: dict[Any, _Want] = dict(zip(dynamic, want.divide(values), strict=True))
         static = [*sorted(layout.static), *sorted(layout.static_keywords)]
-        statics = dict(zip(static, call.statics, strict=True))
+        statics = dict(zip(static, self._structure.statics, strict=True))
         names = [*range(len(arguments) - len(keywords)), *keywords]
         for name, value in zip(names, arguments, strict=True):
             if name in statics:
@@ -159,8 +166,8 @@ class _Builder:
         while True:
             nodes, variables = self._nodes, self._variables_next
             states, dicts = self._states, self._dicts
-            sequences, trees = self._sequences, self._trees
-            kinds = (nodes, states, dicts, variables, sequences, trees)
+            sequences, trees, statics = self._sequences, self._trees, self._statics
+            kinds = (nodes, states, dicts, variables, sequences, trees, statics)
             if not any(kinds):
                 return
             self._clear_next()
@@ -173,10 +180,16 @@ class _Builder:
                 own = self._opened(position)
                 self._lengths.append(len(own))
                 self._add_all(own, wants)
-            for position, wants in trees:
-                own, treedef = flatten_tree(self._opened(position))
+            for position, want in trees:
+                own, treedef = open_tree(self._opened(position))
                 self._treedefs.append(treedef)
-                self._add_all(own, wants)
+                self._add_all(own[: treedef.num_leaves], want.divide(own[: treedef.num_leaves]))
+                for data, child in zip(own[treedef.num_leaves :], want.aux, strict=True):
+                    self._add(data, child, ())
+            for position, entry in statics:
+                own, kind = open_static(self._opened(position))
+                self._kinds.append(kind)
+                self._add_static_parts(own, kind, entry)
 
     def _opened(self, position: int) -> Any:
         found = self._stream[position]
@@ -187,6 +200,11 @@ class _Builder:
         for position, index in nodes:
             node = self._opened(position)
             own = _compat.get_dict(node)
+            entry = self._structure.entries[index]
+            if isinstance(entry, StaticEntry):
+                self._keys.append(tuple(own))
+                self._add_static_parts(list(own.values()), (type(node), None, tuple(own)), entry)
+                continue
             parts = {str(k): part for k, part in merge.parts(self._structure, index).items()}
             if own.keys() != parts.keys():
                 raise _NotGuardedError
@@ -195,7 +213,7 @@ class _Builder:
                 self._add(value, *parts[key])
 
     def _open_mappings(
-        self, mappings: Sequence[tuple[int, list[_Want]]], content: Callable[[Any], Any]
+        self, mappings: Sequence[tuple[int, Sequence[_Want | Child]]], content: Callable[[Any], Any]
     ) -> None:
         for position, wants in mappings:
             own = content(self._opened(position))
@@ -219,16 +237,26 @@ class _Builder:
             entry = self._structure.entries[index]
             self._add(value, entry.value, self._structure.slots[index])  # type: ignore[union-attr]
 
-    def _add_all(self, values: Any, wants: Sequence[_Want]) -> None:
+    def _add_static_parts(
+        self, parts: Sequence[Any], kind: tuple[Any, ...], entry: StaticEntry | Group
+    ) -> None:
+        if kind != entry.kind:
+            raise _NotGuardedError
+        self._add_all(parts, entry.children)
+
+    def _add_all(self, values: Any, wants: Sequence[_Want | Child]) -> None:
         for value, want in zip(values, wants, strict=True):
-            self._add_tree(value, want)
+            if isinstance(want, _Want):
+                self._add_tree(value, want)
+            else:
+                self._add(value, want, ())
 
     def _add(self, value: Any, child: Child, slots: Sequence[int]) -> None:
         """Puts a value on the stream that stands where the structure has ``child``."""
         if isinstance(child, Container):
             if flatten_tree(value)[1] != child.treedef:
                 raise _NotGuardedError
-            self._add_tree(value, _Want(child.children, slots))
+            self._add_tree(value, _Want(child.children, slots, child.aux))
             return
         position = len(self._stream)
         self._stream.append(value)
@@ -237,34 +265,63 @@ class _Builder:
                 raise _NotGuardedError
             self._leaves[slots[0]] = position
         elif isinstance(child, Static):
-            pinned = Pinned(child, hash(child))
-            if pin(value) != pinned:
+            if Static.of(value, hold=False) != child:
                 raise _NotGuardedError
-            if is_frozen(value):
-                self._frozen.append(position)
+            if child.by_identity:
+                self._mentions.append(position)
+                self.watched[id(value)] = value
             else:
-                # The static of the plan, and not this one, which may refer to its model.
-                self._mutable[position] = pinned
+                self._frozen.append(position)
+        elif isinstance(child, Group):
+            self._add_group(position, value, child)
         else:
             assert isinstance(child, int)
             self._mention(position, value, child)
 
+    def _add_group(self, position: int, value: Any, group: Group) -> None:
+        if type(value) is not tuple:
+            self._statics.append((position, group))
+        elif (tuple, None, ()) != group.kind or len(value) != len(group.children):
+            raise _NotGuardedError
+        else:
+            self._sequences.append((position, group.children))
+
     def _mention(self, position: int, value: Any, index: int) -> None:
-        if self._known[index] is not value or not _compat.can_update(value):
+        entry = self._structure.entries[index]
+        can_update = isinstance(entry, StaticEntry) or _compat.can_update(value)
+        if self._known[index] is not value or not can_update:
             raise _NotGuardedError
         self._mentions.append(position)
         if index in self._objects:
             return
         self._objects[index] = position
-        entry = self._structure.entries[index]
         if isinstance(entry, NodeEntry) and _compat.is_plain_pytree(value):
             self._nodes.append((position, index))
         elif isinstance(entry, VariableEntry) and type(value) is entry.type:
             self._variables_next.append((position, index))
         elif isinstance(entry, RefEntry) and _compat.is_ref(value):
             self._leaves[self._structure.slots[index][0]] = position
+        elif isinstance(entry, StaticEntry):
+            self._open_static(position, index, value, entry)
         else:
             raise _NotGuardedError
+
+    def _open_static(self, position: int, index: int, value: Any, entry: StaticEntry) -> None:
+        if entry.identity is not None:
+            self.watched[id(value)] = value
+        if type(value) is list and len(value) == len(entry.children):
+            self._sequences.append((position, entry.children))
+        elif type(value) is dict and {str, int}.issuperset(map(type, value)):
+            if len(entry.children) != 2 * len(value):
+                raise _NotGuardedError
+            keys = [Static.of(key) for key in value]
+            if list(entry.children[::2]) != keys:
+                raise _NotGuardedError
+            self._dicts.append((position, entry.children[1::2]))
+        elif has_only_dict(value):
+            self._nodes.append((position, index))
+        else:
+            self._statics.append((position, entry))
 
     def _add_tree(self, value: Any, want: _Want) -> None:
         """Puts a pytree on the stream whose leaves are given by ``want``."""
@@ -285,8 +342,7 @@ class _Builder:
     def _add_container(self, position: int, value: Any, want: _Want) -> None:
         kind, items = type(value), _compat.own_items(value)
         if items is None:  # a pytree of a type that only JAX can open
-            parts, _ = flatten_tree(value)
-            self._trees.append((position, want.divide(parts)))
+            self._trees.append((position, want))
         elif isinstance(items, Mapping):
             ordered = sorted(items)
             wants = dict(zip(ordered, want.divide([items[k] for k in ordered]), strict=True))
@@ -307,8 +363,8 @@ class _Builder:
             types=tuple(self._types),
             lengths=tuple(self._lengths),
             treedefs=tuple(self._treedefs),
+            kinds=tuple(self._kinds),
             frozen=tuple(self._frozen),
-            mutable=tuple(self._mutable),
             mentions=tuple(self._mentions),
             leaves=leaves,
             leaf_types=tuple(type(stream[position]) for position in leaves),
@@ -321,7 +377,6 @@ class _Builder:
         stream = self._stream
         return Pins(
             frozen=tuple(stream[position] for position in self._frozen),
-            mutable=tuple(self._mutable.values()),
             mentions=ids_of([stream[position] for position in self._mentions]),
             trace_states=tuple(map(_compat.get_trace_state, self._variables)),
             node_states=tuple(self._node_states),
@@ -330,18 +385,22 @@ class _Builder:
 
 
 class _Want(NamedTuple):
-    """What the structure has for the leaves of a pytree, and the slots of its arrays."""
+    """What the structure has for a pytree: its leaves, the slots of its arrays, its node data."""
 
     children: Sequence[Child]
     slots: Sequence[int]
+    aux: Sequence[Child] = ()
 
     def divide(self, values: Sequence[Any]) -> list[_Want]:
         """The same for each of the subtrees that the pytree consists of."""
-        children, slots = iter(self.children), iter(self.slots)
-        return [_take(value, children, slots) for value in values]
+        children, slots, aux = iter(self.children), iter(self.slots), iter(self.aux)
+        return [_take(value, children, slots, aux) for value in values]
 
 
-def _take(value: Any, children: Iterator[Child], slots: Iterator[int]) -> _Want:
-    own = [next(children) for _ in range(flatten_tree(value)[1].num_leaves)]
+def _take(
+    value: Any, children: Iterator[Child], slots: Iterator[int], aux: Iterator[Child]
+) -> _Want:
+    treedef = flatten_tree(value)[1]
+    own = [next(children) for _ in range(treedef.num_leaves)]
     count = sum(map(merge.count_leaves, own))
-    return _Want(own, [next(slots) for _ in range(count)])
+    return _Want(own, [next(slots) for _ in range(count)], [next(aux) for _ in aux_of(treedef)])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .. import _compat
 from .arguments import Call
@@ -15,6 +14,8 @@ from .merge import picker
 from .plan import Plan
 from .split import Flat
 from .walk import Recipe
+
+V = TypeVar("V")
 
 # Sets of arguments that are remembered, and guards for each of them: a model that is trained and
 # evaluated in turn has two.
@@ -26,7 +27,6 @@ class _Entry(NamedTuple):
     guard: Guard
     plan: Plan
     key: Hashable
-    roots: tuple[Any, ...]
 
 
 class _Record:
@@ -60,7 +60,6 @@ class Guards:
         self._key_of = key_of
         self._shelves: dict[tuple[Any, ...], _Shelf] = {}
         self._walks: dict[Recipe, Any] = {}
-        self._lock = threading.RLock()  # a collection under it may run a finalizer that calls
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """The plan that serves a call, and its arguments taken apart; None if no guard holds."""
@@ -120,16 +119,16 @@ class Guards:
             record.misses += 2 * MAX_GUARDS
             return
         forget = functools.partial(_forget, shelf.records, ids)
-        roots = tuple(_watch(root, forget) for root in _roots(plan, flat))
+        watched = (*_roots(plan, flat), *guard.watched)
+        guard = guard._replace(watched=tuple(_watch(one, forget) for one in watched))
         key = None if self._key_of is None else self._key_of(flat.leaves)
-        entry = _Entry(guard, plan, key, roots)
+        entry = _Entry(guard, plan, key)
         record.entries = (entry, *record.entries[: MAX_GUARDS - 1])
 
     def clear(self) -> None:
         """Forgets all."""
-        with self._lock:
-            self._shelves.clear()
-            self._walks.clear()
+        self._shelves.clear()
+        self._walks.clear()
 
     def _shelf(self, arguments: Sequence[Any], kwargs: dict[str, Any]) -> _Shelf:
         signature = (*map(type, arguments), *kwargs)
@@ -139,34 +138,31 @@ class Guards:
             for i, arg in enumerate(arguments)
             if _compat.is_graph_object(arg) and type(arg).__weakrefoffset__
         ]
-        with self._lock:
-            found = self._shelves.get(signature)
-            if found is None:
-                _make_room(self._shelves)
-                found = self._shelves[signature] = _Shelf(picker(positions), {})
-            return found
+        found = self._shelves.setdefault(signature, _Shelf(picker(positions), {}))
+        make_room(self._shelves, MAX_ARGUMENTS)
+        return found
 
     def _record(self, shelf: _Shelf, ids: tuple[int, ...]) -> _Record:
-        with self._lock:
-            found = shelf.records.get(ids)
-            if found is None:
-                _make_room(shelf.records)
-                found = shelf.records[ids] = _Record()
-            return found
+        found = shelf.records.setdefault(ids, _Record())
+        make_room(shelf.records, MAX_ARGUMENTS)
+        return found
 
 
-def _make_room(kept: dict[Any, Any]) -> None:
-    while len(kept) >= MAX_ARGUMENTS:
+def make_room(kept: dict[Any, V], limit: int) -> list[V]:
+    """Takes the oldest entries out of a dict until no more than ``limit`` are left."""
+    taken = []
+    while len(kept) > limit:
         try:
-            kept.pop(next(iter(kept)), None)
-        except (RuntimeError, StopIteration):  # a module was collected, and made room itself
+            taken.append(kept.pop(next(iter(kept))))
+        except (RuntimeError, StopIteration, KeyError):  # changed by another thread or a finalizer
             continue
+    return taken
 
 
 def _watch(root: Any, forget: Callable[[Any], None]) -> Any:
     try:
         return weakref.ref(root, forget)
-    except TypeError:  # a Variable; nothing of it but metadata is held
+    except TypeError:  # a Variable, of which only metadata is held; or a static, held by the plan
         return None
 
 

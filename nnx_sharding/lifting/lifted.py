@@ -7,10 +7,8 @@ import functools
 import inspect
 import operator
 import sys
-import threading
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -21,10 +19,10 @@ from ..checks.diagnose import explained
 from ..retraces.limits import TraceLimit
 from ..retraces.log import TraceLog
 from .arguments import Call, Parameters
-from .guards import Guards
+from .guards import Guards, make_room
 from .merge import unflatten
 from .plan import Plan, Transform, abstract, as_declared, make_plan
-from .pure import Outcome
+from .pure import Caller, Outcome, called_by
 from .run import run
 from .split import Flat, flatten
 from .stages import Lowered, Traced
@@ -115,7 +113,9 @@ class Lifted(Generic[P, R]):
         if not _compat.trace_is_clean():
             call, flat = self._split(args, kwargs)
             plan, _ = self._plan(call, flat)
-            return run(plan, flat, plan.program.inline)  # type: ignore[no-any-return]
+            return run(  # type: ignore[no-any-return]
+                plan, flat, plan.program.inline, self._fun, self._trace_limit, nested=True
+            )
         _compat.leave_static_cache()
         found = self._guards.find(args, kwargs)
         if found is None:
@@ -124,7 +124,8 @@ class Lifted(Generic[P, R]):
             self._guards.add(plan, call, flat, args, kwargs, is_new=is_new)
         else:
             plan, flat = found
-        return run(plan, flat, plan.program.top_level)  # type: ignore[no-any-return]
+        program = plan.program
+        return run(plan, flat, program.top_level, self._fun, self._trace_limit)  # type: ignore[no-any-return]
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         if obj is None:
@@ -146,25 +147,24 @@ class Lifted(Generic[P, R]):
         Returns:
           A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
         """
-        plan, flat = self._planned(args, kwargs)
-        return self._trace(plan, as_declared(plan, flat.leaves))
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
+        leaves = as_declared(plan, flat.leaves)
+        return self._trace(plan, call, flat, leaves)
 
     @_compat.api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
-        plan, flat = self._planned(args, kwargs)
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
         leaves = as_declared(plan, flat.leaves)
-        traced = self._trace(plan, leaves)
+        traced = self._trace(plan, call, flat, leaves)
         return explained(plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat]:
-        """The plan for a call that is only prepared, and its arguments taken apart."""
-        call, flat = self._split((*self._bound, *args), kwargs)
-        return self._plan(call, flat)[0], flat
-
-    def _trace(self, plan: Plan, leaves: Sequence[Any]) -> Traced:
-        traced = explained(plan, leaves, plan.program.staged.trace)
-        return Traced(traced, plan, self._split, self._bound)
+    def _trace(self, plan: Plan, call: Call, flat: Flat, leaves: Sequence[Any]) -> Traced:
+        with called_by(self._caller(flat)):
+            traced = explained(plan, leaves, plan.program.staged.trace)
+        return Traced(traced, plan, self._split, self._bound, call.statics)
 
     @_compat.api_boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -172,11 +172,17 @@ class Lifted(Generic[P, R]):
 
         Modules in the output are new, abstract ones. Nothing of the caller's is changed.
         """
-        plan, flat = self._planned(args, kwargs)
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
         leaves = as_declared(plan, flat.leaves)
-        *groups, outcome = explained(plan, leaves, plan.program.staged.eval_shape)
+        with called_by(self._caller(flat)):
+            *groups, outcome = explained(plan, leaves, plan.program.staged.eval_shape)
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
+
+    def _caller(self, flat: Flat) -> Caller:
+        nested = not _compat.trace_is_clean()
+        return Caller(self._fun, flat.objects, self._trace_limit, nested)
 
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.
@@ -186,7 +192,7 @@ class Lifted(Generic[P, R]):
         self._plans.clear()
         self._cache.log.clear()
         if self._trace_limit is not None:
-            self._trace_limit.used = 0
+            self._trace_limit.reset()
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
         _compat.leave_static_cache()
@@ -194,7 +200,8 @@ class Lifted(Generic[P, R]):
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
             layout = layout._replace(static=layout.static | {0})
         call = self._transform.sort_call(self._parameters, args, kwargs, layout)
-        return call, flatten(call.tree, graph=self._graph)
+        flat = flatten(call.tree, graph=self._graph, statics=call.statics, held=False)
+        return call, flat
 
     def _is_classmethod_of(self, owner: type) -> bool:
         """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
@@ -205,7 +212,7 @@ class Lifted(Generic[P, R]):
 
     def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
         """The plan for a call, and whether it is new."""
-        key = (call.layout, call.statics, flat.structure, self._transform.key(flat.leaves))
+        key = (call.layout, flat.structure, self._transform.key(flat.leaves))
         return self._plans.get_or_make(
             key,
             lambda: make_plan(
@@ -330,40 +337,39 @@ def _unbound_partial(
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:
     """The output as new objects: those of the caller take part with copies."""
+    static = set(outcome.structure.static_indices()).difference(outcome.statics)
     known = {
         index: flat.objects[index]
         for index in range(len(flat.objects))
-        if outcome.structure.entries[index] is None
+        if outcome.structure.entries[index] is None or index in static
     }
     return unflatten(outcome.structure, arrays, known).root
 
 
 class _Plans:
-    """The plans of one function with one set of options; beyond a bound the oldest go."""
+    """The plans of one function with one set of options; beyond a bound the oldest go.
+
+    Without a lock: comparing keys and collecting garbage may run code of the user's.
+    """
 
     def __init__(self, transform: Transform) -> None:
         self.guards = Guards(transform.key if transform.has_key else None)
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._lock = threading.Lock()
+        self._plans: dict[Hashable, Plan] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
         """The plan with this key, and whether it was made now."""
         plan = self._plans.get(key)
         if plan is not None:
             return plan, False
-        made = make()  # resolving runs user code (filters), so no lock is held
-        with self._lock:
-            plan = self._plans.setdefault(key, made)
-            while len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
+        plan = self._plans.setdefault(key, make())
+        for evicted in make_room(self._plans, MAX_PLANS):
+            evicted.program.staged.clear_cache()
         return plan, True
 
     def clear(self) -> None:
         self.guards.clear()
-        with self._lock:
-            for plan in self._plans.values():
-                plan.program.staged.clear_cache()
-            self._plans.clear()
+        for plan in make_room(self._plans, 0):
+            plan.program.staged.clear_cache()
 
 
 class _FunctionCache:
@@ -378,26 +384,31 @@ class _FunctionCache:
             weakref.WeakValueDictionary()
         )
         self.log = TraceLog()
-        self._plans: OrderedDict[Hashable, _Plans] = OrderedDict()
-        self._lock = threading.Lock()
+        self._plans: dict[Hashable, _Plans] = {}
 
     def plans(self, options: Hashable, transform: Transform) -> _Plans:
         try:
-            hash(options)
+            plans = self._plans.setdefault(options, _Plans(transform))
         except TypeError:  # such as a filter that is a list
             return _Plans(transform)
-        with self._lock:
-            plans = self._plans.setdefault(options, _Plans(transform))
-            while len(self._plans) > MAX_OPTIONS:
-                self._plans.popitem(last=False)
-            return plans
+        make_room(self._plans, MAX_OPTIONS)
+        return plans
 
 
-_CACHES: weakref.WeakKeyDictionary[Any, _FunctionCache] = weakref.WeakKeyDictionary()
+# By who the function is, or the function and the object behind a bound method, which is made anew
+# each time that it is looked up.
+_CACHES: dict[tuple[int, ...], tuple[_FunctionCache, list[Any]]] = {}
 
 
 def _cache_of(fun: Any) -> _FunctionCache:
+    parts = (fun.__func__, fun.__self__) if inspect.ismethod(fun) else (fun,)
+    key = (*map(id, parts),)
+    found = _CACHES.get(key)
+    if found is not None:
+        return found[0]
+    cache = _FunctionCache()
     try:
-        return _CACHES.setdefault(fun, _FunctionCache())
-    except TypeError:  # a callable object that cannot be hashed
-        return _FunctionCache()
+        references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
+    except TypeError:  # an object without weak references
+        return cache
+    return _CACHES.setdefault(key, (cache, references))[0]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _compat
+from . import statics
+from .statics import Operation, Static
 from .structure import (
     LEAF,
     Child,
     Container,
+    Group,
     NodeEntry,
+    Place,
+    PyTreeDef,
     RefEntry,
-    Static,
+    StaticEntry,
     Structure,
     VariableEntry,
+    holds_objects,
 )
 
 
@@ -29,7 +37,11 @@ class Built(NamedTuple):
 
 
 def unflatten(
-    structure: Structure, leaves: Sequence[Any], existing: Mapping[int, Any] | None = None
+    structure: Structure,
+    leaves: Sequence[Any],
+    existing: Mapping[int, Any] | None = None,
+    *,
+    share: bool = False,
 ) -> Built:
     """Makes the objects of ``structure`` around ``leaves``.
 
@@ -38,8 +50,11 @@ def unflatten(
       leaves: the arrays, by slot. At the place of a ``jax.Ref`` stands the ref itself, or an
         array, for which a new ref is made.
       existing: objects to use as they are, by index. They are linked to, never changed.
+      share: whether lists and other static containers are those of the structure, as long as they
+        are unchanged, and not new ones.
     """
     existing = existing or {}
+    existing = {**existing, **_originals(structure, existing, share)}
     objects: list[Any] = [
         existing[index] if index in existing else _new_object(entry, structure, index, leaves)
         for index, entry in enumerate(structure.entries)
@@ -49,9 +64,13 @@ def unflatten(
             continue
         own = (leaves[slot] for slot in structure.slots[index])
         if isinstance(entry, VariableEntry):
+            if any(not isinstance(setting, Static) for _, setting in entry.metadata):
+                _compat.set_metadata(objects[index], metadata_of(entry, objects))
             _compat.set_value(objects[index], assemble(entry.value, own, objects))
         elif isinstance(entry, NodeEntry):
             _compat.fill_node(objects[index], node_attributes(entry, own, objects))
+        elif isinstance(entry, StaticEntry):
+            perform(static_operations(entry, objects[index], objects))
     root_leaves = (leaves[slot] for slot in structure.root_slots)
     return Built(assemble(structure.root, root_leaves, objects), objects)
 
@@ -64,9 +83,41 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any
         return objects[child]
     if isinstance(child, Static):
         return child.value
-    assert isinstance(child, Container)
     parts = [assemble(part, leaves, objects) for part in child.children]
-    return jax.tree_util.tree_unflatten(child.treedef, parts)
+    if isinstance(child, Group):
+        return statics.make_fixed(child.kind, parts)
+    assert isinstance(child, Container)
+    treedef = child.treedef
+    if not all(isinstance(aux, Static) for aux in child.aux):
+        treedef = _with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
+    return jax.tree_util.tree_unflatten(treedef, parts)
+
+
+def _with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
+    """The same tree structure with the node data that ``split.aux_of`` gives in its order."""
+    data = treedef.node_data()
+    if data is None:
+        return treedef
+    if _compat.has_aux(*data):
+        data = data[0], next(aux)
+    children = [_with_aux(child, aux) for child in treedef.children()]
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(  # type: ignore[attr-defined]
+        jax.tree_util.default_registry, data, children
+    )
+
+
+def pytree_of(entry: Any) -> Container | None:
+    """The pytree that a Variable has as its value; None for an array, or one with objects in it."""
+    if not isinstance(entry, VariableEntry) or holds_objects(entry):
+        return None
+    return entry.value if isinstance(entry.value, Container) else None
+
+
+def value_at(structure: Structure, place: Place, leaves: Sequence[Any]) -> Any:
+    """What is at a place: an array, or a pytree of them."""
+    own = (leaves[slot] for slot in place.slots)
+    pytree = None if place.entry is None else pytree_of(structure.entries[place.entry])
+    return next(own) if pytree is None else assemble(pytree, own, ())
 
 
 def node_attributes(
@@ -79,16 +130,91 @@ def node_attributes(
     ]
 
 
-def metadata_of(entry: VariableEntry) -> dict[str, Any]:
+def metadata_of(entry: VariableEntry, objects: Sequence[Any]) -> dict[str, Any]:
     """The metadata of a Variable as a new dict."""
-    return {name: setting.value for name, setting in entry.metadata}
+    return {name: assemble(setting, iter(()), objects) for name, setting in entry.metadata}
+
+
+def static_operations(entry: StaticEntry, value: Any, objects: Sequence[Any]) -> list[Operation]:
+    """What gives an object the content of an entry."""
+    parts = [assemble(part, iter(()), objects) for part in entry.children]
+    return statics.assign(value, entry.kind, parts)
+
+
+def perform(operations: Iterable[Operation]) -> None:
+    """Runs all operations without a step of Python in between, which a signal could interrupt."""
+    deque(itertools.starmap(operator.call, operations), maxlen=0)
+
+
+def _originals(
+    structure: Structure, existing: Mapping[int, Any], containers: bool
+) -> dict[int, Any]:
+    """The static objects that a structure was made from and that still have their content.
+
+    Args:
+      structure: the structure.
+      existing: objects that are used as they are.
+      containers: whether lists and the like count, too, or only with the object that they are
+        part of. What a function makes anew each time is nearly always such a one.
+    """
+    entries = {
+        index: entry
+        for index, entry in enumerate(structure.entries)
+        if isinstance(entry, StaticEntry) and entry.origin is not None and index not in existing
+    }
+    found = {index: entry.origin for index, entry in entries.items()}
+    while True:
+        objects = {**existing, **found}
+        changed = [i for i in found if not _has_content(entries[i], found[i], objects)]
+        if not changed:
+            break
+        for index in changed:
+            del found[index]
+    if containers:
+        return found
+    kept: dict[int, Any] = {}
+    pending = [index for index, value in found.items() if not statics.is_container(type(value))]
+    while pending:
+        index = pending.pop()
+        if index in found and index not in kept:
+            kept[index] = found[index]
+            pending += static_links(entries[index].children)
+    return kept
+
+
+def static_links(children: Iterable[Child]) -> Iterator[int]:
+    """The indices among what static values hold."""
+    for child in children:
+        if isinstance(child, Group):
+            yield from static_links(child.children)
+        elif isinstance(child, int):
+            yield child
+
+
+def _has_content(entry: StaticEntry | Group, value: Any, objects: Mapping[int, Any]) -> bool:
+    content = statics.content_of(value)
+    return (
+        content is not None
+        and content.kind == entry.kind
+        and len(content.parts) == len(entry.children)
+        and all(map(_stands_for, entry.children, content.parts, itertools.repeat(objects)))
+    )
+
+
+def _stands_for(child: Child, value: Any, objects: Mapping[int, Any]) -> bool:
+    if isinstance(child, int):
+        return child in objects and objects[child] is value
+    if isinstance(child, Group):
+        return _has_content(child, value, objects)
+    return Static.of(value) == child
 
 
 def _new_object(entry: Any, structure: Structure, index: int, leaves: Sequence[Any]) -> Any:
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
     if isinstance(entry, VariableEntry):
-        return _compat.new_variable(entry.type, metadata_of(entry))
+        plain = {name: own.value for name, own in entry.metadata if isinstance(own, Static)}
+        return _compat.new_variable(entry.type, plain)
     if isinstance(entry, RefEntry):
         leaf = leaves[structure.slots[index][0]]
         # An abstract value stays one: there is nothing yet that a ref could refer to.
@@ -97,7 +223,19 @@ def _new_object(entry: Any, structure: Structure, index: int, leaves: Sequence[A
         if _compat.is_ref(leaf) or _compat.is_hijax_variable(leaf):
             return leaf
         return jax.new_ref(leaf)
+    if isinstance(entry, StaticEntry):
+        return statics.make_empty(entry.kind)
     return None
+
+
+def restore(structure: Structure, objects: Sequence[Any]) -> None:
+    """Gives static objects the content back that they have in a structure, where they lost it."""
+    known = dict(enumerate(objects))
+    for index in structure.static_indices():
+        entry = structure.entries[index]
+        assert isinstance(entry, StaticEntry)
+        if not _has_content(entry, objects[index], known):
+            perform(static_operations(entry, objects[index], objects))
 
 
 def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int, ...]]]:
@@ -108,7 +246,7 @@ def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int,
     elif isinstance(entry, VariableEntry):
         children = {"value": entry.value}
     else:
-        children = {} if entry is None else {"ref": LEAF}
+        children = {"ref": LEAF} if isinstance(entry, RefEntry) else {}
     return {
         key: (child, tuple(next(slots) for _ in range(count_leaves(child))))
         for key, child in children.items()
@@ -182,14 +320,14 @@ def node_values(
     ]
 
 
-def write_node(
+def node_operations(
     change: NodeChange,
     values: Sequence[tuple[Any, Any]],
     after: Structure,
     leaves: Sequence[Any],
     objects: Sequence[Any],
-) -> None:
-    """Applies one change to an existing node."""
+) -> list[Operation]:
+    """What applies one change to an existing node."""
     entry = after.entries[change.node]
     assert isinstance(entry, NodeEntry)
 
@@ -197,4 +335,4 @@ def write_node(
         own = (leaves[slot] for slot in after.slots[change.node])
         return node_attributes(entry, own, objects)
 
-    _compat.rewrite_node(objects[change.node], values, change.removed, complete)
+    return _compat.node_operations(objects[change.node], values, change.removed, complete)

@@ -19,7 +19,7 @@ from .prefixes import Specs, Target, argument_targets
 from .pure import Pure, Rules
 from .resolve import Found, Use, reach, resolve, slot_names
 from .split import Flat
-from .structure import RefEntry, Static, Structure, VariableEntry
+from .structure import RefEntry, Structure, VariableEntry
 
 # What is done with what is committed to another layout than declared: it is an error; it is laid
 # out anew, on the same devices or wherever it is; or its own layout counts.
@@ -105,7 +105,6 @@ class Plan(NamedTuple):
       fun_name: the name of the function.
       structure: the structure of the arguments that the plan serves.
       layout: the roles of the arguments.
-      statics: the static arguments.
       targets: the dynamic arguments, taken apart.
       names: for each slot what the user would write to reach it.
       program: the pure function in JAX's hands.
@@ -127,7 +126,6 @@ class Plan(NamedTuple):
     fun_name: str
     structure: Structure
     layout: Layout
-    statics: tuple[Static, ...]
     targets: list[Target]
     names: list[str]
     program: Program
@@ -178,23 +176,23 @@ def make_plan(
     transform = transform.in_context()
     inputs = _resolved(transform, parameters, call, flat)
     pure = Pure(
-        fun=_weak(fun),
         rules=transform,
         layout=call.layout._replace(donated=frozenset(), donated_keywords=frozenset()),
-        statics=call.statics,
         structure=flat.structure,
         targets=tuple(goal.objects_only() for goal in inputs.targets),
         known=known_variables(inputs.reached, inputs.object_specs),
         object_specs=inputs.object_specs,
         indivisible=inputs.indivisible,
         donated=inputs.donated.intersection(inputs.object_specs),
+        to_use=inputs.donated if transform.terms.strict else frozenset(),
+        names=inputs.names,
         uses=inputs.uses,
         graph=graph,
         updates=updates,
     )
     function = traced.get(pure.key)
     if function is None:
-        function = traced.setdefault(pure.key, pure.function(inputs.names, log))
+        function = traced.setdefault(pure.key, pure.function(fun, log))
     groups = pure.group_specs()
     program = transform.compile(function, inputs.specs, groups, tuple(sorted(inputs.donated)))
     layouts = tuple(map(transform.layout_of, inputs.specs))
@@ -206,7 +204,6 @@ def make_plan(
         fun_name=function.__name__,
         structure=flat.structure,
         layout=call.layout,
-        statics=call.statics,
         targets=inputs.targets,
         names=inputs.names,
         program=program,
@@ -220,7 +217,7 @@ def make_plan(
         specs=tuple(inputs.specs),
         out_specs=groups,
         donated=inputs.donated,
-        fun=pure.fun,
+        fun=_weak(fun),
         log=log,
     )
 

@@ -9,27 +9,93 @@ after tracing and may depend on shapes, so it travels as the static part of the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..checks.specs import Terms, check_captured, check_filters, check_results, fitted, shape_of
+from ..errors import StrictError
 from ..fitting import Indivisible, spec_and_mesh, variants
-from ..retraces.log import TraceLog
+from ..retraces.limits import TraceLimit
+from ..retraces.log import TraceLog, fun_name
 from ..state_sharding import StateSharding
 from . import merge
 from .arguments import Layout, join_call
 from .prefixes import Specs, Target, target
 from .resolve import Found, Use, reach, resolve, slot_names
 from .split import Flat, flatten
-from .structure import NodeEntry, RefEntry, Static, Structure, VariableEntry, accessor
+from .statics import Static
+from .structure import (
+    Container,
+    Group,
+    NodeEntry,
+    RefEntry,
+    StaticEntry,
+    Structure,
+    VariableEntry,
+    accessor,
+    parts_of,
+)
+
+
+class Caller(NamedTuple):
+    """Who makes a call.
+
+    A plan serves equal functions and equal static objects, too; a trace must get those of the call
+    that it is made in.
+
+    Attributes:
+      fun: the function.
+      objects: the objects of its arguments.
+      limit: how often the wrapper that was called may trace.
+      nested: whether the call is part of a trace.
+      plan: the plan of the call, if JAX compiles it as part of the call; else None.
+      leaves: the arrays, in this case.
+    """
+
+    fun: Any
+    objects: Sequence[Any]
+    limit: TraceLimit | None = None
+    nested: bool = False
+    plan: Any = None
+    leaves: Sequence[Any] = ()
+
+
+# A plain tuple of these fields, because it is made at each call. None while a function is traced.
+CALLER: ContextVar[tuple[Any, ...] | None] = ContextVar("caller", default=None)
+
+
+@contextlib.contextmanager
+def called_by(caller: Caller | None) -> Iterator[None]:
+    """Traces within the block belong to this call."""
+    token = CALLER.set(caller)
+    try:
+        yield
+    finally:
+        CALLER.reset(token)
+
+
+def _on_compilation(event: str, _: float, **details: Any) -> None:
+    fields = CALLER.get()
+    if event != _compat.COMPILATION or fields is None:
+        return
+    caller = Caller(*fields)
+    # JAX also compiles what moves arguments to where they belong.
+    if caller.plan is not None and details.get("fun_name") == f"jit({caller.plan.fun_name})":
+        caller.plan.log.add_compilation(caller.plan, caller.leaves)
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_compilation)
 
 
 class Rules(Protocol):
@@ -100,10 +166,11 @@ class Outcome:
       values: indices of input Variables whose arrays changed.
       metadata: indices of input Variables whose metadata or kind of value changed.
       nodes: the attributes of input modules that changed.
+      statics: indices of static objects of the inputs that were changed in place.
       update: room for what those who write back have worked out from all this.
     """
 
-    __slots__ = ("metadata", "nodes", "sources", "structure", "update", "values")
+    __slots__ = ("metadata", "nodes", "sources", "statics", "structure", "update", "values")
 
     def __init__(
         self,
@@ -112,12 +179,14 @@ class Outcome:
         values: tuple[int, ...],
         metadata: tuple[int, ...],
         nodes: tuple[merge.NodeChange, ...],
+        statics: tuple[int, ...],
     ):
         self.structure = structure
         self.sources = sources
         self.values = values
         self.metadata = metadata
         self.nodes = nodes
+        self.statics = statics
         self.update: Any = None
 
     def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:
@@ -126,7 +195,14 @@ class Outcome:
         return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
 
     def _key(self) -> tuple[Any, ...]:
-        return self.structure, self.sources, self.values, self.metadata, self.nodes
+        return (
+            self.structure,
+            self.sources,
+            self.values,
+            self.metadata,
+            self.nodes,
+            self.statics,
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outcome) and self._key() == other._key()
@@ -140,32 +216,31 @@ class Pure:
     """The pure function, as a value: equal ones trace alike.
 
     Attributes:
-      fun: the user's function. Held weakly: whoever calls holds it, and traces that are kept
-        for later must not keep it alive.
       rules: what the transform decides.
       layout: the roles of the arguments.
-      statics: the static arguments.
       structure: the structure of the arguments.
       targets: the graph objects among the arguments, with their specs.
       known: for each Variable of the arguments, what messages call it, and its final spec.
       object_specs: the final specs of all arrays that belong to objects, by slot.
       indivisible: by slot, what to do where a spec does not divide, if not what ``rules`` say.
       donated: slots whose arrays are always outputs.
+      to_use: slots that are donated, and whose memory an output has to use.
+      names: for each slot what the user would write to reach it.
       uses: what each ``StateSharding`` decided about among the arguments.
       graph: whether references are kept (graph mode) or refused (tree mode).
       updates: whether changes of structure reach the caller.
     """
 
-    fun: Callable[[], Callable[..., Any] | None]
     rules: Rules
     layout: Layout
-    statics: tuple[Static, ...]
     structure: Structure
     targets: tuple[Target, ...]
     known: dict[int, tuple[str, Any]]
     object_specs: dict[int, Any]
     indivisible: dict[int, Indivisible]
     donated: frozenset[int]
+    to_use: frozenset[int]
+    names: Sequence[str]
     uses: tuple[Use, ...]
     graph: bool
     updates: bool
@@ -176,12 +251,12 @@ class Pure:
         return (
             self.rules.trace_key,
             self.layout,
-            self.statics,
             self.structure,
             self.targets,
             tuple(self.object_specs.items()),
             tuple(self.indivisible.items()),
             self.donated,
+            self.to_use,
             self.graph,
             self.updates,
         )
@@ -201,46 +276,64 @@ class Pure:
                     final += [self.rules.with_spec(own, part) for part in variants(pair[0], how)]
         return tuple(dict.fromkeys([*final, *self.object_specs.values()]))
 
-    def function(self, labels: Sequence[str], log: TraceLog) -> Callable[..., Any]:
-        """The function to give to JAX, with the user's names for its many arguments."""
+    def function(self, fun: Any, log: TraceLog) -> Callable[..., Any]:
+        """The function to give to JAX, with the user's names for its many arguments.
+
+        It does not hold ``fun``: traces that are kept for later must not keep it alive.
+        """
 
         def pure(*leaves: Any) -> Any:
-            forget = log.add_trace(self, labels, leaves)
+            fields = CALLER.get()
+            assert fields is not None
+            caller = Caller(*fields)
+            name = fun_name(caller.fun)
+            nested = caller.nested
+            forget = log.add_trace(self, name, self.names, leaves, caller.limit, nested=nested)
             try:
-                return self._call(leaves)
+                with called_by(None):
+                    return self._call(caller, leaves)
             except BaseException:
                 forget()
                 raise
 
-        fun = self.fun()
         while isinstance(fun, functools.partial):
             fun = fun.func
         pure.__name__ = _name_of(fun)
         pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
-        code = getattr(inspect.unwrap(fun), "__code__", None) if fun is not None else None
+        code = getattr(inspect.unwrap(fun), "__code__", None)
         if code is not None:
             # JAX names functions in messages by file and line, which it finds through this.
             source = types.SimpleNamespace(__code__=code, __name__=pure.__name__)
             pure.__wrapped__ = source  # type: ignore[attr-defined]
-        if len(set(labels)) == len(labels):
-            parameters = [_SlotParameter(label) for label in labels]
+        if len(set(self.names)) == len(self.names):
+            parameters = [_SlotParameter(name) for name in self.names]
             pure.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return pure
 
-    def _call(self, leaves: Sequence[Any]) -> Any:
-        fun = self.fun()
-        assert fun is not None
-        built = merge.unflatten(self.structure, leaves)
-        args, kwargs = join_call(self.layout, self.statics, built.root)
+    def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
+        # The caller's own static objects: the structure may be that of an earlier, equal call.
+        statics = {i: caller.objects[i] for i in self.structure.static_indices()}
+        built = merge.unflatten(self.structure, leaves, statics)
+        try:
+            return self._called(caller.fun, leaves, built)
+        finally:
+            merge.restore(self.structure, built.objects)
+
+    def _called(self, fun: Any, leaves: Sequence[Any], built: merge.Built) -> Any:
+        statics = [merge.assemble(c, iter(()), built.objects) for c in self.structure.statics]
+        args, kwargs = join_call(self.layout, statics, built.root)
         out = fun(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
+        borrowed = {id(value) for value in self.structure.identities()}
         after = flatten(
             out,
             graph=self.graph,
             known=built.objects,
             describe_known=lambda obj: self.updates or not _compat.is_node(obj),
+            borrowed=borrowed.union(id(built.objects[i]) for i in self.structure.static_indices()),
         )
+        self._check_objects(after, borrowed)
         if not self.updates:
             self._check_output(after)
         goal = target("output", self.rules.out_specs.tree, out, after.structure.root)
@@ -251,8 +344,70 @@ class Pure:
         check_results(self.rules.name, names, after.leaves)
         specs = self._output_specs(leaves, after, reached, names)
         self.rules.check_outputs(_name_of(fun), names, after.leaves, specs)
-        check_captured(self.rules.terms, fun)
+        check_captured(self.rules.terms, fun, _compat.trace_constants())
         return self._pack(leaves, after, specs, names)
+
+    def _check_objects(self, after: Flat, borrowed: Set[int]) -> None:
+        """Refuses what would reach the caller's objects, but means nothing outside of the trace.
+
+        Raises:
+          ValueError: an object that the function captured is returned or attached; a class was
+            changed; without graph updates, a static object was changed.
+          UnexpectedTracerError: a traced array is kept as a static value.
+        """
+        structure, count = after.structure, len(self.structure.entries)
+        leaks, foreign, other_class, changed = [], [], [], []
+        for index, entry in enumerate(structure.entries):
+            before = self.structure.entries[index] if index < count else None
+            leaks += [(index, path) for path in _tracers(entry, borrowed)]
+            if isinstance(entry, NodeEntry | VariableEntry):
+                if before is None and not _compat.can_update(after.objects[index]):
+                    foreign.append((index, ()))
+                elif before is not None and before.type is not entry.type:
+                    other_class.append((index, ()))
+            elif (
+                isinstance(entry, StaticEntry) and not self.updates and before not in (None, entry)
+            ):
+                changed.append((index, ()))
+        if not (leaks or foreign or other_class or changed):
+            return
+        starts = [
+            (accessor(goal.name, part.keys), part.child)
+            for goal in self.targets
+            for part in goal.parts
+        ]
+        known = structure.names([*starts, ("output", structure.root)])
+
+        def listed(places: Sequence[tuple[int, Any]]) -> str:
+            return "\n".join(
+                f"  {accessor(known.get(index, 'an object'), path)}: "
+                f"{type(after.objects[index]).__name__}"
+                for index, path in places
+            )
+
+        name = self.rules.name
+        if leaks:
+            raise jax.errors.UnexpectedTracerError(
+                f"{name}: these static values hold traced arrays, which do not exist outside of "
+                f"the function:\n{listed(leaks)}\nKeep them in a Variable or as an attribute of a "
+                "module (nnx.data), or return them."
+            )
+        if foreign:
+            raise ValueError(
+                f"{name}: these objects were captured from outside of the function, and cannot be "
+                f"returned or attached to its arguments:\n{listed(foreign)}\nPass them as "
+                "arguments, or return a copy made by nnx.clone."
+            )
+        if other_class:
+            raise ValueError(
+                f"{name}: the function assigned another __class__ to these objects:\n"
+                f"{listed(other_class)}\nMake an object of the other class instead."
+            )
+        raise ValueError(
+            f"{name} without graph updates cannot change static objects, but the function changed "
+            f"these:\n{listed(changed)}\nUse graph=True and graph_updates=True, or make the change "
+            "outside of the function."
+        )
 
     def _is_unchanged(self, after: Structure) -> bool:
         """Whether there are the same objects as before, and no module changed or holds arrays."""
@@ -310,7 +465,7 @@ class Pure:
         """Sorts the arrays into outputs and those left alone, and notes what changed."""
         structure = after.structure
         sources: dict[int, tuple[int, int]] = {}
-        values, metadata, nodes = [], [], []
+        values, metadata, nodes, statics = [], [], [], []
         for index, old in enumerate(self.structure.entries):
             entry = structure.entries[index]
             slots = structure.slots[index]
@@ -327,6 +482,8 @@ class Pure:
                 change = merge.node_changes(index, old, structure, fresh)
                 if change is not None:
                     nodes.append(change)
+            elif isinstance(entry, StaticEntry):
+                statics.append(index)
         groups = self.group_specs()
         outputs: dict[Any, list[Any]] = {spec: [] for spec in groups}
         labels: dict[Any, list[str]] = {spec: [] for spec in groups}
@@ -342,11 +499,35 @@ class Pure:
                 # A ref cannot leave a trace; its value can, and becomes a new ref outside.
                 outputs[spec].append(leaf[...] if is_ref else leaf)
                 labels[spec].append(names[slot])
+        self._check_donated(leaves, [x for arrays in outputs.values() for x in arrays])
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         return (
             *(OutputGroup(tuple(labels[spec]), outputs[spec]) for spec in groups),
-            Outcome(structure, by_slot, tuple(values), tuple(metadata), tuple(nodes)),
+            Outcome(
+                structure, by_slot, tuple(values), tuple(metadata), tuple(nodes), tuple(statics)
+            ),
         )
+
+    def _check_donated(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Every donated array should have an output of its type, which can use its memory.
+
+        Raises:
+          StrictError: one has not.
+        """
+        left = Counter(map(_shape_and_dtype, outputs))
+        left.subtract(_shape_and_dtype(leaves[slot]) for slot in self.to_use)
+        lines = [
+            f"  {self.names[slot]}, {jax.typeof(leaves[slot]).str_short()}"
+            for slot in sorted(self.to_use)
+            if left[_shape_and_dtype(leaves[slot])] < 0
+        ]
+        if lines:
+            raise StrictError(
+                f"{self.rules.name}: these arguments are donated, but the function has no result "
+                "of their shape and dtype that could use their memory:\n"
+                + "\n".join(lines)
+                + "\nDo not donate them (donate_argnums, donate_argnames)."
+            )
 
     def _unchanged(
         self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
@@ -389,11 +570,29 @@ class Pure:
             )
 
 
+def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+    aval = jax.typeof(leaf)
+    return getattr(aval, "shape", None), getattr(aval, "dtype", aval)
+
+
 def _name_of(fun: Any) -> str:
     """The name of a function, behind any ``functools.partial``."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     return str(getattr(fun, "__name__", type(fun).__name__))
+
+
+def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[tuple[Any, ...]]:
+    """The paths to traced arrays among the static values of an entry, without borrowed ones."""
+    stack = list(parts_of(entry).items())
+    while stack:
+        path, child = stack.pop()
+        if isinstance(child, Container):
+            stack += [(path, aux) for aux in child.aux]
+        elif isinstance(child, Group):
+            stack += [(path + key, part) for key, part in parts_of(child).items()]
+        elif isinstance(child, Static) and id(child.value) not in borrowed:
+            yield from [path] * isinstance(child.value, jax.core.Tracer)
 
 
 class _SlotParameter(inspect.Parameter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,16 +15,26 @@ from .. import _compat
 from ..checks.diagnose import explain
 from ..checks.specs import committed_message, fitted
 from ..fitting import describe_both
+from ..retraces.limits import TraceLimit
 from . import merge
 from .plan import Plan, is_committed, known_variables
-from .pure import Outcome, OutputGroup
+from .pure import CALLER, Outcome, OutputGroup
 from .resolve import reach
 from .split import Flat
-from .structure import LEAF, VariableEntry
+from .statics import Operation
+from .structure import LEAF, StaticEntry, VariableEntry
 from .transfer import obstacle, transfer
 
 
-def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
+def run(
+    plan: Plan,
+    flat: Flat,
+    execute: Callable[..., Any],
+    fun: Any = None,
+    limit: TraceLimit | None = None,
+    *,
+    nested: bool = False,
+) -> Any:
     """One call: gather, place, execute, write back.
 
     Nothing of the caller's is touched before ``execute`` returned. Nothing here waits for
@@ -34,6 +45,9 @@ def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
       flat: the arguments of this call, taken apart.
       execute: takes the arrays and returns the outputs: JAX's jitted function, or an
         executable compiled from it.
+      fun: the user's function, in case that ``execute`` traces it.
+      limit: how often it may.
+      nested: whether this is part of a trace.
 
     Raises:
       TraceContextError: the function changed objects that belong to another trace.
@@ -43,11 +57,15 @@ def run(plan: Plan, flat: Flat, execute: Callable[..., Any]) -> Any:
     placed: Sequence[int] = ()
     if plan.placed_slots:
         leaves, placed = _place(plan, leaves)
+    compiles = None if nested or fun is None else plan
+    token = CALLER.set((fun, flat.objects, limit, nested, compiles, leaves))
     try:
         *groups, outcome = execute(*leaves)
     except Exception as error:
         explain(plan, leaves, error)
         raise
+    finally:
+        CALLER.reset(token)
     update = outcome.update
     if update is None:
         update = outcome.update = _Update.of(outcome, len(flat.objects))
@@ -136,19 +154,18 @@ class _Update:
     Nearly every call is of this kind, so it is worked out once for each outcome.
     """
 
-    __slots__ = ("_root", "_root_sources", "_values")
+    __slots__ = ("_arrays", "_root", "_root_sources", "_variables")
 
     def __init__(self, outcome: Outcome):
         after = outcome.structure
-        by_group: dict[int, tuple[list[int], list[int]]] = {}
-        for index in outcome.values:
-            group, position = outcome.sources[after.slots[index][0]]
-            variables, positions = by_group.setdefault(group, ([], []))
-            variables.append(index)
-            positions.append(position)
-        self._values = [
-            (group, merge.picker(variables), merge.picker(positions))
-            for group, (variables, positions) in by_group.items()
+        sources = [outcome.sources[after.slots[index][0]] for index in outcome.values]
+        order = sorted(range(len(sources)), key=sources.__getitem__)
+        self._variables = merge.picker([outcome.values[i] for i in order])
+        self._arrays = [
+            (group, merge.picker([position for _, position in found]))
+            for group, found in itertools.groupby(
+                (sources[i] for i in order), key=operator.itemgetter(0)
+            )
         ]
         self._root = after.root
         self._root_sources = [outcome.sources[slot] for slot in after.root_slots]
@@ -165,6 +182,7 @@ class _Update:
         is_simple = (
             not outcome.metadata
             and not outcome.nodes
+            and not outcome.statics
             and len(entries) == known
             and all(merge.is_leaf_variable(entries[index]) for index in outcome.values)
         )
@@ -178,10 +196,10 @@ class _Update:
         return own[0] if self._root is LEAF else merge.assemble(self._root, iter(own), objects)
 
     def apply(self, objects: Sequence[Any], groups: Sequence[OutputGroup]) -> None:
-        """Sets the Variables."""
-        for group, variables, positions in self._values:
-            new = positions(groups[group].arrays)
-            deque(map(_compat.set_value, variables(objects), new), maxlen=0)
+        """Sets the Variables, in one step that a signal cannot split."""
+        new = [pick(groups[group].arrays) for group, pick in self._arrays]
+        arrays = new[0] if len(new) == 1 else itertools.chain.from_iterable(new)
+        deque(map(_compat.set_value, self._variables(objects), arrays), maxlen=0)
 
 
 def _write_back(
@@ -210,16 +228,21 @@ def _write_back(
         own = (arrays[slot] for slot in after.slots[index])
         values.append(merge.assemble(entry.value, own, built.objects))
     attributes = merge.node_values(outcome.nodes, arrays, built.objects)
-    if placed:
-        _keep_placed(plan, objects, leaves, placed)
+    operations = _keep_placed(plan, objects, leaves, placed) if placed else []
     for index, value in zip(variables, values, strict=True):
-        _compat.set_value(objects[index], value)
+        operations.append((_compat.set_value, objects[index], value))
     for index in outcome.metadata:
         entry = after.entries[index]
         assert isinstance(entry, VariableEntry)
-        _compat.set_metadata(objects[index], merge.metadata_of(entry))
+        metadata = merge.metadata_of(entry, built.objects)
+        operations.append((_compat.set_metadata, objects[index], metadata))
     for change, new in zip(outcome.nodes, attributes, strict=True):
-        merge.write_node(change, new, after, arrays, built.objects)
+        operations += merge.node_operations(change, new, after, arrays, built.objects)
+    for index in outcome.statics:
+        entry = after.entries[index]
+        assert isinstance(entry, StaticEntry)
+        operations += merge.static_operations(entry, objects[index], built.objects)
+    merge.perform(operations)
     return built.root
 
 
@@ -236,14 +259,16 @@ def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> No
 
 def _keep_placed(
     plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], placed: Sequence[int]
-) -> None:
-    """Lets Variables hold the placed arrays, so that the next call finds nothing to move."""
+) -> list[Operation]:
+    """What lets Variables hold the placed arrays, so that the next call finds nothing to move."""
     moved = set(placed)
+    operations: list[Operation] = []
     for index, entry in enumerate(plan.structure.entries):
         slots = plan.structure.slots[index]
         if isinstance(entry, VariableEntry) and not moved.isdisjoint(slots):
-            own = (leaves[slot] for slot in slots)
-            _compat.set_value(objects[index], merge.assemble(entry.value, own, objects))
+            value = merge.assemble(entry.value, (leaves[slot] for slot in slots), objects)
+            operations.append((_compat.set_value, objects[index], value))
+    return operations
 
 
 def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .. import _compat
+from .statics import Identity, Static, content_of, is_fixed, value_key
 from .structure import (
     LEAF,
     Child,
     Container,
     Entry,
+    Group,
     NodeEntry,
+    PyTreeDef,
     RefEntry,
-    Static,
+    StaticEntry,
     Structure,
     VariableEntry,
     container_keys,
@@ -48,6 +51,9 @@ def flatten(
     graph: bool = True,
     known: Sequence[Any] | None = None,
     describe_known: Callable[[Any], bool] = lambda _: True,
+    statics: Sequence[Any] = (),
+    held: bool = True,
+    borrowed: Set[int] = frozenset(),
 ) -> Flat:
     """Takes a pytree of NNX objects, arrays and scalars apart; changes nothing.
 
@@ -59,20 +65,28 @@ def flatten(
         even if empty, ``tree`` is what a function returns, else what it takes.
       describe_known: which of the known objects are described even if ``tree`` does not
         reach them; the others then have the entry None.
+      statics: static arguments.
+      held: whether the structure keeps static objects alive that are compared by identity.
+      borrowed: the ids of those that it does not keep alive all the same.
 
     Raises:
       ValueError: in tree mode without ``known``, a Variable is reached twice or there is a
-        cycle; in tree mode, an object is no pytree.
+        cycle; in tree mode, an object is not a pytree.
     """
-    splitter = _Splitter(graph, known or ())
+    splitter = _Splitter(graph, known or (), held, borrowed)
     root_slots: list[int] = []
     root = splitter.root(tree, root_slots, link_refs=known is not None)
+    static_children = tuple(map(splitter.static, statics))
     for obj in known or ():
         if describe_known(obj):
             splitter.link(obj)
     splitter.describe_pending()
     structure = Structure(
-        tuple(splitter.entries), root, tuple(map(tuple, splitter.slots)), tuple(root_slots)
+        tuple(splitter.entries),
+        root,
+        tuple(map(tuple, splitter.slots)),
+        tuple(root_slots),
+        static_children,
     )
     if not graph and known is None:
         _check_tree(structure, splitter.links, splitter.objects)
@@ -82,8 +96,10 @@ def flatten(
 class _Splitter:
     """One walk over a graph. Indices are given in the order of discovery, depth first."""
 
-    def __init__(self, graph: bool, known: Sequence[Any]):
+    def __init__(self, graph: bool, known: Sequence[Any], held: bool, borrowed: Set[int]):
         self.graph = graph
+        self.held = held
+        self.borrowed = borrowed
         self.objects: list[Any] = list(known)
         self.index = {id(obj): i for i, obj in enumerate(known)}
         self.entries: list[Entry | None] = [None] * len(known)
@@ -91,7 +107,7 @@ class _Splitter:
         self.links = [0] * len(known)
         self.leaves: list[Any] = []
         self._linked: set[int] = set()
-        self._statics: dict[int, Static] = {}
+        self._statics: dict[int, tuple[Static | Group, Any]] = {}
         self._pending: list[int] = []
 
     def link(self, obj: Any) -> int:
@@ -130,7 +146,7 @@ class _Splitter:
             value = _compat.get_value(obj)
             return VariableEntry(
                 type(obj),
-                tuple([(name, self._static(setting)) for name, setting in metadata]),
+                tuple([(name, self.static(setting)) for name, setting in metadata]),
                 self._leaf(value, slots)
                 if type(value) is _compat.ArrayImpl
                 else self._container(value, slots, all_leaves=True),
@@ -143,33 +159,57 @@ class _Splitter:
                 )
             items = _compat.node_items(obj)
             children = [
-                self._static(value)
+                self.static(value)
                 if is_data is False
                 else self._attribute(value, bool(is_data), slots)
                 for value, is_data in zip(items.values, items.is_data, strict=True)
             ]
             return NodeEntry(type(obj), items.metadata, tuple(items.keys), tuple(children))
-        self._leaf(obj, slots)
-        return RefEntry()
+        if _compat.is_ref(obj) or _compat.is_hijax_variable(obj):
+            self._leaf(obj, slots)
+            return RefEntry()
+        content = content_of(obj)
+        assert content is not None
+        identity, static = None, self.static
+        if content.shallow:
+            identity, static = Identity(obj, hold=self._holds(obj)), self._leaf_static
+        children = tuple([static(part) for part in content.parts])
+        origin = obj if self._holds(obj) else None
+        return StaticEntry(content.kind, children, identity, origin)
 
-    def _static(self, value: Any) -> Static:
-        """The static for a value; the same object is looked at once."""
+    def static(self, value: Any) -> Child:
+        """What stands for a static value: a static, or the index of an object that can change."""
+        kind = type(value)
+        if kind is str or kind is int or kind is bool or value is None:
+            return Static.of(value)
         found = self._statics.get(id(value))
-        if found is None:
-            found = Static.of(value)
-            if found.holds(value):  # then nothing else can get its id
-                self._statics[id(value)] = found
-        return found
+        if found is not None:
+            return found[0]
+        if id(value) in self.index:
+            return self.link(value)
+        content = content_of(value) if value_key(value) is None else None
+        if content is None:
+            return self._leaf_static(value)
+        if not is_fixed(content.kind):
+            return self.link(value)
+        group = Group(content.kind, tuple(map(self.static, content.parts)))
+        self._statics[id(value)] = group, value
+        return group
+
+    def _leaf_static(self, value: Any) -> Static:
+        static = Static.of(value, hold=self._holds(value))
+        self._statics[id(value)] = static, value  # kept, or something else could get its id
+        return static
+
+    def _holds(self, value: Any) -> bool:
+        return self.held and id(value) not in self.borrowed
 
     def _attribute(self, value: Any, is_data: bool, slots: list[int]) -> Child:
         if _compat.is_graph_object(value):
             return self.link(value)
         if _compat.is_node_state(value):
             return _node_state(_compat.node_flags(value))
-        child = self._container(value, slots, all_leaves=not self.graph)
-        # Flax makes a value that was put under nnx.data an array, whatever its type.
-        if isinstance(child, Static) and is_data:
-            return self._leaf(value, slots)
+        child = self._container(value, slots, all_leaves=not self.graph, is_data=is_data)
         return child
 
     def root(self, tree: Any, slots: list[int], *, link_refs: bool) -> Child:
@@ -189,17 +229,29 @@ class _Splitter:
             )
             children.append(self.link(part) if is_object else self._leaf(part, slots))
             self.describe_pending()
-        return children[0] if is_leaf_treedef(treedef) else Container(treedef, tuple(children))
+        if is_leaf_treedef(treedef):
+            return children[0]
+        container = Container(treedef, tuple(children), self._aux(treedef))
+        self.describe_pending()
+        return container
 
-    def _container(self, tree: Any, slots: list[int], *, all_leaves: bool) -> Child:
+    def _container(
+        self, tree: Any, slots: list[int], *, all_leaves: bool, is_data: bool = False
+    ) -> Child:
         """A pytree inside of an object.
 
-        ``all_leaves`` tells whether leaves that are no arrays travel with the arrays, or are
-        static.
+        ``all_leaves`` tells whether leaves that are not arrays travel with the arrays, or are
+        static; ``is_data`` whether a single leaf does.
         """
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        if is_leaf_treedef(treedef):
+            # Flax makes a value that was put under nnx.data an array, whatever its type.
+            return self._part(parts[0], slots, all_leaves or is_data)
         children = tuple([self._part(part, slots, all_leaves) for part in parts])
-        return children[0] if is_leaf_treedef(treedef) else Container(treedef, children)
+        return Container(treedef, children, self._aux(treedef))
+
+    def _aux(self, treedef: PyTreeDef) -> tuple[Child, ...]:
+        return tuple(map(self.static, aux_of(treedef)))
 
     def _part(self, part: Any, slots: list[int], all_leaves: bool) -> Child:
         if _compat.is_graph_object(part) or _compat.is_ref(part):
@@ -208,7 +260,7 @@ class _Splitter:
             return self.link(part)
         if all_leaves or isinstance(part, _ARRAYS):
             return self._leaf(part, slots)
-        return self._static(part)
+        return self.static(part)
 
     def _leaf(self, value: Any, slots: list[int]) -> Child:
         slots.append(len(self.leaves))
@@ -222,6 +274,19 @@ def _node_state(flags: tuple[bool, bool]) -> Container:
     return Container(jax.tree_util.tree_structure(_compat.new_node_state(*flags)), ())
 
 
+def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
+    """The data that the node types of a pytree keep beside their children, without plain keys."""
+    stack = [treedef]
+    while stack:
+        node = stack.pop()
+        data = node.node_data()
+        if data is None:
+            continue
+        if _compat.has_aux(*data):
+            yield data[1]
+        stack += reversed(node.children())
+
+
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
@@ -230,9 +295,13 @@ def _check_tree(structure: Structure, links: list[int], objects: list[Any]) -> N
     shared = [
         index
         for index, count in enumerate(links)
-        if count > 1 and (not isinstance(structure.entries[index], NodeEntry))
+        if count > 1 and isinstance(structure.entries[index], VariableEntry | RefEntry)
     ]
-    nodes = [index for index, count in enumerate(links) if count > 1 and index not in shared]
+    nodes = [
+        index
+        for index, count in enumerate(links)
+        if count > 1 and isinstance(structure.entries[index], NodeEntry)
+    ]
     cyclic, below = _reach(structure, nodes)
     shared += sorted(below - set(shared))
     if not shared and not cyclic:
@@ -264,7 +333,7 @@ def _reach(structure: Structure, nodes: list[int]) -> tuple[set[int], set[int]]:
             seen.add(index)
             if isinstance(structure.entries[index], NodeEntry):
                 stack += _targets(structure, index)
-            else:
+            elif not isinstance(structure.entries[index], StaticEntry):
                 variables.add(index)
     return cyclic, variables
 

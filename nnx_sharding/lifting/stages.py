@@ -31,16 +31,16 @@ from ..analysis.hlo import parse
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory, memory_of
 from ..checks.diagnose import explained
-from ..retraces.compare import arguments_of, static_arguments
-from ..retraces.difference import differences, static_differences
-from .arguments import Call
+from ..retraces.compare import arguments_of
+from ..retraces.difference import differences
+from .arguments import Call, Layout
 from .guards import Guards
-from .merge import assemble
+from .merge import value_at
 from .plan import Plan
 from .pure import Outcome
 from .run import run
 from .split import Flat
-from .structure import LEAF, Child, Container, Structure, VariableEntry, plain_key
+from .structure import LEAF, Child, Container, Structure, plain_key
 
 if TYPE_CHECKING:
     from ..inspect.program import ProgramReport
@@ -56,13 +56,22 @@ class Stage:
       plan: what it was made from.
       split: takes the arguments of a call apart.
       bound: the objects to which the function is bound: its first arguments.
+      statics: the static arguments that it was made for.
     """
 
-    def __init__(self, stage: Any, plan: Plan, split: Split, bound: tuple[Any, ...]):
+    def __init__(
+        self,
+        stage: Any,
+        plan: Plan,
+        split: Split,
+        bound: tuple[Any, ...],
+        statics: tuple[Any, ...],
+    ):
         self._stage = stage
         self._plan = plan
         self._split = split
         self._bound = bound
+        self._statics = statics
         self._guards = Guards()
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
@@ -186,13 +195,11 @@ class Traced(Stage):
                 "nnx_sharding.exporting.export in the same way."
             )
         lower = self._stage.lower
-        if self._plan.terms.strict:
-            lower = _compat.refusing_unusable_donations(lower)
         avals = _arguments(self._stage.in_avals)
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         platforms = lowering_platforms
         lowered = explained(self._plan, leaves, lambda *_: lower(lowering_platforms=platforms))
-        return Lowered(lowered, self._plan, self._split, self._bound)
+        return Lowered(lowered, self._plan, self._split, self._bound, self._statics)
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +225,7 @@ class Lowered(Stage):
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
         compiled = self._stage.compile(compiler_options, **options)
-        return Compiled(compiled, self._plan, self._split, self._bound, self._stage)
+        return Compiled(compiled, self._plan, self._split, self._bound, self._statics, self._stage)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text.
@@ -246,9 +253,15 @@ class Compiled(Stage):
     """A compiled function. Calling it updates modules in place, like the function itself."""
 
     def __init__(
-        self, stage: Any, plan: Plan, split: Split, bound: tuple[Any, ...], lowered: Any = None
+        self,
+        stage: Any,
+        plan: Plan,
+        split: Split,
+        bound: tuple[Any, ...],
+        statics: tuple[Any, ...],
+        lowered: Any = None,
     ):
-        super().__init__(stage, plan, split, bound)
+        super().__init__(stage, plan, split, bound, statics)
         self._lowered = lowered
 
     @_compat.api_boundary
@@ -399,8 +412,8 @@ class Compiled(Stage):
 
 def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plan = stage._plan
-    if plan.statics:
-        args, kwargs = _with_statics(plan, args, kwargs, len(stage._bound))
+    if stage._statics:
+        args, kwargs = _with_statics(plan.layout, stage._statics, args, kwargs, len(stage._bound))
     args = (*stage._bound, *args)
     if not _compat.trace_is_clean():
         return run(plan, _split_as_planned(stage, args, kwargs)[1], stage._stage)
@@ -418,8 +431,8 @@ def _split_as_planned(
 ) -> tuple[Call, Flat]:
     plan = stage._plan
     call, flat = stage._split(args, kwargs)
-    if (call.layout, call.statics, flat.structure) != (plan.layout, plan.statics, plan.structure):
-        changed = list(_changes(plan, call, flat.structure))
+    if (call.layout, flat.structure) != (plan.layout, plan.structure):
+        changed = list(_changes(plan, call.layout, flat.structure))
         raise TypeError(
             f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
             "called with now:\n  " + "\n  ".join(changed) + "\nLower it again for these."
@@ -428,13 +441,16 @@ def _split_as_planned(
 
 
 def _with_statics(
-    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], bound: int
+    layout: Layout,
+    values: Sequence[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bound: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fills in static arguments that the caller left out."""
-    layout = plan.layout
-    values = iter(plan.statics)
-    statics = {i: next(values).value for i in sorted(layout.static)}
-    keywords = {name: next(values).value for name in sorted(layout.static_keywords)}
+    rest = iter(values)
+    statics = {i: next(rest) for i in sorted(layout.static)}
+    keywords = {name: next(rest) for name in sorted(layout.static_keywords)}
     own = {i: value for i, value in statics.items() if i >= bound}
     if own and len(args) == len(layout.names) - bound - len(own):
         given = iter(args)
@@ -443,16 +459,12 @@ def _with_statics(
     return args, {**keywords, **kwargs}
 
 
-def _changes(plan: Plan, call: Call, structure: Structure) -> Iterator[str]:
+def _changes(plan: Plan, layout: Layout, structure: Structure) -> Iterator[str]:
     """In what a call differs from what its stage was made for."""
-    before, after = plan.layout, call.layout
-    if before != after:
-        yield f"arguments {arguments_of(before)} → {arguments_of(after)}"
-    old, new = static_arguments(before, plan.statics), static_arguments(after, call.statics)
-    for name in old.keys() & new.keys():
-        found = static_differences(f"static argument {name}", old[name], new[name])
-        yield from (difference.text for difference in found)
-    yield from differences(plan.structure, structure, [before.names[i] for i in before.dynamic])
+    before = plan.layout
+    if before != layout:
+        yield f"arguments {arguments_of(before)} → {arguments_of(layout)}"
+    yield from differences((before, plan.structure), (layout, structure))
 
 
 def _arguments(per_argument: Any) -> list[Any]:
@@ -480,16 +492,7 @@ def _user_child(
     flat: dict[Any, Any] = {}
     for place in structure.walk(child, slots):
         if keep(place.slots):
-            own = (values[slot] for slot in place.slots)
-            path = tuple(map(plain_key, place.path))
-            flat[path] = _place_value(structure, place.entry, own)
+            flat[tuple(map(plain_key, place.path))] = value_at(structure, place, values)
     if () in flat:
         return flat[()]
     return nnx.from_flat_state(flat)
-
-
-def _place_value(structure: Structure, index: int | None, own: Any) -> Any:
-    entry = None if index is None else structure.entries[index]
-    if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
-        return assemble(entry.value, own, ())
-    return next(own)

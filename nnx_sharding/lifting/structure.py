@@ -1,26 +1,23 @@
 """The hashable description of a graph of NNX objects.
 
-A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``)
-is one entry; whatever points to it holds its index. Sharing and cycles need no special
-case: two children with the same index are the same object. Arrays are not in the table:
-a place where one belongs holds ``LEAF``, and the arrays themselves travel in a flat list.
+A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``, a static
+object that can be changed) is one entry; whatever points to it holds its index. Sharing and cycles
+need no special case: two children with the same index are the same object. Arrays are not in the
+table: a place where one belongs holds ``LEAF``, and the arrays themselves travel in a flat list.
 Position ``i`` of that list is called slot ``i``.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import enum
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 
-from .. import _compat
+from .statics import Identity, Static
 
 Path: TypeAlias = tuple[Any, ...]
 PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
@@ -39,181 +36,35 @@ class Leaf:
 LEAF = Leaf()
 
 
-class Static:
-    """A value that belongs to the structure itself.
-
-    Python calls 1, 1.0 and True equal; a traced function does not treat them alike. So two
-    statics are equal only where their types are, and zeros only where their signs are.
-
-    A value that can change, such as a list, is kept as it is now, and given out as a copy: what
-    happens to it later must not reach a structure under which a trace is kept.
-    """
-
-    __slots__ = ("_key", "_mutable", "_value")
-
-    def __init__(self, value: Any):
-        kind = type(value)
-        if kind in _PLAIN_TYPES:
-            self._key, self._mutable, self._value = (kind, value), False, value
-            return
-        self._key = static_key(value)
-        # The hash of Flax's mappings is slow, but they have one.
-        self._mutable = kind is not _compat.HashableMapping and not is_hashable(value)
-        self._value = _copy(value) if self._mutable else value
-
-    @staticmethod
-    def of(value: Any) -> Static:
-        """A static for ``value``; for common ones always the same, which saves time and room."""
-        kind = type(value)
-        if kind not in _SHARED_TYPES:
-            return Static(value)
-        found = _SHARED.get((kind, value))
-        if found is None:
-            if len(_SHARED) >= MAX_SHARED:
-                _SHARED.clear()
-            found = _SHARED[kind, value] = Static(value)
-        return found
-
-    def holds(self, value: Any) -> bool:
-        """Whether it keeps this very object alive, and not a copy or an equal one."""
-        return self._value is value and not self._mutable
-
-    @property
-    def value(self) -> Any:
-        """The value."""
-        return _copy(self._value) if self._mutable else self._value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        return f"Static({self._value!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Static, (self._value,)
-
-
-def static_key(value: Any) -> Any:
-    """What stands for ``value`` where statics are compared and hashed: always hashable."""
-    kind = type(value)
-    if kind in _PLAIN_TYPES:
-        return (kind, value)
-    if kind is float:
-        return (float, value.hex())
-    if kind is complex:
-        return (complex, value.real.hex(), value.imag.hex())
-    if kind is list or kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        return (kind, *map(static_key, value))
-    if kind is _compat.HashableMapping:
-        return (kind, frozenset(_compat.mapping_items(value)))  # its own hash sorts in Python
-    if kind is frozenset or kind is set:
-        return (kind, frozenset(map(static_key, value)))
-    if isinstance(value, dict):
-        return (kind, frozenset((static_key(k), static_key(v)) for k, v in value.items()))
-    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
-        array = np.asarray(value)
-        return (kind, array.shape, array.dtype.str, array.tobytes())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value) if f.compare and hasattr(value, f.name)]
-        own = tuple(static_key(getattr(value, name)) for name in fields)
-        return (kind, value if is_hashable(value) else None, own)
-    return (kind, value if is_hashable(value) else _ByEquality(value))
-
-
-class _ByEquality:
-    """A value that can be compared, but has no hash."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = _copy(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByEquality) and bool(self.value == other.value)
-
-    def __hash__(self) -> int:
-        return hash(type(self.value))
-
-
-# Most statics: nothing else is to be looked at.
-_PLAIN_TYPES = frozenset({str, int, bool, type(None), type, types.FunctionType})
-
-# Those among them that refer to nothing of the user's.
-_SHARED_TYPES = frozenset({str, int, bool, type(None)})
-_SHARED: dict[tuple[type, Any], Static] = {}
-MAX_SHARED = 4096
-
-_FROZEN_TYPES = _PLAIN_TYPES | {
-    float,
-    complex,
-    bytes,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    functools.partial,
-    type(jax.jit(len)),
-    jax.custom_jvp,
-    jax.custom_vjp,
-    np.ufunc,
-    _compat.HashableMapping,
-}
-_FROZEN_BASES = (
-    enum.Enum,
-    type,
-    np.dtype,
-    np.generic,
-    jax.Array,
-    jax.Device,
-    jax.sharding.Sharding,
-    jax.sharding.Mesh,
-    jax.sharding.AbstractMesh,
-    jax.sharding.PartitionSpec,
-)
-
-
-def is_frozen(value: Any) -> bool:
-    """Whether the same object always has the same :func:`static_key`.
-
-    That leaves out objects of the user's classes, even if they are compared by identity, because
-    their class can be changed.
-    """
-    kind = type(value)
-    if kind in _FROZEN_TYPES:
-        return True
-    if kind is tuple or kind is frozenset:
-        return all(map(is_frozen, value))
-    return isinstance(value, _FROZEN_BASES) and not isinstance(value, np.void)
-
-
-def is_hashable(value: Any) -> bool:
-    """Whether ``value`` has a hash."""
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, jax.Array):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # whatever its own __deepcopy__ raises: then it is shared, as in Flax
-        return value
-
-
 class Container(NamedTuple):
-    """A plain pytree inside the graph; ``children`` stand for its leaves."""
+    """A plain pytree inside the graph.
+
+    Attributes:
+      treedef: its tree structure.
+      children: what stands for its leaves.
+      aux: what stands for the data that its own node types keep beside their children, which
+        ``treedef`` compares by ``==``.
+    """
 
     treedef: PyTreeDef
+    children: tuple[Any, ...]
+    aux: tuple[Any, ...] = ()
+
+
+class Group(NamedTuple):
+    """A static value that cannot be changed itself, but holds objects that can.
+
+    Attributes:
+      kind: all of its content but the parts, see ``statics.Content``.
+      children: what stands for the parts.
+    """
+
+    kind: tuple[Any, ...]
     children: tuple[Any, ...]
 
 
 # The index of a table entry, or what stands in place of one.
-Child: TypeAlias = "int | Leaf | Static | Container"
+Child: TypeAlias = "int | Leaf | Static | Container | Group"
 
 
 class NodeEntry(NamedTuple):
@@ -229,7 +80,7 @@ class VariableEntry(NamedTuple):
     """A Variable. ``value`` is a leaf, a pytree of leaves, or the index of a ``jax.Ref``."""
 
     type: type
-    metadata: tuple[tuple[str, Static], ...]
+    metadata: tuple[tuple[str, Child], ...]
     value: Child
 
 
@@ -239,7 +90,70 @@ class RefEntry(NamedTuple):
     type: type = jax.Ref
 
 
-Entry: TypeAlias = NodeEntry | VariableEntry | RefEntry
+class StaticEntry:
+    """A static object that is compared by content, or by identity and its attributes.
+
+    Attributes:
+      kind: all of its content but the parts, see ``statics.Content``.
+      children: what stands for the parts.
+      identity: the object, where that is compared too; else None.
+      origin: the object itself, if it is to be kept alive; else None. Not compared.
+    """
+
+    __slots__ = ("children", "identity", "kind", "origin")
+
+    def __init__(
+        self,
+        kind: tuple[Any, ...],
+        children: tuple[Child, ...],
+        identity: Identity | None = None,
+        origin: Any = None,
+    ):
+        self.kind = kind
+        self.children = children
+        self.identity = identity
+        self.origin = origin
+
+    @property
+    def type(self) -> type:
+        """The class of the object."""
+        kind: type = self.kind[0]
+        return kind
+
+    def _key(self) -> Hashable:
+        return self.kind, self.children, self.identity
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticEntry) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StaticEntry, (self.kind, self.children, self.identity, self.origin)
+
+
+def _static_paths(x: StaticEntry | Group) -> list[Path]:
+    """The path from a static object to each of its parts."""
+    kind, _, names = x.kind
+    count = len(x.children) - len(names)
+    if issubclass(kind, dict):
+        keys = [_static_key(key) for key in x.children[count % 2 : count : 2]]
+        items = [path for key in keys for path in ((key, "key"), (key,))]
+        return [*[("default_factory",)] * (count % 2), *items, *((name,) for name in names)]
+    if issubclass(kind, functools.partial):
+        return [("func",), *(("args", i) for i in range(count - 1)), *((name,) for name in names)]
+    if issubclass(kind, types.MethodType):
+        return [("__func__",), ("__self__",)]
+    return [*((index,) for index in range(count)), *((name,) for name in names)]
+
+
+def _static_key(child: Any) -> Any:
+    value = child.value if isinstance(child, Static) else repr(child)
+    return Item(value) if type(value) is str else value
+
+
+Entry: TypeAlias = NodeEntry | VariableEntry | RefEntry | StaticEntry
 
 
 class Structure:
@@ -253,9 +167,10 @@ class Structure:
       root: what the graph was split from, in terms of the table.
       slots: per entry, the slots of its own arrays.
       root_slots: the slots of arrays that belong to no entry.
+      statics: static arguments, in terms of the table.
     """
 
-    __slots__ = ("_hash", "entries", "root", "root_slots", "slots")
+    __slots__ = ("_hash", "entries", "root", "root_slots", "slots", "statics")
 
     def __init__(
         self,
@@ -263,11 +178,13 @@ class Structure:
         root: Child,
         slots: tuple[tuple[int, ...], ...],
         root_slots: tuple[int, ...],
+        statics: tuple[Child, ...] = (),
     ):
         self.entries = entries
         self.root = root
         self.slots = slots
         self.root_slots = root_slots
+        self.statics = statics
         self._hash: int | None = None
 
     @property
@@ -282,6 +199,38 @@ class Structure:
             slot for entry, slots in pairs if isinstance(entry, kind) for slot in slots
         )
 
+    def static_indices(self) -> list[int]:
+        """The entries of static objects."""
+        return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticEntry)]
+
+    def identities(self) -> Iterator[Any]:
+        """The static values that are compared by identity alone."""
+        stack: list[Any] = [self.root, *self.statics]
+        for entry in self.entries:
+            stack += parts_of(entry).values()
+        while stack:
+            child = stack.pop()
+            if isinstance(child, Static) and child.by_identity:
+                yield child.value
+            elif isinstance(child, Container):
+                stack += (*child.children, *child.aux)
+            elif isinstance(child, Group):
+                stack += child.children
+
+    def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
+        """What a user would write for each object that can be reached from named places."""
+        found: dict[int, str] = {}
+        queue: deque[tuple[str, Path, Child]] = deque((name, (), child) for name, child in starts)
+        while queue:
+            name, path, child = queue.popleft()
+            if isinstance(child, Container | Group):
+                queue += ((name, path + key, part) for key, part in parts_of(child).items())
+            elif isinstance(child, int) and child not in found:
+                found[child] = accessor(name, path)
+                parts = parts_of(self.entries[child])
+                queue += ((found[child], key, part) for key, part in parts.items())
+        return found
+
     def paths(self) -> tuple[Path, ...]:
         """The path to each array, by slot: from the root to the Variable, first way found."""
         paths: dict[int, Path] = {}
@@ -289,6 +238,9 @@ class Structure:
             for slot in place.slots:
                 paths.setdefault(slot, place.path)
         return tuple(paths.get(slot, ()) for slot in range(self.num_leaves))
+
+    def _is_ref(self, child: Child) -> bool:
+        return isinstance(child, int) and isinstance(self.entries[child], RefEntry)
 
     def walk(self, child: Child, slots: Iterator[int], path: Path = ()) -> Iterator[Place]:
         """Every Variable, ``jax.Ref`` and bare array that can be reached from ``child``.
@@ -309,7 +261,9 @@ class Structure:
                 stack.pop()
                 continue
             path, child, slots = step
-            if child is LEAF:
+            if isinstance(child, Place):
+                yield child
+            elif child is LEAF:
                 yield Place(path, None, (next(slots),))
             elif isinstance(child, Container):
                 if not child.children:
@@ -322,10 +276,12 @@ class Structure:
                 if isinstance(entry, NodeEntry):
                     paths = [(*path, key) for key in entry.keys]
                     stack.append(_steps(paths, entry.children, iter(own)))
-                elif isinstance(entry, VariableEntry) and isinstance(entry.value, int):
+                elif isinstance(entry, VariableEntry) and self._is_ref(entry.value):
                     seen.add(entry.value)
                     yield Place(path, child, self.slots[entry.value])
-                elif entry is not None:
+                elif isinstance(entry, VariableEntry) and holds_objects(entry):
+                    stack.append(_nested(child, entry.value, iter(own), path))
+                elif isinstance(entry, VariableEntry | RefEntry):
                     yield Place(path, child, own)
 
     def __eq__(self, other: object) -> bool:
@@ -333,12 +289,18 @@ class Structure:
             return True
         if not isinstance(other, Structure) or hash(self) != hash(other):
             return False
-        return bool(self.entries == other.entries and self.root == other.root)
+        return self._key() == other._key()
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.entries, self.root, self.statics
 
     def __hash__(self) -> int:
         if self._hash is None:
-            self._hash = hash((self.entries, self.root))
+            self._hash = hash(self._key())
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Structure, (self.entries, self.root, self.slots, self.root_slots, self.statics)
 
     def __repr__(self) -> str:
         lines = [
@@ -354,6 +316,38 @@ def _steps(
     paths: Sequence[Path], children: Sequence[Child], slots: Iterator[int]
 ) -> Iterator[tuple[Path, Child, Iterator[int]]]:
     return ((path, child, slots) for path, child in zip(paths, children, strict=True))
+
+
+def parts_of(x: Entry | Container | Group | None) -> dict[Path, Child]:
+    """What an entry or a value consists of, by the path to it."""
+    if isinstance(x, Container):
+        return dict(zip(container_keys(x.treedef), x.children, strict=True))
+    if isinstance(x, Group | StaticEntry):
+        return dict(zip(_static_paths(x), x.children, strict=True))
+    if isinstance(x, VariableEntry):
+        return {(): x.value, **{(Metadata(name),): own for name, own in x.metadata}}
+    if isinstance(x, NodeEntry):
+        return {(key,): child for key, child in zip(x.keys, x.children, strict=True)}
+    return {}
+
+
+def holds_objects(entry: VariableEntry) -> bool:
+    """Whether there are Variables or modules in the value of a Variable."""
+    value = entry.value
+    children = value.children if isinstance(value, Container) else (value,)
+    return any(isinstance(child, int) for child in children)
+
+
+def _nested(
+    index: int, value: Child, slots: Iterator[int], path: Path
+) -> Iterator[tuple[Path, Any, Iterator[int]]]:
+    """The arrays in such a value, each as a place of its own, and the objects."""
+    parts = parts_of(value) if isinstance(value, Container) else {(): value}
+    for key, part in parts.items():
+        if part is LEAF:
+            yield path, Place(path + key, index, (next(slots),)), slots
+        elif isinstance(part, int):
+            yield path + key, part, slots
 
 
 class Place(NamedTuple):
@@ -375,9 +369,10 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     except Exception:  # a class whose constructor checks its children; then positions must do
         leaves = []
-    if len(leaves) != count:
+    paths = tuple(tuple(map(path_key, path)) for path, _ in leaves)
+    if len(set(paths)) != count:  # or one whose children have equal keys
         return tuple((index,) for index in range(count))
-    return tuple(tuple(map(path_key, path)) for path, _ in leaves)
+    return paths
 
 
 def is_leaf_treedef(treedef: PyTreeDef) -> bool:
@@ -387,6 +382,12 @@ def is_leaf_treedef(treedef: PyTreeDef) -> bool:
 
 class Item(str):
     """A key of a dict in a path: equal to the plain string, but written ``['key']``."""
+
+    __slots__ = ()
+
+
+class Metadata(str):
+    """A key of the metadata of a Variable in a path."""
 
     __slots__ = ()
 
@@ -408,10 +409,13 @@ def path_string(path: Path) -> str:
 
 def accessor(name: str, path: Path) -> str:
     """A path in the manner of Python code: ``model.blocks[3].up.kernel``."""
-    return name + "".join(
-        f".{key}" if type(key) is str and key.isidentifier() else f"[{plain_key(key)!r}]"
-        for key in path
-    )
+    return name + "".join(map(_accessed, path))
+
+
+def _accessed(key: Any) -> str:
+    if type(key) is str and key.isidentifier():
+        return f".{key}"
+    return f", metadata {str(key)!r}" if type(key) is Metadata else f"[{plain_key(key)!r}]"
 
 
 def plain_key(key: Any) -> Any:

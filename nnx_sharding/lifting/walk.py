@@ -21,7 +21,9 @@ import jax
 
 from .. import _compat
 from .merge import picker
-from .structure import Static
+from .split import aux_of
+from .statics import opened as open_static
+from .statics import value_key
 
 Positions = tuple[int, ...]
 
@@ -29,8 +31,9 @@ Positions = tuple[int, ...]
 class Wave(NamedTuple):
     """Positions in the stream whose objects are opened next; what they hold extends the stream.
 
-    In this order: attributes of nodes, entries of States and dicts, metadata of Variables,
-    values of Variables, items of sequences, leaves of other pytrees.
+    In this order: attributes of nodes and of static objects, entries of States and dicts, metadata
+    of Variables, values of Variables, items of sequences, leaves and data of other pytrees, parts
+    of other static objects.
     """
 
     nodes: Positions
@@ -39,6 +42,7 @@ class Wave(NamedTuple):
     variables: Positions
     sequences: Positions
     trees: Positions
+    statics: Positions
 
 
 class Recipe(NamedTuple):
@@ -50,9 +54,9 @@ class Recipe(NamedTuple):
       types: the type of each object and container that is opened.
       lengths: the length of each sequence.
       treedefs: the treedef of each other pytree.
-      frozen: positions of statics that cannot change.
-      mutable: positions of other statics.
-      mentions: positions of graph objects, each as often as it is mentioned.
+      kinds: the kind of each other static object.
+      frozen: positions of statics that are compared by value.
+      mentions: positions of objects, each as often as it is mentioned.
       leaves: the position of each array, by slot.
       leaf_types: their types.
       objects: the first position of each object, by index.
@@ -64,8 +68,8 @@ class Recipe(NamedTuple):
     types: tuple[type, ...]
     lengths: tuple[int, ...]
     treedefs: tuple[Any, ...]
+    kinds: tuple[Any, ...]
     frozen: Positions
-    mutable: Positions
     mentions: Positions
     leaves: Positions
     leaf_types: tuple[type, ...]
@@ -77,8 +81,7 @@ class Pins(NamedTuple):
     """What one graph must still have in the places that a recipe names.
 
     Attributes:
-      frozen: statics that cannot change.
-      mutable: the content of other statics.
+      frozen: statics that are compared by value.
       mentions: the id of each mentioned object, as in memory.
       trace_states: the trace state of each Variable.
       node_states: what Flax notes on each node while it is set up, and the two flags in it.
@@ -86,7 +89,6 @@ class Pins(NamedTuple):
     """
 
     frozen: tuple[Any, ...]
-    mutable: tuple[Pinned, ...]
     mentions: bytes
     trace_states: tuple[Any, ...]
     node_states: tuple[Any, ...]
@@ -96,13 +98,12 @@ class Pins(NamedTuple):
 class PythonWalk:
     """A recipe, ready to be followed."""
 
-    __slots__ = ("_frozen", "_leaves", "_mentions", "_mutable", "_objects", "_recipe", "_waves")
+    __slots__ = ("_frozen", "_leaves", "_mentions", "_objects", "_recipe", "_waves")
 
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
         self._waves = [[picker(p) if p else None for p in wave] for wave in recipe.waves]
         self._frozen = picker(recipe.frozen)
-        self._mutable = picker(recipe.mutable)
         self._mentions = picker(recipe.mentions)
         self._leaves = picker(recipe.leaves)
         self._objects = picker(recipe.objects)
@@ -125,7 +126,8 @@ class PythonWalk:
         variables: list[Any] = []
         lengths: list[int] = []
         treedefs: list[Any] = []
-        for nodes, states, dicts, own_variables, sequences, trees in self._waves:
+        kinds: list[Any] = []
+        for nodes, states, dicts, own_variables, sequences, trees, statics in self._waves:
             start = len(mappings)
             if nodes is not None:
                 found = nodes(stream)
@@ -155,10 +157,16 @@ class PythonWalk:
             parts: list[Any] = []
             if trees is not None:
                 for tree in trees(stream):
-                    own, treedef = flatten_tree(tree)
+                    own, treedef = open_tree(tree)
                     parts += own
                     treedefs.append(treedef)
                     opened.append(tree)
+            if statics is not None:
+                for value in statics(stream):
+                    own, kind = open_static(value)
+                    parts += own
+                    kinds.append(kind)
+                    opened.append(value)
             stream += chain.from_iterable(map(dict.values, mappings[start:]))
             stream += values
             stream += items
@@ -171,6 +179,8 @@ class PythonWalk:
             return None
         if tuple(treedefs) != recipe.treedefs:
             return None
+        if tuple(kinds) != recipe.kinds:
+            return None
         if not _are_equal(self._frozen(stream), pins.frozen):
             return None
         if ids_of(self._mentions(stream)) != pins.mentions:
@@ -182,8 +192,6 @@ class PythonWalk:
         if not all(map(operator.is_, trace_states, pins.trace_states)):
             return None
         if tuple(map(_compat.node_flags, pins.node_states)) != pins.flags:
-            return None
-        if not all(map(is_still, self._mutable(stream), pins.mutable)):
             return None
         return leaves, self._objects(stream)
 
@@ -198,36 +206,31 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
 
 
+def open_tree(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree and the data of its node types, and its treedef."""
+    leaves, treedef = flatten_tree(tree)
+    return [*leaves, *aux_of(treedef)], treedef
+
+
 def _are_equal(values: Sequence[Any], pinned: Sequence[Any]) -> bool:
     if all(map(operator.is_, values, pinned)):
         return True
-    pairs = zip(values, pinned, strict=True)
-    return all(value is old or is_still(value, pin(old)) for value, old in pairs)
+    return all(map(same_value, values, pinned))
 
 
-class Pinned(NamedTuple):
-    """A static, and its hash at the time: an object that is changed later may change its hash."""
-
-    static: Static
-    hash: int
-
-
-def pin(value: Any) -> Pinned:
-    """What a static must still be."""
-    static = Static(value)
-    return Pinned(static, hash(static))
-
-
-def is_still(value: Any, pinned: Pinned) -> bool:
-    """Whether splitting would still find the same static."""
-    return pin(value) == pinned
+def same_value(value: Any, other: Any) -> bool:
+    """Whether two statics that are compared by value are the same."""
+    if value is other:
+        return True
+    key = value_key(value)
+    return key is not None and key == value_key(other)
 
 
 def _load_walk() -> Any:
     try:
         from nnx_sharding.lifting import _walk
 
-        _walk.set_up(flatten_tree, is_still, pin, *_compat.GUARDED_SLOTS)
+        _walk.set_up(open_tree, open_static, same_value, *_compat.GUARDED_SLOTS)
     except (ImportError, TypeError):  # there was no compiler, or Flax keeps things elsewhere
         return PythonWalk
     return PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else _walk.Walk

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..lifting.structure import Static
-from .difference import Difference, compare, show, static_differences
+from .difference import Difference, compare, show
 
 if TYPE_CHECKING:
     from ..lifting.arguments import Layout
@@ -37,7 +36,6 @@ def between(old: Trace, new: Trace) -> Iterator[Difference]:
         return
     differences = itertools.chain(
         _calls(old.pure.layout, new.pure.layout),
-        _static_arguments(old, new),
         _structures(old, new),
         _arrays(old, new),
         _options(old, new),
@@ -64,23 +62,10 @@ def arguments_of(layout: Layout) -> str:
     return f"({', '.join((*layout.names, *(f'{k}=' for k in layout.keywords)))})"
 
 
-def static_arguments(layout: Layout, statics: Sequence[Static]) -> dict[str, Static]:
-    """The static arguments by name."""
-    names = [layout.names[i] for i in sorted(layout.static)] + sorted(layout.static_keywords)
-    return dict(zip(names, statics, strict=True))
-
-
-def _static_arguments(old: Trace, new: Trace) -> Iterator[Difference]:
-    before, after = (static_arguments(t.pure.layout, t.pure.statics) for t in (old, new))
-    for name in before.keys() & after.keys():
-        yield from static_differences(f"static argument {name}", before[name], after[name])
-
-
 def _structures(old: Trace, new: Trace) -> Iterator[Difference]:
     if old.pure.structure != new.pure.structure:
-        layout = new.pure.layout
-        names = [layout.names[i] for i in layout.dynamic]
-        yield from compare(old.pure.structure, new.pure.structure, names)
+        layouts = old.pure.layout, new.pure.layout
+        yield from compare(*zip(layouts, (old.pure.structure, new.pure.structure), strict=True))
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[Difference]:

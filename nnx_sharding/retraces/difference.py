@@ -9,24 +9,27 @@ import itertools
 import re
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 
 from .. import _compat
+from ..lifting.statics import Static
 from ..lifting.structure import (
     LEAF,
     Child,
     Container,
+    Group,
     NodeEntry,
     Path,
-    Static,
+    StaticEntry,
     Structure,
-    VariableEntry,
     accessor,
-    container_keys,
-    static_key,
+    parts_of,
 )
+
+if TYPE_CHECKING:
+    from ..lifting.arguments import Layout
 
 
 class Difference(NamedTuple):
@@ -42,36 +45,47 @@ class Difference(NamedTuple):
     look_alike: bool = False
 
 
-def differences(old: Structure, new: Structure, names: Sequence[str], limit: int = 10) -> list[str]:
+Side: TypeAlias = "tuple[Layout, Structure]"
+
+
+def differences(old: Side, new: Side, limit: int = 10) -> list[str]:
     """Where two calls differ: ``model.dropout.deterministic: False → True``.
 
     Args:
-      old: the structure of the arguments of one call, whose root is ``(positional, keywords)``.
-      new: that of another call.
-      names: the names of the positional arguments.
+      old: the roles and the structure of the arguments of one call.
+      new: those of another call.
       limit: how many differences to name.
     """
-    found = [d.text for d in itertools.islice(compare(old, new, names), limit + 1)]
+    found = [d.text for d in itertools.islice(compare(old, new), limit + 1)]
     return found if len(found) <= limit else [*found[:limit], "…"]
 
 
 _MISSING = object()
 
-# A path as a chain, from the last key to the first: all paths of a deep model would be long.
-_Link: TypeAlias = "tuple[_Link, Path] | None"
+# A path as a chain, from the last key to the first: all paths of a deep model would be long. At its
+# end stands the name of a static argument, or None for the pytree of all others.
+_Link: TypeAlias = "tuple[_Link, Path] | str | None"
 
 
-def compare(old: Structure, new: Structure, names: Sequence[str]) -> Iterator[Difference]:
-    """Where two structures differ; arguments that only one call has are left out.
+def compare(before: Side, after: Side) -> Iterator[Difference]:
+    """Where the arguments of two calls differ; those that only one call has are left out.
 
     Args:
-      old: the structure of the arguments of one call, whose root is ``(positional, keywords)``.
-      new: that of another call.
-      names: the names of the positional arguments.
+      before: the roles and the structure of the arguments of one call.
+      after: those of another call.
     """
+    (old_layout, old), (layout, new) = before, after
+    names = [layout.names[i] for i in layout.dynamic]
+    old_statics = dict(zip(old_layout.static_names, old.statics, strict=True))
+    statics = dict(zip(layout.static_names, new.statics, strict=True))
+    pairs = [
+        (f"static argument {name}", old_statics[name], statics[name])
+        for name in statics
+        if name in old_statics
+    ]
     partner: dict[tuple[str, int], int] = {}
     done: set[int] = set()
-    stack: list[tuple[_Link, Any, Any]] = [(None, old.root, new.root)]
+    stack: list[tuple[_Link, Any, Any]] = [(None, old.root, new.root), *reversed(pairs)]
     while stack:  # no recursion: models may be nested deeply
         link, a, b = stack.pop()
         if isinstance(a, int) and isinstance(b, int):
@@ -83,9 +97,13 @@ def compare(old: Structure, new: Structure, names: Sequence[str]) -> Iterator[Di
             done.add(a)
             x, y = old.entries[a], new.entries[b]
             if type(x) is type(y) and (x is None or x.type is y.type):  # type: ignore[union-attr]
-                yield from _own_differences(x, y, link, names)
-                stack += _pairs(_parts_of(x), _parts_of(y), link)
+                pairs_below = _pairs(_parts_of(x), _parts_of(y), link)
+                yield from _own_differences(x, y, _name(link, names))
+                stack += pairs_below
                 continue
+        elif isinstance(a, Group) and isinstance(b, Group) and a.kind == b.kind:
+            stack += _pairs(_parts_of(a), _parts_of(b), link)
+            continue
         elif isinstance(a, Container) and isinstance(b, Container):
             parts_a, parts_b = _parts_of(a), _parts_of(b)
             if a.treedef != b.treedef and parts_a.keys() == parts_b.keys():
@@ -104,35 +122,26 @@ def compare(old: Structure, new: Structure, names: Sequence[str]) -> Iterator[Di
             continue
         elif a is b:
             continue
-        yield Difference(f"{_name(link, names)}: {_show(old, a)} → {_show(new, b)}")
+        yield Difference(f"{_name(link, names)}: {show_child(old, a)} → {show_child(new, b)}")
 
 
-def _own_differences(x: Any, y: Any, link: _Link, names: Sequence[str]) -> Iterator[Difference]:
+def _own_differences(x: Any, y: Any, where: str) -> Iterator[Difference]:
     """What differs in two objects of one type besides their parts."""
     if isinstance(x, NodeEntry) and x.metadata != y.metadata:
-        yield Difference(f"{_name(link, names)}: {show(x.metadata)} → {show(y.metadata)}")
-    if not isinstance(x, VariableEntry) or x.metadata == y.metadata:
+        yield Difference(f"{where}: {show(x.metadata)} → {show(y.metadata)}")
+    if not isinstance(x, StaticEntry):
         return
-    before, after = dict(x.metadata), dict(y.metadata)
-    for key in sorted({*before, *after}):
-        where = f"{_name(link, names)}, metadata {key!r}"
-        if key in before and key in after:
-            yield from static_differences(where, before[key], after[key])
-        else:
-            pair = (show(s[key].value) if key in s else "missing" for s in (before, after))
-            yield Difference(f"{where}: {' → '.join(pair)}")
+    if x.kind[1] != y.kind[1]:
+        yield Difference(f"{where}: another content")
+    elif x.kind != y.kind or x.children != y.children:
+        return
+    elif x.identity != y.identity:
+        yield Difference(_replaced(where, [("", x.type)]), look_alike=True)
 
 
 def _parts_of(x: Any) -> dict[Path, Child]:
-    if isinstance(x, Container):
-        return dict(zip(container_keys(x.treedef), x.children, strict=True))
-    if isinstance(x, VariableEntry):
-        return {(): x.value}
-    if isinstance(x, NodeEntry):
-        parts = zip(x.keys, x.children, strict=True)
-        # Which attributes are data shows in themselves.
-        return {(key,): child for key, child in parts if key != _compat.STATUSES}
-    return {}
+    # Which attributes are data shows in themselves.
+    return {path: child for path, child in parts_of(x).items() if path != (_compat.STATUSES,)}
 
 
 def _pairs(
@@ -145,17 +154,20 @@ def _pairs(
 
 def _name(link: _Link, names: Sequence[str]) -> str:
     keys: list[Path] = []
-    while link is not None:
+    while isinstance(link, tuple):
         link, key = link
         keys.append(key)
     path = tuple(itertools.chain.from_iterable(reversed(keys)))
+    if isinstance(link, str):
+        return _shorten(accessor(link, path), 200)
     if len(path) < 2:
         return "the arguments"
     label = path[1] if path[0] == 1 else names[path[1]] if path[1] < len(names) else "args"
     return _shorten(accessor(str(label), path[2:]), 200)
 
 
-def _show(structure: Structure, child: Any) -> str:
+def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
+    """What is in some place of a structure, in a message."""
     if child is _MISSING:
         return "missing"
     if child is LEAF:
@@ -164,9 +176,20 @@ def _show(structure: Structure, child: Any) -> str:
         return show(child.value)
     if isinstance(child, Container):
         return _shorten(str(child.treedef))
-    entry: Any = structure.entries[child]
-    name = entry.type.__name__
+    entry: Any = structure.entries[child] if isinstance(child, int) else child
+    if isinstance(entry, StaticEntry | Group) and depth and _brackets(entry.kind[0]):
+        opening, closing = _brackets(entry.kind[0])
+        parts = [show_child(structure, part, depth - 1) for part in entry.children]
+        if issubclass(entry.kind[0], dict):
+            parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
+        return _shorten(f"{opening}{', '.join(parts)}{closing}")
+    name = (entry.kind[0] if isinstance(entry, Group) else entry.type).__name__
     return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
+
+
+def _brackets(kind: type) -> str:
+    found = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
+    return found.get(kind, "")
 
 
 # Statics
@@ -269,7 +292,7 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, jax.Array) or isinstance(b, jax.Array):
         return False  # to compare them would wait for the device; nobody asks if they are the same
     try:
-        return bool(a == b if isinstance(a, Static) else static_key(a) == static_key(b))
+        return bool(a == b if isinstance(a, Static) else Static.of(a) == Static.of(b))
     except Exception:  # whatever the user's own __eq__ and __hash__ raise
         return False
 

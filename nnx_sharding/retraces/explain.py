@@ -14,8 +14,7 @@ import jax
 from ..lifting.lifted import Lifted
 from .compare import nearest
 from .difference import show
-from .log import MAX_TOLD, Compilation, TraceLog
-from .remade import fun_name
+from .log import MAX_TOLD, Compilation, TraceLog, fun_name
 
 _NO_DIFFERENCE = {
     "trace": "nothing that we see: JAX dropped the trace (jax.clear_caches), or traces the "
@@ -180,7 +179,7 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
         if not earlier:
             continue
         since = (t for t in traces if earlier[-1].after < t.number <= new.after)
-        if any((t.pure.statics, t.pure.structure) == new.plan_key for t in since):
+        if any(t.pure.structure == new.structure for t in since):
             continue
         found = min((_moved(old, new) for old in reversed(earlier)), key=len)
         yield Retrace(name, "compilation", new.after, new.after, tuple(found))

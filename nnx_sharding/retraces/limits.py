@@ -15,7 +15,23 @@ class TraceLimit:
     def __init__(self, limit: int, option: str):
         self.limit = limit
         self.option = option
-        self.used = 0
+        self._used: list[None] = []  # a list, because its methods cannot be interrupted
+
+    def take(self) -> bool:
+        """Uses up one trace, if there is one left."""
+        self._used.append(None)
+        if len(self._used) <= self.limit:
+            return True
+        self.give_back()
+        return False
+
+    def give_back(self) -> None:
+        """Takes back one trace."""
+        self._used.pop()
+
+    def reset(self) -> None:
+        """Takes back all."""
+        self._used.clear()
 
     @classmethod
     def of(cls, limit: Any, option: str, least: int) -> TraceLimit:

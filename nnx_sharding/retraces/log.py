@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
-import sys
-import threading
-import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,11 +14,11 @@ from ..errors import RetraceError, RetraceWarning, report
 from .compare import between, nearest
 from .difference import Difference
 from .limits import LIMITS, TraceLimit
-from .remade import fun_name, note_function
 
 if TYPE_CHECKING:
     from ..lifting.plan import Plan
     from ..lifting.pure import Pure
+    from ..lifting.structure import Structure
 
 MAX_TRACES = 256
 MAX_TOLD = 10  # differences in a message
@@ -31,10 +26,11 @@ RECENT = 8  # a trace is compared with so many earlier ones while it is made
 
 
 class Trace(NamedTuple):
-    """One trace of a function. Holds no array, and the function only weakly.
+    """One trace of a function. Holds no array, and not the function.
 
     Attributes:
       number: from 1 on.
+      fun_name: what messages call the function.
       pure: what was traced.
       names: for each array what the user would write to reach it.
       avals: the types of the arrays.
@@ -44,17 +40,13 @@ class Trace(NamedTuple):
     """
 
     number: int
+    fun_name: str
     pure: Pure
     names: Sequence[str]
     avals: tuple[Any, ...]
     context: dict[str, Any]
     nested: bool
     mark: int
-
-    @property
-    def fun_name(self) -> str:
-        """What messages call the function."""
-        return fun_name(self.pure.fun())
 
     def is_like(self, other: Trace) -> bool:
         """Whether nothing differs that a trace depends on."""
@@ -71,111 +63,123 @@ class Compilation(NamedTuple):
 
     Attributes:
       after: the number of the latest trace then.
-      plan_key: the static arguments, and the structure of the others.
+      structure: the structure of the arguments.
       names: for each array what the user would write to reach it.
       avals: the types of the arrays.
       shardings: what each array is committed to; None if to nothing.
     """
 
     after: int
-    plan_key: tuple[Any, Any]
+    structure: Structure
     names: Sequence[str]
     avals: tuple[Any, ...]
     shardings: tuple[Any, ...]
 
     def is_like(self, other: Compilation) -> bool:
         """Whether it was for arguments that differ at most in where they are."""
-        return self.avals == other.avals and bool(self.plan_key == other.plan_key)
+        return self.avals == other.avals and self.structure == other.structure
 
 
 class TraceLog:
-    """The latest traces and compilations of one function; threads may share it."""
+    """The latest traces and compilations of one function.
+
+    Threads share it, and finalizers may call the function at any point, so it has no lock: every
+    change is one operation of a deque or list.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._functions: set[int] = set()
         self.clear()
 
     def clear(self) -> None:
         """Forgets them."""
-        with self._lock:
-            self.count = 0
-            self._traces: deque[Trace] = deque(maxlen=MAX_TRACES)
-            self._compilations: deque[Compilation] = deque(maxlen=MAX_TRACES)
-            self._look_alikes = 0
+        self._traces: deque[Trace] = deque(maxlen=MAX_TRACES)
+        self._compilations: deque[Compilation] = deque(maxlen=MAX_TRACES)
+        self._look_alikes: list[None] = []
+
+    @property
+    def count(self) -> int:
+        """The number of the latest trace."""
+        traces = self.traces()
+        return traces[-1].number if traces else 0
 
     def traces(self) -> list[Trace]:
         """What is known, oldest first."""
-        with self._lock:
-            return list(self._traces)
+        return list(self._traces)
 
     def compilations(self) -> list[Compilation]:
         """What is known, oldest first."""
-        with self._lock:
-            return list(self._compilations)
+        return list(self._compilations)
 
     def add_trace(
-        self, pure: Pure, names: Sequence[str], leaves: Sequence[Any]
+        self,
+        pure: Pure,
+        name: str,
+        names: Sequence[str],
+        leaves: Sequence[Any],
+        limit: TraceLimit | None,
+        *,
+        nested: bool,
     ) -> Callable[[], None]:
         """Notes that ``pure`` is being traced.
+
+        Args:
+          pure: what is traced.
+          name: what messages call the function.
+          names: what they call its arrays.
+          leaves: the arrays.
+          limit: that of the wrapper that was called.
+          nested: whether this is part of another trace.
 
         Returns:
           What forgets it again, if tracing fails.
 
         Raises:
           RetraceError: ``max_traces`` or ``limit_traces`` forbids it.
+          StrictError: it looks like earlier ones, and the transform is strict.
         """
         if any(map(_compat.is_eager_tracer, leaves)):
-            return _do_nothing
-        own, nested = _callers()
+            return lambda: None
         avals = tuple(map(jax.typeof, leaves))
         mark = hash((avals, pure.key))
-        new = Trace(0, pure, names, avals, _compat.trace_context(), nested, mark)
+        new = Trace(self.count + 1, name, pure, names, avals, _compat.trace_context(), nested, mark)
         earlier = self.traces()
         seen = any(new.is_like(trace) for trace in earlier)
-        limits = LIMITS.get() if own is None or seen else (own, *LIMITS.get())
-        with self._lock:
-            spent = next((limit for limit in limits if limit.used >= limit.limit), None)
-            if spent is None:
-                for limit in limits:
-                    limit.used += 1
-                self.count += 1
-                new = new._replace(number=self.count)
-                self._traces.append(new)
-        if spent is not None:
-            raise RetraceError(_refusal(spent, new, earlier))
-        forget = functools.partial(self._discard, new, limits)
+        limits = LIMITS.get() if limit is None or seen else (limit, *LIMITS.get())
+        taken: list[TraceLimit] = []
+
+        def forget() -> None:
+            for own in taken:
+                own.give_back()
+            self._traces = deque((t for t in self.traces() if t is not new), MAX_TRACES)
+
+        for own in limits:
+            if not own.take():
+                forget()
+                raise RetraceError(_refusal(own, new, earlier))
+            taken.append(own)
+        self._traces.append(new)
         if not seen:
             try:
                 self._warn_of_look_alikes(new, earlier)
-                note_function(pure.fun(), mark, self._functions, strict=pure.rules.terms.strict)
             except Exception:  # strict, or warnings are errors
                 forget()
                 raise
         return forget
 
-    def _discard(self, trace: Trace, limits: Sequence[TraceLimit]) -> None:
-        with self._lock:
-            for limit in limits:
-                limit.used -= 1
-            self._traces = deque((t for t in self._traces if t is not trace), MAX_TRACES)
-            self.count -= trace.number == self.count
-
     def add_compilation(self, plan: Plan, leaves: Sequence[Any]) -> None:
         """Notes that JAX compiled the program of ``plan`` in a call with these arrays."""
         shardings = tuple(map(_commitment, leaves))
         avals = tuple(map(jax.typeof, leaves))
-        key = (plan.statics, plan.structure)
-        with self._lock:
-            self._compilations.append(Compilation(self.count, key, plan.names, avals, shardings))
+        new = Compilation(self.count, plan.structure, plan.names, avals, shardings)
+        self._compilations.append(new)
 
     def _warn_of_look_alikes(self, new: Trace, earlier: Sequence[Trace]) -> None:
         like = [old for old in earlier[-RECENT:] if old.avals == new.avals]
         found = next(filter(None, (_look_alikes(old, new) for old in reversed(like))), [])
-        with self._lock:
-            self._look_alikes += bool(found)
-            is_second = bool(found) and self._look_alikes == 2
-        if is_second:
+        if not found:
+            return
+        self._look_alikes.append(None)
+        if len(self._look_alikes) == 2:
             lines = "".join(f"\n  {difference.text}" for difference in found[:MAX_TOLD])
             message = f"{new.fun_name} is traced again and again for what looks the same:{lines}"
             report(RetraceWarning, message, strict=new.pure.rules.terms.strict)
@@ -185,10 +189,6 @@ def _commitment(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed:
         return leaf.sharding
     return None
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _look_alikes(old: Trace, new: Trace) -> list[Difference]:
@@ -216,49 +216,8 @@ def _refusal(limit: TraceLimit, new: Trace, earlier: Sequence[Trace]) -> str:
     )
 
 
-# What Python's frames tell: it costs a call nothing, and one that traces or compiles next to it.
-
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_LIFTED, _PURE, _RUN = (f"{_PACKAGE}lifting{os.sep}{name}.py" for name in ("lifted", "pure", "run"))
-
-
-def _frames() -> Iterator[types.FrameType]:
-    """The frames of this library, but for those of this file, from the inside out."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if filename.startswith(_PACKAGE) and filename != __file__:
-            yield frame
-        frame = frame.f_back
-
-
-def _callers() -> tuple[TraceLimit | None, bool]:
-    """The limit of the wrapper that is called, and whether that is part of another trace."""
-    frames = _frames()
-    next(frames)  # the pure function that is being traced
-    limit, nested = None, False
-    for frame in frames:
-        filename = frame.f_code.co_filename
-        if filename == _RUN and frame.f_code.co_name == "run":
-            nested = any(isinstance(x, jax.core.Tracer) for x in frame.f_locals["leaves"])
-        elif filename == _LIFTED and "self" in frame.f_locals:
-            limit = getattr(frame.f_locals["self"], "_trace_limit", None)
-            break
-    return limit, nested or any(frame.f_code.co_filename == _PURE for frame in frames)
-
-
-def _on_compilation(event: str, duration_secs: float, **of: Any) -> None:
-    if event != "/jax/core/compile/backend_compile_duration":
-        return
-    frame = next(_frames(), None)
-    if frame is None or (frame.f_code.co_filename, frame.f_code.co_name) != (_RUN, "run"):
-        return  # not a program of ours, or one that is compiled while ours is traced
-    found = frame.f_locals
-    plan: Plan = found["plan"]
-    # JAX also compiles what moves arguments to where they belong.
-    is_own = of.get("fun_name") == f"jit({plan.fun_name})"
-    if is_own and found["execute"] in (plan.program.staged, plan.program.top_level):
-        plan.log.add_compilation(plan, found["leaves"])
-
-
-jax.monitoring.register_event_duration_secs_listener(_on_compilation)
+def fun_name(fun: Any) -> str:
+    """What messages call a function."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return str(getattr(fun, "__qualname__", type(fun).__name__)).rpartition("<locals>.")[2]

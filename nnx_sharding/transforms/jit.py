@@ -151,8 +151,7 @@ class _Jit:
             if self.device is not None or self.backend is not None:
                 warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
             jitted = jax.jit(pure, **options)
-        call = _compat.refusing_unusable_donations(jitted) if self.strict and donated else jitted
-        return Program(staged=jitted, top_level=call, inline=call)
+        return Program(staged=jitted, top_level=jitted, inline=jitted)
 
 
 class _Options(TypedDict, total=False):
