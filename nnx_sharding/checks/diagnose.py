@@ -137,7 +137,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         if not explicit or (terms.tells_layouts and not is_committed(leaf)):
             continue
         ndim = len(jax.typeof(leaf).shape)
-        if _cuts(own.spec, ndim, explicit) != _cuts(partition, ndim, explicit):
+        if _meaning(own.spec, ndim, explicit) != _meaning(partition, ndim, explicit):
             lines.append(
                 f"  {name} is {jax.typeof(leaf).str_short()}, declared {partition!r}: write "
                 f"{own.spec!r}, or pass jax.sharding.reshard({name}, {partition!r})"
@@ -151,9 +151,10 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         )
 
 
-def _cuts(spec: Any, ndim: int, axes: frozenset[Any]) -> list[tuple[Any, ...]]:
-    entries = [*spec, *[None] * (ndim - len(spec))]
-    return [tuple(axis for axis in axes_of(entry) if axis in axes) for entry in entries]
+def _meaning(spec: Any, ndim: int, axes: frozenset[Any]) -> tuple[Any, ...]:
+    entries = [*spec.partitions, *[None] * (ndim - len(spec))]
+    cuts = [tuple(axis for axis in axes_of(entry) if axis in axes) for entry in entries]
+    return cuts, spec.unreduced, spec.reduced
 
 
 def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:

@@ -97,14 +97,15 @@ class LogicalRules:
           True
         """
         slots = self._resolve(names, shape, mesh)
-        entries = list(names)
-        for dimension, entry in enumerate(names):
+        entries = list(_entries(names))
+        for dimension, entry in enumerate(_entries(names)):
             own = [slot for slot in slots if slot.dimension == dimension]
             if len(own) == 1:
                 entries[dimension] = own[0].entry
             elif isinstance(entry, tuple):
                 entries[dimension] = tuple(axis for slot in own for axis in axes_of(slot.entry))
-        return PartitionSpec(*entries)
+        given = names if isinstance(names, PartitionSpec) else PartitionSpec()
+        return given.update(partitions=tuple(entries))
 
     def unsharded(
         self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
@@ -127,7 +128,7 @@ class LogicalRules:
     def _problems(self, names: Any, shape: Sequence[int] | None = None) -> list[str]:
         if not isinstance(names, PartitionSpec | tuple | list):
             return [f"this is no tuple of names{suggested_spec(names)}"]
-        flat = [name for entry in names for name in axes_of(entry)]
+        flat = [name for entry in _entries(names) for name in axes_of(entry)]
         if not all(isinstance(name, str) for name in flat):
             return ["a dimension has a name, None, or a tuple of names"]
         unknown = [name for name in dict.fromkeys(flat) if name not in self.names]
@@ -143,12 +144,18 @@ class LogicalRules:
                 f"LogicalRules: {names!r}: {'; '.join(problems)}. The names with rules are "
                 f"{', '.join(map(repr, self.names)) or 'none'}; None leaves a dimension whole."
             )
-        slots = [_Slot(d, name) for d, entry in enumerate(names) for name in axes_of(entry)]
+        slots = [
+            _Slot(d, name) for d, entry in enumerate(_entries(names)) for name in axes_of(entry)
+        ]
         for name, entry in self.rules:
             for slot in slots:
                 if slot.name == name and slot.is_open:
                     _offer(slot, entry, slots, shape, mesh)
         return slots
+
+
+def _entries(names: Any) -> Sequence[Any]:
+    return names.partitions if isinstance(names, PartitionSpec) else names
 
 
 @dataclasses.dataclass(eq=False)

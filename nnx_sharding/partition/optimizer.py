@@ -124,10 +124,10 @@ def _follow(state: Found, parameter: Found, sharding: Any) -> Any:
     partition = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(partition, PartitionSpec) or whole is None or len(partition) > len(whole):
         return PartitionSpec()
-    entries = (*partition, *[None] * (len(whole) - len(partition)))
+    entries = (*partition.partitions, *[None] * (len(whole) - len(partition)))
     found = {_entries(own, whole, entries, state.path) for own in shapes_of(state)}
     common = found.pop() if len(found) == 1 else ()
-    return like(sharding, PartitionSpec(*common) if any(common) else PartitionSpec())
+    return like(sharding, partition.update(partitions=common if any(common) else ()))
 
 
 def _entries(

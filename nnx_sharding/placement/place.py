@@ -195,7 +195,7 @@ def _trimmed(spec: Any, leaf: Any) -> Any:
         return None
     rank = len(leaf.shape)
     if isinstance(spec, PartitionSpec) and len(spec) > rank:
-        return spec.update(partitions=tuple(spec[:rank]))
+        return spec.update(partitions=spec.partitions[:rank])
     if isinstance(spec, NamedSharding) and len(spec.spec) > rank:
         return spec.update(spec=_trimmed(spec.spec, leaf))
     return spec
@@ -245,7 +245,7 @@ def _problems(leaf: Any, spec: Any, mesh: Any) -> Iterator[str]:
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         return
     if isinstance(spec, PartitionSpec):
-        if PartitionSpec.UNCONSTRAINED in spec:
+        if PartitionSpec.UNCONSTRAINED in spec.partitions:
             yield "UNCONSTRAINED is for functions that are traced; write None"
             return
         spec = NamedSharding(mesh, PartitionSpec())

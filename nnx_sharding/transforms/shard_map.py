@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..checks.specs import Terms
-from ..fitting import INDIVISIBLE, Indivisible, axes_of
+from ..fitting import INDIVISIBLE, Indivisible, axes_of, only_axes
 from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
@@ -123,7 +123,8 @@ class _ShardMap:
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
                 continue  # stays where it is; only its value could come out
-            named = {axis for entry in spec for axis in axes_of(entry)}
+            named = {axis for entry in spec.partitions for axis in axes_of(entry)}
+            named |= spec.unreduced | spec.reduced
             axes = sorted(_compat.varying_axes(leaf) & here - named, key=str)
             if axes:
                 missing.update(dict.fromkeys(axes))
@@ -208,7 +209,7 @@ class _ShardMap:
                 f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
                 "not. Give in_specs, or make the mesh with AxisType.Explicit."
             )
-        return tuple(_manual_part(_type_spec(leaf), manual) for leaf in leaves)
+        return tuple(only_axes(_type_spec(leaf), manual) for leaf in leaves)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -217,16 +218,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 def _type_spec(leaf: Any) -> PartitionSpec:
     sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
     return PartitionSpec() if sharding is None else sharding.spec
-
-
-def _manual_part(spec: PartitionSpec, manual: Set[Any]) -> PartitionSpec:
-    """A spec without the axes over which the function is not mapped."""
-    parts = []
-    for part in spec:
-        axes = part if isinstance(part, tuple) else (part,)
-        kept = tuple(axis for axis in axes if axis in manual)
-        parts.append(kept if len(kept) > 1 else kept[0] if kept else None)
-    return PartitionSpec(*parts)
 
 
 class _Options(TypedDict, total=False):
