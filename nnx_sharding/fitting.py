@@ -163,7 +163,9 @@ def _entry(axes: tuple[Any, ...]) -> Any:
 def suggested_spec(x: Any) -> str:
     """`` (write P('data', None))`` for names of axes without the ``P(...)`` around them."""
     names = x if isinstance(x, tuple | list) else (x,)
-    if not names or not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
+    if not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
+        return ""
+    if all(n is None for n in names):  # specs that are left open
         return ""
     return f": write P({', '.join(map(repr, names))})"
 

@@ -24,6 +24,7 @@ from ..lifting.structure import (
     Container,
     Path,
     PyTreeDef,
+    Static,
     Structure,
     VariableEntry,
     container_keys,
@@ -48,6 +49,8 @@ def _tree(
     if isinstance(child, Container):
         parts = [_tree(structure, part, slots, array) for part in child.children]
         return _container(child.treedef, iter(parts))
+    if isinstance(child, Static):
+        return None
     assert isinstance(child, int)
     items = []
     for place in structure.walk(child, iter(())):

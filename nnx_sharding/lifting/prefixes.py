@@ -82,7 +82,7 @@ class Specs:
       invalid: what stands in it and is no spec at all: where, and what to write instead.
       has_partition_spec: whether one of them needs a mesh.
       depend_on_values: whether shapes and dtypes decide as well, by a predicate of the user's.
-      may_hold_none: whether single arguments can have None.
+      may_hold_none: whether arguments, or parts of them, can have None.
     """
 
     def __init__(self, tree: Any):

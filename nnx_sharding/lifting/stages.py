@@ -40,7 +40,7 @@ from .plan import Plan
 from .pure import Outcome
 from .run import run
 from .split import Flat
-from .structure import LEAF, Child, Container, Structure, VariableEntry, plain_key
+from .structure import LEAF, Child, Container, Static, Structure, VariableEntry, plain_key
 
 if TYPE_CHECKING:
     from ..inspect.program import ProgramReport
@@ -473,6 +473,8 @@ def _user_child(
     if child is LEAF:
         slot = next(slots)
         return values[slot] if keep((slot,)) else None
+    if isinstance(child, Static):
+        return None
     if isinstance(child, Container):
         parts = [_user_child(structure, c, values, slots, keep) for c in child.children]
         return jax.tree_util.tree_unflatten(child.treedef, parts)
