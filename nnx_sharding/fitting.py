@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # What is done with a spec that does not divide the dimensions of an array.
@@ -161,7 +162,9 @@ def _entry(axes: tuple[Any, ...]) -> Any:
 
 
 def suggested_spec(x: Any) -> str:
-    """`` (write P('data', None))`` for names of axes without the ``P(...)`` around them."""
+    """What is meant by names of axes without ``P(...)``, or by a layout without its sharding."""
+    if isinstance(x, Layout | type(Layout.AUTO)):
+        return ": write jax.experimental.layout.Format(layout, sharding)"
     names = x if isinstance(x, tuple | list) else (x,)
     if not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
         return ""

@@ -125,7 +125,7 @@ def _no_specs(tree: Any, path: Path) -> Iterator[str]:
     """What stands in a prefix and is no spec, with its place, and with what may be meant."""
     if is_spec(tree):
         return
-    meant = suggested_spec(tree) if path or isinstance(tree, str) else ""
+    meant = suggested_spec(tree) if path or not isinstance(tree, tuple | list) else ""
     parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if meant or is_leaf_treedef(treedef):
         yield f"{accessor('', path)}: {tree!r}{meant}"

@@ -393,7 +393,7 @@ def _name_of(fun: Any) -> str:
     """The name of a function, behind any ``functools.partial``."""
     while isinstance(fun, functools.partial):
         fun = fun.func
-    return str(getattr(fun, "__name__", type(fun).__name__))
+    return str(getattr(fun, "__name__", "<unnamed function>"))  # as JAX calls it
 
 
 class _SlotParameter(inspect.Parameter):

@@ -17,7 +17,7 @@ from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.prefixes import Specs, is_spec
 from ..lifting.structure import Static
-from .options import check_options, check_specs
+from .options import check_options, check_specs, needing_devices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -193,7 +193,10 @@ class _ShardMap:
             outputs = (NamedSharding(self.current, spec) for spec in out_specs)
             options["out_shardings"] = (*outputs, None)
         jitted = jax.jit(mapped, **options)
-        return Program(staged=jitted, top_level=jitted if self.compiled else mapped, inline=mapped)
+        top_level: Callable[..., Any] = jitted if self.compiled else mapped
+        if isinstance(self.current, AbstractMesh):
+            top_level = needing_devices(self.name, self.current, top_level, from_arrays=True)
+        return Program(staged=jitted, top_level=top_level, inline=mapped)
 
     def _manual_axes(self) -> frozenset[Any]:
         names = frozenset(self.current.axis_names if self.current else ())
@@ -220,6 +223,7 @@ class _ShardMap:
         return tuple(only_axes(_type_spec(leaf), manual) for leaf in leaves)
 
 
+_MAPS = (PartitionSpec, NamedSharding)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -387,7 +391,7 @@ def shard_map(
 
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"shard_map needs a Mesh or an AbstractMesh, not {mesh!r}.")
-    check_specs("shard_map", in_specs=transform.in_specs, out_specs=transform.out_specs)
+    check_specs("shard_map", _MAPS, in_specs=transform.in_specs, out_specs=transform.out_specs)
 
     def decorate(f: Callable[..., Any]) -> Any:
         if not callable(f):
