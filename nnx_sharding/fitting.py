@@ -86,6 +86,12 @@ def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list
     return problems
 
 
+def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
+    """A spec with other entries; its unreduced and reduced axes stay."""
+    new: PartitionSpec = spec.update(partitions=tuple(entries))
+    return new
+
+
 def fit(
     spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: Indivisible
 ) -> PartitionSpec:
@@ -107,9 +113,9 @@ def fit(
         while size % math.prod(sizes[axis] for axis in axes[:divides]):
             divides -= 1
         if divides < len(axes) and how == "replicate":
-            return spec.update(partitions=())
+            return with_entries(spec, ())
         kept.append(entry if divides == len(axes) else _entry(axes[:divides]))
-    return spec.update(partitions=tuple(kept))
+    return with_entries(spec, kept)
 
 
 def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
@@ -122,7 +128,8 @@ def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
     )
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
     if unreduced:
-        return spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+        part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+        return part
     # JAX refuses to keep a kind of reduction where no axis is left to reduce over.
     return PartitionSpec(*entries, reduced=reduced)
 
@@ -148,13 +155,13 @@ def variants(spec: PartitionSpec, how: Indivisible) -> list[PartitionSpec]:
     if how == "error":
         return []
     if how == "replicate":
-        return [spec.update(partitions=())]
+        return [with_entries(spec, ())]
     choices = []
     for entry in spec.partitions:
         axes = axes_of(entry)
         shorter = [_entry(axes[:count]) for count in range(len(axes))]
         choices.append([entry, *reversed(shorter)])
-    return [spec.update(partitions=entries) for entries in itertools.product(*choices)][1:]
+    return [with_entries(spec, entries) for entries in itertools.product(*choices)][1:]
 
 
 def _entry(axes: tuple[Any, ...]) -> Any:

@@ -11,7 +11,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import NoMeshError, UnusedFilterWarning, report
-from ..fitting import axes_of, axis_problems, describe, fit, shape_problems, spec_and_mesh
+from ..fitting import (
+    axes_of,
+    axis_problems,
+    describe,
+    fit,
+    shape_problems,
+    spec_and_mesh,
+    with_entries,
+)
 from ..lifting.structure import Path, accessor
 from ..state_sharding import StateSharding
 from .paths import Found, variables
@@ -160,7 +168,7 @@ def cut(
     if shape[dimension] % math.prod(mesh.shape[axis] for axis in together):
         return None
     entries[dimension] = together if len(together) > 1 else together[0]
-    return spec.update(partitions=tuple(entries))
+    return with_entries(spec, entries)
 
 
 def cut_largest(sharding: Any, found: Found, axes: Sequence[Any], mesh: Any, min_size: int) -> Any:

@@ -18,6 +18,7 @@ from ..fitting import (
     only_axes,
     shape_problems,
     suggestion,
+    with_entries,
 )
 from ..lifting.merge import assemble, node_changes, node_values, write_node
 from ..lifting.split import Flat
@@ -76,7 +77,7 @@ def corrected(
         else:
             kept.add(axis)
     entries = (*spec.partitions[:rank], *[None] * (rank - len(spec)))
-    usable = only_axes(spec.update(partitions=entries), kept)
+    usable = only_axes(with_entries(spec, entries), kept)
     faults = axis_problems(usable, mesh)
     if faults:
         return Correction(usable, lost, faults)
@@ -100,11 +101,12 @@ def settled(spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh) -> Partit
     present = (*(now.spec.partitions if known else ()), *[None] * len(spec))
     taken = {axis for entry in spec.partitions for axis in axes_of(entry)}
     taken |= spec.unreduced | spec.reduced
-    return spec.update(
-        partitions=tuple(
+    return with_entries(
+        spec,
+        tuple(
             entry if entry is not _OPEN else None if taken & set(axes_of(old)) else old
             for entry, old in zip(spec.partitions, present, strict=False)
-        )
+        ),
     )
 
 

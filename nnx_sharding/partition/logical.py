@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from ..errors import UnusedFilterWarning, report
 from ..filters import to_predicate
-from ..fitting import axes_of, suggested_spec, suggestion
+from ..fitting import axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
 from .given import PatternKind, annotation, from_patterns, problem_line, read_pairs
 from .paths import exact, variables
@@ -105,7 +105,7 @@ class LogicalRules:
             elif isinstance(entry, tuple):
                 entries[dimension] = tuple(axis for slot in own for axis in axes_of(slot.entry))
         given = names if isinstance(names, PartitionSpec) else PartitionSpec()
-        return given.update(partitions=tuple(entries))
+        return with_entries(given, entries)
 
     def unsharded(
         self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
@@ -155,7 +155,8 @@ class LogicalRules:
 
 
 def _entries(names: Any) -> Sequence[Any]:
-    return names.partitions if isinstance(names, PartitionSpec) else names
+    entries: Sequence[Any] = names.partitions if isinstance(names, PartitionSpec) else names
+    return entries
 
 
 @dataclasses.dataclass(eq=False)

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..fitting import with_entries
 from ..lifting.structure import Path
 from ..state_sharding import StateSharding
 from .cutting import like, overridden, shapes_of
@@ -127,7 +128,7 @@ def _follow(state: Found, parameter: Found, sharding: Any) -> Any:
     entries = (*partition.partitions, *[None] * (len(whole) - len(partition)))
     found = {_entries(own, whole, entries, state.path) for own in shapes_of(state)}
     common = found.pop() if len(found) == 1 else ()
-    return like(sharding, partition.update(partitions=common if any(common) else ()))
+    return like(sharding, with_entries(partition, common if any(common) else ()))
 
 
 def _entries(

@@ -10,7 +10,7 @@ from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..fitting import Indivisible, axes_of, suggested_spec, suggestion
+from ..fitting import Indivisible, axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
 from .given import (
     PatternKind,
@@ -207,7 +207,7 @@ def _spec_of(found: Found, own: Any, given: LogicalRules, mesh: Any) -> Any:
     missing = 0 if shape is None else len(shape) - len(named)
     with_axes = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
     entries = with_axes.spec((*named.partitions, *[None] * missing), shape, mesh).partitions
-    return named.update(partitions=entries)
+    return with_entries(named, entries)
 
 
 def _axis_problems(axes: list[Any], rules: LogicalRules, mesh: Any) -> list[str]:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .. import _compat
 from ..errors import NoMeshError
-from ..fitting import axes_of, axis_problems
+from ..fitting import axes_of, axis_problems, with_entries
 
 
 @_compat.api_boundary
@@ -100,7 +100,7 @@ def row_sharding(sharding: Sharding) -> Sharding:
     """How a batch's first dimension alone is laid out."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(
-            sharding.mesh, sharding.spec.update(partitions=sharding.spec.partitions[:1])
+            sharding.mesh, with_entries(sharding.spec, sharding.spec.partitions[:1])
         )
     return sharding
 

@@ -65,7 +65,7 @@ class _ShardMap:
         positional, named = align_specs(
             self.in_specs.tree, parameters, layout, self.in_name, other=PartitionSpec()
         )
-        specs = {**dict(zip(layout.dynamic, positional, strict=True)), **named}
+        specs: dict[Any, Any] = {**dict(zip(layout.dynamic, positional, strict=True)), **named}
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         plain = {
             which for which, s in specs.items() if s is None and isinstance(values[which], _PLAIN)
@@ -238,7 +238,7 @@ def _fixed(spec: Any, value: Any) -> Any:
         parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
     except ValueError:  # no prefix, which is told with all that is wrong
         return value
-    return treedef.unflatten(map(_fixed, specs, parts))
+    return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
 
 
 def _if_no_array(x: Any) -> Any:
