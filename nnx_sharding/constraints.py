@@ -361,13 +361,14 @@ def _names(specs: Any) -> Iterator[str]:
     if isinstance(specs, str):
         yield specs
         return
-    if isinstance(specs, NamedSharding):
-        specs = specs.spec
+    specs = specs.spec if isinstance(specs, NamedSharding) else specs
+    if isinstance(specs, PartitionSpec):
+        specs = (*specs.partitions, *sorted(specs.unreduced | specs.reduced, key=str))
     elif isinstance(specs, StateSharding):
         specs = specs.shardings
     elif isinstance(specs, Mapping | nnx.State):
         specs = specs.values()
-    elif not isinstance(specs, PartitionSpec | tuple | list):
+    elif not isinstance(specs, tuple | list):
         raise TypeError(f"{specs!r} is no PartitionSpec, and no tree of them.")
     for part in specs:
         yield from _names(part)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # What is done with a spec that does not divide the dimensions of an array.
@@ -39,15 +40,21 @@ def axis_problems(
       mesh: the mesh.
       usable: the axes of the mesh that the spec may name; None for all.
     """
-    named = [axis for entry in spec for axis in axes_of(entry)]
+    cutting = [axis for entry in spec.partitions for axis in axes_of(entry)]
+    summing = {"unreduced": spec.unreduced, "reduced": spec.reduced}
     problems = []
-    for axis, times in Counter(named).items():
+    for axis, times in Counter((*cutting, *sorted(spec.unreduced | spec.reduced, key=str))).items():
         if axis not in mesh.axis_names:
             problems.append(f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}")
         elif usable is not None and axis not in usable:
             problems.append(f"the function is not mapped over {axis!r}, which stays automatic")
         if times > 1:
             problems.append(f"{axis!r} is used {times} times; an axis can cut one dimension only")
+    for kind, axes in summing.items():
+        others = sorted(axes & axes_of_type(mesh, AxisType.Auto), key=str)
+        if others:
+            named = ", ".join(map(repr, others))
+            problems.append(f"only axes of type Explicit can be {kind}; {named} is of type Auto")
     return problems
 
 
@@ -67,7 +74,7 @@ def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list
             return ["a scalar has no dimension to cut; its spec is P()"]
         return [f"the spec has {len(spec)} entries, the array {_plural(len(shape), 'dimension')}"]
     problems = []
-    for dimension, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+    for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
         axes = axes_of(entry)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
@@ -79,10 +86,16 @@ def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list
     return problems
 
 
+def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
+    """A spec with other entries; its unreduced and reduced axes stay."""
+    new: PartitionSpec = spec.update(partitions=tuple(entries))
+    return new
+
+
 def fit(
     spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: Indivisible
 ) -> PartitionSpec:
-    """The part of a spec that divides the dimensions of an array.
+    """The part of a spec that divides the dimensions of an array; unreduced and reduced axes stay.
 
     Args:
       spec: the spec, with no more entries than the array has dimensions.
@@ -94,15 +107,47 @@ def fit(
     if how == "error":
         return spec
     kept = []
-    for size, entry in zip(shape, spec, strict=False):
+    for size, entry in zip(shape, spec.partitions, strict=False):
         axes = axes_of(entry)
         divides = len(axes)
         while size % math.prod(sizes[axis] for axis in axes[:divides]):
             divides -= 1
         if divides < len(axes) and how == "replicate":
-            return PartitionSpec()
+            return with_entries(spec, ())
         kept.append(entry if divides == len(axes) else _entry(axes[:divides]))
-    return PartitionSpec(*kept)
+    return with_entries(spec, kept)
+
+
+def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
+    """What a spec says about some of the axes that it names; UNCONSTRAINED stays."""
+    entries = tuple(
+        entry
+        if entry is PartitionSpec.UNCONSTRAINED
+        else _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
+        for entry in spec.partitions
+    )
+    unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
+    if unreduced:
+        part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+        return part
+    # JAX refuses to keep a kind of reduction where no axis is left to reduce over.
+    return PartitionSpec(*entries, reduced=reduced)
+
+
+def unsummed(sharding: Any) -> Any:
+    """A sharding without what its spec says of unreduced and reduced axes."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = sharding.spec
+    if not (spec.unreduced or spec.reduced):
+        return sharding
+    return sharding.update(spec=PartitionSpec(*spec.partitions))
+
+
+def is_equivalent(one: Any, other: Any, ndim: int) -> bool:
+    """Whether two shardings are the same layout and, unlike JAX's own, the same type."""
+    sums = [getattr(getattr(own, "spec", None), "reduced", None) or None for own in (one, other)]
+    return sums[0] == sums[1] and one.is_equivalent_to(other, ndim)
 
 
 def variants(spec: PartitionSpec, how: Indivisible) -> list[PartitionSpec]:
@@ -110,13 +155,13 @@ def variants(spec: PartitionSpec, how: Indivisible) -> list[PartitionSpec]:
     if how == "error":
         return []
     if how == "replicate":
-        return [PartitionSpec()]
+        return [with_entries(spec, ())]
     choices = []
-    for entry in spec:
+    for entry in spec.partitions:
         axes = axes_of(entry)
         shorter = [_entry(axes[:count]) for count in range(len(axes))]
         choices.append([entry, *reversed(shorter)])
-    return [PartitionSpec(*entries) for entries in itertools.product(*choices)][1:]
+    return [with_entries(spec, entries) for entries in itertools.product(*choices)][1:]
 
 
 def _entry(axes: tuple[Any, ...]) -> Any:
@@ -124,9 +169,13 @@ def _entry(axes: tuple[Any, ...]) -> Any:
 
 
 def suggested_spec(x: Any) -> str:
-    """`` (write P('data', None))`` for names of axes without the ``P(...)`` around them."""
+    """What is meant by names of axes without ``P(...)``, or by a layout without its sharding."""
+    if isinstance(x, Layout | type(Layout.AUTO)):
+        return ": write jax.experimental.layout.Format(layout, sharding)"
     names = x if isinstance(x, tuple | list) else (x,)
-    if not names or not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
+    if not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
+        return ""
+    if all(n is None for n in names):  # specs that are left open
         return ""
     return f": write P({', '.join(map(repr, names))})"
 

@@ -28,7 +28,7 @@ class StateSharding:
         ``nnx.State`` with a sharding at each path. A filter is anything that NNX takes: a
         Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple of
         filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
-        or None for "leave it to JAX".
+        a ``jax.experimental.layout.Format``, or None for "leave it to JAX".
       indivisible: what to do where a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the whole array; or ``"drop"`` the mesh axes that do not
         divide. The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`) with a

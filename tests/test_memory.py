@@ -1411,6 +1411,7 @@ WALKS = {"fast": (walk.Walk, 10_000), "python": (walk.PythonWalk, 2_000)}
 class Moody:
     """A static whose comparison may fail."""
 
+    __slots__ = ("text",)
     fails = False
 
     def __init__(self, text: str):

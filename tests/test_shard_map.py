@@ -14,7 +14,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
 from models import MLP, Counter, P, assert_same, assert_same_state, mesh_of, mlp_specs
-from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding import StateSharding, explain_retraces, jit, shard_map
+from nnx_sharding.exporting import export
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
 
@@ -266,17 +267,91 @@ class SpecsTest(parameterized.TestCase):
         )
         np.testing.assert_array_equal(fun(np.ones(8), scale=2.0), 2 * np.ones(8))
 
-    @parameterized.parameters(3, 2.5, True, "mode")
-    def test_none_for_a_plain_python_value_is_static(self, value):
+    @parameterized.product(
+        value=(3, 2.5, True, "mode"),
+        specs=((P("model"), None), {"x": P("model"), "option": None}),
+        by_keyword=(False, True),
+    )
+    def test_none_for_a_plain_python_value_is_static(self, value, specs, by_keyword):
         seen = []
 
         def body(x, option):
             seen.append(option)
             return x
 
-        fun = shard_map(body, mesh=mesh8(), in_specs=(P("model"), None), out_specs=P("model"))
-        fun(jnp.ones(8), value)
+        fun = shard_map(body, mesh=mesh8(), in_specs=specs, out_specs=P("model"))
+        if by_keyword:
+            fun(jnp.ones(8), option=value)
+        else:
+            fun(jnp.ones(8), value)
         self.assertEqual([(type(s), s) for s in seen], [(type(value), value)])
+
+    def test_none_for_keyword_only_values(self):
+        seen = []
+
+        def body(x, *, how, scale, **more):
+            seen.append((how, type(scale), more))
+            return x * scale
+
+        specs = {"x": P("model"), "how": None, "more": {"flag": None}}
+        fun = shard_map(body, mesh=mesh8(), in_specs=specs, out_specs=P("model"))
+        for scale in (1.0, 2.0):
+            out = fun(jnp.ones(8), how="so", scale=scale, flag=3)
+            np.testing.assert_array_equal(out, scale * np.ones(8))
+        [(how, kind, more)] = seen  # what is not mentioned is no reason to trace again
+        self.assertEqual((how, more), ("so", {"flag": 3}))
+        self.assertTrue(issubclass(kind, jax.core.Tracer))
+
+    @parameterized.parameters(
+        ({"a": None, "b": P("model")}, {"a": 3, "b": X}),
+        ({"a": None, "b": P("model")}, {"a": {"c": "text", "d": [len, None]}, "b": X}),
+        ([None, P()], [object(), 2.0]),
+        (None, {"a": 3, "b": "text"}),
+        (None, jnp.sin),
+        ((P(), (None, None)), (1.0, (np.array(["text"]), True))),
+    )
+    def test_a_nested_none_is_static_as_in_jax(self, spec, value):
+        def seen_by(transform):
+            seen = []
+
+            def body(x, options):
+                parts = jax.tree.leaves(options)
+                seen.append([None if isinstance(x, jax.core.Tracer) else x for x in parts])
+                return x
+
+            specs = {"in_specs": (P("model"), spec), "out_specs": P("model")}
+            transform(body, mesh=mesh8(), **specs)(jnp.ones(8), value)
+            return seen
+
+        self.assertEqual(seen_by(shard_map), seen_by(jax.shard_map))
+
+    def test_a_nested_static_value(self):
+        model, traces = MLP(), []
+        spec = {"how": None, "by": P(), "model": None}
+
+        @shard_map(mesh=mesh8(), in_specs=(P("model"), spec), out_specs=P("model"))
+        def fun(x, options):
+            traces.append(options["how"])
+            assert options["model"].up.kernel.shape == (4, 16)
+            return x * options["by"] if options["how"] == ["times"] else x + options["by"]
+
+        how = ["times"]
+        options = {"how": how, "by": jnp.float32(3), "model": model}
+        x = jnp.arange(8.0)
+        for _ in range(3):
+            np.testing.assert_array_equal(fun(x, options), 3 * x)
+        how[0] = "plus"
+        for _ in range(3):
+            np.testing.assert_array_equal(fun(x, options), x + 3)
+        self.assertEqual(traces, [["times"], ["plus"]])
+        self.assertIn("'times' → 'plus'", str(explain_retraces(fun)))
+        compiled = fun.lower(x, options).compile()
+        np.testing.assert_array_equal(compiled(x, options), x + 3)
+        self.assertLen(jax.tree.leaves(compiled.args_info), 4)
+        with self.assertRaisesRegex(TypeError, r"options\['how'\]\[0\]: 'plus' → 'times'"):
+            compiled(x, {**options, "how": ["times"]})
+        exported = export(fun)(x, options)
+        np.testing.assert_array_equal(exported.call(x, {**options, "how": None}).output, x + 3)
 
     def test_none_for_arrays_and_modules_is_replicated(self):
         model = MLP()

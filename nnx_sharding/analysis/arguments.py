@@ -24,6 +24,8 @@ class Parameter:
       dtype: its dtype, such as ``float32``.
       spec: for each dimension the axis or axes that cut it, or None; None as a whole where the
         sharding is no ``NamedSharding``.
+      unreduced: the axes over which the devices hold summands of the array, each of full shape.
+      reduced: the axes over which its gradient is unreduced.
       shard_shape: the shape of the part that one device holds.
       bytes_per_device: the bytes of that part.
       bytes_total: those of the whole array, counted once.
@@ -42,6 +44,19 @@ class Parameter:
     memory_kind: str | None
     donated: bool
     used: bool
+    unreduced: tuple[str, ...] = dataclasses.field(default=(), metadata={"optional": True})
+    reduced: tuple[str, ...] = dataclasses.field(default=(), metadata={"optional": True})
+
+    @property
+    def spec_text(self) -> str:
+        """The spec as a user would write it; ``-`` without one."""
+        if self.spec is None:
+            return "-"
+        summing = {"unreduced": self.unreduced, "reduced": self.reduced}
+        words = [
+            f"{kind}={{{', '.join(map(repr, axes))}}}" for kind, axes in summing.items() if axes
+        ]
+        return f"P({', '.join([*map(repr, self.spec), *words])})"
 
 
 def parameter(path: str, info: Any, sharding: Sharding | None, *, used: bool) -> Parameter:
@@ -66,6 +81,7 @@ def parameter(path: str, info: Any, sharding: Sharding | None, *, used: bool) ->
         memory_kind=None if sharding is None else sharding.memory_kind,
         donated=bool(info.donated),
         used=used,
+        **_summing(sharding),
     )
 
 
@@ -73,8 +89,18 @@ def _spec(sharding: Sharding | None, rank: int) -> tuple[SpecEntry, ...] | None:
     """The entries of a spec, one for each dimension."""
     if not isinstance(sharding, NamedSharding):
         return None
-    entries = tuple(map(_entry, sharding.spec))
+    entries = tuple(map(_entry, sharding.spec.partitions))
     return (*entries, *(None,) * (rank - len(entries)))
+
+
+def _summing(sharding: Sharding | None) -> dict[str, tuple[str, ...]]:
+    if not isinstance(sharding, NamedSharding):
+        return {}
+    spec = sharding.spec
+    return {
+        "unreduced": tuple(sorted(map(str, spec.unreduced))),
+        "reduced": tuple(sorted(map(str, spec.reduced))),
+    }
 
 
 def _entry(entry: Any) -> SpecEntry:

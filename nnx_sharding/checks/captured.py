@@ -62,9 +62,13 @@ def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[Ca
     found = [own for name, value in captured_values(fun) for own in _arrays(name, value)]
     if constants is not None:
         names = {id(array): name for name, array in reversed(found)}
-        kept = [x for x in constants if _is_array(x)]
-        found = [Captured(names.get(id(array), "an array"), array) for array in kept]
-    return [own for own in found if not own.array.is_fully_replicated]
+        found = [Captured(names.get(id(x), "an array"), x) for x in constants]
+    return [own for own in found if is_sharded(own.array)]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is an array that is split over several devices."""
+    return _is_array(value) and not value.is_fully_replicated
 
 
 # By their types, not by isinstance: that would load what stands behind a lazy proxy.

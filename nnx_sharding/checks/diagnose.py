@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from .. import _compat
-from ..errors import DonatedError, is_library
+from ..errors import DonatedError, NoMeshError, is_library
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..lifting.plan import Plan, is_committed
 from ..lifting.pure import Pure
@@ -52,7 +52,9 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
         _note_object(error)
     elif isinstance(error, ValueError | NotImplementedError) and _ABOUT_CAPTURED.search(str(error)):
         _note_captured(plan, error)
-    if not isinstance(error, ValueError | RuntimeError) or _is_of_the_function(error):
+    if not isinstance(error, ValueError | RuntimeError) or isinstance(error, NoMeshError):
+        return
+    if _is_of_the_function(error):
         return
     checks: Sequence[Callable[[Plan, Sequence[Any]], None]] = _CHECKS
     if isinstance(error, jax.errors.JaxRuntimeError):
@@ -131,7 +133,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         if not explicit or (terms.tells_layouts and not is_committed(leaf)):
             continue
         ndim = len(jax.typeof(leaf).shape)
-        if _cuts(own.spec, ndim, explicit) != _cuts(partition, ndim, explicit):
+        if _meaning(own.spec, ndim, explicit) != _meaning(partition, ndim, explicit):
             lines.append(
                 f"  {name} is {jax.typeof(leaf).str_short()}, declared {partition!r}: write "
                 f"{own.spec!r}, or pass jax.sharding.reshard({name}, {partition!r})"
@@ -145,9 +147,10 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         )
 
 
-def _cuts(spec: Any, ndim: int, axes: frozenset[Any]) -> list[tuple[Any, ...]]:
-    entries = [*spec, *[None] * (ndim - len(spec))]
-    return [tuple(axis for axis in axes_of(entry) if axis in axes) for entry in entries]
+def _meaning(spec: Any, ndim: int, axes: frozenset[Any]) -> tuple[Any, ...]:
+    entries = [*spec.partitions, *[None] * (ndim - len(spec))]
+    cuts = [tuple(axis for axis in axes_of(entry) if axis in axes) for entry in entries]
+    return cuts, spec.unreduced, spec.reduced
 
 
 def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from ..lifting.prefixes import Specs
 from ..lifting.resolve import Found, Use, merged
 from ..retraces.difference import show
 from ..state_sharding import StateSharding
-from .captured import captured_shards, describe_captured
+from .captured import captured_shards, describe_captured, is_sharded
 
 
 class Terms(NamedTuple):
@@ -99,15 +99,20 @@ def check_axes(
       ValueError: an axis is not, or a spec uses one twice.
     """
     wrong: dict[Any, list[str]] = {}
+    sizes: dict[Any, int] = {}
     for spec in (*inputs.written, *outputs.written):
         own = spec_and_mesh(spec, terms.mesh)
         if own is None:
             continue
         problems = axis_problems(*own, terms.usable)
+        if PartitionSpec.UNCONSTRAINED in own[0].partitions:
+            options = f"{terms.in_name} and {terms.out_name}"
+            problems.append(f"{options} take no UNCONSTRAINED; write None, or an axis")
         if not terms.tells_layouts and own[1].abstract_mesh != terms.mesh.abstract_mesh:
             problems = [f"it is for another mesh, {own[1]}; give the PartitionSpec alone"]
         if problems:
             wrong[spec] = problems
+            sizes.update(own[1].shape)
     if not wrong:
         return
     places: dict[Any, list[str]] = {spec: [] for spec in wrong}
@@ -118,11 +123,12 @@ def check_axes(
     for spec, problems in wrong.items():
         found = places[spec] or [_option_of(terms, spec, inputs)]
         lines.append(f"  {describe(spec)} for {', '.join(found)}: {'; '.join(problems)}")
-    sizes = ", ".join(f"{axis!r} ({size})" for axis, size in terms.mesh.shape.items())
+    sizes.update({} if terms.mesh is None else terms.mesh.shape)
+    axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
     raise ValueError(
         f"{terms.name}: these specs do not fit the mesh:\n"
         + "\n".join(lines)
-        + f"\nThe mesh has the axes {sizes}."
+        + f"\nThe mesh has the axes {axes}."
     )
 
 
@@ -169,7 +175,7 @@ def check_captured(terms: Terms, fun: Any, constants: Sequence[Any]) -> None:
     Raises:
       StrictError: the function captures some, and the transform is strict.
     """
-    if not any(not getattr(x, "is_fully_replicated", True) for x in constants):
+    if not any(is_sharded(x) for x in constants):
         return
     found = captured_shards(fun, constants)
     if found:

@@ -29,6 +29,8 @@ class ArrayInfo:
       spec: for each dimension the mesh axes that cut it: None, a name, or a list of names. None
         as a whole if the layout is left open.
       memory_kind: the kind of memory, where a layout is declared.
+      unreduced: the mesh axes over which the devices hold summands of the array.
+      reduced: the mesh axes over which its gradient is unreduced.
     """
 
     name: str
@@ -37,6 +39,8 @@ class ArrayInfo:
     mesh: int | None = None
     spec: tuple[Any, ...] | None = None
     memory_kind: str | None = None
+    unreduced: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -47,12 +51,18 @@ class ArrayInfo:
         if sharding is None:
             return cls(name, shape, str(aval.dtype))
         mesh = None if sharding.mesh.empty else meshes.index(sharding.mesh)
-        spec = None if mesh is None else tuple(map(_entry, sharding.spec))
-        return cls(name, shape, str(aval.dtype), mesh, spec, sharding.memory_kind)
+        spec = None if mesh is None else tuple(map(_entry, sharding.spec.partitions))
+        summing = (tuple(sorted(axes)) for axes in (sharding.spec.unreduced, sharding.spec.reduced))
+        return cls(name, shape, str(aval.dtype), mesh, spec, sharding.memory_kind, *summing)
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
-        spec = "" if self.spec is None else f" P({', '.join(map(repr, self.spec))})"
+        summing = {"unreduced": self.unreduced, "reduced": self.reduced}
+        words = [
+            f"{kind}={{{', '.join(map(repr, axes))}}}" for kind, axes in summing.items() if axes
+        ]
+        entries = [*map(repr, self.spec or ()), *words]
+        spec = "" if self.spec is None else f" P({', '.join(entries)})"
         return f"{self.dtype}[{shape}]{spec}"
 
 
@@ -231,7 +241,7 @@ def _array_info(data: dict[str, Any]) -> ArrayInfo:
     info = ArrayInfo(**{**data, "shape": tuple(data["shape"])})
     if info.spec is not None:
         info = dataclasses.replace(info, spec=tuple(info.spec))
-    return info
+    return dataclasses.replace(info, unreduced=tuple(info.unreduced), reduced=tuple(info.reduced))
 
 
 def _mesh_info(data: dict[str, Any]) -> MeshInfo:

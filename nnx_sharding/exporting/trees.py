@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 
+from ..lifting.statics import Static
 from ..lifting.structure import (
     LEAF,
     Child,
@@ -48,6 +49,8 @@ def _tree(
     if isinstance(child, Container):
         parts = [_tree(structure, part, slots, array) for part in child.children]
         return _container(child.treedef, iter(parts))
+    if isinstance(child, Static):
+        return None
     assert isinstance(child, int)
     items = []
     for place in structure.walk(child, iter(())):

@@ -270,7 +270,7 @@ def _parameters(report: ProgramReport) -> dict[str, Value]:
 
 
 def _layout(row: Parameter) -> str:
-    spec = "no spec" if row.spec is None else f"P({', '.join(map(repr, row.spec))})"
+    spec = "no spec" if row.spec is None else row.spec_text
     marks = [mark for mark, holds in (("donated", row.donated), ("unused", not row.used)) if holds]
     kind = [] if row.memory_kind in (None, "device") else [row.memory_kind]
     return " ".join([f"{row.dtype}[{','.join(map(str, row.shape))}] {spec}", *kind, *marks])

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._version import __version__
-from ..analysis.arguments import Parameter, SpecEntry, device_of
+from ..analysis.arguments import Parameter, device_of
 from ..analysis.bounds import Bounds, bounds_of
 from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import Cost, Costs
@@ -277,13 +277,9 @@ def _cells(row: Parameter) -> tuple[str, ...]:
         " ".join([row.path, *(f"({mark})" for mark in marks)]),
         "×".join(map(str, row.shape)) or "scalar",
         row.dtype,
-        "-" if row.spec is None else f"P({', '.join(map(_entry, row.spec))})",
+        row.spec_text,
         bytes_text(row.bytes_per_device),
     )
-
-
-def _entry(entry: SpecEntry) -> str:
-    return repr(entry)
 
 
 def _indented(text: str) -> list[str]:

@@ -104,7 +104,8 @@ def _read_fields(kind: Any, data: Any, path: str, problems: list[str]) -> Any:
         problems.append(f"{path.lstrip('.') or 'the whole'}: {_show(data)} is no object")
         return None
     fields, prefix = _fields(kind), path.lstrip(".") + "." if path else ""
-    missing = [f"{prefix}{name}: missing" for name in fields if name not in data]
+    needed = fields.keys() - _optional(kind)
+    missing = [f"{prefix}{name}: missing" for name in fields if name in needed - data.keys()]
     unknown = [f"{prefix}{name}: not known" for name in data if name not in fields]
     problems += missing + unknown
     found = {
@@ -124,6 +125,12 @@ def _fields(kind: Any) -> dict[str, Any]:
         for field in dataclasses.fields(kind)
         if field.metadata.get("written", True)
     }
+
+
+@functools.cache
+def _optional(kind: Any) -> frozenset[str]:
+    """The fields that older releases did not write."""
+    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("optional"))
 
 
 def _name(kind: Any) -> str:

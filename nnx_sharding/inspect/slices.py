@@ -63,7 +63,7 @@ def _held_on_mesh(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple
     """The same from the spec, for which no devices are needed."""
     mesh: Any = sharding.mesh
     sizes = dict(mesh.shape)
-    entries = [axes_of(entry) for entry in sharding.spec]
+    entries = [axes_of(entry) for entry in sharding.spec.partitions]
     entries += [()] * (len(shape) - len(entries))
     cutting = [axis for axes in entries for axis in axes]
     found = []

@@ -26,6 +26,7 @@ from .page.data import (
     reports_of,
     sent_by_kind,
     spec_axes,
+    summing_text,
 )
 from .page.fragment import row_data
 from .parameters import ParameterRow, parameter_table
@@ -244,7 +245,7 @@ def _layout(row: Mapping[str, Any], colours: _Colours) -> Text:
         text.append(f"{' × ' if number else ''}{size}")
         for axis in entry_axes(entry):
             text.append("/").append_text(_text(axis, colours(axis)))
-    return text.append_text(_text(f" {spec}")) if isinstance(spec, str) else text
+    return text.append_text(_text(f" {spec}" if isinstance(spec, str) else summing_text(row)))
 
 
 # Meshes

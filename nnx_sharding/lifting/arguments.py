@@ -236,23 +236,24 @@ def _static_argument(name: str, value: Any) -> Any:
 
 
 def align_specs(
-    specs: Any, parameters: Parameters, layout: Layout, what: str
+    specs: Any, parameters: Parameters, layout: Layout, what: str, other: Any = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The spec of each dynamic argument: positional ones, and by keyword.
 
     Args:
       specs: one spec for all arguments; a tuple or list with one for each positional
         parameter, where static parameters are left out or have None; or a mapping from
-        parameter names. What it does not mention is None.
+        parameter names. What it does not mention is ``other``.
       parameters: the parameters of the function.
       layout: the roles of the arguments in this call.
       what: the name of the option, for messages.
+      other: the spec of what ``specs`` does not mention.
 
     Raises:
       ValueError: the number of specs does not fit, or a name is no parameter.
     """
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
-        return _specs_by_name(specs, parameters, layout, what)
+        return _specs_by_name(specs, parameters, layout, what, other)
     if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
         return (specs,) * len(layout.dynamic), dict.fromkeys(layout.dynamic_keywords, specs)
     specs = [None] * parameters.bound + list(specs)
@@ -276,7 +277,7 @@ def align_specs(
     }
     return (
         tuple(by_position[i] for i in layout.dynamic),
-        {k: by_name.get(k) for k in layout.dynamic_keywords},
+        {k: by_name.get(k, other) for k in layout.dynamic_keywords},
     )
 
 
@@ -302,7 +303,7 @@ def _count_message(
 
 
 def _specs_by_name(
-    specs: Mapping[str, Any], parameters: Parameters, layout: Layout, what: str
+    specs: Mapping[str, Any], parameters: Parameters, layout: Layout, what: str, other: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     known = (*parameters.positional, *parameters.keyword_only)
     extra = [n for n in (parameters.var_positional, parameters.var_keyword) if n]
@@ -312,22 +313,22 @@ def _specs_by_name(
             f"{what} names {', '.join(f'{n!r}{suggestion(n, known)}' for n in unknown)}\nThe "
             f"parameters of the function are {', '.join(map(repr, (*known, *extra)))}."
         )
-    rest = specs.get(parameters.var_positional) if parameters.var_positional else None
+    rest = specs.get(parameters.var_positional, other) if parameters.var_positional else other
     named = len(parameters.positional)
 
     def positional(i: int) -> Any:
         if i < named:
-            return specs.get(layout.names[i])
+            return specs.get(layout.names[i], other)
         return rest[i - named] if isinstance(rest, tuple | list) else rest
 
-    others = specs.get(parameters.var_keyword) if parameters.var_keyword else None
+    others = specs.get(parameters.var_keyword, other) if parameters.var_keyword else other
 
     def keyword(name: str) -> Any:
         if name in specs:
             return specs[name]
         if name in known:
-            return None
-        return others.get(name) if isinstance(others, Mapping) else others
+            return other
+        return others.get(name, other) if isinstance(others, Mapping) else others
 
     return (
         tuple(positional(i) for i in layout.dynamic),

@@ -82,7 +82,7 @@ class Specs:
       invalid: what stands in it and is no spec at all: where, and what to write instead.
       has_partition_spec: whether one of them needs a mesh.
       depend_on_values: whether shapes and dtypes decide as well, by a predicate of the user's.
-      may_hold_none: whether single arguments can have None.
+      may_hold_none: whether arguments, or parts of them, can have None.
     """
 
     def __init__(self, tree: Any):
@@ -125,7 +125,7 @@ def _no_specs(tree: Any, path: Path) -> Iterator[str]:
     """What stands in a prefix and is no spec, with its place, and with what may be meant."""
     if is_spec(tree):
         return
-    meant = suggested_spec(tree) if path or isinstance(tree, str) else ""
+    meant = suggested_spec(tree) if path or not isinstance(tree, tuple | list) else ""
     parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if meant or is_leaf_treedef(treedef):
         yield f"{accessor('', path)}: {tree!r}{meant}"

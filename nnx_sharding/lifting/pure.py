@@ -325,7 +325,7 @@ class Pure:
         out = fun(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
-        borrowed = {id(value) for value in self.structure.identities()}
+        borrowed = {id(static.value) for static in self.structure.identities()}
         after = flatten(
             out,
             graph=self.graph,
@@ -579,7 +579,7 @@ def _name_of(fun: Any) -> str:
     """The name of a function, behind any ``functools.partial``."""
     while isinstance(fun, functools.partial):
         fun = fun.func
-    return str(getattr(fun, "__name__", type(fun).__name__))
+    return str(getattr(fun, "__name__", "<unnamed function>"))  # as JAX calls it
 
 
 def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[tuple[Any, ...]]:

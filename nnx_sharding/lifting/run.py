@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .. import _compat
 from ..checks.diagnose import explain
 from ..checks.specs import committed_message, fitted
-from ..fitting import describe_both
+from ..fitting import describe_both, is_equivalent
 from ..retraces.limits import TraceLimit
 from . import merge
 from .plan import Plan, is_committed, known_variables
@@ -115,9 +115,7 @@ def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
         return True
     own = leaf.sharding
     return (
-        own is layout
-        or own == layout
-        or (leaf.committed and own.is_equivalent_to(layout, leaf.ndim))
+        own is layout or own == layout or (leaf.committed and is_equivalent(own, layout, leaf.ndim))
     )
 
 
@@ -139,7 +137,8 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
         assert layout is not None
         if is_committed(leaf):
             moves = leaf.sharding.device_set != layout.device_set
-            if moves or plan.committed == "error":
+            is_same = leaf.sharding.is_equivalent_to(layout, leaf.ndim)
+            if moves or (plan.committed == "error" and not is_same):
                 own, declared = describe_both(leaf.sharding, layout)
                 lines.append(
                     f"  {plan.names[slot]}, shape {leaf.shape}: is {own}, declared {declared}"

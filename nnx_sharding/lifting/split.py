@@ -222,6 +222,9 @@ class _Splitter:
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
         children: list[Child] = []
         for part in parts:
+            if isinstance(part, Static):  # so says the transform
+                children.append(self.static(part.value))
+                continue
             is_object = (
                 _compat.is_graph_object(part)
                 or (link_refs and _compat.is_ref(part))

@@ -40,7 +40,8 @@ from .plan import Plan
 from .pure import Outcome
 from .run import run
 from .split import Flat
-from .structure import LEAF, Child, Container, Structure, plain_key
+from .statics import Static
+from .structure import LEAF, Child, Container, Group, StaticEntry, Structure, plain_key
 
 if TYPE_CHECKING:
     from ..inspect.program import ProgramReport
@@ -479,12 +480,18 @@ def _user_tree(
     return _user_child(structure, structure.root, values, iter(structure.root_slots), keep)
 
 
+def _is_static(structure: Structure, child: Child) -> bool:
+    return isinstance(child, int) and isinstance(structure.entries[child], StaticEntry)
+
+
 def _user_child(
     structure: Structure, child: Child, values: Sequence[Any], slots: Any, keep: Any
 ) -> Any:
     if child is LEAF:
         slot = next(slots)
         return values[slot] if keep((slot,)) else None
+    if isinstance(child, Static | Group) or _is_static(structure, child):
+        return None
     if isinstance(child, Container):
         parts = [_user_child(structure, c, values, slots, keep) for c in child.children]
         return jax.tree_util.tree_unflatten(child.treedef, parts)

@@ -171,13 +171,18 @@ def _held_identity(value: Any) -> Identity:
 
 
 class Static:
-    """A static value that cannot change: one compared by value, or by identity alone."""
+    """A static value that cannot change: one compared by value, or by identity alone.
 
-    __slots__ = ("_key", "_value")
+    Attributes:
+      note: room for what is to be shown of an object that is compared by identity.
+    """
+
+    __slots__ = ("_key", "_value", "note")
 
     def __init__(self, value: Any, *, hold: bool = True):
         self._key: Hashable = value_key(value)
         self._value = value
+        self.note: Any = None
         if self._key is None:
             self._key = self._value = Identity(value, hold=hold)
 

@@ -141,6 +141,8 @@ def _static_paths(x: StaticEntry | Group) -> list[Path]:
         keys = [_static_key(key) for key in x.children[count % 2 : count : 2]]
         items = [path for key in keys for path in ((key, "key"), (key,))]
         return [*[("default_factory",)] * (count % 2), *items, *((name,) for name in names)]
+    if hasattr(kind, "_fields"):
+        return [(name,) for name in kind._fields]
     if issubclass(kind, functools.partial):
         return [("func",), *(("args", i) for i in range(count - 1)), *((name,) for name in names)]
     if issubclass(kind, types.MethodType):
@@ -203,7 +205,7 @@ class Structure:
         """The entries of static objects."""
         return [i for i, entry in enumerate(self.entries) if isinstance(entry, StaticEntry)]
 
-    def identities(self) -> Iterator[Any]:
+    def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
         stack: list[Any] = [self.root, *self.statics]
         for entry in self.entries:
@@ -211,7 +213,7 @@ class Structure:
         while stack:
             child = stack.pop()
             if isinstance(child, Static) and child.by_identity:
-                yield child.value
+                yield child
             elif isinstance(child, Container):
                 stack += (*child.children, *child.aux)
             elif isinstance(child, Group):

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .. import _compat
+from ..fitting import unsummed
 
 # Where one device's part of an array begins and ends, for each dimension.
 _Bounds = tuple[tuple[int, int], ...]
@@ -91,6 +92,11 @@ def _moved(
 ) -> list[Any]:
     """Each source with its goal as sharding, a new array for each."""
     arrays = list(sources)
+    # JAX cannot move summands to other devices, only their sum.
+    here = {p: unsummed(x.sharding) for p, x in enumerate(arrays) if _is_sum_left(x, goals[p])}
+    _reshard(arrays, here, sources, freed)
+    there = {p: goal for p, goal in enumerate(goals) if _is_sum_left(goal, arrays[p])}
+    goals = [unsummed(goal) if p in there else goal for p, goal in enumerate(goals)]
     for place, (array, goal) in enumerate(zip(arrays, goals, strict=True)):
         if _is_cut(array, goal, alias):
             arrays[place] = _cut(array, goal)
@@ -101,7 +107,16 @@ def _moved(
     _reshard(arrays, {place: after for place, (_, after) in known.items()}, sources, freed)
     same = [not alias and new is old for new, old in zip(arrays, sources, strict=True)]
     _put(arrays, dict(enumerate(goals)), anew=same, alias=alias)
+    _reshard(arrays, there, sources, freed)
     return arrays
+
+
+def _is_sum_left(one: Any, other: Any) -> bool:
+    """Whether one of an array and a sharding is unreduced, and the other on other devices."""
+    own, others = (getattr(x, "sharding", x) for x in (one, other))
+    if not isinstance(own, NamedSharding) or not own.spec.unreduced:
+        return False
+    return _compat.device_assignment(own) != _compat.device_assignment(others)
 
 
 def _put(

@@ -11,7 +11,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..errors import NoMeshError, UnusedFilterWarning, report
-from ..fitting import axes_of, axis_problems, describe, fit, shape_problems, spec_and_mesh
+from ..fitting import (
+    axes_of,
+    axis_problems,
+    describe,
+    fit,
+    shape_problems,
+    spec_and_mesh,
+    with_entries,
+)
 from ..lifting.structure import Path, accessor
 from ..state_sharding import StateSharding
 from .paths import Found, variables
@@ -153,14 +161,14 @@ def cut(
     """
     if not -len(shape) <= dimension < len(shape) or len(spec) > len(shape):
         return None
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    entries = [*spec.partitions, *[None] * (len(shape) - len(spec))]
     if entries[dimension] is PartitionSpec.UNCONSTRAINED or not _used(spec).isdisjoint(axes):
         return None
     together = (*axes_of(entries[dimension]), *axes)
     if shape[dimension] % math.prod(mesh.shape[axis] for axis in together):
         return None
     entries[dimension] = together if len(together) > 1 else together[0]
-    return PartitionSpec(*entries)
+    return with_entries(spec, entries)
 
 
 def cut_largest(sharding: Any, found: Found, axes: Sequence[Any], mesh: Any, min_size: int) -> Any:
@@ -174,7 +182,7 @@ def cut_largest(sharding: Any, found: Found, axes: Sequence[Any], mesh: Any, min
         return sharding
     if shape is None or math.prod(shape) < min_size or len(sharding) > len(shape):
         return sharding
-    is_cut = [bool(axes_of(entry)) for entry in sharding] + [False] * len(shape)
+    is_cut = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)
     order = sorted(range(len(shape)), key=lambda d: (is_cut[d], -shape[d], -d))
     free = [axis for axis in axes if axis not in _used(sharding)]
     for count in range(len(free), 0, -1):
@@ -186,7 +194,8 @@ def cut_largest(sharding: Any, found: Found, axes: Sequence[Any], mesh: Any, min
 
 
 def _used(spec: PartitionSpec) -> set[Any]:
-    return {axis for entry in spec for axis in axes_of(entry)}
+    cutting = {axis for entry in spec.partitions for axis in axes_of(entry)}
+    return cutting | spec.unreduced | spec.reduced
 
 
 def like(sharding: Any, spec: PartitionSpec) -> Any:

@@ -15,8 +15,10 @@ from ..fitting import (
     axes_of_type,
     axis_problems,
     fit,
+    only_axes,
     shape_problems,
     suggestion,
+    with_entries,
 )
 from ..lifting.merge import assemble, node_changes, node_values, write_node
 from ..lifting.split import Flat
@@ -57,23 +59,25 @@ def corrected(
     """
     rank = len(shape)
     lost = []
-    over = [repr(axis) for entry in spec[rank:] for axis in axes_of(entry)]
+    over = [repr(axis) for entry in spec.partitions[rank:] for axis in axes_of(entry)]
     if over:
         lost.append(f"the array has no dimension {rank} or more to cut by {', '.join(over)}")
     manual = axes_of_type(mesh, AxisType.Manual)
-    entries: list[Any] = []
-    for entry in (*spec[:rank], *[None] * (rank - len(spec))):
-        kept = []
-        for axis in axes_of(entry):
-            if axis not in mesh.axis_names:
-                lost.append(f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}")
-            elif axis in manual:
-                lost.append(f"the function is mapped over {axis!r}, which cuts its arrays already")
-            else:
-                kept.append(axis)
-        is_whole = len(kept) == len(axes_of(entry))
-        entries.append(entry if is_whole else tuple(kept) if kept[1:] else next(iter(kept), None))
-    usable = spec.update(partitions=tuple(entries))
+    auto = axes_of_type(mesh, AxisType.Auto)
+    summing = sorted(spec.unreduced | spec.reduced, key=str)
+    cutting = [axis for entry in spec.partitions[:rank] for axis in axes_of(entry)]
+    kept = set()
+    for axis in (*cutting, *summing):
+        if axis not in mesh.axis_names:
+            lost.append(f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}")
+        elif axis in manual:
+            lost.append(f"the function is mapped over {axis!r}, which cuts its arrays already")
+        elif axis in auto and axis in summing:
+            lost.append(f"{axis!r} is of type Auto; only Explicit axes can be unreduced or reduced")
+        else:
+            kept.add(axis)
+    entries = (*spec.partitions[:rank], *[None] * (rank - len(spec)))
+    usable = only_axes(with_entries(spec, entries), kept)
     faults = axis_problems(usable, mesh)
     if faults:
         return Correction(usable, lost, faults)
@@ -94,13 +98,15 @@ def settled(spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh) -> Partit
     """The spec with what the array has now in the place of UNCONSTRAINED."""
     now = sharding_of(leaf)
     known = isinstance(now, NamedSharding) and dict(now.mesh.shape) == dict(mesh.shape)
-    present = (*(now.spec if known else ()), *[None] * len(spec))
-    taken = {axis for entry in spec for axis in axes_of(entry)}
-    return PartitionSpec(
-        *(
+    present = (*(now.spec.partitions if known else ()), *[None] * len(spec))
+    taken = {axis for entry in spec.partitions for axis in axes_of(entry)}
+    taken |= spec.unreduced | spec.reduced
+    return with_entries(
+        spec,
+        tuple(
             entry if entry is not _OPEN else None if taken & set(axes_of(old)) else old
-            for entry, old in zip(spec, present, strict=False)
-        )
+            for entry, old in zip(spec.partitions, present, strict=False)
+        ),
     )
 
 
@@ -124,7 +130,7 @@ def _constrained(leaf: Any, sharding: Any) -> Any:
     for kind, operation in ((AxisType.Explicit, _RESHARD), (AxisType.Auto, _CONSTRAINT)):
         own = axes_of_type(mesh, kind)
         if own:
-            part = PartitionSpec(*(_only(entry, own) for entry in sharding.spec))
+            part = only_axes(sharding.spec, own)
             part = settled(part, leaf, mesh) if kind == AxisType.Explicit else part
             leaf = operation(leaf, NamedSharding(mesh, part))
     # Neither operation moves to another memory.
@@ -134,13 +140,6 @@ def _constrained(leaf: Any, sharding: Any) -> Any:
 def has_memory(sharding: NamedSharding) -> bool:
     """Whether a sharding asks for another memory than arrays have by default."""
     return sharding.memory_kind != NamedSharding(sharding.mesh, sharding.spec).memory_kind
-
-
-def _only(entry: Any, axes: frozenset[Any]) -> Any:
-    if entry is _OPEN:
-        return entry
-    kept = tuple(axis for axis in axes_of(entry) if axis in axes)
-    return kept or None
 
 
 # Compiled so that they also work on the single-device arrays of a transformation that is not.

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from ..errors import UnusedFilterWarning, report
 from ..filters import to_predicate
-from ..fitting import axes_of, suggested_spec, suggestion
+from ..fitting import axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
 from .given import PatternKind, annotation, from_patterns, problem_line, read_pairs
 from .paths import exact, variables
@@ -97,14 +97,15 @@ class LogicalRules:
           True
         """
         slots = self._resolve(names, shape, mesh)
-        entries = list(names)
-        for dimension, entry in enumerate(names):
+        entries = list(_entries(names))
+        for dimension, entry in enumerate(_entries(names)):
             own = [slot for slot in slots if slot.dimension == dimension]
             if len(own) == 1:
                 entries[dimension] = own[0].entry
             elif isinstance(entry, tuple):
                 entries[dimension] = tuple(axis for slot in own for axis in axes_of(slot.entry))
-        return PartitionSpec(*entries)
+        given = names if isinstance(names, PartitionSpec) else PartitionSpec()
+        return with_entries(given, entries)
 
     def unsharded(
         self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
@@ -127,7 +128,7 @@ class LogicalRules:
     def _problems(self, names: Any, shape: Sequence[int] | None = None) -> list[str]:
         if not isinstance(names, PartitionSpec | tuple | list):
             return [f"this is no tuple of names{suggested_spec(names)}"]
-        flat = [name for entry in names for name in axes_of(entry)]
+        flat = [name for entry in _entries(names) for name in axes_of(entry)]
         if not all(isinstance(name, str) for name in flat):
             return ["a dimension has a name, None, or a tuple of names"]
         unknown = [name for name in dict.fromkeys(flat) if name not in self.names]
@@ -143,12 +144,19 @@ class LogicalRules:
                 f"LogicalRules: {names!r}: {'; '.join(problems)}. The names with rules are "
                 f"{', '.join(map(repr, self.names)) or 'none'}; None leaves a dimension whole."
             )
-        slots = [_Slot(d, name) for d, entry in enumerate(names) for name in axes_of(entry)]
+        slots = [
+            _Slot(d, name) for d, entry in enumerate(_entries(names)) for name in axes_of(entry)
+        ]
         for name, entry in self.rules:
             for slot in slots:
                 if slot.name == name and slot.is_open:
                     _offer(slot, entry, slots, shape, mesh)
         return slots
+
+
+def _entries(names: Any) -> Sequence[Any]:
+    entries: Sequence[Any] = names.partitions if isinstance(names, PartitionSpec) else names
+    return entries
 
 
 @dataclasses.dataclass(eq=False)

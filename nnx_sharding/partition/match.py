@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..checks.specs import shape_of
 from ..errors import UnusedFilterWarning, report
-from ..fitting import axis_problems, shape_problems, suggested_spec
+from ..fitting import axis_problems, shape_problems, suggested_spec, with_entries
 from ..lifting.structure import Path, path_key, path_string, plain_key
 from .given import from_patterns, read_pairs
 from .paths import Found, variables
@@ -90,7 +90,7 @@ def match_partition_rules(
             return None
         spec = pairs[seen[-1][0]][1]
         if spec is not None and strict:
-            spec = PartitionSpec(*spec[: min(map(len, shapes))])
+            spec = with_entries(spec, spec.partitions[: min(map(len, shapes))])
         if spec is not None and mesh is not None:
             problems = axis_problems(spec, mesh) or [
                 problem for shape in shapes for problem in shape_problems(spec, mesh, shape)
@@ -177,7 +177,8 @@ def create_pattern_based_partition_spec(
 
     def spec_of(name: str, array: Any) -> PartitionSpec:
         found = (spec for own, spec in zip(filters, specs[1:], strict=True) if own((name,), array))
-        return PartitionSpec(*next(found, specs[0])[: len(shape_of(array) or ())])
+        chosen = next(found, specs[0])
+        return with_entries(chosen, chosen.partitions[: len(shape_of(array) or ())])
 
     return spec_of
 

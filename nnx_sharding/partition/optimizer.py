@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..fitting import with_entries
 from ..lifting.structure import Path
 from ..state_sharding import StateSharding
 from .cutting import like, overridden, shapes_of
@@ -124,10 +125,10 @@ def _follow(state: Found, parameter: Found, sharding: Any) -> Any:
     partition = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(partition, PartitionSpec) or whole is None or len(partition) > len(whole):
         return PartitionSpec()
-    entries = (*partition, *[None] * (len(whole) - len(partition)))
+    entries = (*partition.partitions, *[None] * (len(whole) - len(partition)))
     found = {_entries(own, whole, entries, state.path) for own in shapes_of(state)}
     common = found.pop() if len(found) == 1 else ()
-    return like(sharding, PartitionSpec(*common) if any(common) else PartitionSpec())
+    return like(sharding, with_entries(partition, common if any(common) else ()))
 
 
 def _entries(

@@ -387,14 +387,21 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 
 
 def _data(value: Any) -> Any:
-    """The same as data for JSON; a spec as a list with an entry for each dimension."""
+    """The same as data for JSON; a spec as a list with an entry for each dimension.
+
+    With unreduced or reduced axes it is a mapping, which has this list as ``partitions``.
+    """
     if isinstance(value, ShardingRow):
         names = (f.name for f in dataclasses.fields(value) if f.name != "sharding")
         return {name: _data(getattr(value, name)) for name in names}
     value = value.spec if isinstance(value, NamedSharding) else value
     if isinstance(value, Mapping):
         return {str(key): _data(item) for key, item in value.items()}
-    if isinstance(value, tuple | list | PartitionSpec):
+    if isinstance(value, PartitionSpec):
+        summing = {"unreduced": sorted(value.unreduced), "reduced": sorted(value.reduced)}
+        entries = _data(value.partitions)
+        return {"partitions": entries, **summing} if any(summing.values()) else entries
+    if isinstance(value, tuple | list):
         return list(map(_data, value))
     is_plain = value is None or isinstance(value, int | float)
     return value if is_plain else _ADDRESS.sub("", str(value))

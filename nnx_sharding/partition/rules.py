@@ -10,7 +10,7 @@ from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..fitting import Indivisible, axes_of, suggested_spec, suggestion
+from ..fitting import Indivisible, axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
 from .given import (
     PatternKind,
@@ -196,7 +196,9 @@ def _spec_of(found: Found, own: Any, given: LogicalRules, mesh: Any) -> Any:
         raise ValueError(f"{len(named)} names for {len(shape)} dimensions")
     local = read_pairs("sharding_rules", metadata(found.variable).get("sharding_rules") or ())
     rules = LogicalRules((*local, *given.rules))
-    axes = [name for entry in named for name in axes_of(entry) if name not in rules.names]
+    axes = [
+        name for entry in named.partitions for name in axes_of(entry) if name not in rules.names
+    ]
     problems = _axis_problems(axes, rules, mesh)
     if problems:
         raise ValueError("; ".join(problems))
@@ -204,7 +206,8 @@ def _spec_of(found: Found, own: Any, given: LogicalRules, mesh: Any) -> Any:
         return named
     missing = 0 if shape is None else len(shape) - len(named)
     with_axes = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
-    return with_axes.spec((*named, *[None] * missing), shape, mesh)
+    entries = with_axes.spec((*named.partitions, *[None] * missing), shape, mesh).partitions
+    return with_entries(named, entries)
 
 
 def _axis_problems(axes: list[Any], rules: LogicalRules, mesh: Any) -> list[str]:

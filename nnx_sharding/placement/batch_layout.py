@@ -213,7 +213,7 @@ def _sharding(spec: Any, mesh: Any, shape: Sequence[int]) -> tuple[Any, list[str
     if not shape:  # a number belongs to all rows
         return NamedSharding(own[1], PartitionSpec(), memory_kind=kind), []
     problems = axis_problems(*own)
-    if PartitionSpec.UNCONSTRAINED in own[0]:
+    if PartitionSpec.UNCONSTRAINED in own[0].partitions:
         problems.append("UNCONSTRAINED leaves open what has to be known; write None or an axis")
     if problems:
         return None, problems

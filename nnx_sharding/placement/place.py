@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..checks.specs import Terms, check_axes, check_filters, fitted, shape_of, uses_of
 from ..errors import NoMeshError
-from ..fitting import INDIVISIBLE, Indivisible, describe
+from ..fitting import INDIVISIBLE, Indivisible, describe, with_entries
 from ..lifting.merge import unflatten
 from ..lifting.prefixes import Specs, target
 from ..lifting.resolve import reach, resolve, slot_names
@@ -195,7 +195,7 @@ def _trimmed(spec: Any, leaf: Any) -> Any:
         return None
     rank = len(leaf.shape)
     if isinstance(spec, PartitionSpec) and len(spec) > rank:
-        return spec.update(partitions=tuple(spec[:rank]))
+        return with_entries(spec, spec.partitions[:rank])
     if isinstance(spec, NamedSharding) and len(spec.spec) > rank:
         return spec.update(spec=_trimmed(spec.spec, leaf))
     return spec
@@ -245,7 +245,7 @@ def _problems(leaf: Any, spec: Any, mesh: Any) -> Iterator[str]:
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         return
     if isinstance(spec, PartitionSpec):
-        if PartitionSpec.UNCONSTRAINED in spec:
+        if PartitionSpec.UNCONSTRAINED in spec.partitions:
             yield "UNCONSTRAINED is for functions that are traced; write None"
             return
         spec = NamedSharding(mesh, PartitionSpec())

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .. import _compat
 from ..errors import NoMeshError
-from ..fitting import axes_of, axis_problems
+from ..fitting import axes_of, axis_problems, with_entries
 
 
 @_compat.api_boundary
@@ -99,14 +99,16 @@ def _sharding(name: str, given: Any, mesh: Any) -> Sharding:
 def row_sharding(sharding: Sharding) -> Sharding:
     """How a batch's first dimension alone is laid out."""
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        return NamedSharding(
+            sharding.mesh, with_entries(sharding.spec, sharding.spec.partitions[:1])
+        )
     return sharding
 
 
 def row_parts(sharding: Sharding) -> int:
     """Into how many parts the rows of a batch are cut."""
     if isinstance(sharding, NamedSharding):
-        axes = [axis for entry in sharding.spec[:1] for axis in axes_of(entry)]
+        axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
         return math.prod(sharding.mesh.shape[axis] for axis in axes)
     return sharding.num_devices // int(sharding.shard_shape((sharding.num_devices,))[0])
 
@@ -135,7 +137,7 @@ def cuts(sharding: Sharding) -> str:
     """What cuts the rows: ``'data' (2) × 'model' (4)``."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
-    axes = [axis for entry in sharding.spec[:1] for axis in axes_of(entry)]
+    axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
     return " × ".join(f"{axis!r} ({sharding.mesh.shape[axis]})" for axis in axes) or "no axis"
 
 

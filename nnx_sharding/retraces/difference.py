@@ -136,7 +136,7 @@ def _own_differences(x: Any, y: Any, where: str) -> Iterator[Difference]:
     elif x.kind != y.kind or x.children != y.children:
         return
     elif x.identity != y.identity:
-        yield Difference(_replaced(where, [("", x.type)]), look_alike=True)
+        yield Difference(_replaced(where, [""], [x.type.__name__]), look_alike=True)
 
 
 def _parts_of(x: Any) -> dict[Path, Child]:
@@ -197,6 +197,48 @@ def _brackets(kind: type) -> str:
 _MAX_PARTS = 1000  # of one value: beyond them nobody reads, and an object may lead anywhere
 
 
+class _Note(NamedTuple):
+    """What is to be seen of one part of a value.
+
+    Attributes:
+      type: its type.
+      code: where it is a function, its code.
+      text: how it is shown.
+      keys: what one would write behind it for each of its own parts; None if it is one piece.
+      by_identity: whether it is compared by identity.
+    """
+
+    type: type
+    code: types.CodeType | None
+    text: str
+    keys: tuple[str, ...] | None
+    by_identity: bool
+
+
+def note_of(value: Any) -> dict[str, _Note]:
+    """What is to be seen of a value and its parts, without a reference to any of them."""
+    notes: dict[str, _Note] = {}
+    stack = [("", value)]
+    seen: set[int] = set()
+    while stack and len(notes) < _MAX_PARTS:
+        suffix, part = stack.pop()
+        parts = None if id(part) in seen else _value_parts(part)
+        code = part.__code__ if isinstance(part, types.FunctionType) else None
+        keys = None if parts is None else tuple(parts)
+        notes[suffix] = _Note(type(part), code, show(part), keys, _has_no_eq(part))
+        if parts:
+            seen.add(id(part))
+            stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]
+    return notes
+
+
+def note_identities(structure: Structure) -> None:
+    """Notes what is to be seen of static objects that may be gone when somebody asks."""
+    for static in structure.identities():
+        if static.note is None:
+            static.note = note_of(static.value)
+
+
 def static_differences(where: str, old: Static, new: Static) -> Iterator[Difference]:
     """In which parts two static values differ.
 
@@ -205,53 +247,37 @@ def static_differences(where: str, old: Static, new: Static) -> Iterator[Differe
       old: what was there.
       new: what is there now.
     """
-    if _equal(old, new):
+    if old == new:
         return
-    a, b = old.value, new.value
-    changed: list[tuple[str, Any, Any]] = []
-    replaced: list[tuple[str, Any]] = []
-    stack: list[tuple[str, Any, Any, bool]] = [("", a, b, False)]
-    seen: set[tuple[int, int]] = set()
-    while stack and len(seen) < _MAX_PARTS:
-        suffix, x, y, inside = stack.pop()
-        if x is y or (id(x), id(y)) in seen:
+    a, b = (static.note or note_of(static.value) for static in (old, new))
+    changed: list[str] = []
+    replaced: list[str] = []
+    for suffix, x in a.items():
+        if any(suffix.startswith(above) for above in changed):
             continue
-        seen.add((id(x), id(y)))
-        parts_x, parts_y = _value_parts(x), _value_parts(y)
-        by_identity = type(x) is type(y) and _has_no_eq(x)
-        if type(x) is not type(y) or _code(x) != _code(y):
-            changed.append((suffix, x, y))
-        elif parts_x is None and parts_y is None:
-            if by_identity and show(x) == show(y):
-                replaced += [] if inside else [(suffix, x)]
-            elif not _equal(x, y):
-                changed.append((suffix, x, y))
-        elif parts_x is None or parts_y is None or parts_x.keys() != parts_y.keys():
-            changed.append((suffix, x, y))
-        else:
-            replaced += [(suffix, x)] if by_identity and not inside else []
-            pairs = [
-                (suffix + key, part, parts_y[key], inside or by_identity)
-                for key, part in parts_x.items()
-            ]
-            stack += reversed(pairs)
+        y = b.get(suffix)
+        if y is None or x[:2] != y[:2] or x.keys != y.keys or (not x.keys and x.text != y.text):
+            changed.append(suffix)
+        elif x.by_identity and not any(suffix.startswith(above) for above in replaced):
+            replaced.append(suffix)
     if changed:
-        for suffix, x, y in changed:
-            yield Difference(f"{where}{suffix}: {_show_two(x, y)}")
+        for suffix in changed:
+            yield Difference(f"{where}{suffix}: {_show_two(a[suffix], b.get(suffix))}")
     elif replaced:
-        yield Difference(_replaced(where, replaced), look_alike=True)
+        kinds = [a[suffix].type.__name__ for suffix in replaced]
+        yield Difference(_replaced(where, replaced, kinds), look_alike=True)
     else:
-        yield Difference(f"{where}: {_show_two(a, b)}")
+        yield Difference(f"{where}: {_show_two(a[''], b[''])}")
 
 
-def _replaced(where: str, replaced: Sequence[tuple[str, Any]]) -> str:
-    suffixes = [suffix for suffix, _ in replaced if suffix]
-    more = f" and {len(suffixes) - 3} more" if len(suffixes) > 3 else ""
-    parts = f": {', '.join(suffixes[:3])}{more}" if suffixes else ""
-    kinds = ", ".join(dict.fromkeys(type(value).__name__ for _, value in replaced))
+def _replaced(where: str, suffixes: Sequence[str], kinds: Sequence[str]) -> str:
+    inner = [suffix for suffix in suffixes if suffix]
+    more = f" and {len(inner) - 3} more" if len(inner) > 3 else ""
+    parts = f": {', '.join(inner[:3])}{more}" if inner else ""
     return (
         f"{where} is a new object each call, though it looks the same{parts} (compared by "
-        f"identity: {kinds} has no __eq__ of its own); make it once, outside of the loop"
+        f"identity: {', '.join(dict.fromkeys(kinds))} has no __eq__ of its own); make it once, "
+        "outside of the loop"
     )
 
 
@@ -288,24 +314,11 @@ def _has_no_eq(value: Any) -> bool:
     return own is object.__eq__
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, jax.Array) or isinstance(b, jax.Array):
-        return False  # to compare them would wait for the device; nobody asks if they are the same
-    try:
-        return bool(a == b if isinstance(a, Static) else Static.of(a) == Static.of(b))
-    except Exception:  # whatever the user's own __eq__ and __hash__ raise
-        return False
-
-
-def _code(value: Any) -> types.CodeType | None:
-    return value.__code__ if isinstance(value, types.FunctionType) else None
-
-
-def _show_two(a: Any, b: Any) -> str:
-    before, after = show(a), show(b)
+def _show_two(a: _Note, b: _Note | None) -> str:
+    before, after = a.text, "missing" if b is None else b.text
     if before != after:
         return f"{before} → {after}"
-    one, other = _code(a), _code(b)
+    one, other = a.code, None if b is None else b.code
     if one and other and one != other:
         lines = (f"{before} ({code.co_filename}:{code.co_firstlineno})" for code in (one, other))
         return " → ".join(lines)

@@ -12,7 +12,7 @@ import jax
 from .. import _compat
 from ..errors import RetraceError, RetraceWarning, report
 from .compare import between, nearest
-from .difference import Difference
+from .difference import Difference, note_identities
 from .limits import LIMITS, TraceLimit
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class TraceLog:
                 raise RetraceError(_refusal(own, new, earlier))
             taken.append(own)
         self._traces.append(new)
+        note_identities(pure.structure)
         if not seen:
             try:
                 self._warn_of_look_alikes(new, earlier)

@@ -18,7 +18,7 @@ from ..lifting.arguments import Call, Layout, Parameters, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
 from ..lifting.prefixes import Specs
-from .options import check_options, check_specs
+from .options import check_options, check_specs, needing_devices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -151,7 +151,16 @@ class _Jit:
             if self.device is not None or self.backend is not None:
                 warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
             jitted = jax.jit(pure, **options)
-        return Program(staged=jitted, top_level=jitted, inline=jitted)
+        top_level, given = jitted, _abstract_mesh(in_specs)
+        abstract = given or _abstract_mesh(out_specs)
+        if abstract is not None:
+            top_level = needing_devices(self.name, abstract, jitted, from_arrays=given is None)
+        return Program(staged=jitted, top_level=top_level, inline=jitted)
+
+
+def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:
+    meshes = (spec.mesh for spec in specs if isinstance(spec, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
 
 
 class _Options(TypedDict, total=False):

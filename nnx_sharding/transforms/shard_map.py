@@ -11,12 +11,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..checks.specs import Terms
-from ..fitting import INDIVISIBLE, Indivisible, axes_of
+from ..fitting import INDIVISIBLE, Indivisible, axes_of, only_axes
 from ..lifting.arguments import Call, Layout, Parameters, align_specs, sort_call
 from ..lifting.lifted import Lifted, Roles, lift
 from ..lifting.plan import Committed, Program
-from ..lifting.prefixes import Specs
-from .options import check_options, check_specs
+from ..lifting.prefixes import Specs, is_spec
+from ..lifting.statics import Static
+from .options import check_options, check_specs, needing_devices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,21 +57,28 @@ class _ShardMap:
         kwargs: dict[str, Any],
         layout: Layout,
     ) -> Call:
-        """Like any transform; but a plain Python value whose spec is None is static."""
+        """Like any transform; but what is no array is static where its spec is None, as in JAX."""
         call = sort_call(parameters, args, kwargs, layout)
         if not self.in_specs.may_hold_none:
             return call
-        specs = align_specs(self.in_specs.tree, parameters, layout, self.in_name)
-        positions = {
-            i
-            for i, spec in zip(layout.dynamic, specs[0], strict=True)
-            if spec is None and isinstance(args[i], _PLAIN)
-        }
-        if not positions:
-            return call
-        return sort_call(
-            parameters, args, kwargs, layout._replace(static=layout.static | positions)
+        # An argument that nobody mentions may be another number at each call: it stays dynamic.
+        positional, named = align_specs(
+            self.in_specs.tree, parameters, layout, self.in_name, other=PartitionSpec()
         )
+        specs: dict[Any, Any] = {**dict(zip(layout.dynamic, positional, strict=True)), **named}
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        plain = {
+            which for which, s in specs.items() if s is None and isinstance(values[which], _PLAIN)
+        }
+        layout = layout._replace(
+            static=layout.static.union(plain.intersection(layout.dynamic)),
+            static_keywords=layout.static_keywords.union(plain.intersection(named)),
+        )
+        values.update(
+            (which, _fixed(specs[which], values[which])) for which in specs.keys() - plain
+        )
+        fixed = (tuple(values[i] for i in range(len(args))), {k: values[k] for k in kwargs})
+        return sort_call(parameters, *fixed, layout)
 
     @property
     def has_key(self) -> bool:
@@ -123,7 +131,8 @@ class _ShardMap:
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
                 continue  # stays where it is; only its value could come out
-            named = {axis for entry in spec for axis in axes_of(entry)}
+            named = {axis for entry in spec.partitions for axis in axes_of(entry)}
+            named |= spec.unreduced | spec.reduced
             axes = sorted(_compat.varying_axes(leaf) & here - named, key=str)
             if axes:
                 missing.update(dict.fromkeys(axes))
@@ -184,7 +193,10 @@ class _ShardMap:
             outputs = (NamedSharding(self.current, spec) for spec in out_specs)
             options["out_shardings"] = (*outputs, None)
         jitted = jax.jit(mapped, **options)
-        return Program(staged=jitted, top_level=jitted if self.compiled else mapped, inline=mapped)
+        top_level: Callable[..., Any] = jitted if self.compiled else mapped
+        if isinstance(self.current, AbstractMesh):
+            top_level = needing_devices(self.name, self.current, top_level, from_arrays=True)
+        return Program(staged=jitted, top_level=top_level, inline=mapped)
 
     def _manual_axes(self) -> frozenset[Any]:
         names = frozenset(self.current.axis_names if self.current else ())
@@ -208,25 +220,37 @@ class _ShardMap:
                 f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
                 "not. Give in_specs, or make the mesh with AxisType.Explicit."
             )
-        return tuple(_manual_part(_type_spec(leaf), manual) for leaf in leaves)
+        return tuple(only_axes(_type_spec(leaf), manual) for leaf in leaves)
 
 
+_MAPS = (PartitionSpec, NamedSharding)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _fixed(spec: Any, value: Any) -> Any:
+    """A pytree in which everything is static that is no array and whose spec is None."""
+    if spec is None:
+        return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
+    if is_spec(spec):
+        return value
+    specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
+    try:
+        parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
+    except ValueError:  # no prefix, which is told with all that is wrong
+        return value
+    return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
+
+
+def _if_no_array(x: Any) -> Any:
+    is_array = _compat.is_graph_object(x) or (
+        not isinstance(x, _PLAIN) and _compat.is_array_like(x)
+    )
+    return x if is_array else Static.of(x)
 
 
 def _type_spec(leaf: Any) -> PartitionSpec:
     sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
     return PartitionSpec() if sharding is None else sharding.spec
-
-
-def _manual_part(spec: PartitionSpec, manual: Set[Any]) -> PartitionSpec:
-    """A spec without the axes over which the function is not mapped."""
-    parts = []
-    for part in spec:
-        axes = part if isinstance(part, tuple) else (part,)
-        kept = tuple(axis for axis in axes if axis in manual)
-        parts.append(kept if len(kept) > 1 else kept[0] if kept else None)
-    return PartitionSpec(*parts)
 
 
 class _Options(TypedDict, total=False):
@@ -288,9 +312,10 @@ def shard_map(
         ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`.
       in_specs: how the arguments are cut, given as ``in_shardings`` of
         :func:`~nnx_sharding.jit`. Updated Variables are put together by the same specs. A
-        plain Python value with the spec None is static; an array or module with it is
-        replicated. Without ``in_specs`` at all they are read from the types of the arrays,
-        on meshes whose axes are Explicit.
+        spec None makes static what is no array: a whole argument, or parts of one if the None
+        stands in a pytree. An array or module with it is replicated, and so is an argument that
+        ``in_specs`` does not mention. Without ``in_specs`` at all they are read from the types of
+        the arrays, on meshes whose axes are Explicit.
       mesh: the mesh; without it, the one in context. May be an ``AbstractMesh``.
       axis_names: the axes over which ``f`` is manual; empty means all.
       check_vma: check what the specs claim about replication. Default True.
@@ -366,7 +391,7 @@ def shard_map(
 
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"shard_map needs a Mesh or an AbstractMesh, not {mesh!r}.")
-    check_specs("shard_map", in_specs=transform.in_specs, out_specs=transform.out_specs)
+    check_specs("shard_map", _MAPS, in_specs=transform.in_specs, out_specs=transform.out_specs)
 
     def decorate(f: Callable[..., Any]) -> Any:
         if not callable(f):

@@ -47,6 +47,15 @@ def spec_axes(spec: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for entry in spec or () for axis in entry_axes(entry)))
 
 
+def summing_text(row: Mapping[str, Any]) -> str:
+    """The axes over which an array is unreduced or reduced; reports of older releases have none."""
+    found = {kind: row.get(kind) or () for kind in ("unreduced", "reduced")}
+    words = (
+        f", {kind} over {' and '.join(map(str, axes))}" for kind, axes in found.items() if axes
+    )
+    return "".join(words)
+
+
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes of one entry of a spec in JSON form."""
     if entry is None:

@@ -19,6 +19,7 @@ from .data import (
     report_data,
     reports_of,
     sent_by_kind,
+    summing_text,
 )
 
 if TYPE_CHECKING:
@@ -143,13 +144,16 @@ def _sent(collectives: Iterable[Mapping[str, Any]]) -> str:
 def row_data(row: ParameterRow) -> dict[str, Any]:
     """A row in the form that reports have in JSON."""
     spec: Any = row.spec
+    summing: dict[str, Any] = {"unreduced": (), "reduced": ()}
     if isinstance(spec, PartitionSpec):
-        spec = [list(axes_of(entry)) or None for entry in spec]
+        summing = {"unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}
+        spec = [list(axes_of(entry)) or None for entry in spec.partitions]
     return {
         "path": row.path or "(the root)",
         "shape": row.shape,
         "dtype": row.dtype,
         "spec": spec,
+        **summing,
         "shard_shape": row.shard_shape,
         "bytes_per_device": row.bytes_per_device,
         "bytes_total": row.bytes_total,
@@ -190,7 +194,7 @@ def _layout(row: Mapping[str, Any], axes: dict[str, int]) -> str:
             for axis in entry_axes(entry)
         )
         texts.append(f"{size}{''.join(chips)}")
-    return " × ".join(texts) or "scalar"
+    return (" × ".join(texts) or "scalar") + escaped(summing_text(row))
 
 
 def _exact(n: int) -> str:

@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ... import _compat
 from ...errors import CheckpointError
 from ...filters import to_predicate
-from ...fitting import axis_problems, describe, shape_problems, suggestion
+from ...fitting import axis_problems, describe, shape_problems, suggestion, unsummed
 from ...lifting.split import Flat, flatten
+from ...lifting.transfer import transfer
 from ...partition.constrain import assign
 from ...partition.layout import has_memory, rebuilt, sharding_of
 from .checksums import is_key
@@ -289,9 +290,10 @@ def _like(value: Any, leaf: Any, goal: Any) -> Any:
 def _placed(value: Any, dtype: Any, goal: Any) -> jax.Array:
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
-        return jnp.asarray(host) if goal is None else jax.device_put(host, goal)
+        return jnp.asarray(host) if goal is None else transfer([host], [goal])[0]
     if value.dtype == dtype:
-        return value
+        placed: jax.Array = value if unsummed(goal) is goal else transfer([value], [goal])[0]
+        return placed
     converted: jax.Array = _converted(dtype, goal)(value)
     return converted
 

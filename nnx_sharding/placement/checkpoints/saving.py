@@ -12,7 +12,9 @@ from jax.experimental import multihost_utils
 
 from ... import _compat
 from ...errors import CheckpointError
+from ...fitting import unsummed
 from ...lifting.split import flatten
+from ...lifting.transfer import transfer
 from .checksums import checksums, is_key
 from .library import as_folder, beside, orbax
 from .named import Name, Named, clashes, is_reference, is_storable, kind_of, named
@@ -115,7 +117,8 @@ def snapshot(what: str, tree: Any) -> Snapshot:
     flat = flatten(tree)
     found = list(named(flat))
     _check_storable(what, found, flat.leaves)
-    values = {each.name: _content(flat.leaves[each.slot]) for each in found}
+    leaves = transfer(flat.leaves, list(map(_stored_as, flat.leaves)))
+    values = {each.name: _content(leaves[each.slot]) for each in found}
     full = {name: value for name, value in values.items() if np.size(value)}
     if not full:
         raise ValueError(f"{what}: there are no arrays with content to save.")
@@ -165,6 +168,13 @@ def _check_storable(what: str, found: Sequence[Named], leaves: Sequence[Any]) ->
             + "\n".join(same)
             + "\nRename a key."
         )
+
+
+def _stored_as(leaf: Any) -> Any:
+    """Orbax knows neither unreduced nor reduced arrays; what is stored of them are the sums."""
+    own = getattr(leaf, "sharding", None)
+    stored = unsummed(own)
+    return None if stored is own else stored
 
 
 def _content(leaf: Any) -> Any:

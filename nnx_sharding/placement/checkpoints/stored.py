@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ...errors import CheckpointError, NoCheckpointError
+from ...fitting import unsummed
 from ...lifting.structure import PyTreeDef, path_key, path_string
 from .checksums import checksums, is_key
 from .library import as_folder, beside, orbax
@@ -268,7 +269,7 @@ def _how(entry: Entry, sharding: Any) -> Any:
         return ocp.RestoreArgs()
     if sharding is None:
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=sharding)
+    return ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
 
 
 def _empty(entry: Entry) -> Any:

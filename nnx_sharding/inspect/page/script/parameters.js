@@ -20,6 +20,9 @@ function layoutOf(row, mesh) {
           entryAxes(row.spec[i]).map((axis) => [" ", chip(axis, axisSize(mesh, axis))]),
         ])
       : "scalar",
+    ["unreduced", "reduced"]
+      .filter((kind) => listOf(row[kind]).length)
+      .map((kind) => el("span", { class: "muted" }, `, ${kind} over ${row[kind].join(" and ")}`)),
   );
 }
 

@@ -1,0 +1,443 @@
+"""Unreduced and reduced axes in specs: the numbers and types of plain JAX, everywhere."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from models import P, mesh_of
+from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding.constraints import get_names_from_partition_spec, match_partition_rules
+from nnx_sharding.errors import CorrectedSpecWarning
+from nnx_sharding.exporting import export
+from nnx_sharding.fitting import fit, variants
+from nnx_sharding.inspect import ProgramReport, parameter_table
+from nnx_sharding.partition import (
+    LogicalRules,
+    check_sharding,
+    from_metadata,
+    fsdp,
+    optimizer_sharding,
+    with_sharding_constraint,
+)
+from nnx_sharding.placement import place, process_rows, restore, save
+
+X = np.arange(32, dtype=np.float32).reshape(4, 8)
+W = np.arange(64, dtype=np.float32).reshape(8, 8) / 8
+SUMMANDS = P(None, "y", unreduced={"x"})
+COPIES = P(None, None, reduced={"x"})
+
+
+def mesh24(kind="explicit"):
+    return mesh_of((2, 4), ("x", "y"), kind)
+
+
+def put(x, *entries):
+    return jax.device_put(x, P(*entries))
+
+
+def columns():
+    return put(X, None, "x")
+
+
+def rows():
+    return put(W, "x", "y")
+
+
+def partial_product(x, w):
+    return jnp.einsum("ab,bc->ac", x, w, out_sharding=SUMMANDS)
+
+
+def summands():
+    return jax.jit(partial_product)(columns(), rows())
+
+
+def copies():
+    return jax.sharding.reshard(put(W, None, None), COPIES)
+
+
+def batch():
+    return put(np.ones((8, 8), np.float32), "x", None)
+
+
+def total(u):
+    return jax.sharding.reshard(u, P(None, "y"))
+
+
+def seen(tree):
+    """The type of each array, and what each device holds of it."""
+    return [
+        (jax.typeof(x).str_short(True), x.sharding, [np.asarray(s.data).tolist() for s in shards])
+        for x in jax.tree.leaves(tree)
+        for shards in [x.addressable_shards]
+    ]
+
+
+def scattered_gradient(x, w, jit):
+    """FSDP: the weights are gathered as reduced, so that their gradient is scattered once."""
+
+    def loss(w, x):
+        return jnp.sum((x @ jax.sharding.reshard(w, COPIES)) ** 2)
+
+    return jit(jax.value_and_grad(loss), in_shardings=P("x", None))(w, x)
+
+
+@jax.custom_vjp
+def gathered(w):
+    return jax.lax.all_gather(w, "x", tiled=True, to="reduced")
+
+
+def _gathered_forward(w):
+    return gathered(w), None
+
+
+def _gathered_backward(_, g):
+    return (jax.lax.psum_scatter(g, "x", tiled=True),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def mapped_loss(shard_map, gather):
+    return shard_map(
+        lambda x, w: jax.lax.psum(((x @ gather(w)) ** 2).sum(), "x"),
+        in_specs=(P("x"), P("x")),
+        out_specs=P(),
+    )
+
+
+# Each takes `jit` and `shard_map`: those of JAX, or ours.
+PROGRAMS = {
+    "made by a product": lambda jit, _: jit(partial_product)(columns(), rows()),
+    "into jit": lambda jit, _: jit(total)(summands()),
+    "in_shardings": lambda jit, _: jit(total, in_shardings=SUMMANDS)(summands()),
+    "in_shardings with a mesh": lambda jit, _: jit(
+        total, in_shardings=NamedSharding(jax.sharding.get_mesh(), SUMMANDS)
+    )(summands()),
+    "reduced in_shardings": lambda jit, _: jit(lambda w: w + w, in_shardings=COPIES)(copies()),
+    "out_shardings": lambda jit, _: jit(partial_product, out_shardings=SUMMANDS)(columns(), rows()),
+    "reduced out_shardings": lambda jit, _: jit(
+        lambda w: jax.sharding.reshard(w, COPIES), out_shardings=COPIES
+    )(put(W, None, None)),
+    "sums of them": lambda jit, _: jit(lambda u: u + u)(summands()),
+    "psum": lambda _, shard_map: shard_map(
+        lambda u: jax.lax.psum(u, "x"), in_specs=SUMMANDS, out_specs=P(None, "y")
+    )(summands()),
+    "psum_scatter": lambda _, shard_map: shard_map(
+        lambda u: jax.lax.psum_scatter(u, "x", tiled=True), in_specs=SUMMANDS, out_specs=P("x", "y")
+    )(summands()),
+    "inferred": lambda _, shard_map: shard_map(
+        lambda u: jax.lax.psum(u, "x"), out_specs=P(None, "y")
+    )(summands()),
+    "pcast to unreduced": lambda _, shard_map: shard_map(
+        lambda x, w: jax.lax.pcast(x @ w, "x", to="unreduced"),
+        in_specs=(P(None, "x"), P("x", "y")),
+        out_specs=SUMMANDS,
+    )(columns(), rows()),
+    "pcast to reduced": lambda _, shard_map: shard_map(
+        lambda w: jax.lax.pcast(w, "x", to="reduced"), in_specs=P(None, None), out_specs=COPIES
+    )(put(W, None, None)),
+    "all_gather to reduced": lambda _, shard_map: shard_map(
+        lambda w: jax.lax.all_gather(w, "x", tiled=True, to="reduced"),
+        in_specs=P("x", None),
+        out_specs=COPIES,
+    )(put(W, "x", None)),
+    "reduced in_specs": lambda _, shard_map: shard_map(
+        lambda x, w: x @ w, in_specs=(P("x"), COPIES), out_specs=P("x")
+    )(batch(), copies()),
+    "gradient of FSDP": lambda jit, _: scattered_gradient(batch(), put(W, "x", None), jit),
+    "gradient of FSDP, mapped": lambda jit, shard_map: jit(
+        jax.value_and_grad(
+            mapped_loss(shard_map, lambda w: jax.lax.all_gather(w, "x", tiled=True, to="reduced")),
+            argnums=1,
+        )
+    )(batch(), put(W, "x", None)),
+    "gradient of FSDP, custom_vjp": lambda jit, shard_map: jit(
+        jax.value_and_grad(mapped_loss(shard_map, gathered), argnums=1)
+    )(batch(), put(W, "x", None)),
+    "gradient of reduced in_specs": lambda jit, shard_map: jit(
+        jax.value_and_grad(
+            lambda w: (
+                shard_map(lambda x, w: x @ w, in_specs=(P("x"), COPIES), out_specs=P("x"))(
+                    batch(), w
+                )
+                ** 2
+            ).sum()
+        )
+    )(copies()),
+    "gradient of reduced out_specs": lambda jit, shard_map: jit(
+        jax.value_and_grad(
+            lambda w: (
+                (
+                    batch()
+                    @ shard_map(
+                        lambda w: jax.lax.all_gather(w, "x", tiled=True, to="reduced"),
+                        in_specs=P("x", None),
+                        out_specs=COPIES,
+                    )(w)
+                )
+                ** 2
+            ).sum()
+        )
+    )(put(W, "x", None)),
+}
+ERRORS = {
+    "sin": lambda jit, _: jit(jnp.sin)(summands()),
+    "sin in shard_map": lambda _, shard_map: shard_map(
+        jnp.sin, in_specs=SUMMANDS, out_specs=SUMMANDS
+    )(summands()),
+}
+
+
+class EqualToJaxTest(parameterized.TestCase):
+    @parameterized.named_parameters((name, program) for name, program in PROGRAMS.items())
+    def test_program(self, program):
+        with jax.set_mesh(mesh24()):
+            self.assertEqual(seen(program(jit, shard_map)), seen(program(jax.jit, jax.shard_map)))
+
+    @parameterized.named_parameters((name, program) for name, program in ERRORS.items())
+    def test_error(self, program):
+        with jax.set_mesh(mesh24()):
+            with self.assertRaises(Exception) as theirs:
+                program(jax.jit, jax.shard_map)
+            with self.assertRaises(type(theirs.exception)) as ours:
+                program(jit, shard_map)
+        self.assertEqual(str(ours.exception), str(theirs.exception))
+
+    def test_microbatches(self):
+        def step(jit):
+            def microbatches(w, xs):
+                def add(total, x):
+                    grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+                    return total + grads, None
+
+                start = jax.sharding.reshard(jnp.zeros_like(w), P(unreduced={"x"}))
+                return jax.sharding.reshard(jax.lax.scan(add, start, xs)[0], P())
+
+            xs = put(np.ones((3, 8, 8), np.float32), None, "x", None)
+            return jit(microbatches, in_shardings=(COPIES, P(None, "x", None)))(copies(), xs)
+
+        with jax.set_mesh(mesh24()):
+            self.assertEqual(seen(step(jit)), seen(step(jax.jit)))
+
+
+def model_of(value):
+    return nnx.Dict(w=nnx.Param(value))
+
+
+class ModelTest(parameterized.TestCase):
+    """Variables are laid out as declared, and come back so."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(jax.set_mesh(mesh24()))
+
+    @parameterized.named_parameters(
+        ("NumPy", lambda: W),
+        ("one device", lambda: jax.device_put(W, jax.devices()[0])),
+        ("replicated", lambda: put(W, None, None)),
+        ("reduced", copies),
+    )
+    def test_reduced(self, value):
+        model, types = model_of(value()), []
+
+        @jit(in_shardings=(StateSharding({...: COPIES}), P("x", None)), committed="move")
+        def grads(model, x):
+            types.append(jax.typeof(model.w[...]).str_short(True))
+            return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(model.w[...])
+
+        ours = grads(model, batch())
+        self.assertEqual(types, ["f32[8,8]{R:x}"])
+        self.assertEqual(jax.typeof(ours).str_short(True), "f32[8,8]{U:x}")
+        theirs = jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)))(copies(), batch())
+        self.assertEqual(seen(ours), seen(theirs))
+        self.assertEqual(seen(model.w[...]), seen(copies()))
+
+    def test_no_error_where_only_the_type_differs(self):
+        model = model_of(put(W, None, None))
+        jit(lambda model: None, in_shardings=(StateSharding({...: COPIES}),))(model)
+        self.assertEqual(model.w.sharding.spec, COPIES)
+
+    @parameterized.parameters(jit, shard_map)
+    def test_unreduced(self, transform):
+        option = "shardings" if transform is jit else "specs"
+        specs = {f"in_{option}": (StateSharding({...: SUMMANDS}),), f"out_{option}": SUMMANDS}
+        model = model_of(W)
+
+        @transform(**specs)
+        def twice(model):
+            model.w[...] = model.w[...] + model.w[...]
+            return model.w[...]
+
+        out = twice(model)
+        for ours in (out, model.w[...]):
+            self.assertEqual(jax.typeof(ours).str_short(True), "f32[8,8@y]{U:x}")
+            np.testing.assert_array_equal(jax.sharding.reshard(ours, P()), 2 * W)
+        twice(model)
+        np.testing.assert_array_equal(jax.sharding.reshard(model.w[...], P()), 4 * W)
+
+    def test_from_and_to_other_devices(self):
+        elsewhere = NamedSharding(mesh_of((2,), ("x",), "explicit"), P())
+        model = place(model_of(W), StateSharding({...: elsewhere}))
+        place(model, StateSharding({...: SUMMANDS}))
+        self.assertEqual(model.w.sharding.spec, SUMMANDS)
+        place(model, StateSharding({...: elsewhere}))
+        np.testing.assert_array_equal(model.w[...], W)
+        self.assertEqual(model.w.sharding, elsewhere)
+
+    @parameterized.parameters("reduced", "unreduced")
+    def test_checkpoint(self, kind):
+        spec = P(None, "y", **{kind: {"x"}})
+        model = place(model_of(W), StateSharding({...: spec}))
+        with tempfile.TemporaryDirectory() as folder:
+            save(f"{folder}/model", model)
+            empty = place(model_of(0 * W), StateSharding({...: spec}))
+            restore(f"{folder}/model", empty)
+        self.assertEqual(empty.w.sharding.spec, spec)
+        np.testing.assert_array_equal(jax.sharding.reshard(empty.w[...], P()), W)
+
+    def test_constraint(self):
+        for spec in (SUMMANDS, COPIES):
+            for value, like in ((W, put(W, None, None)), (put(W, "x", None),) * 2):
+                ours = with_sharding_constraint(value, spec)
+                self.assertEqual(seen(ours), seen(jax.sharding.reshard(like, spec)))
+            traced = jax.jit(lambda x, spec=spec: with_sharding_constraint(x, spec))(put(W, "x"))
+            self.assertEqual(seen(traced), seen(ours))
+        back = with_sharding_constraint(summands(), P(None, "y"))
+        self.assertEqual(seen(back), seen(total(summands())))
+
+    def test_constraint_with_open_dimensions(self):
+        spec = P(P.UNCONSTRAINED, None, unreduced={"y"})
+        ours = jax.jit(lambda x: with_sharding_constraint(x, spec))(put(W, "x", None))
+        self.assertEqual(ours.sharding.spec, P("x", None, unreduced={"y"}))
+
+    def test_corrections(self):
+        spec = P("x", "gone", unreduced={"y"}, reduced={"none"})
+        with self.assertWarnsRegex(CorrectedSpecWarning, "no axis 'gone'; the mesh has no axis 'n"):
+            ours = with_sharding_constraint(W, spec)
+        self.assertEqual(ours.sharding.spec, P("x", None, unreduced={"y"}))
+        message = "'x' is of type Auto; only Explicit"
+        with jax.set_mesh(mesh24("auto")), self.assertWarnsRegex(CorrectedSpecWarning, message):
+            ours = with_sharding_constraint(W, SUMMANDS)
+        self.assertEqual(ours.sharding.spec, P(None, "y"))
+
+    def test_indivisible(self):
+        spec = P("y", None, reduced={"x"})
+        model = model_of(W[:3])
+        with self.assertWarns(CorrectedSpecWarning):
+            jit(lambda m: None, in_shardings=(StateSharding({...: spec}),), indivisible="drop")(
+                model
+            )
+        self.assertEqual(model.w.sharding.spec, COPIES)
+
+
+class ErrorTest(parameterized.TestCase):
+    def test_out_specs_that_leave_it_out(self):
+        with jax.set_mesh(mesh24()), self.assertRaises(ValueError) as caught:
+            shard_map(lambda u: u, in_specs=SUMMANDS, out_specs=P(None, "y"))(summands())
+        self.assertIn("output, float32[4,2]{V:y, U:x}, P(None, 'y')", str(caught.exception))
+
+    def test_axes_that_cannot_be(self):
+        run = jit(
+            lambda x, w: x,
+            in_shardings=(P(unreduced={"x"}), P(None, reduced={"z"})),
+            mesh=mesh24("auto"),
+        )
+        with self.assertRaises(ValueError) as caught:
+            run(X, W)
+        self.assertIn("x: only axes of type Explicit can be unreduced", str(caught.exception))
+        self.assertIn("for w: the mesh has no axis 'z'", str(caught.exception))
+
+    def test_another_type_than_declared(self):
+        with jax.set_mesh(mesh24()):
+            for transform, option in ((jit, "shardings"), (shard_map, "specs")):
+                specs = {f"in_{option}": P(None, "y"), f"out_{option}": P(None, "y")}
+                with self.assertRaises(ValueError) as caught:
+                    transform(lambda x: x, **specs)(summands())
+                for fact in ("x is float32[4,8@y]{U:x}, declared P(None, 'y')", "unreduced={'x'}"):
+                    self.assertIn(fact, str(caught.exception))
+
+
+class DescriptionTest(absltest.TestCase):
+    """Reports, tables and files say it, and strategies keep it."""
+
+    def setUp(self):
+        super().setUp()
+        self.enter_context(jax.set_mesh(mesh24()))
+
+    def test_report(self):
+        compiled = jit(total, in_shardings=SUMMANDS).lower(summands()).compile()
+        report = compiled.report()
+        [row] = report.parameters
+        self.assertEqual((row.spec, row.unreduced, row.reduced), ((None, "y"), ("x",), ()))
+        self.assertIn("P(None, 'y', unreduced={'x'})", str(report))
+        self.assertEqual(ProgramReport.from_json(report.to_json()), report)
+        self.assertEqual(compiled.memory().arguments, row.bytes_per_device)
+        older = json.loads(report.to_json())
+        for data in older["parameters"]:
+            del data["unreduced"], data["reduced"]
+        self.assertEqual(ProgramReport.from_dict(older).parameters[0].reduced, ())
+
+    def test_tables(self):
+        table = parameter_table(model_of(summands()))
+        self.assertIn("unreduced={'x'}", str(table))
+        self.assertIn("unreduced over x", table._repr_html_())
+
+    def test_check_sharding(self):
+        [row] = check_sharding(model_of(W), StateSharding({...: SUMMANDS})).as_dict()["rows"]
+        expected = {"partitions": [None, "y"], "unreduced": ["x"], "reduced": []}
+        self.assertEqual(row["spec"], expected)
+
+    def test_export(self):
+        exported = export(jit(total, in_shardings=SUMMANDS))(summands())
+        self.assertEqual(exported.manifest.inputs[0].unreduced, ("x",))
+        self.assertIn("unreduced={'x'}", str(exported.manifest))
+        np.testing.assert_array_equal(exported.call(summands()).output, X @ W)
+        self.assertEqual(
+            type(exported.manifest).from_json(exported.manifest.to_json()), exported.manifest
+        )
+
+    def test_strategies(self):
+        mesh, base = jax.sharding.get_mesh(), StateSharding({...: COPIES})
+        found = fsdp(model_of(W), mesh, axis="y", min_size=0, base=base)
+        self.assertEqual(found.shardings, (P(None, "y", reduced={"x"}),))
+        self.assertEqual(fsdp(model_of(W), mesh, axis="x", base=base).shardings, (COPIES,))
+
+    def test_specs_are_kept(self):
+        spec = P(("x", "y"), None, unreduced={"z"})
+        sizes = {"x": 2, "y": 4, "z": 2}
+        self.assertEqual(fit(spec, (2, 2), sizes, "drop"), P("x", None, unreduced={"z"}))
+        self.assertEqual(fit(spec, (3, 2), sizes, "replicate"), P(unreduced={"z"}))
+        for part in variants(spec, "drop"):
+            self.assertEqual(part.unreduced, {"z"})
+        rules = [(".*", P(None, None, None, reduced={"x"}))]
+        self.assertEqual(match_partition_rules(rules, {"w": W})["w"], COPIES)
+        names = P("embed", None, reduced={"x"})
+        self.assertEqual(LogicalRules({"embed": "y"}).spec(names), P("y", None, reduced={"x"}))
+        annotated = nnx.Param(W, out_sharding=P("embed", reduced={"x"}), eager_sharding=False)
+        found = from_metadata(nnx.Dict(w=annotated), {"embed": "y"})
+        self.assertEqual(found.shardings, (P("y", None, reduced={"x"}),))
+        self.assertEqual(get_names_from_partition_spec(SUMMANDS), ["y", "x"])
+        self.assertEqual(process_rows(P("y", reduced={"x"}), 8), slice(0, 8))
+
+    def test_optimizer(self):
+        import optax
+
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(
+            model, optax.adafactor(1e-3, min_dim_size_to_factor=1), wrt=nnx.Param
+        )
+        specs = StateSharding({nnx.PathContains("kernel"): P("y", None, reduced={"x"}), ...: P()})
+        found = optimizer_sharding(optimizer, specs, model=model)
+        self.assertIn(P("y", reduced={"x"}), found.shardings)
+
+
+if __name__ == "__main__":
+    absltest.main()
