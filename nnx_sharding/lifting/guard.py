@@ -189,7 +189,7 @@ class _Builder:
             for position, entry in statics:
                 own, kind = open_static(self._opened(position))
                 self._kinds.append(kind)
-                self._add_static_parts(own, kind, entry)
+                self._add_static_parts(own, kind[0], entry)
 
     def _opened(self, position: int) -> Any:
         found = self._stream[position]
@@ -240,7 +240,7 @@ class _Builder:
     def _add_static_parts(
         self, parts: Sequence[Any], kind: tuple[Any, ...], entry: StaticEntry | Group
     ) -> None:
-        if kind != entry.kind:
+        if kind != entry.kind or len(parts) != len(entry.children):
             raise _NotGuardedError
         self._add_all(parts, entry.children)
 

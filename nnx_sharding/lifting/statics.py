@@ -296,12 +296,9 @@ def _defaultdict_assign(own: Any, _: Any, parts: Sequence[Any]) -> list[Operatio
 
 def _array_open(own: Any) -> tuple[Hashable, Sequence[Any]]:
     plain = own.view(np.ndarray) if isinstance(own, np.ndarray) else np.asarray(own)
-    detail: list[Any] = [plain.dtype, plain.shape]
-    if isinstance(own, np.ma.MaskedArray):
-        detail += [np.ma.getmaskarray(own).tobytes(), repr(own.fill_value)]
     if plain.dtype.hasobject:
-        return tuple(detail), plain.ravel().tolist()
-    return (*detail, plain.tobytes()), ()
+        return (plain.dtype, plain.shape), plain.ravel().tolist()
+    return (plain.dtype, plain.shape, plain.tobytes()), ()
 
 
 def _array_of(detail: Any, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -323,11 +320,7 @@ def _array_assign(own: Any, detail: Any, parts: Sequence[Any]) -> list[Operation
     plain = own.view(np.ndarray) if isinstance(own, np.ndarray) else own
     if plain.shape != detail[1] or plain.dtype != detail[0]:
         raise TypeError("the shape or dtype of a NumPy array was changed in place")
-    operations: list[Operation] = [(type(plain).__setitem__, plain, ..., _array_of(detail, parts))]
-    if isinstance(own, np.ma.MaskedArray):
-        mask = np.frombuffer(detail[2], np.ma.make_mask_descr(own.dtype)).reshape(own.shape)
-        operations.append((setattr, own, "mask", mask))
-    return operations
+    return [(type(plain).__setitem__, plain, ..., _array_of(detail, parts))]
 
 
 _FORMS: dict[type, Form] = {
@@ -443,11 +436,11 @@ def content_of(value: Any) -> Content | None:
 
 
 def opened(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """The parts of an object that is compared by content, and its kind, as the walk asks for it."""
+    """The parts of an object that is compared by content; its kind, and the number of parts."""
     found = content_of(value)
     if found is None:
         raise TypeError(f"{type(value).__name__} objects have no content")
-    return list(found.parts), found.kind
+    return list(found.parts), (found.kind, len(found.parts))
 
 
 def is_fixed(kind: tuple[Any, ...]) -> bool:

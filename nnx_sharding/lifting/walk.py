@@ -54,7 +54,7 @@ class Recipe(NamedTuple):
       types: the type of each object and container that is opened.
       lengths: the length of each sequence.
       treedefs: the treedef of each other pytree.
-      kinds: the kind of each other static object.
+      kinds: the kind of each other static object, and how many parts it has.
       frozen: positions of statics that are compared by value.
       mentions: positions of objects, each as often as it is mentioned.
       leaves: the position of each array, by slot.
