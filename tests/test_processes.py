@@ -355,6 +355,8 @@ class UsageTest(Case):
         (["launch", "--processes", "0", "x.py"], "at least 1, not 0"),
         (["launch", "--processes", "two", "x.py"], "invalid"),
         (["launch", "--devices-per-process", "-1", "x.py"], "at least 1, not -1"),
+        (["launch", "--processes", "99999999", "x.py"], "at most 10000, not 99999999"),
+        (["launch", "--devices-per-process", "99999999", "x.py"], "at most 10000"),
         (["launch", "--timeout", "0", "x.py"], "more than 0, not 0"),
         (["launch", "--timeout", "nan", "x.py"], "more than 0, not nan"),
         (["launch", "--grace", "soon", "x.py"], "invalid"),
@@ -384,6 +386,8 @@ class UsageTest(Case):
     def test_function_checks_its_arguments(self):
         with pytest.raises(ValueError, match=r"processes is at least 1, not 0; .* is empty"):
             launch([], processes=0)
+        with pytest.raises(ValueError, match="at most 10000 devices in all, got 200 processes of"):
+            launch(["x.py"], processes=200, devices_per_process=51)
 
 
 class LibraryTest(Case):

@@ -17,6 +17,7 @@ from ..inspect.page import write_html
 from ..inspect.program import ProgramReport
 from ..inspect.terminal import show_report
 from ..inspect.virtual import planning_mesh
+from ..launching.environment import MOST_DEVICES
 from ..lifting.lifted import Lifted
 from ..stages import Compiled, Lowered, Traced
 from ..transforms.jit import jit
@@ -203,4 +204,6 @@ def _device(text: str) -> Device:
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a number from 1 on, not {text}")
+    if int(text) > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_DEVICES}, not {text}")
     return int(text)
