@@ -178,7 +178,10 @@ def _item_folder(what: str, folder: Any) -> Any:
 
 
 def _children(folder: Any) -> list[Any]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # it may be deleted meanwhile
+        return []
 
 
 def _entries(found: Any) -> Iterator[tuple[Name, Entry]]:
