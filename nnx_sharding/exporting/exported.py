@@ -114,7 +114,8 @@ class Exported:
 
         Raises:
           ImportError: ``flatbuffers`` is missing, which ``jax.export`` writes with.
-          ValueError: a dtype or another part of the program has no form in a file.
+          ValueError: a dtype or another part of the program has no form in a file, or there are
+            too many arrays.
         """
         try:
             program = self._data or bytes(self._program.serialize(vjp_order=vjp_order))
