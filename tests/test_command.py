@@ -22,6 +22,7 @@ from nnx_sharding.inspect import Comparison, ProgramReport
 ROOT = Path(__file__).parents[1]
 
 # What a user would have in a file of their own.
+HOSTILE = "\x1b]0;hacked\x07\x9b31m"
 PLAN = textwrap.dedent("""\
     import jax
     import jax.numpy as jnp
@@ -118,6 +119,18 @@ PLAN = textwrap.dedent("""\
 
 
     a_number = 3
+
+
+    def hostile():
+        raise ValueError("\\x1b]0;hacked\\x07\\x9b31m")
+
+
+    def hostile_name():
+        return traced(jax.make_mesh((1,), ("data",))).lower().compile().report("\\x1b]hacked\\x9b")
+
+
+    def hostile_names():
+        return {"\\x1b]hacked\\x9b": (lambda x: 1 / 0, X)}
     """)
 
 
@@ -305,6 +318,21 @@ class CommandTest(parameterized.TestCase):
         code, out, error = self.run_command(*(word.format(path=self.path) for word in words))
         assert (code, out) == (2, ""), error
         assert error.startswith("usage: ") and expected in error, error
+
+    @parameterized.parameters(
+        (["inspect", "{path}:{name}"], 2), (["inspect", "{name}.py:f"], 2), (["{name}"], 2),
+        (["inspect", "{path}:f", "--mesh", "{name}"], 2), (["launch", "{name}"], 2),
+        (["compare", "{path}:f", "--device", "{name}"], 2), (["diff", "{name}", "{name}"], 2),
+        (["inspect", "{path}:hostile"], 1), (["inspect", "{path}:f", "--{name}"], 2),
+        (["inspect", "{path}:hostile_name"], 0), (["compare", "{path}:hostile_names"], 1),
+        (["inspect", "{path}:hostile_name", "--json", "-"], 0),
+    )  # fmt: skip
+    def test_no_name_controls_the_terminal(self, words, expected):
+        names = {"path": self.path, "name": HOSTILE}
+        code, out, error = self.run_command(*(word.format(**names) for word in words))
+        assert code == expected, error
+        assert (out + error).replace("\n", "").isprintable(), out + error
+        assert "hacked" in out + error
 
     def test_as_many_devices_as_there_are(self):
         assert self.inspect("own_mesh", "--devices", jax.device_count())[0] == 0

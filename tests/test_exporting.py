@@ -697,6 +697,14 @@ class FileTest(Case):
             exported.save(self.folder / "g.zip")
         self.assertFalse((self.folder / "g.zip").exists())
 
+    def test_names_control_no_terminal(self):
+        name = "\x1b]0;hacked\x07\x9b31m"
+        self.path.write_bytes(self.forged({"function": name, "static": {name: name}}))
+        loaded = exporting.load(self.path)
+        assert loaded.manifest.function == name
+        for text in str(loaded), str(loaded.manifest), repr(loaded):
+            assert text.replace("\n", "").isprintable() and "hacked" in text
+
     def test_versions(self):
         for version in (0, 2, "1", None):
             self.refuse(self.forged({"version": version}), "reads format 1")

@@ -21,6 +21,7 @@ from ..launching.environment import MOST_DEVICES
 from ..lifting.lifted import Lifted
 from ..stages import Compiled, Lowered, Traced
 from ..transforms.jit import jit
+from .output import say
 from .targets import TargetError, UsersError, find, told
 
 
@@ -84,7 +85,7 @@ def write(arguments: argparse.Namespace, told: Any, page: Any = None) -> None:
     if isinstance(told, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
         show_report(told)
     else:
-        print(told.to_json() if arguments.json == "-" else told)
+        say(told.to_json() if arguments.json == "-" else told)
 
 
 def found_by(arguments: argparse.Namespace) -> tuple[Any, Mesh | None]:

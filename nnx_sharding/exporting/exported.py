@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from .. import _compat
+from ..analysis.units import printable
 from ..errors import ExportError
 from . import files, trees
 from .devices import Layouts, layouts_on, mesh_at_hand, place
@@ -148,7 +149,7 @@ class Exported:
         return str(self.manifest)
 
     def __repr__(self) -> str:
-        return f"<nnx_sharding.exporting.Exported of {self.manifest.function}>"
+        return printable(f"<nnx_sharding.exporting.Exported of {self.manifest.function}>")
 
 
 def load(path: str | os.PathLike[str]) -> Exported:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..analysis.memory import array_bytes
+from ..analysis.units import printable
 from ..lifting.split import Flat, flatten
 from ..lifting.structure import Container, Path, Place, VariableEntry, container_keys, path_string
 
@@ -201,6 +202,7 @@ def cells(row: ParameterRow) -> tuple[str, ...]:
 
 def aligned(lines: Sequence[Sequence[str]], total: Sequence[str]) -> str:
     """A table with a header as its first line and the sums as its last."""
+    lines = [[printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, total, strict=True)]
     rule = tuple("-" * width for width in widths)
     return "\n".join(_aligned(line, widths) for line in (lines[0], rule, *lines[1:], rule, total))
