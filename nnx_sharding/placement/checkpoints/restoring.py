@@ -275,6 +275,9 @@ def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:
     return cast and any(jnp.issubdtype(there, k) and jnp.issubdtype(here, k) for k in _KINDS)
 
 
+_range_of: Any = jnp.iinfo
+
+
 def _may_wrap(entry: Entry, flat: Flat, each: Named) -> bool:
     """Whether integers of the checkpoint may be outside of the range of those in the model."""
     there, leaf = entry.dtype, flat.leaves[each.slot]
@@ -282,7 +285,7 @@ def _may_wrap(entry: Entry, flat: Flat, each: Named) -> bool:
         jnp.issubdtype(dtype, jnp.integer) for dtype in (there, leaf.dtype)
     ):
         return False
-    old, new = jnp.iinfo(there), jnp.iinfo(leaf.dtype)
+    old, new = map(_range_of, (there, leaf.dtype))
     return bool(old.min < new.min or old.max > new.max)
 
 
@@ -296,7 +299,7 @@ def _check_range(flat: Flat, arrays: Mapping[int, tuple[Named, Any]]) -> None:
     for slot, (each, value) in arrays.items():
         if np.size(value):
             dtype = flat.leaves[slot].dtype
-            low, high, info = int(np.min(value)), int(np.max(value)), jnp.iinfo(dtype)
+            low, high, info = int(np.min(value)), int(np.max(value)), _range_of(dtype)
             if low < info.min or high > info.max:
                 lines.append(f"  {each.path or 'the root'}: {low} to {high}, {dtype}")
     if lines:
