@@ -34,7 +34,8 @@ from nnx_sharding.analysis import (
     memory_of,
 )
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
-from nnx_sharding.inspect import ProgramReport
+from nnx_sharding.inspect import ProgramReport, parameter_table
+from nnx_sharding.placement import contents, save
 
 MESH = mesh_of((2, 4), ("data", "model"))
 F32 = 4
@@ -344,6 +345,23 @@ class CollectivesTest(parameterized.TestCase):
 
 
 class MemoryTest(parameterized.TestCase):
+    @parameterized.parameters(
+        "int2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "bool", "bfloat16", "complex64"
+    )
+    def test_bytes_are_those_of_xla(self, dtype):
+        x = jax.ShapeDtypeStruct((7, 9), dtype)
+        found = compiled(lambda x: x, x)
+        expected = found.memory_analysis().argument_size_in_bytes
+        assert found.memory().by_path == {"x": expected}
+        [row] = parameter_table({"x": x})
+        assert (row.bytes_per_device, row.bytes_total) == (expected, expected)
+        assert found.report().parameters[0].bytes_total == expected
+        if dtype in ("int2", "uint4"):  # which Orbax does not write
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            save(f"{folder}/x", {"x": jnp.zeros((7, 9), dtype)})
+            assert contents(f"{folder}/x")[0].nbytes == expected
+
     def test_bytes_by_path_are_those_of_the_arrays(self):
         specs = {nnx.PathContains("up"): P(None, "model"), nnx.PathContains("down"): P("model")}
 

@@ -25,9 +25,9 @@ class CheckpointProcessesTest(absltest.TestCase):
     def _surroundings(self, tmp_path, capfd):
         self.folder, self.capfd = tmp_path, capfd
 
-    def launch(self, processes, *words, code=0):
-        options = ["--processes", processes, "--devices-per-process", 8 // processes]
-        found = main(["launch", "--timeout", "100", *map(str, [*options, WORKER, *words])])
+    def launch(self, processes, *words, worker=WORKER, devices=8, code=0):
+        options = ["--processes", processes, "--devices-per-process", devices // processes]
+        found = main(["launch", "--timeout", "100", *map(str, [*options, worker, *words])])
         out, err = self.capfd.readouterr()
         self.assertEqual(found, code, out + err)
         return out
@@ -51,6 +51,11 @@ class CheckpointProcessesTest(absltest.TestCase):
         self.assertEqual((first, len(set(want))), (0, checkpoint.STEPS))
         self.assertIn(start, (3, 4))
         self.assertEqual(losses, want[start:])
+
+    def test_a_hundred_arrays(self):
+        for processes in 2, 3:
+            many = {"worker": WORKER.with_name("many.py"), "devices": 2 * processes}
+            self.assertIn("[1] ok", self.launch(processes, self.folder / str(processes), **many))
 
 
 if __name__ == "__main__":

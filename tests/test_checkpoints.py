@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import time
@@ -290,6 +291,13 @@ class PartTest(FolderTest):
             restore(self.path, {"model": two}, only=nnx.Param)
         with self.assertRaisesRegex(TypeError, "no NNX filter"):
             restore(self.path, two, only=3)
+        with self.assertRaisesRegex(ValueError, r"only='kernle' matches none of .*up/kernel"):
+            restore(self.path, MLP(), only="kernle")
+        with Checkpoints(self.folder / "steps") as checkpoints:
+            checkpoints.save(1, one)
+            with self.assertRaisesRegex(ValueError, "matches none of the arrays"):
+                checkpoints.restore(two, only=nnx.Cache)
+        self.assertEqual(restore(self.path, [], only=nnx.Cache), [])
 
     def test_cast(self):
         one = MLP()
@@ -311,6 +319,29 @@ class PartTest(FolderTest):
             np.testing.assert_array_equal(np.asarray(value[...]), np.asarray(want))
         with self.assertRaisesRegex(CheckpointError, "flag: bool in the checkpoint, float32"):
             restore(self.path, {**tree, "flag": jnp.ones(())}, cast=True)
+
+    @parameterized.parameters(
+        ("int32", "int8", 128), ("int32", "uint8", -1), ("uint32", "int32", 2**31),
+        ("int8", "int4", 8), ("int64", "int32", 2**40), ("int64", "uint32", -(2**40)),
+    )  # fmt: skip
+    def test_integers_are_never_wrapped(self, there, here, value):
+        with jax.enable_x64(True):
+            saved = jnp.array([1, value] * 4, there)
+            save(self.path, {"fits": saved.at[1::2].set(2), "a": saved, "b": np.asarray(saved)})
+        put = NamedSharding(MESH, P("data"))
+        like = jax.device_put(jnp.ones(8, here), put)
+        model = nnx.Dict(fits=nnx.Param(like), a=nnx.Param(like), b=nnx.Param(np.ones(8, here)))
+        before = contents_of(model)
+        with self.assertRaisesRegex(
+            CheckpointError, rf"\n  a: .*, {here}\n  b: .*{value}"
+        ) as error:
+            restore(self.path, model, cast=True)
+        self.assertNotIn("fits", str(error.exception))
+        self.assertEqual(contents_of(model), before)
+        restore(self.path, model, only=nnx.PathContains("fits"), cast=True)
+        fits = model.fits.get_raw_value()
+        self.assertEqual((fits.sharding, fits.dtype), (put, here))
+        np.testing.assert_array_equal(fits.astype("int32"), [1, 2] * 4)
 
 
 class OrbaxTest(FolderTest):
@@ -627,6 +658,58 @@ class StepsTest(FolderTest):
                 checkpoints.restore(x, step=4)
             with self.assertRaisesRegex(TypeError, "cannot be changed in place: y, z/0"):
                 checkpoints.resume({"x": x, "y": jnp.ones(2), "z": [3]})
+
+    @parameterized.parameters(-1, np.int64(-1), True, np.bool_(True), 1.0, "1", None)
+    def test_what_is_no_step(self, step):
+        x = nnx.Param(jnp.zeros(2))
+        kind = ValueError if type(step) in (int, np.int64) else TypeError
+        message = re.escape(f"a step of 0 or more, got {step!r}")
+        with Checkpoints(self.folder / "new", every=3) as checkpoints:
+            checkpoints.save(1, x, force=True)
+            for call in checkpoints.save, lambda step, x: checkpoints.restore(x, step=step):
+                if step is not None or call == checkpoints.save:
+                    with self.assertRaisesRegex(kind, message):
+                        call(step, x)
+            self.assertTrue(checkpoints.save(np.int32(3), x))
+            self.assertEqual(checkpoints.steps, (1, 3))
+
+    def test_a_step_that_is_deleted_meanwhile(self):
+        folder, x = self.folder / "steps", nnx.Param(jnp.zeros(2))
+
+        def write(step):
+            with Checkpoints(folder, keep=1) as checkpoints:
+                checkpoints.save(step, nnx.Param(jnp.full(2, float(step))), force=True)
+
+        write(1)
+        with Checkpoints(folder) as reader:
+            write(2)
+            self.assertEqual(reader.resume(x), 2)
+            write(3)
+            np.testing.assert_array_equal(reader.restore(x)[...], [3, 3])
+            # The list of steps may change while it is read, too.
+            fault = mock.Mock(side_effect=[FileNotFoundError(folder / "3"), mock.DEFAULT])
+            reload = reader._manager.reload
+            with mock.patch.object(reader._manager, "reload", lambda: (fault(), reload())):
+                write(4)
+                self.assertEqual(reader.resume(x), 4)
+            damage = next((folder / "4").rglob("_METADATA"))
+            content = damage.read_bytes()
+            damage.write_bytes(b"{")
+            with self.assertRaisesRegex(CheckpointError, "is damaged"):
+                reader.resume(x)
+            damage.write_bytes(content)
+            shutil.rmtree(folder / "4")
+            with self.assertRaisesRegex(NoCheckpointError, "step 4 in .* no other step is left"):
+                reader.resume(x)
+            np.testing.assert_array_equal(x[...], [4, 4])
+        write(5)
+        fault = mock.Mock(side_effect=[FileNotFoundError("5"), mock.DEFAULT])
+        make = ocp.CheckpointManager
+        with (
+            mock.patch.object(ocp, "CheckpointManager", lambda *a, **b: fault() and make(*a, **b)),
+            Checkpoints(folder) as reader,
+        ):
+            self.assertEqual(reader.resume(x), 5)
 
     def test_a_step_that_cannot_be_written(self):
         x = nnx.Param(jnp.ones(2))

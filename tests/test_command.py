@@ -22,6 +22,7 @@ from nnx_sharding.inspect import Comparison, ProgramReport
 ROOT = Path(__file__).parents[1]
 
 # What a user would have in a file of their own.
+HOSTILE = "\x1b]0;hacked\x07\x9b31m"
 PLAN = textwrap.dedent("""\
     import jax
     import jax.numpy as jnp
@@ -118,6 +119,18 @@ PLAN = textwrap.dedent("""\
 
 
     a_number = 3
+
+
+    def hostile():
+        raise ValueError("\\x1b]0;hacked\\x07\\x9b31m")
+
+
+    def hostile_name():
+        return traced(jax.make_mesh((1,), ("data",))).lower().compile().report("\\x1b]hacked\\x9b")
+
+
+    def hostile_names():
+        return {"\\x1b]hacked\\x9b": (lambda x: 1 / 0, X)}
     """)
 
 
@@ -288,6 +301,9 @@ class CommandTest(parameterized.TestCase):
         (["inspect", "{path}:f", "--mesh", "data"], "write each axis once with its size"),
         (["inspect", "{path}:f", "--mesh", "data=2,data=4"], "write each axis once"),
         (["inspect", "{path}:forward", "--mesh", "data=0"], "size 0"),
+        (["inspect", "{path}:forward", "--mesh", "data=99999999"], "at most 10000 devices, got"),
+        (["compare", "{path}:forward", "--mesh", "data=101,model=100"], "got 10100"),
+        (["inspect", "{path}:f", "--devices", "99999999"], "must be at most 10000"),
         (["inspect", "{path}:f", "--devices", "0"], "must be a number from 1 on"),
         (["inspect", "{path}:f", "--devices", "9"], "JAX runs in this process already, with 8"),
         (["inspect", "{path}:f", "--device", "TPU v5q"], "Did you mean"),
@@ -302,6 +318,21 @@ class CommandTest(parameterized.TestCase):
         code, out, error = self.run_command(*(word.format(path=self.path) for word in words))
         assert (code, out) == (2, ""), error
         assert error.startswith("usage: ") and expected in error, error
+
+    @parameterized.parameters(
+        (["inspect", "{path}:{name}"], 2), (["inspect", "{name}.py:f"], 2), (["{name}"], 2),
+        (["inspect", "{path}:f", "--mesh", "{name}"], 2), (["launch", "{name}"], 2),
+        (["compare", "{path}:f", "--device", "{name}"], 2), (["diff", "{name}", "{name}"], 2),
+        (["inspect", "{path}:hostile"], 1), (["inspect", "{path}:f", "--{name}"], 2),
+        (["inspect", "{path}:hostile_name"], 0), (["compare", "{path}:hostile_names"], 1),
+        (["inspect", "{path}:hostile_name", "--json", "-"], 0),
+    )  # fmt: skip
+    def test_no_name_controls_the_terminal(self, words, expected):
+        names = {"path": self.path, "name": HOSTILE}
+        code, out, error = self.run_command(*(word.format(**names) for word in words))
+        assert code == expected, error
+        assert (out + error).replace("\n", "").isprintable(), out + error
+        assert "hacked" in out + error
 
     def test_as_many_devices_as_there_are(self):
         assert self.inspect("own_mesh", "--devices", jax.device_count())[0] == 0

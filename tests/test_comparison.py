@@ -281,6 +281,8 @@ class PlanningMeshTest(parameterized.TestCase):
             planning_mesh({"a": "8"})
         with pytest.raises(ValueError, match="size 0"):
             planning_mesh({"a": 0})
+        with pytest.raises(ValueError, match="at most 10000 devices, got 99999999"):
+            planning_mesh(AbstractMesh((99999999,), ("a",)))
 
     def test_a_release_without_them(self):
         make_client, _compat._make_cpu_client = _compat._make_cpu_client, None

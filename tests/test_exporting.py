@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 import zipfile
 
 import jax
@@ -655,6 +656,54 @@ class FileTest(Case):
         with absltest.mock.patch.object(files, "MAX_MANIFEST", 100):
             self.refuse(self.data, "its manifest has")
         self.refuse(self.forged(b"[" * 100_000), "no file of")
+
+    @parameterized.parameters(
+        (8, 1, "encrypted"), (20, 0x7FFFFFFF, "larger than the file"), (24, 1 << 31, "larger"),
+        (42, 0x7FFFFFFF, "no file of"), (10, 99, "compressed"),
+    )  # fmt: skip
+    def test_heads_of_entries(self, place, value, text):
+        # What the directory says of the first and of the last entry, in fields of 2 or 4 bytes.
+        width = 2 if place < 20 else 4
+        for number in (0, 1):
+            data = bytearray(self.forged())
+            start = data.index(b"PK\x01\x02")
+            start = data.index(b"PK\x01\x02", start + 1) if number else start
+            data[start + place : start + place + width] = value.to_bytes(width, "little")
+            sealed = bytes(data[:-64])
+            self.refuse(sealed + hashlib.sha256(sealed).hexdigest().encode(), text)
+
+    def test_any_damage_under_a_right_digest(self):
+        size = len(self.data) - 64
+        directory = self.data.index(b"PK\x01\x02")
+        for place in {*range(40), *range(directory, size)}:
+            for bit in (1, 128):
+                changed = bytearray(self.data[:size])
+                changed[place] ^= bit
+                self.path.write_bytes(changed + hashlib.sha256(changed).hexdigest().encode())
+                with contextlib.suppress(errors.ExportError):
+                    exporting.load(self.path)
+
+    def test_large_manifests(self):
+        data = self.forged(b"[" + b"[]," * (files.MAX_MANIFEST // 3) + b"[]]")
+        tracemalloc.start()
+        self.refuse(data, f"more than {files.MAX_MANIFEST}")
+        self.assertLess(tracemalloc.get_traced_memory()[1], 4 * len(data))
+        tracemalloc.stop()
+        exported = exporting.export(jit(apply))(Counter(), 1.0)
+        with (
+            absltest.mock.patch.object(files, "MAX_MANIFEST", 100),
+            self.assertRaisesRegex(ValueError, "a manifest of at most 100 bytes, got"),
+        ):
+            exported.save(self.folder / "g.zip")
+        self.assertFalse((self.folder / "g.zip").exists())
+
+    def test_names_control_no_terminal(self):
+        name = "\x1b]0;hacked\x07\x9b31m"
+        self.path.write_bytes(self.forged({"function": name, "static": {name: name}}))
+        loaded = exporting.load(self.path)
+        assert loaded.manifest.function == name
+        for text in str(loaded), str(loaded.manifest), repr(loaded):
+            assert text.replace("\n", "").isprintable() and "hacked" in text
 
     def test_versions(self):
         for version in (0, 2, "1", None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ from models import mesh_of
 from nnx_sharding.command.main import main
 from nnx_sharding.launching import launch
 from nnx_sharding.launching.environment import DEVICE_COUNT, environment_of, reserve_port
+from nnx_sharding.launching.output import Output
 
 WORKERS = Path(__file__).parent / "processes"
 PREAMBLE = """
@@ -97,6 +100,47 @@ class OutputTest(Case):
                 f"[{rank}] no end",
             ]
         assert all(re.match(r"\[[01]\] ", line) for line in (out + err).splitlines())
+
+    def test_long_lines(self):
+        script = self.script(
+            r"""
+            sys.stdout.write("a" * 500_000 + "\r\n")
+            sys.stdout.write("b" * 5_000_000 + "\rend\r")
+            sys.stderr.write("c" * 500_000 + "\n")
+            sys.exit(1)
+            """
+        )
+        start = time.monotonic()
+        code, out, err = self.launch("--processes", "1", script)
+        assert time.monotonic() - start < QUICK
+        first, *parts, end = out.splitlines()
+        assert (code, first, end) == (1, "[0] " + "a" * 500_000, "[0] end")
+        assert "".join(part.removeprefix("[0] ") for part in parts) == "b" * 5_000_000
+        assert all(len(part) < 2 << 20 for part in parts)
+        assert err.startswith("[0] " + "c" * 500_000 + "\n")
+        assert err.endswith("\n  " + "c" * 2000 + " ... 498000 more bytes\n")
+
+    def test_timeout_while_a_line_does_not_end(self):
+        script = self.script("while True: os.write(1, b'a' * 10_000)")
+        with mock.patch("sys.stdout", open(os.devnull, "w")) as nowhere, nowhere:
+            start = time.monotonic()
+            assert main(["launch", "--timeout", "2", "--grace", "0.5", script]) == 124
+        assert time.monotonic() - start < QUICK
+        assert ended(script)
+
+    def test_ends_of_lines_that_come_in_parts(self):
+        output = Output(1, (io.StringIO(), io.StringIO()), lambda: None)
+        reading, writing = os.pipe()
+        with open(reading, "rb", buffering=0) as pipe, open(os.devnull, "rb") as nothing:
+            output.follow(0, pipe, nothing)
+            for part in (b"a\r", b"\nb\r", b"c\n\n", b"d\r", b"\r", b"e\r"):
+                os.write(writing, part)
+                time.sleep(0.05)
+            os.close(writing)
+            output.finish(QUICK)
+        assert output._streams[0].getvalue() == "".join(
+            f"[0] {x}\n" for x in ["a", "b", "c", "", "d", "", "e"]
+        )
 
     def test_output_comes_at_once(self):
         script = self.script(r"sys.stdout.buffer.write(b'here \xff\n'); time.sleep(100)")
@@ -311,6 +355,8 @@ class UsageTest(Case):
         (["launch", "--processes", "0", "x.py"], "at least 1, not 0"),
         (["launch", "--processes", "two", "x.py"], "invalid"),
         (["launch", "--devices-per-process", "-1", "x.py"], "at least 1, not -1"),
+        (["launch", "--processes", "99999999", "x.py"], "at most 10000, not 99999999"),
+        (["launch", "--devices-per-process", "99999999", "x.py"], "at most 10000"),
         (["launch", "--timeout", "0", "x.py"], "more than 0, not 0"),
         (["launch", "--timeout", "nan", "x.py"], "more than 0, not nan"),
         (["launch", "--grace", "soon", "x.py"], "invalid"),
@@ -340,6 +386,8 @@ class UsageTest(Case):
     def test_function_checks_its_arguments(self):
         with pytest.raises(ValueError, match=r"processes is at least 1, not 0; .* is empty"):
             launch([], processes=0)
+        with pytest.raises(ValueError, match="at most 10000 devices in all, got 200 processes of"):
+            launch(["x.py"], processes=200, devices_per_process=51)
 
 
 class LibraryTest(Case):

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
 from rich.console import Console
 
 import reports
 from models import MLP, P, mesh_of
+from nnx_sharding import StateSharding
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
-from nnx_sharding.inspect import format_table, parameter_table
+from nnx_sharding.inspect import (
+    Comparison,
+    Failure,
+    ProgramReport,
+    diff,
+    format_table,
+    parameter_table,
+)
 from nnx_sharding.inspect.slices import parts_of
 from nnx_sharding.inspect.terminal import show_array, show_mesh, show_parameters, show_report
+from nnx_sharding.partition import check_sharding
 
 MESHES = {
     "2x4": mesh_of((2, 4), ("data", "model")),
@@ -160,6 +172,33 @@ def test_names_are_not_markup():
             assert f"{i} {name}" in text
     text = shown(show_parameters, {"\x1b[31mred\x07\u202e": jnp.ones(2)}, width=200)
     assert r"\x1b[31mred\x07\u202e" in text
+
+
+HOSTILE = "\x1b]0;hacked\x07\x9b31m\r\u202e"
+
+
+def is_shown(text):
+    """Whether a terminal only shows a text, and the name in it."""
+    return text.replace("\n", "").isprintable() and "hacked" in text
+
+
+def test_what_is_printed_controls_no_terminal():
+    text = json.dumps(reports.report()).replace("blocks", json.dumps(HOSTILE)[1:-1])
+    text = text.replace('"data', '"' + json.dumps(HOSTILE)[1:-1])
+    report = ProgramReport.from_dict({**json.loads(text), "name": HOSTILE})
+    other = dataclasses.replace(report, name="other", parameters=())
+    changes = diff(report, other)
+    found = Comparison({HOSTILE: report, f"{HOSTILE} failed": Failure(f"Error: {HOSTILE}")})
+    rules = StateSharding({nnx.PathContains(HOSTILE): P("data"), ...: P()})
+    state = {HOSTILE: nnx.Param(jnp.ones(8))}
+    checked = check_sharding(state, rules, jax.make_mesh((8,), ("data",), (AxisType.Auto,)))
+    own = [report, report.collectives, changes, changes[0], found, checked, parameter_table(state)]
+    for each in own:
+        assert is_shown(str(each)), repr(str(each))
+    for each in report, found, changes:
+        text = each.to_json()
+        assert text.replace("\n", "").isprintable()
+        assert json.loads(text) == json.loads(json.dumps(each.as_dict()))
 
 
 @pytest.mark.parametrize("make", [reports.report, reports.empty, reports.nasty, reports.comparison])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
+
+from .memory import array_bytes
 
 SpecEntry: TypeAlias = str | tuple[str, ...] | None
 
@@ -68,7 +69,7 @@ def parameter(path: str, info: Any, sharding: Sharding | None, *, used: bool) ->
       sharding: how it is laid out; None counts as whole on each device.
       used: whether the program uses it.
     """
-    shape, itemsize = tuple(info.shape), info.dtype.itemsize
+    shape = tuple(info.shape)
     shard_shape = shape if sharding is None else tuple(sharding.shard_shape(shape))
     return Parameter(
         path=path,
@@ -76,8 +77,8 @@ def parameter(path: str, info: Any, sharding: Sharding | None, *, used: bool) ->
         dtype=str(info.dtype),
         spec=_spec(sharding, len(shape)),
         shard_shape=shard_shape,
-        bytes_per_device=math.prod(shard_shape) * itemsize,
-        bytes_total=math.prod(shape) * itemsize,
+        bytes_per_device=array_bytes(shard_shape, info.dtype),
+        bytes_total=array_bytes(shape, info.dtype),
         memory_kind=None if sharding is None else sharding.memory_kind,
         donated=bool(info.donated),
         used=used,

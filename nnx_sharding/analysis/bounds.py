@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from .cost import Cost
 from .hardware import Device, device
-from .units import time_text
+from .units import printable, time_text
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 
@@ -50,7 +50,7 @@ class Bounds:
             ("interconnect", self.interconnect_s),
         )
         told = ", ".join(f"{name} {time_text(value)}" for name, value in times)
-        return f"{self.device}: at least {told}; bound by {self.bound_by}"
+        return printable(f"{self.device}: at least {told}; bound by {self.bound_by}")
 
 
 def bounds_of(cost: Cost | None, bytes_moved: float, device_or_name: Device | str) -> Bounds:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import is_library
 from .hlo import Groups, Instruction, Module, Runs, Shape, arrays, parse
-from .units import bytes_text
+from .units import bytes_text, printable
 
 CollectiveKind: TypeAlias = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
@@ -74,7 +74,7 @@ class Collective:
         return self.bytes_moved * (1 if self.times is None else self.times)
 
     def __str__(self) -> str:
-        return "  ".join(text for text in _cells(self) if text)
+        return printable("  ".join(text for text in _cells(self) if text))
 
 
 class Collectives(Sequence[Collective]):
@@ -160,7 +160,7 @@ class Collectives(Sequence[Collective]):
     def __str__(self) -> str:
         if not self._found:
             return "no collectives"
-        rows = [_HEADER, *map(_cells, self._found)]
+        rows = [[printable(cell) for cell in row] for row in (_HEADER, *map(_cells, self._found))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

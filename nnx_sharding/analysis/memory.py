@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from .units import bytes_text
 
@@ -81,6 +84,26 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     peaks = (_bytes(getattr(analysis, "peak_memory_in_bytes", None)), _sum(told))
     peak = max((peak for peak in peaks if peak), default=None)
     return Memory(**told, peak=peak, by_path=dict(by_path or {}))
+
+
+def array_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """The bytes of an array as XLA lays it out: elements of less than 8 bits are packed.
+
+    Args:
+      shape: its shape.
+      dtype: its dtype, which may be that of PRNG keys.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding.analysis.memory import array_bytes
+      >>> array_bytes((3, 5), jnp.dtype("int4")), array_bytes((3, 5), jnp.dtype("int8"))
+      (8, 15)
+    """
+    bits: int = 8 * dtype.itemsize
+    for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
+        if jnp.issubdtype(dtype, kind):
+            bits = int(info(dtype).bits)
+    return -(-math.prod(shape) * bits // 8)
 
 
 _NAMES = {

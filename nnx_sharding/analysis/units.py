@@ -1,8 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and names as people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 UNKNOWN = "–"  # noqa: RUF001, a dash in a table
 
@@ -25,6 +27,34 @@ def time_text(seconds: float | None) -> str:
         if seconds * factor >= 1:
             return f"{_digits(seconds * factor)} {unit}"
     return f"{_digits(seconds * 1e9)} ns" if seconds else "0 s"
+
+
+def printable(
+    text: Any, kept: str = "", escape: Callable[[str], str] = lambda c: ascii(c)[1:-1]
+) -> str:
+    r"""A text whose control characters are escaped, so that a terminal only shows it.
+
+    All that is printed passes through here: names of modules, axes, files and functions may hold
+    anything.
+
+    Args:
+      text: the text, or what has one.
+      kept: characters that are left, such as the newline of a text of several lines.
+      escape: what is written of the others; as in Python by default.
+
+    Example:
+      >>> from nnx_sharding.analysis.units import printable
+      >>> print(printable("red \x1b[31m, naïve"))
+      red \x1b[31m, naïve
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        return found[0] if found[0] in kept or found[0].isprintable() else escape(found[0])
+
+    return _NOT_ASCII.sub(shown, str(text))
+
+
+_NOT_ASCII = re.compile(r"[^ -~]")
 
 
 def _scaled(n: float, units: Sequence[str], base: int) -> str:

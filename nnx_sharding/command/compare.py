@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ..analysis.units import bytes_text
 from ..inspect.comparison import Comparison, Failure, attempt
 from ..inspect.comparison import compare as compare_strategies
+from .output import say_error
 from .programs import add_options, compiled, found_by, in_context, limit_of, write
 from .targets import UsersError, told
 
@@ -65,11 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     write(arguments, comparison)
     failed = [name for name, own in comparison.reports.items() if isinstance(own, Failure)]
     if failed:
-        print(f"compare: failed: {', '.join(failed)}", file=sys.stderr)
+        say_error(f"compare: failed: {', '.join(failed)}")
     elif not comparison.fitting:
         assert comparison.memory_limit is not None
         text = bytes_text(comparison.memory_limit)
-        print(f"compare: no strategy fits {text} on each device", file=sys.stderr)
+        say_error(f"compare: no strategy fits {text} on each device")
     return int(bool(failed) or not comparison.fitting)
 
 

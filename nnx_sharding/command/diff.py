@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from ..inspect.changes import diff, load
 from ..inspect.comparison import Comparison
 from ..inspect.program import ProgramReport
+from .output import say_error
 from .programs import add_outputs, write
 
 
@@ -67,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         return int(bool(changes))
     grown = changes.grown(arguments.fail_above)
     if grown:
-        print(f"diff: these grew by more than {arguments.fail_above:.1%}:", file=sys.stderr)
+        say_error(f"diff: these grew by more than {arguments.fail_above:.1%}:")
         for change in grown:
             own = f"{change.strategy}: " if change.strategy else ""
-            print(f"  {own}{change}", file=sys.stderr)
+            say_error(f"  {own}{change}")
     return int(bool(grown))
 
 

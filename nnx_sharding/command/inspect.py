@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from ..analysis.units import bytes_text
+from .output import say_error
 from .programs import add_options, compiled, found_by, in_context, limit_of, write
 
 
@@ -58,5 +58,5 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     needs = "the backend does not tell its memory" if peak is None else f"needs {bytes_text(peak)}"
     told = f"{report.name}: {needs}; the limit is {bytes_text(limit)} on each device"
-    print(f"inspect: {told}", file=sys.stderr)
+    say_error(f"inspect: {told}")
     return 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..launching import launch
+from ..launching.environment import MOST_DEVICES
 
 
 def add(subparsers: Any, **common: Any) -> None:
@@ -93,6 +94,8 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    if number > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_DEVICES}, not {number}")
     return number
 
 

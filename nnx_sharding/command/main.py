@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from . import compare, diff, inspect, launch
+from .output import Parser, say_error
 
 COMMANDS = (inspect, compare, diff, launch)
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if arguments.traceback:
             raise
-        print(f"{arguments.command}: {error or type(error).__name__}", file=sys.stderr)
+        say_error(f"{arguments.command}: {error or type(error).__name__}")
         return 1
 
 
@@ -44,9 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--traceback", action="store_true", help="show where in the code an error comes from"
     )
-    parser = argparse.ArgumentParser(
-        prog="python -m nnx_sharding", description="Tools for sharded Flax NNX models."
-    )
+    parser = Parser(prog="python -m nnx_sharding", description="Tools for sharded Flax NNX models.")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command in COMMANDS:
         command.add(subparsers, parents=[common])

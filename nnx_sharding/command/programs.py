@@ -17,9 +17,11 @@ from ..inspect.page import write_html
 from ..inspect.program import ProgramReport
 from ..inspect.terminal import show_report
 from ..inspect.virtual import planning_mesh
+from ..launching.environment import MOST_DEVICES
 from ..lifting.lifted import Lifted
 from ..stages import Compiled, Lowered, Traced
 from ..transforms.jit import jit
+from .output import say
 from .targets import TargetError, UsersError, find, told
 
 
@@ -83,7 +85,7 @@ def write(arguments: argparse.Namespace, told: Any, page: Any = None) -> None:
     if isinstance(told, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
         show_report(told)
     else:
-        print(told.to_json() if arguments.json == "-" else told)
+        say(told.to_json() if arguments.json == "-" else told)
 
 
 def found_by(arguments: argparse.Namespace) -> tuple[Any, Mesh | None]:
@@ -203,4 +205,6 @@ def _device(text: str) -> Device:
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a number from 1 on, not {text}")
+    if int(text) > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_DEVICES}, not {text}")
     return int(text)

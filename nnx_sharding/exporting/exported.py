@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from .. import _compat
+from ..analysis.units import printable
 from ..errors import ExportError
 from . import files, trees
 from .devices import Layouts, layouts_on, mesh_at_hand, place
@@ -114,7 +115,8 @@ class Exported:
 
         Raises:
           ImportError: ``flatbuffers`` is missing, which ``jax.export`` writes with.
-          ValueError: a dtype or another part of the program has no form in a file.
+          ValueError: a dtype or another part of the program has no form in a file, or there are
+            too many arrays.
         """
         try:
             program = self._data or bytes(self._program.serialize(vjp_order=vjp_order))
@@ -147,7 +149,7 @@ class Exported:
         return str(self.manifest)
 
     def __repr__(self) -> str:
-        return f"<nnx_sharding.exporting.Exported of {self.manifest.function}>"
+        return printable(f"<nnx_sharding.exporting.Exported of {self.manifest.function}>")
 
 
 def load(path: str | os.PathLike[str]) -> Exported:

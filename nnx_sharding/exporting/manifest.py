@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
+from ..analysis.units import printable
 from ..lifting.structure import Path, accessor, path_string
 from . import trees
 from .trees import Tree
@@ -220,12 +221,13 @@ class Manifest:
         devices = "1 device" if self.devices == 1 else f"{self.devices} devices"
         meshes = "".join(f" ({mesh})" for mesh in self.meshes)
         makers = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
-        lines = [f"{self.function}: {self.transform} for {devices}{meshes} of {where}, by {makers}"]
+        head = f"{self.function}: {self.transform} for {devices}{meshes} of {where}, by {makers}"
         rows = [(info.name, str(info)) for info in self.inputs]
         rows += [(name, f"= {text}, static") for name, text in self.static.items()]
         rows += [("→ " + path, str(self._info(kind, i))) for path, kind, i in self._results()]
+        rows = [(printable(name), printable(text)) for name, text in rows]
         width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join(lines + [f"  {name:{width}}  {text}" for name, text in rows])
+        return "\n".join([printable(head)] + [f"  {name:{width}}  {text}" for name, text in rows])
 
     def _info(self, kind: str, position: int) -> ArrayInfo:
         return (self.inputs if kind == "input" else self.outputs)[position]

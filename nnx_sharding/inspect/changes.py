@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
 from ..analysis.arguments import Parameter
-from ..analysis.units import bytes_text, count_text, time_text
+from ..analysis.units import bytes_text, count_text, printable, time_text
 from .comparison import FORMAT as COMPARISON
 from .comparison import Comparison, Failure
+from .json_form import json_text
 from .program import ProgramReport
 from .reading import as_data
 
@@ -53,7 +54,7 @@ class Change:
         show = _text_of(self.kind, self.name)
         part = self.relative
         by = "" if part is None else f" ({part:+.1%})" if math.isfinite(part) else " (from nothing)"
-        return f"{self.name}: {show(self.before)} → {show(self.after)}{by}"
+        return printable(f"{self.name}: {show(self.before)} → {show(self.after)}{by}")
 
 
 class Changes(Sequence[Change]):
@@ -112,13 +113,13 @@ class Changes(Sequence[Change]):
 
     def to_json(self) -> str:
         """:meth:`as_dict` as text."""
-        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        return json_text(self.as_dict())
 
     def __repr__(self) -> str:
         return f"Changes({list(self._found)!r})"
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return printable("\n".join(_lines(self)), kept="\n")
 
 
 def diff(before: Given, after: Given, *, threshold: float = 0.0) -> Changes:

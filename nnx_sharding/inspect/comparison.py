@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 from .. import _compat
 from ..analysis.hardware import Device
 from ..analysis.hardware import device as device_named
-from ..analysis.units import bytes_text, count_text, time_text
+from ..analysis.units import bytes_text, count_text, printable, time_text
 from ..graph import merge, split
 from ..lifting.lifted import Lifted
 from ..state_sharding import StateSharding
@@ -188,7 +188,7 @@ class Comparison(JsonForm):
         return cls({name: _read_report(name, own) for name, own in reports.items()}, limit, seconds)
 
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        return printable("\n".join(_table(self)), kept="\n")
 
     def _repr_html_(self) -> str:
         from .page.fragment import report_html

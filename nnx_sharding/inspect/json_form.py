@@ -7,6 +7,14 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from ..analysis.units import printable
+
+
+def json_text(data: Any) -> str:
+    """Data as JSON that a terminal can show."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    return printable(text, kept="\n", escape=lambda c: json.dumps(c)[1:-1])
+
 
 class JsonForm:
     """Something that is written as JSON and read again.
@@ -31,7 +39,7 @@ class JsonForm:
 
     def to_json(self) -> str:
         """:meth:`as_dict` as text, to be kept and compared."""
-        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+        return json_text(self.as_dict())
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ..analysis.memory import array_bytes
+from ..analysis.units import printable
 from ..lifting.split import Flat, flatten
 from ..lifting.structure import Container, Path, Place, VariableEntry, container_keys, path_string
 
@@ -201,6 +202,7 @@ def cells(row: ParameterRow) -> tuple[str, ...]:
 
 def aligned(lines: Sequence[Sequence[str]], total: Sequence[str]) -> str:
     """A table with a header as its first line and the sums as its last."""
+    lines = [[printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, total, strict=True)]
     rule = tuple("-" * width for width in widths)
     return "\n".join(_aligned(line, widths) for line in (lines[0], rule, *lines[1:], rule, total))
@@ -247,7 +249,7 @@ def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
 
 def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **more: Any) -> Row:
     """The row of an array that is laid out, or would be, by this sharding."""
-    shape, itemsize = tuple(array.shape), array.dtype.itemsize
+    shape = tuple(array.shape)
     shard_shape = shape if sharding is None else tuple(sharding.shard_shape(shape))
     return kind(
         path=path,
@@ -255,8 +257,8 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
         dtype=array.dtype,
         spec=_spec(sharding),
         shard_shape=shard_shape,
-        bytes_per_device=math.prod(shard_shape) * itemsize,
-        bytes_total=math.prod(shape) * itemsize,
+        bytes_per_device=array_bytes(shard_shape, array.dtype),
+        bytes_total=array_bytes(shape, array.dtype),
         sharding=sharding,
         **more,
     )

@@ -21,7 +21,7 @@ from ..analysis.hardware import Device, known
 from ..analysis.hlo import parse
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory
-from ..analysis.units import bytes_text
+from ..analysis.units import bytes_text, printable
 from .json_form import JsonForm
 from .reading import as_data, read
 
@@ -152,7 +152,7 @@ class ProgramReport(JsonForm):
         return dataclasses.replace(self, bounds=bounds)
 
     def __str__(self) -> str:
-        return "\n".join(_summary(self))
+        return printable("\n".join(_summary(self)), kept="\n")
 
     def _repr_html_(self) -> str:
         from .page.fragment import report_html

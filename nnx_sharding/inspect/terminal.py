@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..analysis.units import bytes_text, count_text, time_text
+from ..analysis.units import bytes_text, count_text, printable, time_text
 from .page.data import (
     COMPARISON,
     bound_time,
@@ -193,10 +193,7 @@ def _text(content: Any, style: str = "") -> Text:
     """Text that is neither markup nor a control sequence, whatever is in it."""
     from rich.text import Text
 
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(content)
-    )
-    return Text(shown, style, overflow="fold")
+    return Text(printable(content), style, overflow="fold")
 
 
 def _table(header: Sequence[Any], *, footer: bool = False) -> Table:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
+from ..launching.environment import MOST_DEVICES
 from ..partition.mesh import make_mesh
 
 
@@ -30,7 +31,8 @@ def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
 
     Raises:
       TypeError: it is something else, or a size is no integer.
-      ValueError: a size is not positive. One may be -1 for the devices that are here.
+      ValueError: a size is not positive, or the mesh has more than 10,000 devices. One size may be
+        -1 for the devices that are here.
       RuntimeError: there are too few devices, and this release of JAX has no way to make more.
 
     Example:
@@ -65,6 +67,12 @@ def _devices(sizes: list[Any]) -> list[jax.Device]:
     count = math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 0
     if count <= len(here):
         return here[:count] if count else here
+    if count > MOST_DEVICES:
+        raise ValueError(
+            f"expected a mesh of at most {MOST_DEVICES} devices, got {count}: each virtual device "
+            "takes memory and a thread on this machine. Make an axis smaller; what a device "
+            "holds and sends shows on a smaller mesh, too."
+        )
     made = _compat.virtual_cpu_devices(count)
     if made is None:
         raise RuntimeError(

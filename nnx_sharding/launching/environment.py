@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
+# Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer than this.
+MOST_DEVICES = 10_000
+
 
 def reserve_port() -> socket.socket:
     """A socket that keeps a free port on the loopback interface for as long as it is open.

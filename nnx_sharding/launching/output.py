@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 # A progress bar goes back to the start of its line instead of ending it.
-_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?!\Z))")
+_END = re.compile(rb"\r?\n|\r(?!\Z)")
 _REMEMBERED = 40
+_LONGEST = 1 << 20  # bytes of a line that is shown as one
+_LONGEST_REMEMBERED = 2000
 
 
 class Output:
     """Shows lines as they come, whole, and keeps the last that each process wrote to stderr.
+
+    A line of more than 1 MiB is shown in parts, and a long one is shortened when it is kept.
 
     Attributes:
       last: for each process its last lines of stderr, without their ends.
@@ -63,28 +67,33 @@ class Output:
             thread.join(seconds)
 
     def _pump(self, rank: int, stream: int, pipe: IO[bytes]) -> None:
-        rest = b""
+        line, end = bytearray(), b""
         with pipe:
             while chunk := os.read(pipe.fileno(), 1 << 16):
-                rest = self._show(rank, stream, rest + chunk)
-        if rest:
-            self._show(rank, stream, rest.rstrip(b"\r") + b"\n")
+                *lines, rest = _END.split(end + chunk)
+                if lines:
+                    lines[0] = bytes(line) + lines[0]
+                    line.clear()
+                end = rest[len(rest.rstrip(b"\r")) :]  # the next chunk may go on with a newline
+                line += rest.removesuffix(end)
+                if len(line) >= _LONGEST:
+                    lines.append(bytes(line))
+                    line.clear()
+                if lines:
+                    self._show(rank, stream, lines)
+        if line or end:
+            self._show(rank, stream, [bytes(line)])
 
-    def _show(self, rank: int, stream: int, text: bytes) -> bytes:
-        """Shows the whole lines of a text, at once; returns the rest."""
-        found = list(_LINE.finditer(text))
-        if not found:
-            return text
-        lines = [match.group().rstrip(b"\r\n") for match in found]
+    def _show(self, rank: int, stream: int, lines: Sequence[bytes]) -> None:
+        """Shows whole lines at once."""
         shown = b"".join(b"[%d] %s\n" % (rank, line) for line in lines)
         with self._lock:
             if stream == 1:
-                self.last[rank].extend(lines)
+                self.last[rank].extend(map(_shortened, lines))
             if self._held is not None and rank != self._shown:
                 self._held.append((stream, shown))
             else:
                 self._write(stream, shown)
-        return text[found[-1].end() :]
 
     def _write(self, stream: int, text: bytes) -> None:
         target = self._streams[stream]
@@ -108,6 +117,11 @@ def _discard(stream: IO[str]) -> None:
         os.dup2(nowhere, stream.fileno())
     finally:
         os.close(nowhere)
+
+
+def _shortened(line: bytes) -> bytes:
+    left = len(line) - _LONGEST_REMEMBERED
+    return line if left <= 0 else b"%s ... %d more bytes" % (line[:_LONGEST_REMEMBERED], left)
 
 
 def indented(lines: Sequence[bytes]) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from . import worker
 from .ending import MARK, dismiss, end_all, start_warden
-from .environment import environment_of, reserve_port
+from .environment import MOST_DEVICES, environment_of, reserve_port
 from .output import Output, indented
 
 TIMED_OUT = 124  # as of timeout(1)
@@ -56,7 +56,7 @@ def launch(
       one that signal n ended; 124 after the timeout; 128 + n after signal n to this process.
 
     Raises:
-      ValueError: there is no program, or a number is too small.
+      ValueError: there is no program, or a number is too small or too large.
       OSError: a process could not be started.
 
     Example:
@@ -71,6 +71,9 @@ def launch(
     """
     small = {"processes": processes, "devices_per_process": devices_per_process}
     wrong = [f"{name} is at least 1, not {value}" for name, value in small.items() if value < 1]
+    if processes * devices_per_process > MOST_DEVICES:
+        devices = f"{processes} processes of {devices_per_process} devices"
+        wrong.append(f"expected at most {MOST_DEVICES} devices in all, got {devices}")
     if not program:
         wrong.append("program is empty")
     if wrong:

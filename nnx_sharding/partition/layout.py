@@ -113,11 +113,26 @@ def settled(spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh) -> Partit
 def laid_out(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Arrays, each with its sharding; those without one, or that have it, as they are."""
     if _compat.trace_is_clean():
-        return transfer(leaves, shardings)
+        return finished_on_cpu(transfer(leaves, shardings), leaves)
     return [
         leaf if sharding is None else _constrained(leaf, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
+
+
+def finished_on_cpu(arrays: list[Any], known: Sequence[Any] = ()) -> list[Any]:
+    """The arrays, once those on several CPU devices are computed, but for those known before.
+
+    On CPUs, programs with collectives that run at the same time take each other's threads, and
+    may wait for each other for ever.
+    """
+    before = set(map(id, known))
+    for array in arrays:
+        if isinstance(array, jax.Array) and id(array) not in before:
+            devices: Any = array.sharding.device_set
+            if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+                array.block_until_ready()
+    return arrays
 
 
 def _constrained(leaf: Any, sharding: Any) -> Any:

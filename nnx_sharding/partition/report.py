@@ -16,6 +16,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..analysis.units import printable
 from ..errors import NoMeshError
 from ..filters import Paths, misspelt, to_predicate
 from ..fitting import (
@@ -56,7 +57,8 @@ class ShardingRow(parameters.ParameterRow):
     def __str__(self) -> str:
         declared = "" if self.declared is None else f", {describe(self.declared)}"
         corrected = f" → {describe(self.spec)}" if self.why and not self.is_fault else ""
-        return f"{self.path or 'the root'}, shape {self.shape}{declared}{corrected}: {self.why}"
+        line = f"{self.path or 'the root'}, shape {self.shape}{declared}{corrected}: {self.why}"
+        return printable(line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ class ShardingReport:
         )
         for title, found in (("problems", self.problems), ("warnings", self.warnings)):
             text += f"\n{title}:\n{_indented(found)}" if found else ""
-        return text
+        return printable(text, kept="\n")
 
 
 @_compat.api_boundary

@@ -19,7 +19,7 @@ from ..lifting.resolve import reach, resolve, slot_names
 from ..lifting.split import Flat, flatten
 from ..lifting.transfer import obstacle, transfer
 from ..partition.constrain import is_array
-from ..partition.layout import mesh_here, rebuilt
+from ..partition.layout import finished_on_cpu, mesh_here, rebuilt
 from ..transforms.options import check_options, check_specs
 
 
@@ -106,7 +106,8 @@ def place(
     flat = flatten(tree)
     rules = Rules("place", mesh, indivisible, strict)
     shardings = assigned(tree, flat, sharding, rules)
-    leaves = transfer(flat.leaves, shardings, donate=donate, alias=not copy)
+    moved = transfer(flat.leaves, shardings, donate=donate, alias=not copy)
+    leaves = finished_on_cpu(moved, flat.leaves)
     if not copy:
         return rebuilt(flat, leaves, "place")
     return unflatten(flat.structure, _detached(leaves, flat)).root

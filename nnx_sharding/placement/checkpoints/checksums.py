@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...partition.layout import finished_on_cpu
+
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.
 _SMALL = 1 << 16
 
@@ -33,7 +35,8 @@ def _on_host_or_devices(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return _on_host(np.asarray(x))
     if x.nbytes > _SMALL or not (x.is_fully_addressable or x.is_fully_replicated):
-        return _own_part(_on_devices(x))
+        [total] = finished_on_cpu([_on_devices(x)])
+        return _own_part(total)
     return _on_host(np.asarray(x if x.is_fully_addressable else _own_part(x)))
 
 

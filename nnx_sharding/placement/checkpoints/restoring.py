@@ -57,7 +57,7 @@ def restore(
       only: an NNX filter for what is restored, such as ``nnx.Param``. The rest is left as it is,
         and so is what the checkpoint has besides.
       cast: whether arrays of another dtype are converted to that in ``tree``, among floating
-        point, among integer and among complex types.
+        point, among integer and among complex types. Integers are never wrapped.
 
     Returns:
       ``tree``, with arrays outside of modules and Variables in new containers.
@@ -65,9 +65,10 @@ def restore(
     Raises:
       NoCheckpointError: there is none.
       CheckpointError: it cannot be read, is damaged, or does not fit: paths that are missing on
-        either side, other shapes and dtypes, all in one message.
+        either side, other shapes and dtypes, integers that ``cast`` would wrap, all in one
+        message.
       TypeError: something in ``tree``, or in ``sharding``, is of the wrong kind.
-      ValueError: no sharding for some arrays, or none with devices.
+      ValueError: no sharding for some arrays, or none with devices; ``only`` matches nothing.
       TraceContextError: an object of ``tree`` belongs to another trace.
 
     Example:
@@ -90,14 +91,25 @@ def restore(
     if not _compat.trace_is_clean():
         raise ValueError("restore: a checkpoint cannot be read inside of a traced function.")
     keep = to_predicate(only)
-    found = [each for each in named(flat) if keep(each.place, each.subject)]
+    everything = list(named(flat))
+    found = [each for each in everything if keep(each.place, each.subject)]
+    if everything and not found:
+        known = ", ".join(each.path or "the root" for each in everything[:_SUGGESTIONS])
+        more = ", …" if len(everything) > _SUGGESTIONS else ""
+        raise ValueError(f"restore: only={only!r} matches none of the arrays: {known}{more}.")
     _check_targets(flat, found)
     goals = _shardings(tree, flat, found, sharding, mesh)
     stored = read("restore", path)
     sources = _sources(stored, found)
     _check_fit(stored, flat, found, sources, is_part=only is not ..., cast=cast)
-    wanted = {sources[slot]: goal if _is_global(goal) else None for slot, goal in goals.items()}
+    # On the host: JAX may shorten integers while it reads them.
+    narrowed = {e.slot: e for e in found if _may_wrap(stored.arrays[sources[e.slot]], flat, e)}
+    wanted = {
+        sources[slot]: goal if _is_global(goal) and slot not in narrowed else None
+        for slot, goal in goals.items()
+    }
     arrays = load("restore", stored, wanted)
+    _check_range(flat, {slot: (e, arrays[sources[slot]]) for slot, e in narrowed.items()})
     leaves, references = list(flat.leaves), []
     for each in found:
         leaf = flat.leaves[each.slot]
@@ -262,6 +274,40 @@ def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:
     if there == here:
         return True
     return cast and any(jnp.issubdtype(there, k) and jnp.issubdtype(here, k) for k in _KINDS)
+
+
+_range_of: Any = jnp.iinfo
+
+
+def _may_wrap(entry: Entry, flat: Flat, each: Named) -> bool:
+    """Whether integers of the checkpoint may be outside of the range of those in the model."""
+    there, leaf = entry.dtype, flat.leaves[each.slot]
+    if isinstance(leaf, _NUMBERS) or not all(
+        jnp.issubdtype(dtype, jnp.integer) for dtype in (there, leaf.dtype)
+    ):
+        return False
+    old, new = map(_range_of, (there, leaf.dtype))
+    return bool(old.min < new.min or old.max > new.max)
+
+
+def _check_range(flat: Flat, arrays: Mapping[int, tuple[Named, Any]]) -> None:
+    """Refuses integers that a conversion would wrap.
+
+    Raises:
+      CheckpointError: there are some; all arrays that have them are named.
+    """
+    lines = []
+    for slot, (each, value) in arrays.items():
+        if np.size(value):
+            dtype = flat.leaves[slot].dtype
+            low, high, info = int(np.min(value)), int(np.max(value)), _range_of(dtype)
+            if low < info.min or high > info.max:
+                lines.append(f"  {each.path or 'the root'}: {low} to {high}, {dtype}")
+    if lines:
+        raise CheckpointError(
+            "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
+            "this dtype in the model:\n" + "\n".join(lines) + "\nUse a larger dtype in the model."
+        )
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ... import _compat
 from ...errors import CheckpointError, NoCheckpointError
@@ -14,6 +19,10 @@ from .named import named
 from .restoring import restore
 from .saving import snapshot
 from .stored import first_line
+
+T = TypeVar("T")
+
+_TRIES = 20
 
 
 class Checkpoints:
@@ -67,8 +76,10 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=asynchronous
         )
-        self._manager = ocp.CheckpointManager(
-            self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
+        self._manager = self._listed(
+            lambda: ocp.CheckpointManager(
+                self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
+            )
         )
 
     @property
@@ -94,10 +105,11 @@ class Checkpoints:
           Whether it was its turn.
 
         Raises:
-          ValueError: there is this step, or a later one; or as for ``save``.
-          TypeError: as for ``save``.
+          ValueError: the step is negative, there is this step, or a later one; or as for ``save``.
+          TypeError: the step is no integer, or as for ``save``.
           CheckpointError: this one, or one whose writing went on since, could not be written.
         """
+        step = _step_number("save", step)
         if step % self._every and not force:
             return False
         taken = snapshot("Checkpoints.save", tree)
@@ -138,24 +150,34 @@ class Checkpoints:
         Raises:
           NoCheckpointError: there is no step, or not this one.
           CheckpointError: it cannot be read or does not fit; and the others that ``restore`` has.
+          TypeError: the step is no integer.
+          ValueError: the step is negative.
         """
         self.wait()
-        steps = self.steps
-        chosen = max(steps, default=None) if step is None else step
-        if chosen is None:
-            raise NoCheckpointError(f"Checkpoints.restore: there is no step in {self._folder}.")
-        if chosen not in steps:
-            near = suggestion(chosen, steps)
+
+        def read(step: int) -> Any:
+            path = self._folder / str(step)
+            return restore(path, tree, sharding, mesh, only=only, cast=cast)
+
+        if step is None:
+            last = self._last(read)
+            if last is None:
+                raise NoCheckpointError(f"Checkpoints.restore: there is no step in {self._folder}.")
+            return last[1]
+        step, steps = _step_number("restore", step), self.steps
+        if step not in steps:
             raise NoCheckpointError(
-                f"Checkpoints.restore: there is no step {chosen} in {self._folder}, only "
-                f"{', '.join(map(str, steps)) or 'nothing'}{near}."
+                f"Checkpoints.restore: there is no step {step} in {self._folder}, only "
+                f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps)}."
             )
-        path = self._folder / str(chosen)
-        return restore(path, tree, sharding, mesh, only=only, cast=cast)
+        return read(step)
 
     @_compat.api_boundary
     def resume(self, tree: Any, sharding: Any = None, mesh: Any = None) -> int | None:
         """Brings a training to its last step, in place, if there is one.
+
+        If another process writes steps here and deletes the last one while it is read, the one
+        that is the last then is taken.
 
         Args:
           tree: modules, optimizers and Variables, filled or abstract.
@@ -178,10 +200,46 @@ class Checkpoints:
                 f"changed in place: {', '.join(outside)}. Use restore, which returns them."
             )
         self.wait()
-        latest = self.latest
-        if latest is not None:
-            self.restore(tree, sharding, mesh, step=latest)
-        return latest
+        last = self._last(lambda step: restore(self._folder / str(step), tree, sharding, mesh))
+        return None if last is None else last[0]
+
+    def _last(self, read: Callable[[int], T]) -> tuple[int, T] | None:
+        """The last step and what ``read`` makes of it; None if there is no step.
+
+        Raises:
+          CheckpointError: it cannot be read, although nobody deletes it.
+        """
+        step = self.latest
+        for _ in range(_TRIES):
+            if step is None:
+                return None
+            try:
+                return step, read(step)
+            except CheckpointError as error:
+                tried = step
+                self._listed(self._manager.reload)
+                step = self.latest
+                if step == tried:
+                    raise
+                if step is None:
+                    raise NoCheckpointError(
+                        f"Checkpoints: step {tried} in {self._folder} was deleted while it was "
+                        "read, and no other step is left."
+                    ) from error
+        raise self._deleted()
+
+    def _listed(self, read: Callable[[], T]) -> T:
+        """What ``read`` makes of the list of steps, which fails while another process deletes."""
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return read()
+        raise self._deleted()
+
+    def _deleted(self) -> NoCheckpointError:
+        return NoCheckpointError(
+            f"Checkpoints: {_TRIES} times, steps in {self._folder} were deleted while they were "
+            "read. Let the process that writes them keep more, by keep=..."
+        )
 
     @_compat.api_boundary
     def wait(self) -> None:
@@ -213,3 +271,22 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _step_number(method: str, step: Any) -> int:
+    """The number of a step, of NumPy or of Python.
+
+    Raises:
+      TypeError: it is no integer.
+      ValueError: it is negative.
+    """
+    message = f"Checkpoints.{method}: expected a step of 0 or more, got {step!r}."
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(message) from None
+    if isinstance(step, bool | np.bool_):
+        raise TypeError(message)
+    if number < 0:
+        raise ValueError(message)
+    return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ...analysis.memory import array_bytes
 from ...errors import CheckpointError, NoCheckpointError
 from ...fitting import unsummed
 from ...lifting.structure import PyTreeDef, path_key, path_string
@@ -69,7 +69,7 @@ def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
     """
     stored = read("contents", path)
     rows = [
-        StoredArray(stored.shown(name), own.shape, own.dtype, math.prod(own.shape) * own.size)
+        StoredArray(stored.shown(name), own.shape, own.dtype, own.nbytes)
         for name, own in stored.arrays.items()
     ]
     return tuple(sorted(rows, key=lambda row: row.path))
@@ -81,7 +81,7 @@ class Entry(NamedTuple):
     Attributes:
       shape: its shape; of PRNG keys, without the words of each.
       dtype: its dtype.
-      size: the bytes of one element.
+      nbytes: its size in memory.
       position: its number among Orbax's leaves; None if it is empty, which Orbax does not store.
       is_number: whether it was a Python number.
       checksum: of its content, if it is known.
@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Any
-    size: int
+    nbytes: int
     position: int | None
     is_number: bool
     checksum: int | None
@@ -179,7 +179,10 @@ def _item_folder(what: str, folder: Any) -> Any:
 
 
 def _children(folder: Any) -> list[Any]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # it may be deleted meanwhile
+        return []
 
 
 def _entries(found: Any) -> Iterator[tuple[Name, Entry]]:
@@ -189,11 +192,11 @@ def _entries(found: Any) -> Iterator[tuple[Name, Entry]]:
     for position, (path, leaf) in enumerate(leaves):
         name = tuple(str(path_key(key)) for key in path)
         joined, is_number = ".".join(name), type(leaf).__name__ == "ScalarMetadata"
-        shape, dtype, size = tuple(leaf.shape), leaf.dtype, leaf.dtype.itemsize
+        shape, dtype = tuple(leaf.shape), leaf.dtype
+        nbytes = array_bytes(shape, dtype)
         if joined in keys:
-            dtype, size = key_dtype(keys[joined]), size * shape[-1]
-            shape = shape[:-1]
-        yield name, Entry(shape, dtype, size, position, is_number, sums.get(joined))
+            shape, dtype = shape[:-1], key_dtype(keys[joined])
+        yield name, Entry(shape, dtype, nbytes, position, is_number, sums.get(joined))
     for name, shape, dtype in manifest.get("empty", ()):
         kind = key_dtype(dtype) if dtype.startswith("key<") else jax.numpy.dtype(dtype)
         yield tuple(name), Entry(tuple(shape), kind, 0, None, False, None)
