@@ -256,7 +256,13 @@ def _mapping(group: Any) -> Any:
 
 def _paths_of(group: Any) -> list[Path]:
     """The paths in a group that end at something else than a mapping."""
-    group = _mapping(group)
-    if isinstance(group, Mapping):
-        return [(key, *path) for key, value in group.items() for path in _paths_of(value)]
-    return [()]
+    found: list[Path] = []
+    stack: list[tuple[Path, Any]] = [((), group)]
+    while stack:  # no recursion: models may be nested deeply
+        path, part = stack.pop()
+        part = _mapping(part)
+        if isinstance(part, Mapping):
+            stack += [((*path, key), value) for key, value in reversed(part.items())]
+        else:
+            found.append(path)
+    return found

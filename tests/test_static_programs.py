@@ -130,8 +130,8 @@ def value(r: random.Random, depth: int = 3) -> Any:
     make: Callable[[], Any] = functools.partial(value, r, depth - 1)
     some = [make() for _ in range(r.randrange(3))]
     names = r.sample(["a", "b", "c"], len(some))
-    keys = [r.choice([name, 1, 1.5, (name, 1)]) for name in names]
-    items = list(zip(keys, some, strict=True))
+    key = r.choice([str, ord, lambda name: (name, 1)])  # of one type: JAX sorts them
+    items = list(zip(map(key, names), some, strict=True))
     kinds: list[Callable[[], Any]] = [
         lambda: some,
         lambda: tuple(some),
@@ -221,10 +221,7 @@ def changeable(roots: list[Any]) -> list[Any]:
         found[id(x)] = x
         if not isinstance(x, Plain):
             stack += reversed(parts(x))
-    fixed = tuple | frozenset | slice | np.generic | np.dtype | Frozen | types.MappingProxyType
-    return [
-        x for x in found.values() if not isinstance(x, fixed | functools.partial | types.MethodType)
-    ]
+    return [x for x in found.values() if not isinstance(x, FIXED)]
 
 
 def change(x: Any, r: random.Random) -> None:
@@ -244,7 +241,7 @@ def change(x: Any, r: random.Random) -> None:
         elif isinstance(x, collections.defaultdict) and r.random() < 0.3:
             x.default_factory = r.choice([list, dict])
         else:
-            x[r.choice(["a", "z"])] = new
+            x[next(iter(x), "a")] = new
     elif isinstance(x, set):
         x.symmetric_difference_update({r.choice([1, "s", 7])})
     elif isinstance(x, Config | Slim | Lax | Plain | types.SimpleNamespace):
@@ -341,6 +338,7 @@ def ours(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return nnx_sharding.jit(fun, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.* is traced again and again")
 @pytest.mark.parametrize("kind", ["Walk", "PythonWalk"])
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_programs(kind, batch):

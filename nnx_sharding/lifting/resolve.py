@@ -15,15 +15,25 @@ from .structure import Path, Place, Structure, accessor
 
 
 class Found(NamedTuple):
-    """A place that a target reaches: the target, the part of it, and the place.
+    """A place that a target reaches.
 
-    ``name`` is what the user would write to reach it: ``model.blocks[3].kernel``.
+    Attributes:
+      target: the target.
+      part: the part of it.
+      place: the place.
+      name: what the user would write to reach it: ``model.blocks[3].kernel``.
+      paths: all paths from the part to it, the first one first.
     """
 
     target: Target
     part: Part
     place: Place
     name: str
+    paths: Sequence[Path]
+
+    def name_of(self, path: Path) -> str:
+        """What the user would write to reach it by another path."""
+        return accessor(self.target.name, (*self.part.keys, *path))
 
 
 def reach(structure: Structure, wanted: Sequence[Target]) -> list[Found]:
@@ -32,12 +42,16 @@ def reach(structure: Structure, wanted: Sequence[Target]) -> list[Found]:
     The arrays that the targets hold outside of objects must be those of the structure's root.
     """
     slots = iter(structure.root_slots)
-    return [
-        Found(goal, part, place, accessor(goal.name, (*part.keys, *place.path)))
-        for goal in wanted
-        for part in goal.parts
-        for place in structure.walk(part.child, slots)
-    ]
+    found = []
+    for goal in wanted:
+        for part in goal.parts:
+            aliases = structure.aliases(part.child)
+            for place in structure.walk(part.child, slots):
+                name = accessor(goal.name, (*part.keys, *place.path))
+                others = aliases.get(place.entry, ()) if place.entry is not None else ()
+                paths = dict.fromkeys((place.path, *others))
+                found.append(Found(goal, part, place, name, tuple(paths)))
+    return found
 
 
 def slot_names(num_leaves: int, reached: Sequence[Found]) -> list[str]:
@@ -99,10 +113,7 @@ def resolve(
             use = uses.setdefault(id(spec), Use(spec))
             index = place.entry
             subject = leaves[place.slots[0]] if index is None else objects[index]
-            # Inside a module paths start at the module, as in Flax.
-            path = place.path or found.part.below
-            which, spec = use.rules.find(path, subject)
-            use.note(which, path, found.target.name)
+            which, spec = _find(use, found, subject, spec_of, conflicts)
             if which is None and place.slots:  # what holds no array needs no filter
                 use.unmatched.append(f"  {found.name}: {_describe(subject)}")
                 continue
@@ -126,6 +137,30 @@ def resolve(
     return result
 
 
+def _find(
+    use: Use, found: Found, subject: Any, spec_of: Callable[[Any], Any], conflicts: list[str]
+) -> tuple[int | None, Any]:
+    """What a ``StateSharding`` says of a Variable: by the filter that names one of its paths.
+
+    A filter that takes everything has no say about a path if another filter names another path.
+    """
+    decisions = []
+    for own in found.paths:
+        # Inside a module paths start at the module, as in Flax.
+        path = own or found.part.below
+        which, spec = use.rules.find(path, subject)
+        use.note(which, path, found.target.name)
+        decisions.append((own, which, spec))
+    named = [d for d in decisions if d[1] is not None and not use.takes_everything(d[1])]
+    for path, _, spec in named[1:]:
+        if spec_of(spec) != spec_of(named[0][2]):
+            old, new = describe_both(named[0][2], spec)
+            first, other = found.name_of(named[0][0]), found.name_of(path)
+            conflicts.append(f"  {first}: {old}\n  {other}: {new}")
+    _, which, spec = (named or decisions)[0]
+    return which, spec
+
+
 class Use:
     """What one ``StateSharding`` decided about."""
 
@@ -141,6 +176,10 @@ class Use:
         self._matched.add(which)
         self._keys.update(dict.fromkeys(path))
         self._arguments[argument] = None
+
+    def takes_everything(self, which: int) -> bool:
+        """Whether a filter is a last resort."""
+        return self.rules.filters[which] in (..., True, nnx.Everything())
 
     def copy(self) -> Use:
         """One that can be added to."""
@@ -161,16 +200,15 @@ class Use:
     def unused_lines(self) -> Iterator[str]:
         """The filters that decided about nothing.
 
-        A last resort may do so, a predicate that looks at shapes, and paths, which may be those of
-        several arguments.
+        Only those that look misspelt: a filter may be meant for another argument or function.
         """
         for index, filter_ in enumerate(self.rules.filters):
-            may_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
+            may_rest = isinstance(filter_, Paths) or self.takes_everything(index)
             if index in self._matched or may_rest or is_opaque(to_predicate(filter_)):
                 continue
-            name = self.rules.names[index]
             near = misspelt(filter_, self._keys)
-            yield f"  {name}, for {', '.join(self._arguments)}{near}"
+            if near:
+                yield f"  {self.rules.names[index]}, for {', '.join(self._arguments)}{near}"
 
 
 def merged(uses: Iterable[Use]) -> list[Use]:

@@ -17,6 +17,7 @@ from ..checks.specs import committed_message, fitted
 from ..fitting import describe_both, is_equivalent
 from ..retraces.limits import TraceLimit
 from . import merge
+from .in_flight import is_bounded, wait_for_some
 from .plan import Plan, is_committed, known_variables
 from .pure import CALLER, Outcome, OutputGroup
 from .resolve import reach
@@ -66,6 +67,8 @@ def run(
         raise
     finally:
         CALLER.reset(token)
+    if is_bounded() and not nested:
+        wait_for_some(groups)
     update = outcome.update
     if update is None:
         update = outcome.update = _Update.of(outcome, len(flat.objects))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -241,6 +241,43 @@ class Structure:
                 paths.setdefault(slot, place.path)
         return tuple(paths.get(slot, ()) for slot in range(self.num_leaves))
 
+    def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
+        """For each Variable that is reached from ``child`` by several paths up to ``limit`` of them.
+
+        No path passes an object twice.
+        """
+        links: Counter[int] = Counter()
+        pending, seen = [child], set[int]()
+        while pending:
+            for index in _linked(pending.pop()):
+                links[index] += 1
+                if index not in seen:
+                    seen.add(index)
+                    pending += _own_children(self.entries[index])
+        if not any(count > 1 for count in links.values()):
+            return {}
+        paths: dict[int, list[Path]] = {}
+        stack: list[tuple[Path, Child, frozenset[int]]] = [((), child, frozenset())]
+        while stack:
+            path, child, above = stack.pop()
+            if isinstance(child, Container):
+                inner = reversed(parts_of(child).items())
+                stack += [(path + key, part, above) for key, part in inner]
+            elif isinstance(child, int) and child not in above:
+                own = paths.setdefault(child, [])
+                if len(own) < limit:
+                    own.append(path)
+                    stack += [
+                        (path + key, part, above | {child})
+                        for key, part in reversed(parts_of(self.entries[child]).items())
+                        if not isinstance(part, Static)
+                    ]
+        return {
+            index: own
+            for index, own in paths.items()
+            if len(own) > 1 and isinstance(self.entries[index], VariableEntry)
+        }
+
     def _is_ref(self, child: Child) -> bool:
         return isinstance(child, int) and isinstance(self.entries[child], RefEntry)
 
@@ -338,6 +375,20 @@ def holds_objects(entry: VariableEntry) -> bool:
     value = entry.value
     children = value.children if isinstance(value, Container) else (value,)
     return any(isinstance(child, int) for child in children)
+
+
+def _own_children(entry: Entry | None) -> tuple[Child, ...]:
+    if isinstance(entry, VariableEntry):
+        return (entry.value,)
+    return entry.children if isinstance(entry, NodeEntry) else ()
+
+
+def _linked(child: Child) -> Iterator[int]:
+    if isinstance(child, int):
+        yield child
+    elif isinstance(child, Container):
+        for part in child.children:
+            yield from _linked(part)
 
 
 def _nested(
