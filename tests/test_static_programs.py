@@ -167,7 +167,9 @@ def parts(x: Any) -> list[Any]:
     found: list[Any] = []
     if isinstance(x, dict | types.MappingProxyType):
         found += [part for item in x.items() for part in item]
-    elif isinstance(x, list | tuple | collections.deque | set | frozenset):
+    elif isinstance(x, set | frozenset):
+        found += sorted(x, key=repr)  # their order depends on how they came to be
+    elif isinstance(x, list | tuple | collections.deque):
         found += x
     elif isinstance(x, functools.partial):
         found += [x.func, *x.args]

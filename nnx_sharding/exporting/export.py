@@ -86,13 +86,14 @@ def export(
 
     @_compat.api_boundary
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
-        plan, (_, leaves, *_) = fun._planned(args, kwargs)
-        _check_refs(plan, leaves)
-        types = [_type_of(*slot) for slot in zip(leaves, plan.layouts, plan.specs, strict=True)]
+        _, plan, split = fun._planned(args, kwargs)
+        _check_refs(plan, split.leaves)
+        slots = zip(split.leaves, plan.layouts, plan.specs, strict=True)
+        types = [_type_of(*slot) for slot in slots]
         lower = jax.export.export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
         )
-        with _compat.no_source_locations():
+        with _compat.no_source_locations(), fun._tracing(split):
             lowered = explained(plan, types, lower)
         count = lowered.out_tree.num_leaves
         outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))[-1]

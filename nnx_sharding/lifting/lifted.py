@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -147,22 +148,20 @@ class Lifted(Generic[P, R]):
         Returns:
           A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
         """
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
+        call, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         return self._trace(plan, call, flat, leaves)
 
     @_compat.api_boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces and lowers the function for these arguments: ``trace(...).lower()``."""
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
+        call, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         traced = self._trace(plan, call, flat, leaves)
         return explained(plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
 
     def _trace(self, plan: Plan, call: Call, flat: Flat, leaves: Sequence[Any]) -> Traced:
-        with called_by(self._caller(flat)):
+        with self._tracing(flat):
             traced = explained(plan, leaves, plan.program.staged.trace)
         return Traced(traced, plan, self._split, self._bound, call.statics)
 
@@ -172,17 +171,22 @@ class Lifted(Generic[P, R]):
 
         Modules in the output are new, abstract ones. Nothing of the caller's is changed.
         """
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
+        call, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
-        with called_by(self._caller(flat)):
+        with self._tracing(flat):
             *groups, outcome = explained(plan, leaves, plan.program.staged.eval_shape)
         arrays = outcome.arrays([abstract(leaf) for leaf in flat.leaves], groups)
         return _abstract_output(outcome, arrays, flat)
 
-    def _caller(self, flat: Flat) -> Caller:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Plan, Flat]:
+        """The plan for a call that is only prepared, and its arguments taken apart."""
+        call, flat = self._split((*self._bound, *args), kwargs)
+        return call, self._plan(call, flat)[0], flat
+
+    def _tracing(self, flat: Flat) -> contextlib.AbstractContextManager[None]:
+        """Traces within the block are made for these arguments."""
         nested = not _compat.trace_is_clean()
-        return Caller(self._fun, flat.objects, self._trace_limit, nested)
+        return called_by(Caller(self._fun, flat.objects, self._trace_limit, nested))
 
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.

@@ -101,10 +101,7 @@ class Stage:
     @property
     def out_info(self) -> Any:
         """Shape, dtype and, where it is known, sharding of each array of the result."""
-        inputs = [
-            jax.ShapeDtypeStruct(info.shape, info.dtype)
-            for info in _arguments(self._stage.args_info)
-        ]
+        inputs = list(map(_shape_of, _arguments(self._stage.args_info)))
         return self._outputs(self._stage.out_info, inputs)
 
     @property
@@ -197,7 +194,7 @@ class Traced(Stage):
             )
         lower = self._stage.lower
         avals = _arguments(self._stage.in_avals)
-        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        leaves = list(map(_shape_of, avals))
         platforms = lowering_platforms
         lowered = explained(self._plan, leaves, lambda *_: lower(lowering_platforms=platforms))
         return Lowered(lowered, self._plan, self._split, self._bound, self._statics)
@@ -389,11 +386,17 @@ class Compiled(Stage):
     def _argument_rows(self) -> list[Parameter]:
         """How each argument array is laid out."""
         infos, plan = _arguments(self._stage.args_info), self._plan
-        laid_out = zip(_arguments(self._stage.input_shardings), plan.layouts, strict=True)
-        return [
-            parameter(path, info, declared if own is None else own, used=own is not None)
-            for path, info, (own, declared) in zip(plan.names, infos, laid_out, strict=True)
-        ]
+        given = zip(_arguments(self._stage.input_shardings), plan.layouts, strict=True)
+        rows = []
+        for path, info, (own, declared) in zip(plan.names, infos, given, strict=True):
+            # A hijax Variable is a list of the arrays in it.
+            arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
+            shardings = own if isinstance(own, list | tuple) else [own] * len(arrays)
+            rows += [
+                parameter(path, array, declared if used is None else used, used=used is not None)
+                for array, used in zip(arrays, shardings, strict=True)
+            ]
+        return rows
 
     def _shardings(self) -> list[Any]:
         """The shardings of what the program is given, and of what it returns."""
@@ -466,6 +469,14 @@ def _changes(plan: Plan, layout: Layout, structure: Structure) -> Iterator[str]:
     if before != layout:
         yield f"arguments {arguments_of(before)} → {arguments_of(layout)}"
     yield from differences((before, plan.structure), (layout, structure))
+
+
+def _shape_of(aval: Any) -> Any:
+    """The shape and dtype of an aval; itself for a hijax Variable, which has none."""
+    try:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    except AttributeError:
+        return aval
 
 
 def _arguments(per_argument: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from ..fitting import (
     suggestion,
     with_entries,
 )
-from ..lifting.merge import assemble, node_changes, node_values, write_node
+from ..lifting.merge import assemble, node_changes, node_operations, node_values, perform
 from ..lifting.split import Flat
 from ..lifting.structure import NodeEntry, VariableEntry
 from ..lifting.transfer import transfer
@@ -174,14 +174,17 @@ def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_cons
             f"{caller} cannot change objects of another trace: {', '.join(stale)}. "
             "Pass the module as an argument of the function that is traced."
         )
+    operations = []
     for index in touched:
         entry, own = structure.entries[index], (leaves[slot] for slot in structure.slots[index])
         if isinstance(entry, VariableEntry):
-            _compat.set_value(objects[index], assemble(entry.value, own, objects))
+            value = assemble(entry.value, own, objects)
+            operations.append((_compat.set_value, objects[index], value))
         else:
             assert isinstance(entry, NodeEntry)  # refs are never laid out
             change = node_changes(index, entry, structure, fresh)
             assert change is not None
             [values] = node_values([change], leaves, objects)
-            write_node(change, values, structure, leaves, objects)
+            operations += node_operations(change, values, structure, leaves, objects)
+    perform(operations)
     return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)
