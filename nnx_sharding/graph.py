@@ -262,7 +262,7 @@ def _paths_of(group: Any) -> list[Path]:
         path, part = stack.pop()
         part = _mapping(part)
         if isinstance(part, Mapping):
-            stack += [((*path, key), value) for key, value in reversed(part.items())]
+            stack += [((*path, key), value) for key, value in reversed([*part.items()])]
         else:
             found.append(path)
     return found

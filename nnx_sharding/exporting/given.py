@@ -199,7 +199,7 @@ def _type_problem(name: str, leaf: Any, info: ArrayInfo) -> Iterable[str]:
     )
     if fits and dtype == info.dtype:
         return
-    needs_x64 = info.dtype in _WIDE and not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    needs_x64 = info.dtype in _WIDE and not jax.config.jax_enable_x64
     hint = "; set jax_enable_x64, as where it was exported" if needs_x64 else ""
     sizes = ",".join(map(str, shape))
     expected = f"{info.dtype}[{','.join(map(str, info.shape))}]"

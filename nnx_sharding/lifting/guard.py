@@ -28,7 +28,7 @@ from .. import _compat
 from . import merge
 from .arguments import Call
 from .split import Flat, aux_of
-from .statics import Static, has_only_dict
+from .statics import Static, has_only_dict, opened
 from .structure import (
     LEAF,
     Child,
@@ -41,7 +41,7 @@ from .structure import (
     VariableEntry,
     is_leaf_treedef,
 )
-from .walk import Pins, Recipe, Walk, Wave, flatten_tree, ids_of, open_static, open_tree
+from .walk import Pins, Recipe, Walk, Wave, flatten_tree, ids_of, open_tree
 
 
 class Guard(NamedTuple):
@@ -187,7 +187,7 @@ class _Builder:
                 for data, child in zip(own[treedef.num_leaves :], want.aux, strict=True):
                     self._add(data, child, ())
             for position, entry in statics:
-                own, kind = open_static(self._opened(position))
+                own, kind = opened(self._opened(position))
                 self._kinds.append(kind)
                 self._add_static_parts(own, kind[0], entry)
 

@@ -1,8 +1,8 @@
 """A bound on the programs in flight on virtual CPU devices.
 
-There XLA runs all devices of a process on one pool of threads, and each device waits in a collective
-until the others reach it. With many programs queued the threads all wait for devices that have none,
-and after a while XLA aborts the process.
+There XLA runs all devices of a process on one pool of threads, and each device waits in a
+collective until the others reach it. With many programs queued all threads may wait for devices
+that have none, and after a while XLA aborts the process.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Lifted(Generic[P, R]):
 
         Modules in the output are new, abstract ones. Nothing of the caller's is changed.
         """
-        call, plan, flat = self._planned(args, kwargs)
+        _, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
         with self._tracing(flat):
             *groups, outcome = explained(plan, leaves, plan.program.staged.eval_shape)

@@ -83,10 +83,10 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any
         return objects[child]
     if isinstance(child, Static):
         return child.value
+    assert isinstance(child, Container | Group)
     parts = [assemble(part, leaves, objects) for part in child.children]
     if isinstance(child, Group):
         return statics.make_fixed(child.kind, parts)
-    assert isinstance(child, Container)
     treedef = child.treedef
     if not all(isinstance(aux, Static) for aux in child.aux):
         treedef = _with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
@@ -101,7 +101,7 @@ def _with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
     if _compat.has_aux(*data):
         data = data[0], next(aux)
     children = [_with_aux(child, aux) for child in treedef.children()]
-    return jax.tree_util.PyTreeDef.from_node_data_and_children(  # type: ignore[attr-defined]
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(
         jax.tree_util.default_registry, data, children
     )
 

@@ -85,7 +85,7 @@ def called_by(caller: Caller | None) -> Iterator[None]:
         CALLER.reset(token)
 
 
-def _on_compilation(event: str, _: float, **details: Any) -> None:
+def _on_compilation(event: str, duration_secs: float, **details: Any) -> None:
     fields = CALLER.get()
     if event != _compat.COMPILATION or fields is None:
         return

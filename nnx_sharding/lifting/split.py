@@ -173,9 +173,9 @@ class _Splitter:
         identity, static = None, self.static
         if content.shallow:
             identity, static = Identity(obj, hold=self._holds(obj)), self._leaf_static
-        children = tuple([static(part) for part in content.parts])
+        parts = tuple([static(part) for part in content.parts])
         origin = obj if self._holds(obj) else None
-        return StaticEntry(content.kind, children, identity, origin)
+        return StaticEntry(content.kind, parts, identity, origin)
 
     def static(self, value: Any) -> Child:
         """What stands for a static value: a static, or the index of an object that can change."""

@@ -39,6 +39,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
@@ -120,7 +121,7 @@ def _key_of_all(kind: type, parts: Iterable[Any]) -> Hashable | None:
 def _array_key(kind: type, value: jax.Array) -> Hashable | None:
     if isinstance(value, jax.core.Tracer) or value.is_deleted() or not value.is_fully_addressable:
         return None
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
     data = np.asarray(jax.random.key_data(value) if is_key else value)
     return (kind, value.dtype, value.shape, value.aval.weak_type, data.tobytes())
 
@@ -267,19 +268,17 @@ def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
     return [part for item in items for part in item]
 
 
-def _mapping_form(base: type) -> Form:
-    clear, update = base.clear, base.update  # type: ignore[attr-defined]
+def _mapping_form(base: Any) -> Form:
     return Form(
-        lambda own: (None, _flat(base.items(own))),  # type: ignore[attr-defined]
+        lambda own: (None, _flat(base.items(own))),
         lambda kind, _: base.__new__(kind),
-        lambda own, _, parts: [(clear, own), (update, own, _pairs(parts))],
+        lambda own, _, parts: [(base.clear, own), (base.update, own, _pairs(parts))],
     )
 
 
-def _sequence_form(base: type) -> Form:
-    iterate: Any = base.__iter__  # type: ignore[attr-defined]
+def _sequence_form(base: Any) -> Form:
     return Form(
-        lambda own: (None, list(iterate(own))),
+        lambda own: (None, list(base.__iter__(own))),
         None,
         lambda kind, _, parts: base.__new__(kind, parts),
     )
@@ -290,8 +289,12 @@ def _defaultdict_open(own: Any) -> tuple[Hashable, Sequence[Any]]:
 
 
 def _defaultdict_assign(own: Any, _: Any, parts: Sequence[Any]) -> list[Operation]:
-    factory = (collections.defaultdict.default_factory.__set__, own, parts[0])  # type: ignore[attr-defined]
-    return [factory, (dict.clear, own), (dict.update, own, _pairs(parts[1:]))]
+    factory: Any = collections.defaultdict.default_factory
+    return [
+        (factory.__set__, own, parts[0]),
+        (dict.clear, own),
+        (dict.update, own, _pairs(parts[1:])),
+    ]
 
 
 def _array_open(own: Any) -> tuple[Hashable, Sequence[Any]]:
@@ -542,16 +545,21 @@ def _has_state(kind: type) -> bool:
     return bool(kind.__dictoffset__) or bool(_slots(kind))
 
 
-@functools.lru_cache(maxsize=1024)
+_SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
 def _slots(kind: type) -> tuple[str, ...]:
     """The names of the slots that classes written in Python gave their objects."""
-    return tuple(
-        name
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+    found = _SLOTS.get(kind)
+    if found is None:
+        found = _SLOTS[kind] = tuple(
+            name
+            for base in kind.__mro__
+            if "__slots__" in vars(base)
+            for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType)
+        )
+    return found
 
 
 def _fields(kind: type) -> tuple[str, ...] | None:

@@ -13,7 +13,7 @@ import functools
 import types
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 
@@ -242,7 +242,7 @@ class Structure:
         return tuple(paths.get(slot, ()) for slot in range(self.num_leaves))
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
-        """For each Variable that is reached from ``child`` by several paths up to ``limit`` of them.
+        """Up to ``limit`` paths to each Variable that is reached from ``child`` by several.
 
         No path passes an object twice.
         """
@@ -278,7 +278,7 @@ class Structure:
             if len(own) > 1 and isinstance(self.entries[index], VariableEntry)
         }
 
-    def _is_ref(self, child: Child) -> bool:
+    def _is_ref(self, child: Child) -> TypeGuard[int]:
         return isinstance(child, int) and isinstance(self.entries[child], RefEntry)
 
     def walk(self, child: Child, slots: Iterator[int], path: Path = ()) -> Iterator[Place]:

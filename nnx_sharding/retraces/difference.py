@@ -178,17 +178,17 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
         return _shorten(str(child.treedef))
     entry: Any = structure.entries[child] if isinstance(child, int) else child
     if isinstance(entry, StaticEntry | Group) and depth and _brackets(entry.kind[0]):
-        opening, closing = _brackets(entry.kind[0])
+        brackets = _brackets(entry.kind[0])
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
         if issubclass(entry.kind[0], dict):
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
-        return _shorten(f"{opening}{', '.join(parts)}{closing}")
+        return _shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
     name = (entry.kind[0] if isinstance(entry, Group) else entry.type).__name__
     return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
 
 
 def _brackets(kind: type) -> str:
-    found = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
+    found: dict[type, str] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
     return found.get(kind, "")
 
 

@@ -151,7 +151,8 @@ class _Jit:
             if self.device is not None or self.backend is not None:
                 warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
             jitted = jax.jit(pure, **options)
-        top_level, given = jitted, _abstract_mesh(in_specs)
+        top_level: Callable[..., Any] = jitted
+        given = _abstract_mesh(in_specs)
         abstract = given or _abstract_mesh(out_specs)
         if abstract is not None:
             top_level = needing_devices(self.name, abstract, jitted, from_arrays=given is None)
