@@ -444,7 +444,8 @@ class ArraySharder(nnx.Module):
         """Takes up what :meth:`get_state` gave.
 
         Neither ``state`` nor a config that other sharders have is changed, now or later: arrays
-        of NumPy are copied, and other rules make a new config. Statistics may be there that were not before.
+        of NumPy are copied, and other rules make a new config. Statistics may be there that were
+        not before.
 
         Raises:
           TypeError: ``state`` is no mapping.
