@@ -39,8 +39,8 @@ test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, 
 	  tests/test_guard_machine.py
 
 # What a release, or an option, of JAX or Flax may break: calls, states and specs.
-CORE := arguments composition guard guard_mutations modes plain_jax random_programs references
-CORE += shard_map shardings split_merge stages state_sharding statics
+CORE := arguments composition guard guard_mutations modes plain_jax references shard_map shardings
+CORE += split_merge stages state_sharding statics
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
@@ -51,7 +51,8 @@ test-modes: $(VENV)/.installed-tests  ## run the core tests with other options o
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 test-oldest:  ## run the core tests with the oldest Python, jax and flax that setup.py declares
-	$(OLDEST) tools/matrix.py --python $(OLDEST) --only oldest -- $(PYTEST_ARGS) $(CORE_TESTS)
+	$(OLDEST) tools/matrix.py --python $(OLDEST) --only oldest -- $(PYTEST_ARGS) $(CORE_TESTS) \
+	  tests/test_random_programs.py
 
 test-matrix:  ## run the tests on each Python found, with the oldest and the newest jax and flax
 	$(PYTHON) tools/matrix.py

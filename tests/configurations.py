@@ -67,7 +67,6 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "arguments.py::KindsTest::*_plain_lists",
             "arguments.py::KindsTest::test_three_calls_*_raw_arrays",
             "composition.py::ProgramsTest::*_new_parts_in_nested",
-            "random_programs.py::*",
             "references.py::IdentityTest::test_detached_*",
             "references.py::IdentityTest::test_new_*",
             "references.py::IdentityTest::test_objects_of_the_caller_move",

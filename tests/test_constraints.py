@@ -205,6 +205,15 @@ class CorrectionTest(parameterized.TestCase):
         sharding = c.get_corrected_named_sharding(shape, spec, mesh=MESH)
         assert sharding.spec == want and sharding.mesh == MESH
 
+    @parameterized.parameters(*MESHES)
+    def test_specs_longer_than_the_rank(self, kind):
+        mesh = MESHES[kind]
+        for spec in (P("a", None), P("a", None, None)):
+            sharding = NamedSharding(mesh, spec)
+            with jax.set_mesh(mesh):
+                for transform in (lambda f: f, jax.jit, nnx_sharding.jit):
+                    assert laid(transform(lambda x: constrain(x, sharding))(ones(8)), P("a"), mesh)
+
     @parameterized.parameters(
         ((8,), P("a", "b"), P("a"), "no dimension 1 or more to cut by 'b'"),
         ((), P("a"), P(), "'a'"),
