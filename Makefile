@@ -1,7 +1,9 @@
 # Each target installs what it needs into $(VENV), from PyPI, when it is first asked for and
 # again when setup.py changes. Only Python 3.11 or newer and make have to be there.
 
-PYTHON ?= python3
+# The newest and the oldest Python that are there, of those that setup.py declares.
+PYTHON ?= $(or $(shell python3 tools/matrix.py --find newest 2> /dev/null),python3)
+OLDEST ?= $(or $(shell python3 tools/matrix.py --find oldest 2> /dev/null),python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # For example: make test PYTEST_ARGS="-k shard_map"
@@ -11,7 +13,7 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help demo test coverage test-python test-guard test-oldest test-matrix
+.PHONY: help demo test coverage test-python test-guard test-modes test-oldest test-matrix
 .PHONY: lint types docs links package check bench clean
 
 help:  ## show this list
@@ -34,10 +36,23 @@ test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the 
 
 test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, for 10,000 steps
 	NNX_SHARDING_GUARD_STEPS=all $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
-	  tests/test_guard_machine.py
+	  tests/test_guard_machine.py tests/test_static_programs.py
 
-test-oldest:  ## run the tests with the oldest jax and flax that setup.py declares
-	$(PYTHON) tools/matrix.py --python $(PYTHON) --only oldest
+# What a release, or an option, of JAX or Flax may break: calls, states and specs.
+CORE := arguments composition guard guard_mutations modes plain_jax references shard_map shardings
+CORE += split_merge stages state_sharding static_programs statics
+CORE_TESTS := $(CORE:%=tests/test_%.py)
+
+MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
+test-modes: $(VENV)/.installed-tests  ## run the core tests with other options of JAX and Flax
+	@failed=; for mode in $(MODES); do echo "== $$mode"; \
+	  env $$mode $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) $(CORE_TESTS) || \
+	    failed="$$failed $$mode"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+
+test-oldest:  ## run the core tests with the oldest Python, jax and flax that setup.py declares
+	$(OLDEST) tools/matrix.py --python $(OLDEST) --only oldest -- $(PYTEST_ARGS) $(CORE_TESTS) \
+	  tests/test_random_programs.py tests/test_checkpoint_processes.py::CheckpointProcessesTest::test_a_hundred_arrays
 
 test-matrix:  ## run the tests on each Python found, with the oldest and the newest jax and flax
 	$(PYTHON) tools/matrix.py
@@ -59,7 +74,7 @@ package: $(VENV)/.installed-package  ## build sdist and wheel, and try them in a
 	$(BIN)/python tools/try_package.py
 
 # All gates: what has to pass before a change is merged.
-check: lint types docs coverage test-python test-guard package  ## run all gates
+check: lint types docs coverage test-python test-guard test-modes test-oldest package  ## run all gates
 
 bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -6,21 +6,20 @@ the mesh in context, by ``jax.set_mesh`` or by the older ``with mesh:``.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .fitting import describe, suggested_spec
+from .fitting import describe, suggested_spec, suggestion
 from .inspect.parameters import parameter_table
 from .lifting.prefixes import Specs
 from .lifting.split import flatten
 from .lifting.structure import Path, path_string
-from .partition.constrain import assign, report_lost, with_sharding_constraint
+from .partition.constrain import assign, is_array, report_lost, with_sharding_constraint
 from .partition.layout import corrected, laid_out, mesh_here, sharding_of
 from .partition.match import (
     by_variable,
@@ -103,7 +102,7 @@ def get_corrected_named_sharding(
 
 
 class ShardAndGather(tuple[Any, Any]):
-    """Two trees of functions, for each array one that shards it and one that makes it whole.
+    """Two trees of functions, for each array one that shards it and one that brings it to the host.
 
     Unpack it, or use :meth:`shard` and :meth:`gather` for a whole tree at once.
     """
@@ -127,7 +126,10 @@ class ShardAndGather(tuple[Any, Any]):
 def make_shard_and_gather_fns(
     partition_specs: Any, mesh: Mesh | AbstractMesh | None = None
 ) -> ShardAndGather:
-    """Functions that shard arrays as specs say, and functions that make them whole again.
+    """Functions that shard arrays as specs say, and functions that gather them on the host.
+
+    A gather function makes arrays of NumPy, whole in each process. It takes them one at a time,
+    so that a device never holds more than one as a whole.
 
     Args:
       partition_specs: a pytree of specs; shardings and ``StateSharding`` may stand in it too.
@@ -149,18 +151,27 @@ def make_shard_and_gather_fns(
       >>> shard_fns, gather_fns = both
       >>> shard_fns["up"](np.ones((8, 2))).sharding.shard_shape((8, 2))
       (1, 2)
+      >>> type(gather_fns["up"](shard_fns["up"](np.ones((8, 2)))))
+      <class 'numpy.ndarray'>
       >>> both.gather(both.shard({"up": np.ones((8, 2))}))["up"].is_fully_replicated
       True
     """
     mesh = _mesh_for("make_shard_and_gather_fns", partition_specs, mesh)
 
-    def function(spec: Any) -> Callable[[Any], Any]:
-        return functools.partial(with_sharding_constraint, sharding=spec, mesh=mesh)
+    def shard_fn(spec: Any) -> Callable[[Any], Any]:
+        return lambda tree: with_sharding_constraint(tree, spec, mesh=mesh)
 
-    whole = jax.tree_util.tree_map(_whole, partition_specs, is_leaf=_is_leaf)
+    def gather_fn(spec: Any) -> Callable[[Any], Any]:
+        def gather(array: Any) -> Any:
+            if not is_array(array):
+                return array
+            return jax.device_get(with_sharding_constraint(array, _whole(spec), mesh=mesh))
+
+        return lambda tree: jax.tree_util.tree_map(gather, tree)
+
     result = ShardAndGather(
-        jax.tree_util.tree_map(function, specs, is_leaf=_is_leaf)
-        for specs in (partition_specs, whole)
+        jax.tree_util.tree_map(function, partition_specs, is_leaf=_is_leaf)
+        for function in (shard_fn, gather_fn)
     )
     result._specs, result._mesh = partition_specs, mesh
     return result
@@ -193,7 +204,8 @@ def analyze_sharding_strategy(
 
     Args:
       pytree: arrays or modules; only shapes are looked at.
-      partition_specs: a prefix of specs, corrected as by :func:`with_sharding_constraint`.
+      partition_specs: a prefix of specs, corrected as by :func:`with_sharding_constraint`, or a
+        mapping from paths such as ``blocks/3/up/kernel`` to specs.
       mesh: the mesh.
 
     Returns:
@@ -205,6 +217,7 @@ def analyze_sharding_strategy(
 
     Raises:
       NoContextMeshError: there is no mesh for a spec.
+      ValueError: a path leads nowhere, or an array has no path among those that are given.
 
     Example:
       >>> import numpy as np
@@ -215,6 +228,7 @@ def analyze_sharding_strategy(
       >>> found["memory_per_device"]
       {0: 8, 1: 8, 2: 8, 3: 8}
     """
+    partition_specs = _without_paths(pytree, partition_specs)
     mesh = _mesh_for("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
     leaves = [_abstract(leaf) for leaf in flat.leaves]
@@ -244,6 +258,31 @@ def analyze_sharding_strategy(
 _STATS = ("arrays", "parameters", "bytes", "bytes_per_device")
 
 
+def _without_paths(tree: Any, specs: Any) -> Any:
+    """Specs; those that a mapping gives to paths as a prefix of the tree."""
+    if not isinstance(specs, Mapping) or (
+        isinstance(tree, Mapping) and specs.keys() <= tree.keys()
+    ):
+        return specs
+    names: list[str] = []
+
+    def choose(path: Path, found: Found) -> Any:
+        names.append(path_string(path))
+        return specs.get(names[-1])
+
+    prefix = by_variable(tree, choose)
+    unknown = [name for name in specs if name not in names]
+    if unknown and not any("/" in str(name) for name in specs):
+        return specs
+    lines = [f"  {name!r} leads to no array{suggestion(name, names)}" for name in unknown]
+    lines += [f"  {name!r} has no spec" for name in names if name not in specs]
+    if lines:
+        raise ValueError(
+            "analyze_sharding_strategy: these paths do not fit the tree:\n" + "\n".join(lines)
+        )
+    return prefix
+
+
 def _abstract(leaf: Any) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
@@ -271,67 +310,81 @@ def extract_sharding_structure(pytree: Any) -> Any:
       >>> extract_sharding_structure({"x": np.ones(3)})
       {'x': None}
     """
-    return _extracted(pytree, lambda now: now if isinstance(now, NamedSharding) else None)
+    return _extracted(pytree, _named)
 
 
-def get_shardings_with_structure(pytree: Any) -> Any:
-    """As :func:`extract_sharding_structure`; every array must have a ``NamedSharding``.
-
-    Raises:
-      ValueError: some have none; all are named.
-    """
-    return _extracted(pytree, lambda now: now if isinstance(now, NamedSharding) else _MISSING)
+get_shardings_with_structure = extract_sharding_structure
 
 
 def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any:
-    """As :func:`extract_sharding_structure`, with ``P()`` on the mesh for the other arrays.
+    """As :func:`extract_sharding_structure`, and each ``PartitionSpec`` as a sharding on the mesh.
+
+    Args:
+      tree: arrays, modules or specs; a leaf may also have a spec as its attribute ``sharding``.
+      mesh: the mesh for specs.
 
     Raises:
-      ValueError: there are others (of NumPy, abstract, on a single device), and no mesh.
+      NoContextMeshError: there is a spec, and no mesh.
     """
-    mesh = get_incontext_mesh(raise_error=False) if mesh is None else mesh
-    other = _MISSING if mesh.empty else NamedSharding(mesh, _WHOLE)
-    return _extracted(tree, lambda now: now if isinstance(now, NamedSharding) else other)
+
+    def read(leaf: Any) -> Any:
+        now = leaf if isinstance(leaf, PartitionSpec) else sharding_of(leaf)
+        if isinstance(now, PartitionSpec):
+            return NamedSharding(get_incontext_mesh() if mesh is None else mesh, now)
+        return _named(leaf)
+
+    return _extracted(tree, read)
 
 
 def get_partition_spec(tree: Any) -> Any:
     """The ``PartitionSpec`` of each array, in a tree as of :func:`extract_sharding_structure`.
 
-    Arrays of NumPy, abstract ones without a sharding, and those on one device have ``P()``.
+    Numbers, arrays of NumPy, abstract ones without a sharding, and those on one device have
+    ``P()``.
 
     Raises:
-      ValueError: an array has several devices and no ``NamedSharding``; all are named.
+      ValueError: a leaf is something else, or has several devices and no ``NamedSharding``; all
+        are named.
     """
 
-    def spec_of(now: Any) -> Any:
+    def read(leaf: Any) -> Any:
+        now = sharding_of(leaf)
         if isinstance(now, NamedSharding):
             return now.spec
-        return _WHOLE if now is None or now.num_devices == 1 else _MISSING
+        is_one = now is None or (isinstance(now, Sharding) and now.num_devices == 1)
+        known = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
+        return _WHOLE if known and is_one else _MISSING
 
-    return _extracted(tree, spec_of)
+    return _extracted(tree, read)
 
 
 _MISSING = object()
 
 
+def _named(leaf: Any) -> NamedSharding | None:
+    now = sharding_of(leaf)
+    return now if isinstance(now, NamedSharding) else None
+
+
 def _extracted(tree: Any, read: Callable[[Any], Any]) -> Any:
-    """The tree with what ``read`` makes of the sharding of each array."""
+    """The tree with what ``read`` makes of each leaf."""
     missing: list[str] = []
 
     def choose(path: Path, found: Found) -> Any:
-        arrays = [array for array in found.arrays if hasattr(array, "dtype")]
-        own = list(dict.fromkeys(read(sharding_of(array)) for array in arrays))
+        own = list(dict.fromkeys(map(read, found.arrays)))
         if len(own) > 1 or _MISSING in own:
-            held = "; ".join(dict.fromkeys(str(sharding_of(array)) for array in arrays))
-            missing.append(f"  {path_string(path) or 'the root'}: {held}")
+            held = dict.fromkeys(
+                str(sharding_of(leaf) if is_array(leaf) else leaf) for leaf in found.arrays
+            )
+            missing.append(f"  {path_string(path) or 'the root'}: {'; '.join(held)}")
         return own[0] if own else None
 
     result = by_variable(tree, choose)
     if missing:
         raise ValueError(
-            "these arrays have no NamedSharding, or one Variable has several:\n"
-            + "\n".join(missing)
-            + "\nPlace them with with_sharding_constraint, or give extract_shardings a mesh."
+            "expected numbers and arrays with a NamedSharding, the same one for all arrays of a "
+            "Variable, got:\n" + "\n".join(missing) + "\nPlace arrays with "
+            "with_sharding_constraint."
         )
     return result
 

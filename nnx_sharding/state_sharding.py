@@ -25,9 +25,9 @@ class StateSharding:
 
     Args:
       filter_sharding: a mapping from filters to shardings, an iterable of such pairs, or an
-        ``nnx.State`` with a sharding at each path. A filter is anything that NNX takes: a
-        Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple of
-        filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
+        ``nnx.State`` or nested dicts with a sharding at each path. A filter is anything that NNX
+        takes: a Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple
+        of filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
         a ``jax.experimental.layout.Format``, or None for "leave it to JAX".
       indivisible: what to do where a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the whole array; or ``"drop"`` the mesh axes that do not
@@ -64,7 +64,7 @@ class StateSharding:
     ):
         if indivisible is not None and indivisible not in INDIVISIBLE:
             raise ValueError(f"indivisible is one of {INDIVISIBLE} or None, not {indivisible!r}.")
-        if isinstance(filter_sharding, nnx.State):
+        if _is_state(filter_sharding):
             pairs = _path_filters(filter_sharding)
         else:
             pairs = _pairs(filter_sharding)
@@ -185,9 +185,18 @@ def _pairs(given: Any) -> list[tuple[Any, Any]]:
         ) from None
 
 
-def _path_filters(state: nnx.State[Any, Any]) -> list[tuple[Any, Any]]:
+def _is_state(given: Any) -> bool:
+    """Whether shardings are given by path: in a State, or in the dicts that are to replace it."""
+    if isinstance(given, nnx.State) or not isinstance(given, Mapping):
+        return isinstance(given, nnx.State)
+    is_nested = any(isinstance(value, Mapping) for value in given.values())
+    return is_nested and all(isinstance(key, str | int) for key in given)
+
+
+def _path_filters(state: Any) -> list[tuple[Any, Any]]:
     """One filter for all paths of a state that name the same sharding."""
     paths: dict[Any, list[Any]] = {}
+    state = state if isinstance(state, nnx.State) else nnx.State(state)
     for path, leaf in nnx.to_flat_state(state):
         sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
         paths.setdefault(sharding, []).append(path)

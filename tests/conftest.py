@@ -15,3 +15,14 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+import configurations  # noqa: E402
+
+
+def pytest_configure(config):
+    for line in configurations.ignored_warnings():
+        config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_collection_modifyitems(items):
+    configurations.skip(items)

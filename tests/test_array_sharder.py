@@ -129,6 +129,8 @@ class NamesTest(parameterized.TestCase):
         (("both", "embed"), P(("data", "model"), None)),
         ((("batch", "mlp"),), P(("data", "model"))),
         (P("model"), P("model")),
+        (["batch", None], P("data", None)),
+        ([None, ("batch", "mlp"), "embed"], P(None, ("data", "model"), None)),
         ((), P()),
         (None, None),
     )
@@ -136,9 +138,10 @@ class NamesTest(parameterized.TestCase):
         assert sharder().get_partition_spec(names) == spec
 
     def test_trees_of_names(self):
-        names = {"x": ("batch", "mlp"), "y": [P("model")]}
+        names = {"x": ["batch", "mlp"], "y": [P("model")]}
         specs = sharder().get_partition_spec(names)
         assert specs == {"x": P("data", "model"), "y": [P("model")]}
+        assert sharder().get_partition_spec([("mlp",), None]) == [P("model"), None]
         found = sharder().get_named_sharding(MESH, names)
         assert found["y"] == [NamedSharding(MESH, P("model"))]
 
@@ -248,6 +251,26 @@ class ParamTest(parameterized.TestCase):
         assert a.sharding.is_equivalent_to(NamedSharding(MESH, P(None, "model")), 2)
         assert not np.array_equal(a[...], b[...])
 
+    @parameterized.product(kind=["auto", "explicit"], given=[True, False], context=[True, False])
+    def test_a_trace_gives_shardings_with_the_spec(self, kind, given, context):
+        if not given and not context:
+            return
+        mesh, own = MESH if kind == "auto" else EXPLICIT, sharder()
+
+        def make(own):
+            return own.create_sharded_param(
+                self.init, (8, 16), ["embed", "mlp"], mesh=mesh if given else None
+            )
+
+        expected = sharder().create_sharded_param(self.init, (8, 16), ("embed", "mlp"), mesh=mesh)
+        with jax.set_mesh(mesh) if context else contextlib.nullcontext():
+            for transform in (jit, nnx.jit):
+                param = transform(make)(own)
+                assert param.sharding.spec == P(None, "model")
+                nnx.Optimizer(nnx.Dict(p=param), optax.adam(1e-3), wrt=nnx.Param)
+                if transform is jit:
+                    np.testing.assert_allclose(param.get_raw_value(), expected, rtol=1e-6)
+
     def test_mistakes(self):
         with fails(ValueError, "random stream", "rngs="):
             ArraySharder(CONFIG).create_sharded_param(self.init, (8,), ("mlp",), mesh=MESH)
@@ -301,6 +324,7 @@ class CountTest(parameterized.TestCase):
         for _ in range(2):
             config = SharderModuleConfig(None, {"m": np.ones(3)}, dict(RULES))
             f(ArraySharder(config), jnp.ones(3))
+        assert config != dataclasses.replace(config, cacheable=True)
         f(
             ArraySharder(SharderModuleConfig(None, {"m": np.ones(3)}, [("batch", "model")])),
             jnp.ones(3),
@@ -423,6 +447,26 @@ class CopyAndStateTest(parameterized.TestCase):
         fresh.set_statistics({"a": 1})
         fresh.set_state(new.get_state())
         assert fresh.get_statistics() is None
+
+    def test_arrays_of_numpy_are_not_shared(self):
+        mean = np.zeros(2)
+        config = SharderModuleConfig(precomputed_stats={"mean": mean})
+        own, new = ArraySharder(config), ArraySharder(SharderModuleConfig(cacheable=True))
+        state = jax.tree.map(np.array, own.get_state())  # as a checkpoint is read
+        new.set_state(state)
+        new.shard(np.ones(8), ROWS)
+        saved = new.get_state()
+        new.shard(np.ones(8), ROWS)
+        for other in (mean, state["statistics"]["mean"], saved["statistics"]["mean"]):
+            other += 1
+        new.get_statistics()["mean"][:] = 2
+        assert (int(state["applied"]), int(saved["applied"])) == (0, 1)
+        assert new.get_operation_stats()["applied_count"] == 2
+        for sharder in (own, new, ArraySharder(config)):
+            np.testing.assert_array_equal(sharder.get_statistics()["mean"], [0, 0])
+        own.set_statistics({"mean": mean})
+        mean += 1
+        np.testing.assert_array_equal(own.get_statistics()["mean"], [1, 1])
 
     def test_wrong_states(self):
         own = self.counted()

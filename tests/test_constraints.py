@@ -137,9 +137,9 @@ class ContextTest(parameterized.TestCase):
     def test_without_a_mesh(self):
         empty = c.get_incontext_mesh(raise_error=False)
         assert empty.empty and empty.axis_names == ()
+        assert not c.names_in_current_mesh("a") and c.names_in_current_mesh()
         questions = (
             c.get_incontext_mesh,
-            lambda: c.names_in_current_mesh("a"),
             c.get_mesh_axis_names,
             lambda: c.get_axes_size_in_mesh("a"),
         )
@@ -204,6 +204,15 @@ class CorrectionTest(parameterized.TestCase):
     def test_what_fits_is_silent(self, shape, spec, want):
         sharding = c.get_corrected_named_sharding(shape, spec, mesh=MESH)
         assert sharding.spec == want and sharding.mesh == MESH
+
+    @parameterized.parameters(*MESHES)
+    def test_specs_longer_than_the_rank(self, kind):
+        mesh = MESHES[kind]
+        for spec in (P("a", None), P("a", None, None)):
+            sharding = NamedSharding(mesh, spec)
+            with jax.set_mesh(mesh):
+                for transform in (lambda f: f, jax.jit, nnx_sharding.jit):
+                    assert laid(transform(lambda x: constrain(x, sharding))(ones(8)), P("a"), mesh)
 
     @parameterized.parameters(
         ((8,), P("a", "b"), P("a"), "no dimension 1 or more to cut by 'b'"),
@@ -525,9 +534,18 @@ class MatchTest(parameterized.TestCase):
 
     def test_long_specs(self):
         assert c.match_partition_rules({"": P(None, "b")}, ones(8)) == P(None)
-        assert c.match_partition_rules({"": P(None, "b")}, ones(8), strict=False) == P(None, "b")
+        unreduced = P(None, "b", unreduced={"a"})
+        assert c.match_partition_rules({"": unreduced}, ones(8)).unreduced == {"a"}
         with fails(ValueError, "2 entries"):
             c.match_partition_rules({"": P(None, "b")}, ones(8), strict=False, mesh=MESH)
+
+    def test_without_strict_rules_are_as_they_are(self):
+        tree = {"x": ones(8), "y": 2.0, "z": "text", "u": nnx.Param(ones(4))}
+        rules = [("x", P(None, "b")), ("y", P("a")), ("z", "any"), ("u", ("a", None))]
+        specs = c.match_partition_rules(rules, tree, min_size=100, strict=False)
+        assert specs == {"x": P(None, "b"), "y": P("a"), "z": "any", "u": ("a", None)}
+        with fails(ValueError, "no rule matches", "  y, shape ()", "  z\n"):
+            c.match_partition_rules({"[xu]": P()}, {**tree, "zz": "text"}, strict=False)
 
     def test_everything_wrong_is_named(self):
         tree = {"w": ones(8), "x": ones(4), "y": ones(3, 8), "z": ones(8), "scalar": ones(1)}
@@ -562,7 +580,18 @@ class ShardAndGatherTest(parameterized.TestCase):
         assert laid(placed["x"], P("a")) and laid(placed["y"][0], P(None, "b"))
         assert laid(placed["y"][1], P("b"))
         whole = jax.tree.map(lambda f, x: f(x), gather, placed)
-        assert all(x.is_fully_replicated for x in jax.tree.leaves(whole))
+        assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(whole))
+        np.testing.assert_array_equal(whole["y"], [x, x])
+
+    def test_a_tree_is_gathered_array_by_array(self):
+        _, gather = c.make_shard_and_gather_fns(P("a"), MESH)
+        given = {"x": put(ones(8), P("a")), "n": np.ones(8), "s": "text", "v": nnx.Param(ones(8))}
+        with programs() as compiled:
+            whole = gather(given)
+        assert len(compiled) == 1 and whole["s"] == "text"  # the others come from one device
+        assert all(type(whole[key]) is np.ndarray for key in "xn")
+        assert type(whole["v"].get_raw_value()) is np.ndarray
+        np.testing.assert_array_equal(whole["x"], ones(8))
 
     def test_one_program_for_a_tree(self):
         both = c.make_shard_and_gather_fns({i: P("a", "b") for i in range(4)}, MESH)
@@ -606,14 +635,18 @@ class PatternTest(parameterized.TestCase):
         assert spec_of("layer/attention/q", x) == spec_of("mlp", x) == P("data")
         assert spec_of("hidden", x) == P("model") and spec_of("other", x) == P()
         assert spec_of("mlp", 1.0) == P()
+        spec_of = c.create_pattern_based_partition_spec("up->dp.tp,down->None.data+model")
+        assert spec_of("up", x) == P("dp", "tp") and spec_of("up", x[0]) == P("dp")
+        assert spec_of("down", x) == P(None, ("data", "model"))
         text = "up -> None, data+model , down$->model,None,b"
         spec_of = c.create_pattern_based_partition_spec(text, default_spec=P("z", "y"))
         assert spec_of("up", x) == P(None, ("data", "model")) and spec_of("rest", x[0]) == P("z")
         assert spec_of("down", x) == P("model", None)
 
     def test_mistakes(self):
-        for wrong in ("", "data", "->data", "up->", "up->data,,", "a,up->data", "up->a+", "up->+"):
-            with fails(ValueError, "is no rule"):
+        texts = ("", "data", "->data", "up->", "up->data,,", "a,up->data", "up->a+", "up->+")
+        for wrong in (*texts, "up->a..b", "up->."):
+            with fails(ValueError, "expected rules such as", f"in {wrong!r}"):
                 c.create_pattern_based_partition_spec(wrong)
         with fails(ValueError, "no axis 'dtaa'; did you mean 'data'", "'z'"):
             c.create_pattern_based_partition_spec("up->dtaa,x->z", mesh_of((8,), ("data",)))
@@ -630,6 +663,22 @@ class AnalysisTest(parameterized.TestCase):
             assert found["balance_score"] == 1.0
             stats = {"arrays": 1, "parameters": 64, "bytes": 256, "bytes_per_device": 32}
             assert found["partition_stats"][P("a", "b")] == stats
+
+    def test_a_mapping_from_paths(self):
+        model, specs = MLP(), {"up/kernel": P(None, "b"), "down/kernel": P("b")}
+        found = c.analyze_sharding_strategy({"m": model}, {f"m/{k}": specs[k] for k in specs}, MESH)
+        assert found == c.analyze_sharding_strategy(model, specs, MESH)
+        assert found["sharded_parameters"] == found["total_parameters"] == 128
+        tree = {"x": ones(8), "y": {"z": ones(8)}}
+        half = c.analyze_sharding_strategy(tree, {"x": P("a"), "y/z": None}, MESH)
+        assert half["sharded_parameters"] == 8
+        assert half == c.analyze_sharding_strategy(tree, {"x": P("a"), "y": {"z": None}}, MESH)
+        flat = {"y/x": {"z": ones(8)}}
+        assert c.analyze_sharding_strategy(flat, {"y/x": P("a")}, MESH)["sharded_parameters"] == 8
+        with fails(ValueError, "  'y/w' leads to no array; did you mean 'y/z'?", "'y/z' has no"):
+            c.analyze_sharding_strategy(tree, {"x": P("a"), "y/w": None}, MESH)
+        with fails(ValueError, "  'down/kernel' has no spec"):
+            c.analyze_sharding_strategy(model, {"up/kernel": P()}, MESH)
 
     def test_imbalance(self):
         one = SingleDeviceSharding(jax.devices()[0])
@@ -655,26 +704,38 @@ class AnalysisTest(parameterized.TestCase):
 
 class ExtractTest(parameterized.TestCase):
     def test_structure(self):
-        named, whole = NamedSharding(MESH, P("a")), NamedSharding(MESH, P())
+        named = NamedSharding(MESH, P("a"))
         abstract = jax.ShapeDtypeStruct((8,), "float32", sharding=named)
         others = {"d": ones(8), "n": np.ones(8), "t": jax.ShapeDtypeStruct((8,), "float32")}
         tree = {"p": put(ones(8), P("a")), "q": [abstract], "s": "text", **others}
         known = {"p": named, "q": [named], "s": None}
-        assert c.extract_sharding_structure(tree) == {**known, **dict.fromkeys(others)}
-        assert c.extract_shardings(tree, MESH) == {**known, **dict.fromkeys(others, whole)}
-        with jax.set_mesh(MESH):
-            assert c.extract_shardings({"n": np.ones(8)}) == {"n": whole}
-        specs = {"p": P("a"), "q": [P("a")], "s": None, **dict.fromkeys(others, P())}
-        assert c.get_partition_spec(tree) == specs
-        for function in (c.get_shardings_with_structure, c.extract_shardings):
-            with fails(ValueError, "  d: Single", "  n: None\n  t: None"):
-                function(tree)
-        assert c.get_shardings_with_structure({"p": tree["p"], "s": "x"}) == {"p": named, "s": None}
+        extract = (c.extract_sharding_structure, c.get_shardings_with_structure)
+        for function in (*extract, c.extract_shardings, lambda x: c.extract_shardings(x, MESH)):
+            assert function(tree) == {**known, **dict.fromkeys(others)}
+
+    def test_specs(self):
+        tree = {"p": put(ones(8), P("a")), "q": jax.ShapeDtypeStruct((8,), "float32")}
+        numbers = {"i": 1, "f": 1.5, "b": True, "n": np.ones(8), "d": ones(8), "none": None}
+        specs = dict.fromkeys(numbers, P()) | {"p": P("a"), "q": P(), "none": None}
+        assert c.get_partition_spec({**tree, **numbers}) == specs
+        with fails(ValueError, "  c: 1j", "  o: <object", "  s: text"):
+            c.get_partition_spec({"p": tree["p"], "c": 1j, "s": "text", "o": object()})
+
+    def test_specs_become_shardings(self):
+        leaf = type("Leaf", (), {"sharding": P("b")})()
+        tree, want = {"x": P("a"), "y": [leaf], "z": ones(8)}, NamedSharding(MESH, P("a"))
+        for mesh, context in ((MESH, contextlib.nullcontext()), (None, jax.set_mesh(MESH))):
+            with context:
+                found = c.extract_shardings(tree, mesh)
+            assert found == {"x": want, "y": [NamedSharding(MESH, P("b"))], "z": None}
+        for error in (ValueError, AssertionError):
+            with fails(error, "no mesh in context"):
+                c.extract_shardings(tree)
 
     def test_modules(self):
         model, other = MLP(), MLP()
-        with fails(ValueError, "down/kernel", "up/kernel"):
-            c.get_shardings_with_structure(model)
+        found = c.get_shardings_with_structure(model)
+        assert jax.tree.leaves(found) == [] and found["up"]["kernel"] is None
         found = c.get_shardings_with_structure(constrain(model, mlp_specs("b"), mesh=MESH))
         assert found["up"]["kernel"] == NamedSharding(MESH, P(None, "b"))
         assert c.get_partition_spec({"m": model})["m"]["down"]["kernel"] == P("b", None)

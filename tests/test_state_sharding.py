@@ -131,7 +131,11 @@ class RuleTest(parameterized.TestCase):
 
     def test_state_with_none_and_shardings(self):
         sharding = NamedSharding(mesh_of((8,), ("a",)), P())
-        state = nnx.State({"x": {"y": None}, "z": sharding})
+        by_path = {"x": {"y": None}, "z": sharding}
+        state = nnx.State(by_path)
+        assert StateSharding(by_path) == StateSharding(state)
+        with self.assertRaisesRegex(TypeError, "'x': {'y': None}"):
+            StateSharding({**by_path, ...: None})
         made = StateSharding(state)
         self.assertEqual(made.find(("x", "y"), nnx.Param(1.0)), (0, None))
         self.assertEqual(made.find(("z",), nnx.Param(1.0)), (1, sharding))

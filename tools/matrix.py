@@ -2,7 +2,8 @@
 
 ``python tools/matrix.py`` (``make test-matrix``) uses one environment for each Python and each of
 the two; ``--only 3.12 newest`` picks those that have one of these in their name, such as
-``3.12-oldest``. Options after ``--`` go to pytest.
+``3.12-oldest``. Options after ``--`` go to pytest. ``--find newest`` runs nothing: it prints the
+newest Python found of those that ``setup.py`` declares.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 OLDEST, NEWEST = "oldest", "newest"
 _LOWER_BOUND = re.compile(r'"(flax|jax|numpy)>=([\d.]+)"')
+_DECLARED = re.compile(r'"Programming Language :: Python :: (3\.\d+)"')
 
 
 class Run(NamedTuple):
@@ -49,10 +51,20 @@ def pythons(only: str | None = None) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: int(item[0].split(".")[1])))
 
 
+def find(which: str) -> str | None:
+    """The oldest or the newest Python found that ``setup.py`` declares; None if there is none."""
+    declared = _DECLARED.findall(_setup())
+    found = [path for version, path in pythons().items() if version in declared]
+    return found[0 if which == OLDEST else -1] if found else None
+
+
 def lower_bounds() -> list[str]:
     """The oldest versions that ``setup.py`` declares, as requirements."""
-    text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    return [f"{name}=={version}" for name, version in _LOWER_BOUND.findall(text)]
+    return [f"{name}=={version}" for name, version in _LOWER_BOUND.findall(_setup())]
+
+
+def _setup() -> str:
+    return (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 def environment(name: str, interpreter: str) -> Path:
@@ -62,9 +74,8 @@ def environment(name: str, interpreter: str) -> Path:
     if not python.exists():
         subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--upgrade", "--editable", ".[tests]"], cwd=ROOT, check=True)
-    if name.endswith(OLDEST):
-        subprocess.run([*pip, *lower_bounds()], cwd=ROOT, check=True)
+    bounds = lower_bounds() if name.endswith(OLDEST) else []
+    subprocess.run([*pip, "--upgrade", "--editable", ".[tests]", *bounds], cwd=ROOT, check=True)
     return python
 
 
@@ -117,7 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--python", metavar="PATH", help="this Python alone (default: all that are found)"
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--find", choices=(OLDEST, NEWEST), help="print this Python, run nothing")
     arguments = parser.parse_args(given[:split])
+    if arguments.find:
+        path = find(arguments.find)
+        print(path or "")
+        return 0 if path else 1
     done = list(runs(pythons(arguments.python), arguments.only, given[split + 1 :]))
     print("\n== report")
     for run in done:

@@ -230,6 +230,10 @@ def _skeleton(child: Child) -> Any:
 
 def _spread(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
     """For each leaf of ``full`` its spec, and how many keys lead to the place of the spec."""
+    if isinstance(prefix, dict) and (
+        isinstance(full, nnx.State) or jax.tree_util.all_leaves([full])
+    ):
+        prefix = nnx.State(prefix)
     over_module = isinstance(prefix, nnx.State) and not isinstance(full, nnx.State)
     if is_single_spec(prefix) or isinstance(prefix, StateSharding) or over_module:
         spec = StateSharding(prefix) if over_module else prefix

@@ -289,7 +289,7 @@ def _defaultdict_open(own: Any) -> tuple[Hashable, Sequence[Any]]:
 
 
 def _defaultdict_assign(own: Any, _: Any, parts: Sequence[Any]) -> list[Operation]:
-    factory: Any = collections.defaultdict.default_factory
+    factory = vars(collections.defaultdict)["default_factory"]
     return [
         (factory.__set__, own, parts[0]),
         (dict.clear, own),

@@ -42,7 +42,9 @@ def match_partition_rules(
       tree: arrays or modules, also abstract ones. Only shapes are looked at.
       min_size: arrays with fewer elements than this get ``P()``, as scalars do. None takes the
         environment variable ``MIN_SHARDING_SIZE``, or 16384.
-      strict: whether specs that are longer than the rank of their array are cut.
+      strict: whether ``min_size`` counts, scalars get ``P()``, and specs that are longer than the
+        rank of their array are cut. If false, everything gets what its first rule has, whatever
+        that is.
       mesh: what the specs have to fit; None checks nothing.
 
     Returns:
@@ -50,7 +52,7 @@ def match_partition_rules(
       Variable. It goes wherever a prefix of specs does.
 
     Raises:
-      TypeError: rules are no pairs, or a spec is none.
+      TypeError: rules are no pairs, or, with ``strict``, a spec is none.
       ValueError: a regular expression is none; arrays match no rule; or specs do not fit the
         mesh. Each time all are named.
 
@@ -67,7 +69,7 @@ def match_partition_rules(
     wrong = [
         f"  {own!r}: {spec!r}{suggested_spec(spec)}"
         for own, spec in pairs
-        if spec is not None and not isinstance(spec, PartitionSpec)
+        if strict and spec is not None and not isinstance(spec, PartitionSpec)
     ]
     if wrong:
         message = "match_partition_rules: these rules have no PartitionSpec:\n"
@@ -80,18 +82,19 @@ def match_partition_rules(
 
     def choose(path: Path, found: Found) -> Any:
         shapes = [shape for shape in map(shape_of, found.arrays) if shape is not None]
-        if not shapes:
+        if strict and not shapes:
             return None
         seen.append([number for number, own in enumerate(filters) if own(path, found.variable)])
-        if all(math.prod(shape) < max(small, 2) for shape in shapes):
+        if strict and all(math.prod(shape) < max(small, 2) for shape in shapes):
             return PartitionSpec()
         if not seen[-1]:
-            unmatched.append(f"  {path_string(path)}, shape {shapes[0]}")
+            shape = f", shape {shapes[0]}" if shapes else ""
+            unmatched.append(f"  {path_string(path)}{shape}")
             return None
         spec = pairs[seen[-1][0]][1]
         if spec is not None and strict:
-            spec = with_entries(spec, spec.partitions[: min(map(len, shapes))])
-        if spec is not None and mesh is not None:
+            spec = _cut(spec, min(map(len, shapes)))
+        if isinstance(spec, PartitionSpec) and shapes and mesh is not None:
             problems = axis_problems(spec, mesh) or [
                 problem for shape in shapes for problem in shape_problems(spec, mesh, shape)
             ]
@@ -107,6 +110,10 @@ def match_partition_rules(
         raise ValueError("match_partition_rules: " + "\n".join(listed))
     _report_useless([pattern for pattern, _ in pairs], seen)
     return specs
+
+
+def _cut(spec: PartitionSpec, rank: int) -> PartitionSpec:
+    return with_entries(spec, spec.partitions[:rank])
 
 
 def _report_useless(patterns: Sequence[Any], seen: Sequence[Sequence[int]]) -> None:
@@ -135,12 +142,12 @@ def create_pattern_based_partition_spec(
     mesh: Mesh | AbstractMesh | None = None,
     default_spec: PartitionSpec | None = None,
 ) -> Callable[[str, Any], PartitionSpec]:
-    """Reads rules such as ``"attention|mlp->data,hidden->model"``.
+    """Reads rules such as ``"attention|mlp->data,hidden->None.model"``.
 
     Args:
       pattern: rules with commas between them, each a regular expression, ``->`` and the axes of
-        the dimensions with commas between them; the first that is found in a name counts. ``None``
-        leaves a dimension whole, ``data+model`` cuts it by several axes.
+        the dimensions with dots (or commas) between them; the first that is found in a name
+        counts. ``None`` leaves a dimension whole, ``data+model`` cuts it by several axes.
       mesh: where given, it must have the axes.
       default_spec: for names that no rule matches; None for ``P()``.
 
@@ -154,21 +161,23 @@ def create_pattern_based_partition_spec(
       >>> import numpy as np
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.constraints import create_pattern_based_partition_spec
-      >>> spec_of = create_pattern_based_partition_spec("up->None,data+model,down->model")
+      >>> spec_of = create_pattern_based_partition_spec("up->None.data+model,down->model")
       >>> spec_of("mlp/up/kernel", np.ones((4, 8))) == P(None, ("data", "model"))
       True
     """
     rules: list[tuple[str, list[Any]]] = []
     for piece in pattern.split(","):
-        own, arrow, axis = map(str.strip, piece.rpartition("->"))
+        own, arrow, dimensions = map(str.strip, piece.rpartition("->"))
         if arrow:
             rules.append((own, []))
-        if not rules or not all(axis.split("+")) or (arrow and not own):
+        entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
+        if not rules or not all(map(all, entries)) or (arrow and not own):
             raise ValueError(
-                f"{piece!r} in {pattern!r} is no rule; write them 'up|gate->None,model'."
+                f"expected rules such as 'up|gate->None.model', got {piece!r} in {pattern!r}."
             )
-        axes = tuple(map(str.strip, axis.split("+")))
-        rules[-1][1].append(None if axis == "None" else axes if axes[1:] else axis)
+        rules[-1][1].extend(
+            None if axes == ("None",) else axes if axes[1:] else axes[0] for axes in entries
+        )
     specs = [default_spec or PartitionSpec(), *(PartitionSpec(*entries) for _, entries in rules)]
     problems = [] if mesh is None else [p for spec in specs for p in axis_problems(spec, mesh)]
     if problems:
@@ -177,8 +186,7 @@ def create_pattern_based_partition_spec(
 
     def spec_of(name: str, array: Any) -> PartitionSpec:
         found = (spec for own, spec in zip(filters, specs[1:], strict=True) if own((name,), array))
-        chosen = next(found, specs[0])
-        return with_entries(chosen, chosen.partitions[: len(shape_of(array) or ())])
+        return _cut(next(found, specs[0]), len(shape_of(array) or ()))
 
     return spec_of
 

@@ -136,12 +136,8 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether all of these are axes of the mesh in context.
-
-    Raises:
-      NoContextMeshError: there is none.
-    """
-    return set(names) <= set(get_incontext_mesh().axis_names)
+    """Whether all of these are axes of the mesh in context; without a mesh there are none."""
+    return set(names) <= set(get_incontext_mesh(raise_error=False).axis_names)
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:

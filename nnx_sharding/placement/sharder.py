@@ -37,6 +37,7 @@ class SharderModuleConfig:
       sharding_rules: pairs, or a mapping, of a logical name of a dimension and the mesh axis (or
         axes) that cut it, as :class:`~nnx_sharding.partition.LogicalRules` takes them; kept as a
         tuple of pairs. Without them logical names are those of mesh axes.
+      cacheable: accepted for configurations of Datarax; a sharder caches nothing, there as here.
 
     Raises:
       TypeError: the rules are no pairs, or the statistics no mapping.
@@ -53,6 +54,7 @@ class SharderModuleConfig:
     batch_stats_fn: Callable[[Any], Mapping[str, Any]] | nnx.Module | None = None
     precomputed_stats: Mapping[str, Any] | None = None
     sharding_rules: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
+    cacheable: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_stats_fn is not None and self.precomputed_stats is not None:
@@ -84,7 +86,7 @@ class SharderModuleConfig:
 
     @property
     def _key(self) -> Any:
-        return (type(self), self.batch_stats_fn, self.sharding_rules)
+        return (type(self), self.batch_stats_fn, self.sharding_rules, self.cacheable)
 
 
 class OperationCount(nnx.Variable[Any]):
@@ -104,8 +106,9 @@ class ArraySharder(nnx.Module):
     None)`` is for images and labels. What is no array is kept. Where JAX traces, arrays are
     constrained or resharded as in :func:`~nnx_sharding.partition.with_sharding_constraint`.
 
-    Where it takes logical names, that is a tuple of the names of dimensions (or None, or several),
-    a ``PartitionSpec``, which is taken as it is, or dicts and lists of these.
+    Where it takes logical names, that is a tuple (or a list) of the names of dimensions (or None,
+    or several), a ``PartitionSpec``, which is taken as it is, or dicts and lists of these. A list
+    with a name in it is a list of names.
 
     What it counts is state as any other, on the devices that computed it last: after the first
     call of a function for a mesh JAX finds it elsewhere, and traces once more. ``place(sharder,
@@ -292,17 +295,22 @@ class ArraySharder(nnx.Module):
         spec = self.get_partition_spec(logical_spec)
         mesh = _compat.context_mesh() if mesh is None else mesh  # type: ignore[assignment]
         shape = tuple(shape)
-        make: Callable[..., Any] = functools.partial(init_fn)
+        make = init_fn
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
         if mesh is not None:
             abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
             rules = Rules("create_sharded_param", mesh)
             [sharding] = assigned(abstract, flatten(abstract), spec, rules)
-            make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
+            if isinstance(sharding.mesh, Mesh):
+                make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
             metadata["mesh"] = mesh
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
-        param = nnx.Param(make(self.rngs.params(), shape))
+        value = make(self.rngs.params(), shape)
+        if mesh is not None:
+            # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
+            [value] = laid_out([value], [sharding])
+        param = nnx.Param(value)
         # As an argument of Param it would be laid out once more.
         param.set_metadata(metadata)
         return param
@@ -323,13 +331,20 @@ class ArraySharder(nnx.Module):
         """
         rules = self.config.rules
 
+        def is_names(x: Any) -> bool:
+            if isinstance(x, list):
+                return any(isinstance(name, str) for name in x)
+            return isinstance(x, tuple) and not isinstance(x, PartitionSpec)
+
         def spec(names: Any) -> Any:
-            if not isinstance(names, tuple) or isinstance(names, PartitionSpec):
+            if not is_names(names):
                 return names
             return PartitionSpec(*names) if rules is None else rules.spec(names)
 
         return jax.tree.map(
-            spec, logical_spec, is_leaf=lambda x: x is None or isinstance(x, tuple | PartitionSpec)
+            spec,
+            logical_spec,
+            is_leaf=lambda x: x is None or isinstance(x, PartitionSpec) or is_names(x),
         )
 
     def get_named_sharding(self, mesh: Mesh | AbstractMesh, logical_spec: Any) -> Any:
@@ -416,8 +431,11 @@ class ArraySharder(nnx.Module):
         return nnx.clone(self)
 
     def get_state(self) -> dict[str, Any]:
-        """All that changes, and the rules, as nested dicts for a checkpoint."""
-        state: dict[str, Any] = nnx.to_pure_dict(nnx.state(self))
+        """All that changes, and the rules, as nested dicts for a checkpoint.
+
+        Later changes of the sharder do not reach it.
+        """
+        state: dict[str, Any] = _own(nnx.to_pure_dict(nnx.state(self)))
         if self.config.sharding_rules:
             state[_RULES] = self.config.sharding_rules
         return state
@@ -425,8 +443,9 @@ class ArraySharder(nnx.Module):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`get_state` gave.
 
-        Neither ``state`` nor a config that other sharders have is changed: other rules make a new
-        config. Statistics may be there that were not before.
+        Neither ``state`` nor a config that other sharders have is changed, now or later: arrays
+        of NumPy are copied, and other rules make a new config. Statistics may be there that were
+        not before.
 
         Raises:
           TypeError: ``state`` is no mapping.
@@ -444,7 +463,7 @@ class ArraySharder(nnx.Module):
             rules = state[_RULES]
             config = dataclasses.replace(self.config, sharding_rules=rules)
             self.config = config
-        nnx.update(self, nnx.from_flat_state({p: _at(new, p) for p in variables}))
+        nnx.update(self, nnx.from_flat_state({p: _own(_at(new, p)) for p in variables}))
 
     def requires_rng_streams(self) -> list[str] | None:
         """The random streams without which the sharder cannot do; None for none."""
@@ -478,10 +497,15 @@ def _shard(caller: str, batch: Any, sharding: Any) -> Any:
 
 
 def _statistics(stats: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A copy of statistics as deep as its containers are."""
+    """A copy of statistics, its arrays of NumPy included."""
     if stats is not None and not isinstance(stats, Mapping):
         raise TypeError(f"statistics are a mapping of names, not {stats!r}.")
-    return None if stats is None else jax.tree.map(lambda x: x, dict(stats))
+    return None if stats is None else _own(dict(stats))
+
+
+def _own(tree: Any) -> Any:
+    """A pytree in new containers, with copies of its NumPy arrays, which could be changed."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -1,0 +1,42 @@
+"""The tests that ``make test-modes`` skips exist, and its files and those of the oldest line do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from absl.testing import absltest
+
+from configurations import CANNOT_RUN
+
+TESTS = Path(__file__).parent
+CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+METHOD = re.compile(r"^    def (test_\w+)", re.MULTILINE)
+
+
+class ConfigurationsTest(absltest.TestCase):
+    def test_what_is_skipped_exists(self):
+        patterns = [p for own in CANNOT_RUN.values() for listed in own.values() for p in listed]
+        for pattern in patterns:
+            file, name, *method = pattern.split("::")
+            text = (TESTS / f"test_{file}").read_text(encoding="utf-8")
+            classes = CLASS.split(text)[1:]
+            own = dict(zip(classes[::2], classes[1::2], strict=True))
+            if name == "*":
+                continue
+            self.assertIn(name, own, pattern)
+            # Cases of a parameterized test have its name and theirs.
+            start = method[0].split("*")[0]
+            found = [m for m in METHOD.findall(own[name]) if start.startswith(m) or start in m]
+            self.assertTrue(found, pattern)
+
+    def test_core_tests_exist(self):
+        makefile = TESTS.with_name("Makefile").read_text(encoding="utf-8")
+        names = " ".join(re.findall(r"^CORE [+:]= (.*)$", makefile, re.MULTILINE)).split()
+        self.assertGreater(len(names), 10)
+        for name in names:
+            self.assertTrue((TESTS / f"test_{name}.py").exists(), name)
+
+
+if __name__ == "__main__":
+    absltest.main()
