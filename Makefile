@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help demo test coverage test-python test-guard test-modes test-oldest test-matrix
-.PHONY: lint types docs links package check bench clean
+.PHONY: asan lint types docs links package check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,19 @@ test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the 
 test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, for 10,000 steps
 	NNX_SHARDING_GUARD_STEPS=all $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
 	  tests/test_guard_machine.py tests/test_static_programs.py
+
+# An address is not used again there, which one test waits for.
+SANITIZERS := -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1
+ASAN_TESTS := tests/test_guard.py tests/test_static_programs.py
+asan: $(VENV)/.installed-tests  ## run the tests of the C extension under AddressSanitizer and UBSan
+	rm -rf build/asan
+	CC=gcc CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \
+	  $(BIN)/python -m pip install --quiet --no-deps --target build/asan .
+	ls build/asan/nnx_sharding/lifting/_walk.*
+	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONMALLOC=malloc \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  PYTHONPATH=build/asan $(BIN)/pytest -p no:xdist $(PYTEST_ARGS) $(ASAN_TESTS) \
+	  --deselect tests/test_guard.py::TestChanges::test_new_object_with_the_id_of_the_old_one
 
 # What a release, or an option, of JAX or Flax may break: calls, states and specs.
 CORE := arguments composition guard guard_mutations modes plain_jax references shard_map shardings

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, defaultdict, deque
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 from flax import nnx
@@ -43,6 +47,51 @@ class Equal:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Lax:
+    """Equal to all others, by its own word."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lax)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    scale: int = dataclasses.field(compare=False)
+
+
+class Tagged(list):
+    pass
+
+
+def tagged(tag: Any, items: Any = ()) -> Tagged:
+    found = Tagged(items)
+    found.tag = tag
+    return found
+
+
+F8 = ml_dtypes.float8_e4m3fn
+
+
+@jax.tree_util.register_pytree_node_class
+class Aux:
+    """A pytree whose data beside its children can be changed."""
+
+    def __init__(self, value: Any, config: Any):
+        self.value, self.config = value, config
+
+    def tree_flatten(self):
+        return (self.value,), self.config
+
+    @classmethod
+    def tree_unflatten(cls, config, children):
+        return cls(*children, config)
+
+
 VALUES = {
     "list": lambda: [1, 2],
     "dict": lambda: {"a": [1]},
@@ -64,6 +113,31 @@ OTHERS = {
     "no_hash": (Equal(1), Equal(2)),
     "number": (1, True),
     "zero": (0.0, -0.0),
+    "numpy_zero": (np.float32(0.0), np.float32(-0.0)),
+    "order": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "ordered_dict": (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+    "factory": (defaultdict(int), defaultdict(float)),
+    "deque": (deque([2]), deque([2.0])),
+    "bound_of_deque": (deque([2], 3), deque([2], 4)),
+    "namespace": (SimpleNamespace(a=2), SimpleNamespace(a=2.0)),
+    "list_subclass": (tagged(1), tagged(2)),
+    "list_subclass_item": (tagged(1, [2]), tagged(1, [2.0])),
+    "field_without_compare": (Hidden(1), Hidden(2)),
+    "partial": (partial(max, 1), partial(max, True)),
+    "equal_by_its_own_word": (Lax(1), Lax(2)),
+}
+# Flax refuses arrays as attributes, not as metadata.
+OTHER_METADATA = {
+    "float8": tuple(np.array([1, 2], kind) for kind in (F8, ml_dtypes.float8_e4m3fnuz)),
+    "float8_of_the_same_bytes": (np.zeros(2, F8), np.zeros(2, ml_dtypes.float8_e5m2)),
+    "int4": (np.array([1], ml_dtypes.int4), np.array([1], ml_dtypes.uint4)),
+    "structured": tuple(
+        np.array([(1, 2)], [(one, "i4"), (other, "i4")]) for one, other in ("ab", "ba")
+    ),
+    "weak_type": (jnp.float32(2), jnp.asarray(2.0)),
+    "mask": tuple(np.ma.array([1.0, 2.0], mask=mask) for mask in ([0, 1], [1, 0])),
+    "shape": (np.zeros((1, 2)), np.zeros((2, 1))),
+    "objects": (np.array([1, None], object), np.array([True, None], object)),
 }
 
 
@@ -105,6 +179,11 @@ class StaticsTest(parameterized.TestCase):
     @parameterized.named_parameters((name, *pair) for name, pair in OTHERS.items())
     def test_others_do_not(self, one, two):
         self.assertNotEqual(split(Holder(one))[0], split(Holder(two))[0])
+
+    @parameterized.named_parameters((name, *pair) for name, pair in OTHER_METADATA.items())
+    def test_others_do_not_as_metadata(self, one, two):
+        structures = [split(nnx.Param(jnp.ones(2), note=note))[0] for note in (one, two)]
+        self.assertNotEqual(*structures)
 
     def test_layers_that_take_lists(self):
         rngs = nnx.Rngs(0)
@@ -149,6 +228,161 @@ class StaticsTest(parameterized.TestCase):
         one.static.append(2)
         two = nnx_sharding.merge(structure, state)
         self.assertEqual((one.static, two.static), ([1, 2], [1]))
+
+
+@dataclasses.dataclass
+class Options:
+    """A configuration as most people write it."""
+
+    act: Any = nnx.relu
+    scale: float = 1.0
+    sizes: Any = dataclasses.field(default_factory=list)
+
+
+def traced(function):
+    """The function under `jit`, and a list that grows with each trace."""
+    traces = []
+
+    def counted(*args, **kwargs):
+        traces.append(1)
+        return function(*args, **kwargs)
+
+    return nnx_sharding.jit(counted), traces
+
+
+class ConfigurationTest(parameterized.TestCase):
+    """Objects of the user's stay the user's."""
+
+    def model(self, **options):
+        return nnx.Dict(
+            w=nnx.Param(jnp.ones(())),
+            **{name: nnx.static(value) for name, value in options.items()},
+        )
+
+    def test_one_trace_and_the_owners_changes_count(self):
+        options = Options()
+        model = self.model(c=options)
+        call, traces = traced(lambda m: m.c.act(m.w[...]) * m.c.scale)
+        for _ in range(5):
+            self.assertEqual(float(call(model)), 1.0)
+        self.assertLen(traces, 1)
+        self.assertIs(model.c, options)
+        options.scale = 5.0
+        self.assertEqual(float(call(model)), 5.0)
+        options.sizes.append(1)
+        call(model)
+        self.assertLen(traces, 3)
+
+    def test_equal_ones_share_a_trace(self):
+        call, traces = traced(lambda m: m.c.act(m.w[...]))
+        for _ in range(3):
+            call(self.model(c=Options()))
+        self.assertLen(traces, 1)
+
+    def test_a_trace_sees_the_objects_of_its_call(self):
+        # The plan was made for the first model, whose options are others by now.
+        one, two = (self.model(c=Options(sizes=[1])) for _ in range(2))
+        call, _ = traced(lambda m, x: x * len(m.c.sizes))
+        call(one, 1.0)
+        one.c.sizes.append(2)
+        np.testing.assert_array_equal(call(two, jnp.ones(2)), [1.0, 1.0])
+
+    def test_stages(self):
+        model = self.model(c=Options())
+        compiled = nnx_sharding.jit(lambda m: m.c.act(m.w[...])).lower(model).compile()
+        self.assertEqual([float(compiled(model)) for _ in range(3)], [1.0] * 3)
+        model.c.scale = 2.0
+        with self.assertRaisesRegex(TypeError, r"m\.c\.scale: 1\.0 → 2\.0"):
+            compiled(model)
+
+    def test_split_and_merge(self):
+        model = self.model(c=Options(), f=partial(max, 1), g=jax.jit(len))
+        structure = split(model)[0]
+        self.assertEqual(split(nnx_sharding.merge(*split(model)))[0], structure)
+
+    def test_a_change_in_the_function_reaches_the_object(self):
+        def step(model):
+            model.a.c.scale += 1
+            return model.b.c.scale * model.w[...]
+
+        def shared():
+            options = Options()
+            model = self.model()
+            model.a, model.b = self.model(c=options), self.model(c=options)
+            return model
+
+        call, traces = traced(step)
+        mine, python = shared(), shared()
+        for _ in range(3):
+            self.assertEqual(float(call(mine)), float(step(python)))
+        self.assertIs(mine.a.c, mine.b.c)
+        self.assertEqual(mine.a.c, python.a.c)
+        self.assertLen(traces, 3)
+        again = shared()
+        call(again)
+        self.assertLen(traces, 3)
+        self.assertEqual(again.a.c.scale, 2.0)  # also by a trace that was made for another object
+
+    def test_a_function_that_fails_changes_nothing(self):
+        def fails(model):
+            model.c.scale = 9.0
+            model.c.sizes.append(9)
+            raise RuntimeError("no")
+
+        model = self.model(c=Options(sizes=[1]))
+        with self.assertRaisesRegex(RuntimeError, "no"):
+            nnx_sharding.jit(fails)(model)
+        self.assertEqual(model.c, Options(sizes=[1]))
+
+    @parameterized.parameters({"graph": False}, {"graph": True, "graph_updates": False})
+    def test_without_graph_updates_a_change_is_refused(self, **modes):
+        def change(model):
+            model.c.scale = 9.0
+
+        model = self.model(c=Options())
+        with self.assertRaisesRegex(ValueError, r"static objects.*\n  model\.c: Options"):
+            nnx_sharding.jit(change, **modes)(model)
+        self.assertEqual(model.c.scale, 1.0)
+
+    def test_data_of_pytrees_changed_in_place(self):
+        model = nnx.Dict(box=nnx.data(Aux(jnp.ones(()), Options())))
+        call, _ = traced(lambda m: m.box.value * m.box.config.scale)
+        self.assertEqual(float(call(model)), 1.0)
+        options = model.box.config
+        options.scale = 3.0
+        self.assertEqual(float(call(model)), 3.0)
+        self.assertIs(model.box.config, options)
+
+    def test_static_arguments(self):
+        @dataclasses.dataclass(frozen=True)
+        class Frozen:
+            sizes: Any
+
+            def __hash__(self):
+                return 1
+
+        frozen = Frozen([1])
+        call = nnx_sharding.jit(lambda x, c: x * len(c.sizes), static_argnames="c")
+        self.assertEqual(float(call(1.0, frozen)), 1.0)
+        frozen.sizes.append(2)
+        self.assertEqual(float(call(1.0, frozen)), 2.0)
+        self.assertEqual(float(call(1.0, c=Frozen([1]))), 1.0)
+
+    def test_nothing_is_copied_or_compared_by_the_users_code(self):
+        class Guarded:
+            def __init__(self):
+                self.scale = 2.0
+
+            def __deepcopy__(self, _):
+                raise AssertionError
+
+            __eq__ = __hash__ = __copy__ = __deepcopy__
+
+        model = self.model(c=Guarded())
+        call, traces = traced(lambda m: m.w[...] * m.c.scale)
+        for _ in range(3):
+            self.assertEqual(float(call(model)), 2.0)
+        self.assertLen(traces, 1)
 
 
 class TreeModeOutputTest(absltest.TestCase):

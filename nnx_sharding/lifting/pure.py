@@ -377,6 +377,7 @@ class Pure:
             for part in goal.parts
         ]
         known = structure.names([*starts, ("output", structure.root)])
+        known.update(self.structure.names(starts))
 
         def listed(places: Sequence[tuple[int, Any]]) -> str:
             return "\n".join(
