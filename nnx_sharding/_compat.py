@@ -476,8 +476,9 @@ def trace_constants() -> list[Any]:
 
 
 def is_deleted_error(error: BaseException) -> bool:
-    """Whether JAX refuses to run a program because an argument was deleted or donated."""
-    return bool(re.search("deleted|donated", str(error)))
+    """Whether JAX refuses to run a program because an argument was deleted, or donated twice."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
 
 
 def varying_axes(x: Any) -> frozenset[Any]:

@@ -58,6 +58,15 @@ def is_opaque(predicate: Any) -> bool:
     return True
 
 
+def names_paths(predicate: Any) -> bool:
+    """Whether a predicate looks at paths, or may do so, and not only at what is there."""
+    if isinstance(predicate, nnx.WithTag | nnx.OfType | nnx.Everything | nnx.Nothing):
+        return False
+    if isinstance(predicate, nnx.Any | nnx.All):
+        return any(map(names_paths, predicate.predicates))
+    return names_paths(predicate.predicate) if isinstance(predicate, nnx.Not) else True
+
+
 class Paths:
     """A filter that matches certain paths, and nothing else.
 

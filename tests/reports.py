@@ -56,6 +56,8 @@ def parameter(path, shape, spec, mesh, **more):
         "shape": list(shape),
         "dtype": "float32",
         "spec": spec,
+        "unreduced": [],
+        "reduced": [],
         "shard_shape": shard,
         "bytes_per_device": 4 * math.prod(shard),
         "bytes_total": 4 * math.prod(shape),

@@ -259,12 +259,11 @@ class CommittedTest(parameterized.TestCase):
 
 
 class StrictTest(parameterized.TestCase):
-    def test_a_filter_for_one_of_two_arguments(self):
+    def test_a_filter_for_other_arguments_is_legitimate(self):
         rules = StateSharding({nnx.PathContains("up"): P(), nnx.BatchStat: P(), ...: P()})
         fun = jit(lambda m, n: None, in_shardings=(rules, rules), mesh=mesh24(), strict=True)
         fun(MLP(), nnx.Dict(count=nnx.BatchStat(jnp.ones(()))))
-        with self.assertRaisesRegex(StrictError, r"\n  BatchStat, for m, n\n"):
-            fun(MLP(), MLP())
+        fun(MLP(), MLP())  # it may be meant for arguments of another call
 
     @parameterized.parameters(
         (PathGlob("**/upp/kernel"), "up"),
@@ -294,7 +293,7 @@ class StrictTest(parameterized.TestCase):
         self.assertEqual(model.new.sharding.spec, P("a"))
 
     def test_warned_once(self):
-        rules = StateSharding({nnx.BatchStat: P("a"), ...: P()})
+        rules = StateSharding({nnx.PathContains("upp"): P("a"), ...: P()})
         fun = jit(lambda m, x: x, in_shardings=(rules, None), mesh=mesh24())
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -310,7 +309,7 @@ class StrictTest(parameterized.TestCase):
         model = MLP()
         sharding = NamedSharding(mesh24(), P(None, "b"))
         nnx.update(model, jax.device_put(nnx.state(model), sharding))
-        tables = {"one": model.up.kernel[...], "two": 3}
+        tables = {"one": jax.device_put(jnp.ones((4, 16)), sharding), "two": 3}
         replicated = jax.device_put(jnp.ones(8), NamedSharding(mesh24(), P()))
 
         def f(x):

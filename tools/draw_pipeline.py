@@ -32,11 +32,11 @@ FIRST = Stage("call", ("lifted.py",))
 GUARD = Stage("guard", ("guard.py", "guards.py", "walk.py", "_walk.c"))
 SLOW_WAY = (
     Stage("arguments", ("arguments.py",)),
-    Stage("split", ("split.py", "structure.py")),
+    Stage("split", ("split.py", "structure.py", "statics.py")),
     Stage("resolve", ("resolve.py", "prefixes.py")),
     Stage("plan", ("plan.py", "pure.py")),
 )
-LAST = (Stage("run", ("run.py", "transfer.py")), Stage("merge", ("merge.py",)))
+LAST = (Stage("run", ("run.py", "transfer.py", "in_flight.py")), Stage("merge", ("merge.py",)))
 
 _WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 620, 52, 76
 _WRAP = 90

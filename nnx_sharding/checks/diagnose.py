@@ -58,7 +58,8 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
         return
     checks: Sequence[Callable[[Plan, Sequence[Any]], None]] = _CHECKS
     if isinstance(error, jax.errors.JaxRuntimeError):
-        checks = [_check_deleted] if _compat.is_deleted_error(error) else []
+        is_deleted = _compat.is_deleted_error(error)
+        checks = (_check_deleted, _check_donated_twice) if is_deleted else ()
     for check in checks:
         try:
             check(plan, leaves)

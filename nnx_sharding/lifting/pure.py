@@ -345,7 +345,7 @@ class Pure:
         specs = self._output_specs(leaves, after, reached, names)
         self.rules.check_outputs(_name_of(fun), names, after.leaves, specs)
         check_captured(self.rules.terms, fun, _compat.trace_constants())
-        return self._pack(leaves, after, specs, names)
+        return self._pack(_name_of(fun), leaves, after, specs, names)
 
     def _check_objects(self, after: Flat, borrowed: Set[int]) -> None:
         """Refuses what would reach the caller's objects, but means nothing outside of the trace.
@@ -461,7 +461,12 @@ class Pure:
         return names
 
     def _pack(
-        self, leaves: Sequence[Any], after: Flat, specs: Sequence[Any], names: Sequence[str]
+        self,
+        fun_name: str,
+        leaves: Sequence[Any],
+        after: Flat,
+        specs: Sequence[Any],
+        names: Sequence[str],
     ) -> tuple[Any, ...]:
         """Sorts the arrays into outputs and those left alone, and notes what changed."""
         structure = after.structure
@@ -500,7 +505,8 @@ class Pure:
                 # A ref cannot leave a trace; its value can, and becomes a new ref outside.
                 outputs[spec].append(leaf[...] if is_ref else leaf)
                 labels[spec].append(names[slot])
-        self._check_donated(leaves, [x for arrays in outputs.values() for x in arrays])
+        results = [x for arrays in outputs.values() for x in arrays]
+        self._check_donated(fun_name, leaves, results)
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         return (
             *(OutputGroup(tuple(labels[spec]), outputs[spec]) for spec in groups),
@@ -509,7 +515,7 @@ class Pure:
             ),
         )
 
-    def _check_donated(self, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Every donated array should have an output of its type, which can use its memory.
 
         Raises:
@@ -524,7 +530,7 @@ class Pure:
         ]
         if lines:
             raise StrictError(
-                f"{self.rules.name}: these arguments are donated, but the function has no result "
+                f"{self.rules.name}: these arguments are donated, but {fun_name} has no result "
                 "of their shape and dtype that could use their memory:\n"
                 + "\n".join(lines)
                 + "\nDo not donate them (donate_argnums, donate_argnames)."

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from ..filters import Paths, is_opaque, misspelt, to_predicate
+from ..filters import Paths, is_opaque, misspelt, names_paths, to_predicate
 from ..fitting import Indivisible, describe_both
 from ..state_sharding import StateSharding
 from .prefixes import Part, Target
@@ -142,16 +142,16 @@ def _find(
 ) -> tuple[int | None, Any]:
     """What a ``StateSharding`` says of a Variable: by the filter that names one of its paths.
 
-    A filter that takes everything has no say about a path if another filter names another path.
+    A filter that does not look at paths has no say if another one names another path.
     """
     decisions = []
     for own in found.paths:
         # Inside a module paths start at the module, as in Flax.
         path = own or found.part.below
         which, spec = use.rules.find(path, subject)
-        use.note(which, path, found.target.name)
+        use.note(which, path, subject, found.target.name)
         decisions.append((own, which, spec))
-    named = [d for d in decisions if d[1] is not None and not use.takes_everything(d[1])]
+    named = [] if len(decisions) == 1 else [d for d in decisions if use.names_paths(d[1])]
     for path, _, spec in named[1:]:
         if spec_of(spec) != spec_of(named[0][2]):
             old, new = describe_both(named[0][2], spec)
@@ -168,18 +168,29 @@ class Use:
         self.rules = rules
         self.unmatched: list[str] = []
         self._matched: set[int | None] = set()
+        self._shadowed: set[int] = set()  # matched what an earlier filter had taken
         self._keys: dict[Any, None] = {}
         self._arguments: dict[str, None] = {}
 
-    def note(self, which: int | None, path: Path, argument: str) -> None:
-        """Notes one decision: the number of the filter, for what path and argument."""
+    def note(self, which: int | None, path: Path, subject: Any, argument: str) -> None:
+        """Notes one decision: the number of the filter, for what and in what argument."""
         self._matched.add(which)
+        later = range(0 if which is None else which + 1, len(self.rules.filters))
+        for index in later:
+            filter_ = self.rules.filters[index]
+            if index in self._matched or index in self._shadowed or isinstance(filter_, Paths):
+                continue
+            if to_predicate(filter_)(path, subject):
+                self._shadowed.add(index)
         self._keys.update(dict.fromkeys(path))
         self._arguments[argument] = None
 
-    def takes_everything(self, which: int) -> bool:
-        """Whether a filter is a last resort."""
-        return self.rules.filters[which] in (..., True, nnx.Everything())
+    def names_paths(self, which: int | None) -> bool:
+        """Whether a filter looks at paths."""
+        filters = self.rules.filters
+        return (
+            which is not None and which < len(filters) and names_paths(to_predicate(filters[which]))
+        )
 
     def copy(self) -> Use:
         """One that can be added to."""
@@ -190,6 +201,7 @@ class Use:
     def add(self, other: Use) -> None:
         """Takes in the decisions of an equal one."""
         self._matched |= other._matched
+        self._shadowed |= other._shadowed
         self._keys |= other._keys
         self._arguments |= other._arguments
 
@@ -200,14 +212,15 @@ class Use:
     def unused_lines(self) -> Iterator[str]:
         """The filters that decided about nothing.
 
-        Only those that look misspelt: a filter may be meant for another argument or function.
+        Only those that look misspelt, and those behind a filter that takes all they match: others
+        may be meant for another argument or function.
         """
         for index, filter_ in enumerate(self.rules.filters):
-            may_rest = isinstance(filter_, Paths) or self.takes_everything(index)
+            may_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
             if index in self._matched or may_rest or is_opaque(to_predicate(filter_)):
                 continue
             near = misspelt(filter_, self._keys)
-            if near:
+            if near or index in self._shadowed:
                 yield f"  {self.rules.names[index]}, for {', '.join(self._arguments)}{near}"
 
 

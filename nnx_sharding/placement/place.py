@@ -110,7 +110,7 @@ def place(
     leaves = finished_on_cpu(moved, flat.leaves)
     if not copy:
         return rebuilt(flat, leaves, "place")
-    return unflatten(flat.structure, _detached(leaves, flat), share=True).root
+    return unflatten(flat.structure, _detached(leaves, flat)).root
 
 
 def _detached(leaves: Sequence[Any], flat: Flat) -> list[Any]:

@@ -252,12 +252,9 @@ scenarios(
     make_containers,
     retraces=False,
 )
-# JAX compares treedefs as Python does, for which 1 and True are the same.
 scenarios(
     {"pytree of the user's: static part from 1 to True": put("box.tag", True)},
     lambda w: w.models.append(w.node(box=nnx.data(Box(w.array(), 1)), w=w.param())),
-    retraces=False,
-    truth=False,
 )
 
 
@@ -291,15 +288,15 @@ scenarios(
         "data in a module that is no pytree": put("loose.v", lambda w: [w.array(), "s"]),
         "record by one with True for 1": put("record", lambda w: Record(w.model.record.w, True)),
         "always equal modules become one": put("equal_too", lambda w: w.model.equal),
+        "static object by identity, in place": _static_object("label", "text", "b"),
+        "static object that is always equal, in place": _static_object("same", "text", "b"),
+        "static object that is always equal, another": put("same", Same("b")),
     },
     make_classes,
     truth=False,
 )
 scenarios(
     {
-        "static object by identity, in place": _static_object("label", "text", "b"),
-        "static object that is always equal, in place": _static_object("same", "text", "b"),
-        "static object that is always equal, another": put("same", Same("b")),
         "static object by an equal one": put("value", Value("a")),
         "static without a hash, by an equal one": put("bare", Bare("a")),
         "always equal modules swapped": lambda w: swap_parts(
@@ -363,20 +360,13 @@ scenarios(
         "namespace": put("space.a", 2),
         "queue": do("queue.append", 2),
         "ordered dict": do("ordered.update", a=True),
-    },
-    make_static_contents,
-)
-# Statics that say they are still the same, so a trace for them serves.
-scenarios(
-    {
+        "ordered dict reordered": do("ordered.move_to_end", "a"),
         "from 1 to True in a static that calls them equal": lambda w: setattr(
             w.model.value[0], "text", True
         ),
         "static with a hash of its content in a pytree of the user's": put("box.tag.text", "b"),
     },
     make_static_contents,
-    retraces=False,
-    truth=False,
 )
 
 
