@@ -396,7 +396,7 @@ class MistakesTest(parameterized.TestCase):
             ("place: what stands here is no spec", "write P('data')"),
             ["data", None],
         )
-        self.unchanged(ValueError, ("no tree prefix",), {"up": P()})
+        self.unchanged(ValueError, ("tree.down.kernel", "PathIn"), {"up": P()})
 
     def test_meshes(self):
         self.unchanged(
