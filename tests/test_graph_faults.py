@@ -220,9 +220,10 @@ class TestErrorsStay:
     def test_of_jax_before_the_function_is_called(self):
         own = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
         call = jit(lambda m, x: m(x), in_shardings=(P(), P("x")), mesh=mesh_of_8())
+        call(own, jnp.ones((8, 8)))
         with pytest.raises(ValueError, match=r"\n  x, shape \(6, 8\)") as found:
             call(own, jnp.ones((6, 8)))
-        assert "pytree key path" in str(found.value.__cause__) or found.value.__cause__
+        assert found.value.__cause__ is not None
 
     def test_of_the_function_where_an_argument_was_deleted(self):
         own = nnx.Dict(w=nnx.Param(jnp.ones(2)), unused=nnx.Param(jnp.ones(2)))
