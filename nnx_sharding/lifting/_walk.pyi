@@ -10,9 +10,9 @@ class Walk:
     ) -> tuple[Sequence[Any], Sequence[Any]] | None: ...
 
 def set_up(
-    flatten_tree: Callable[..., Any],
-    is_still: Callable[..., Any],
-    pin: Callable[..., Any],
+    open_tree: Callable[..., Any],
+    open_static: Callable[..., Any],
+    same_value: Callable[..., Any],
     value: Any,
     metadata: Any,
     trace_state: Any,

@@ -66,6 +66,7 @@ _IDENTITY_TYPES = (
     type(jax.jit(len)),
     jax.custom_jvp,
     jax.custom_vjp,
+    jax.core.Tracer,
     np.ufunc,
     weakref.ref,
 )
@@ -84,7 +85,7 @@ def value_key(value: Any) -> Hashable | None:
 
 
 def _rarer_key(kind: type, value: Any) -> Hashable | None:
-    if issubclass(kind, _IDENTITY_TYPES):
+    if issubclass(kind, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
     if issubclass(kind, enum.Enum | type):
         return (kind, Identity(value, hold=True))
@@ -119,7 +120,7 @@ def _key_of_all(kind: type, parts: Iterable[Any]) -> Hashable | None:
 
 
 def _array_key(kind: type, value: jax.Array) -> Hashable | None:
-    if isinstance(value, jax.core.Tracer) or value.is_deleted() or not value.is_fully_addressable:
+    if value.is_deleted() or not value.is_fully_addressable:
         return None
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
     data = np.asarray(jax.random.key_data(value) if is_key else value)
@@ -424,7 +425,7 @@ def content_of(value: Any) -> Content | None:
     kind = type(value)
     if issubclass(kind, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
-    if isinstance(value, jax.Array) or _compat.is_hijax_variable(value) or _compat.is_ref(value):
+    if issubclass(kind, jax.Array) or _compat.is_hijax_variable(value) or _compat.is_ref(value):
         return None
     form, names = _form(kind), _state_names(value)
     if form is None and not names and not _has_state(kind):

@@ -110,7 +110,7 @@ class _Shown:
 
 
 class Label(_Shown):
-    """Compared by identity, so what it contains does not count."""
+    """Compared by identity, and by its attributes."""
 
 
 class Title(Label):

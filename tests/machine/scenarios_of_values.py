@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,8 @@ from .objects import (
     Title,
     Twin,
     Value,
+    double,
+    halve,
 )
 from .scenarios import (
     SCENARIOS,
@@ -329,6 +332,9 @@ def make_static_contents(w: World) -> None:
             queue=collections.deque([1]),
             ordered=collections.OrderedDict(a=1, b=2),
             box=nnx.data(Box(w.array(), Value("a"))),
+            inner=nnx.data(Box((w.array(),), "t")),
+            act=(halve, 1),
+            bound=functools.partial(halve, 1),
             w=w.param(note=Value("a")),
         )
     )
@@ -360,6 +366,12 @@ scenarios(
         "namespace": put("space.a", 2),
         "queue": do("queue.append", 2),
         "ordered dict": do("ordered.update", a=True),
+        "function of a static tuple": put("act", (double, 1)),
+        "function of a partial": put("bound", functools.partial(double, 1)),
+        "argument of a partial": put("bound", functools.partial(halve, True)),
+        "pytree of the user's: tuple in it becomes a list": put(
+            "inner.value", lambda w: [*w.model.inner.value]
+        ),
         "ordered dict reordered": do("ordered.move_to_end", "a"),
         "from 1 to True in a static that calls them equal": lambda w: setattr(
             w.model.value[0], "text", True
