@@ -53,7 +53,7 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 
 # What a release, or an option, of JAX or Flax may break: calls, states and specs.
 CORE := arguments composition guard guard_mutations modes plain_jax references shard_map shardings
-CORE += split_merge stages state_sharding static_programs statics
+CORE += split_merge stages state_sharding statics
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
@@ -65,7 +65,8 @@ test-modes: $(VENV)/.installed-tests  ## run the core tests with other options o
 
 test-oldest:  ## run the core tests with the oldest Python, jax and flax that setup.py declares
 	$(OLDEST) tools/matrix.py --python $(OLDEST) --only oldest -- $(PYTEST_ARGS) $(CORE_TESTS) \
-	  tests/test_random_programs.py tests/test_checkpoint_processes.py::CheckpointProcessesTest::test_a_hundred_arrays
+	  tests/test_random_programs.py tests/test_static_programs.py tests/test_life.py \
+	  tests/test_graph_faults.py tests/test_checkpoint_processes.py::CheckpointProcessesTest::test_a_hundred_arrays
 
 test-matrix:  ## run the tests on each Python found, with the oldest and the newest jax and flax
 	$(PYTHON) tools/matrix.py

@@ -337,7 +337,7 @@ def as_it_is(fun: Callable[..., Any], **_: Any) -> Callable[..., Any]:
 
 
 def ours(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return nnx_sharding.jit(fun, **options)
+    return nnx_sharding.jit(fun, graph=True, graph_updates=True, **options)
 
 
 @pytest.mark.filterwarnings("ignore:.* is traced again and again")

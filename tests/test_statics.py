@@ -247,7 +247,7 @@ def traced(function):
         traces.append(1)
         return function(*args, **kwargs)
 
-    return nnx_sharding.jit(counted), traces
+    return nnx_sharding.jit(counted, graph=True, graph_updates=True), traces
 
 
 class ConfigurationTest(parameterized.TestCase):

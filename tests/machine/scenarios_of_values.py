@@ -333,8 +333,6 @@ def make_static_contents(w: World) -> None:
             ordered=collections.OrderedDict(a=1, b=2),
             box=nnx.data(Box(w.array(), Value("a"))),
             inner=nnx.data(Box((w.array(),), "t")),
-            act=(halve, 1),
-            bound=functools.partial(halve, 1),
             w=w.param(note=Value("a")),
         )
     )
@@ -366,9 +364,6 @@ scenarios(
         "namespace": put("space.a", 2),
         "queue": do("queue.append", 2),
         "ordered dict": do("ordered.update", a=True),
-        "function of a static tuple": put("act", (double, 1)),
-        "function of a partial": put("bound", functools.partial(double, 1)),
-        "argument of a partial": put("bound", functools.partial(halve, True)),
         "pytree of the user's: tuple in it becomes a list": put(
             "inner.value", lambda w: [*w.model.inner.value]
         ),
@@ -379,6 +374,16 @@ scenarios(
         "static with a hash of its content in a pytree of the user's": put("box.tag.text", "b"),
     },
     make_static_contents,
+)
+scenarios(
+    {
+        "function of a static tuple": put("act", (double, 1)),
+        "function of a partial": put("bound", functools.partial(double, 1)),
+        "argument of a partial": put("bound", functools.partial(halve, True)),
+    },
+    lambda w: w.models.append(
+        w.node(act=(halve, 1), bound=functools.partial(halve, 1), w=w.param())
+    ),
 )
 
 
