@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .. import _compat
 from .pure import OutputGroup
@@ -42,12 +44,9 @@ def wait_for_some(groups: Sequence[OutputGroup]) -> None:
     _COUNT.value += 1
     if _COUNT.value < MAX_IN_FLIGHT:
         return
-    found = [
-        x
-        for group in groups
-        for x in group.arrays
-        if type(x) is _compat.ArrayImpl and len(x.sharding.device_set) > 1
-    ]
-    if found:
-        _COUNT.value = 0
-        jax.block_until_ready(min(found, key=lambda x: x.size))
+    first: Any = next((group.arrays[0] for group in groups if group.arrays), None)
+    # All results of a program are on the same devices.
+    if type(first) is not _compat.ArrayImpl or first.sharding.num_devices == 1:
+        return
+    _COUNT.value = 0
+    jax.block_until_ready(min((x for group in groups for x in group.arrays), key=jnp.size))
