@@ -29,7 +29,8 @@ coverage: $(VENV)/.installed-tests  ## run the tests and show which lines and br
 	$(BIN)/python -m pytest -n auto --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 # Only the walk differs, so these are the tests that can tell.
-WALK_TESTS := guard guard_mutations guard_machine memory statics references modes plain_jax
+WALK_TESTS := guard guard_mutations guard_machine graph_faults life memory statics references modes
+WALK_TESTS += plain_jax
 test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the C extension
 	NNX_SHARDING_PURE_PYTHON=1 $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
 	  $(WALK_TESTS:%=tests/test_%.py)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import re
 import warnings
 from collections.abc import Callable
@@ -881,7 +883,9 @@ def main() -> None:
     for own in MISTAKES.values():
         print(f"\n### {own.number}. {own.title[0].upper()}{own.title[1:]}")
         for title, lib in (("flax.nnx", nnx), ("nnx_sharding", nnx_sharding)):
-            text = re.sub(r" at 0x[0-9a-f]+| at /\S+", "", said(own.run, lib))
+            with contextlib.redirect_stdout(io.StringIO()):  # JAX prints where it found some
+                text = said(own.run, lib)
+            text = re.sub(r" at 0x[0-9a-f]+| at /\S+|/\S+/site-packages/", "", text)
             lines = text.splitlines()
             kept = [line if len(line) <= 600 else f"{line[:600]} …" for line in lines[:12]]
             more = [f"… and {len(lines) - 12} lines more"] if len(lines) > 12 else []
