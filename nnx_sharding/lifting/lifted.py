@@ -366,8 +366,7 @@ class _Plans:
         if plan is not None:
             return plan, False
         plan = self._plans.setdefault(key, make())
-        for evicted in make_room(self._plans, MAX_PLANS):
-            evicted.program.staged.clear_cache()
+        make_room(self._plans, MAX_PLANS)
         return plan, True
 
     def clear(self) -> None:

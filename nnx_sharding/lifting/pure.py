@@ -44,6 +44,8 @@ from .structure import (
     Structure,
     VariableEntry,
     accessor,
+    children_of,
+    identities_in,
     parts_of,
 )
 
@@ -591,6 +593,8 @@ def _name_of(fun: Any) -> str:
 
 def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[tuple[Any, ...]]:
     """The paths to traced arrays among the static values of an entry, without borrowed ones."""
+    if not any(isinstance(s.value, jax.core.Tracer) for s in identities_in(children_of(entry))):
+        return
     stack = list(parts_of(entry).items())
     while stack:
         path, child = stack.pop()

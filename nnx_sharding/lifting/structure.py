@@ -207,17 +207,9 @@ class Structure:
 
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
-        stack: list[Any] = [self.root, *self.statics]
+        yield from identities_in((self.root, *self.statics))
         for entry in self.entries:
-            stack += parts_of(entry).values()
-        while stack:
-            child = stack.pop()
-            if isinstance(child, Static) and child.by_identity:
-                yield child
-            elif isinstance(child, Container):
-                stack += (*child.children, *child.aux)
-            elif isinstance(child, Group):
-                stack += child.children
+            yield from identities_in(children_of(entry))
 
     def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
         """What a user would write for each object that can be reached from named places."""
@@ -355,6 +347,24 @@ def _steps(
     paths: Sequence[Path], children: Sequence[Child], slots: Iterator[int]
 ) -> Iterator[tuple[Path, Child, Iterator[int]]]:
     return ((path, child, slots) for path, child in zip(paths, children, strict=True))
+
+
+def children_of(entry: Entry | None) -> Sequence[Any]:
+    """What an entry consists of."""
+    if isinstance(entry, VariableEntry):
+        return (entry.value, *(setting for _, setting in entry.metadata))
+    return entry.children if isinstance(entry, NodeEntry | StaticEntry) else ()
+
+
+def identities_in(children: Iterable[Any]) -> Iterator[Static]:
+    """The static values among children that are compared by identity alone."""
+    for child in children:
+        if isinstance(child, Static):
+            if child.by_identity:
+                yield child
+        elif isinstance(child, Container | Group):
+            yield from identities_in(child.children)
+            yield from identities_in(getattr(child, "aux", ()))
 
 
 def parts_of(x: Entry | Container | Group | None) -> dict[Path, Child]:
