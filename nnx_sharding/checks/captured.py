@@ -71,7 +71,7 @@ def is_sharded(value: Any) -> bool:
     return _is_array(value) and not value.is_fully_replicated
 
 
-# By their types, not by isinstance: that would load what stands behind a lazy proxy.
+# By type, not by isinstance, which would load the target of a lazy proxy.
 def _is_array(value: Any) -> bool:
     return type(value) is _compat.ArrayImpl
 

@@ -398,8 +398,8 @@ class _FunctionCache:
         return plans
 
 
-# By who the function is, or the function and the object behind a bound method, which is made anew
-# each time that it is looked up.
+# By the identity of the function; a bound method is a new object at each lookup, so it goes by its
+# function and its object.
 _CACHES: dict[tuple[int, ...], tuple[_FunctionCache, list[Any]]] = {}
 
 

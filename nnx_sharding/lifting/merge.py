@@ -155,7 +155,7 @@ def _originals(
       structure: the structure.
       existing: objects that are used as they are.
       containers: whether lists and the like count, too, or only with the object that they are
-        part of. What a function makes anew each time is nearly always such a one.
+        part of. What a function creates while it runs is nearly always such a container.
     """
     entries = {
         index: entry

@@ -52,7 +52,7 @@ def match_partition_rules(
       Variable. It goes wherever a prefix of specs does.
 
     Raises:
-      TypeError: rules are no pairs, or, with ``strict``, a spec is none.
+      TypeError: the rules are not pairs, or, with ``strict``, a spec is invalid.
       ValueError: a regular expression is none; arrays match no rule; or specs do not fit the
         mesh. Each time all are named.
 

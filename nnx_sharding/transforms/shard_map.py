@@ -57,7 +57,7 @@ class _ShardMap:
         kwargs: dict[str, Any],
         layout: Layout,
     ) -> Call:
-        """Like any transform; but what is no array is static where its spec is None, as in JAX."""
+        """Like any transform, but non-arrays are static where their spec is None, as in JAX."""
         call = sort_call(parameters, args, kwargs, layout)
         if not self.in_specs.may_hold_none:
             return call
@@ -228,7 +228,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _fixed(spec: Any, value: Any) -> Any:
-    """A pytree in which everything is static that is no array and whose spec is None."""
+    """A pytree in which non-arrays with the spec None are static."""
     if spec is None:
         return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
     if is_spec(spec):
@@ -236,7 +236,7 @@ def _fixed(spec: Any, value: Any) -> Any:
     specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
     try:
         parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
-    except ValueError:  # no prefix, which is told with all that is wrong
+    except ValueError:  # not a prefix, which is reported with all other problems
         return value
     return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
 
@@ -312,7 +312,7 @@ def shard_map(
         ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`.
       in_specs: how the arguments are cut, given as ``in_shardings`` of
         :func:`~nnx_sharding.jit`. Updated Variables are put together by the same specs. A
-        spec None makes static what is no array: a whole argument, or parts of one if the None
+        spec None makes a non-array static: a whole argument, or parts of one if the None
         stands in a pytree. An array or module with it is replicated, and so is an argument that
         ``in_specs`` does not mention. Without ``in_specs`` at all they are read from the types of
         the arrays, on meshes whose axes are Explicit.

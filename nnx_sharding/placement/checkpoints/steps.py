@@ -106,7 +106,7 @@ class Checkpoints:
 
         Raises:
           ValueError: the step is negative, there is this step, or a later one; or as for ``save``.
-          TypeError: the step is no integer, or as for ``save``.
+          TypeError: the step is not an integer, or as for ``save``.
           CheckpointError: this one, or one whose writing went on since, could not be written.
         """
         step = _step_number("save", step)
@@ -150,7 +150,7 @@ class Checkpoints:
         Raises:
           NoCheckpointError: there is no step, or not this one.
           CheckpointError: it cannot be read or does not fit; and the others that ``restore`` has.
-          TypeError: the step is no integer.
+          TypeError: the step is not an integer.
           ValueError: the step is negative.
         """
         self.wait()
