@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from types import SimpleNamespace
@@ -68,6 +69,10 @@ class Tagged(list):
     pass
 
 
+class Day(datetime.date):
+    """Has a ``__dict__``, but its content is elsewhere."""
+
+
 def tagged(tag: Any, items: Any = ()) -> Tagged:
     found = Tagged(items)
     found.tag = tag
@@ -125,6 +130,8 @@ OTHERS = {
     "field_without_compare": (Hidden(1), Hidden(2)),
     "partial": (partial(max, 1), partial(max, True)),
     "equal_by_its_own_word": (Lax(1), Lax(2)),
+    "hidden_in_c": (Day(2026, 1, 1), Day(2026, 1, 2)),
+    "date": (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)),
 }
 # Flax refuses arrays as attributes, not as metadata.
 OTHER_METADATA = {

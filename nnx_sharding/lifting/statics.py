@@ -15,9 +15,9 @@ The parts are compared one by one, by this same rule, with the order of keys and
 subclasses. Two objects with the same content are the same, but it counts which places share one.
 
 By identity: everything else, as Python and ``jax.jit`` have it: functions, jitted functions,
-modules, objects of classes without an ``__eq__``. Of the latter the attributes are compared, too,
-but not what is inside of these: replacing ``schedule.scale`` is seen, appending to a list in it is
-not.
+modules, objects of classes without an ``__eq__`` or with content that is hidden in C. The attributes
+of such an object are compared, too, but not what is inside of these: replacing ``schedule.scale`` is
+seen, appending to a list in it is not.
 
 Objects that are compared by content or have attributes can be changed in place, so each is an entry
 of the structure (:class:`~nnx_sharding.lifting.structure.StaticEntry`), as a module is. A function
@@ -33,6 +33,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import struct
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -430,7 +431,8 @@ def content_of(value: Any) -> Content | None:
     form, names = _form(kind), _state_names(value)
     if form is None and not names and not _has_state(kind):
         return None
-    shallow = form is None and not _has_eq(kind) and _fields(kind) is None
+    by_content = form is not None or _has_eq(kind) or _fields(kind) is not None
+    shallow = not by_content or _has_hidden_state(kind)
     if form is None:
         return Content(_values(value, names), (kind, None, names), shallow)
     detail, items = form.open(value)
@@ -561,6 +563,23 @@ def _slots(kind: type) -> tuple[str, ...]:
             if isinstance(member, types.MemberDescriptorType)
         )
     return found
+
+
+def _has_hidden_state(kind: type) -> bool:
+    """Whether objects of a class have content that Python does not show, as those of C may.
+
+    The size tells, as it does where ``object.__reduce_ex__`` refuses to pickle such an object.
+    """
+    base = next((base for base in kind.__mro__ if base in _FORMS), object)
+    pointers = len(_slots(kind))
+    # Negative for objects of variable size, and where the interpreter manages the dict.
+    has_pointer = kind.__dictoffset__ > 0 or (kind.__dictoffset__ < 0 and base.__itemsize__ > 0)
+    pointers += has_pointer and not base.__dictoffset__
+    pointers += kind.__weakrefoffset__ > 0 and not base.__weakrefoffset__
+    return kind.__basicsize__ > base.__basicsize__ + pointers * _POINTER
+
+
+_POINTER = struct.calcsize("P")
 
 
 def _fields(kind: type) -> tuple[str, ...] | None:
