@@ -15,9 +15,9 @@ The parts are compared one by one, by this same rule, with the order of keys and
 subclasses. Two objects with the same content are the same, but it counts which places share one.
 
 By identity: everything else, as Python and ``jax.jit`` have it: functions, jitted functions,
-modules, objects of classes without an ``__eq__`` or with content that is hidden in C. The attributes
-of such an object are compared, too, but not what is inside of these: replacing ``schedule.scale`` is
-seen, appending to a list in it is not.
+modules, objects of classes without an ``__eq__`` or with content that is hidden in C. The
+attributes of such an object are compared, too, but not what is inside of these: replacing
+``schedule.scale`` is seen, appending to a list in it is not.
 
 Objects that are compared by content or have attributes can be changed in place, so each is an entry
 of the structure (:class:`~nnx_sharding.lifting.structure.StaticEntry`), as a module is. A function
