@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import signal
@@ -153,6 +154,17 @@ class TestLife:
             assert len(f._cache.traced) == 3
 
 
+@contextlib.contextmanager
+def tracing(function):
+    """Every step of Python goes through the function."""
+    before = sys.gettrace()  # that of a coverage tool
+    sys.settrace(function)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 class TestInterruptions:
     def test_an_update_is_one_step(self):
         """A signal between two Variables of an update would be between two steps of Python."""
@@ -185,11 +197,8 @@ class TestInterruptions:
             frame.f_trace_opcodes = True
             return count
 
-        sys.settrace(count)
-        try:
+        with tracing(count):
             f(own)
-        finally:
-            sys.settrace(None)
         assert set(changes) == {0, 6}
 
     def test_changed_structure_is_one_step(self):
@@ -209,11 +218,8 @@ class TestInterruptions:
 
         f = jit(grow)
         f(model(c=[]))  # without the trace, in which the function changes what it was given
-        sys.settrace(look)
-        try:
+        with tracing(look):
             f(own)
-        finally:
-            sys.settrace(None)
         assert states == {(False, 0, False), (True, 1, True)}
 
     @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers of Unix")
