@@ -648,7 +648,7 @@ class StepsTest(FolderTest):
         with Checkpoints(self.folder / "new") as checkpoints:
             self.assertIsNone(checkpoints.resume(x))
             self.assertIsNone(checkpoints.latest)
-            with self.assertRaisesRegex(NoCheckpointError, "there is no step in"):
+            with self.assertRaisesRegex(NoCheckpointError, "no steps found in"):
                 checkpoints.restore(x)
             checkpoints.save(3, x)
             for step in 3, 2:

@@ -41,9 +41,9 @@ class Container(NamedTuple):
 
     Attributes:
       treedef: its tree structure.
-      children: what stands for its leaves.
-      aux: what stands for the data that its own node types keep beside their children, which
-        ``treedef`` compares by ``==``.
+      children: its leaves, each as a child.
+      aux: the auxiliary data of its node types, each as a child; ``treedef`` compares it by ``==``
+        only.
     """
 
     treedef: PyTreeDef
@@ -56,7 +56,7 @@ class Group(NamedTuple):
 
     Attributes:
       kind: all of its content but the parts, see ``statics.Content``.
-      children: what stands for the parts.
+      children: the parts, each as a child.
     """
 
     kind: tuple[Any, ...]
@@ -95,7 +95,7 @@ class StaticEntry:
 
     Attributes:
       kind: all of its content but the parts, see ``statics.Content``.
-      children: what stands for the parts.
+      children: the parts, each as a child.
       identity: the object, where that is compared too; else None.
       origin: the object itself, if it is to be kept alive; else None. Not compared.
     """

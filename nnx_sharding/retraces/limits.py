@@ -38,7 +38,7 @@ class TraceLimit:
         """A limit that the user gave.
 
         Raises:
-          TypeError: it is no integer.
+          TypeError: it is not an integer.
           ValueError: it is less than ``least``.
         """
         try:

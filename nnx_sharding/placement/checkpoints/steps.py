@@ -162,7 +162,7 @@ class Checkpoints:
         if step is None:
             last = self._last(read)
             if last is None:
-                raise NoCheckpointError(f"Checkpoints.restore: there is no step in {self._folder}.")
+                raise NoCheckpointError(f"Checkpoints.restore: no steps found in {self._folder}.")
             return last[1]
         step, steps = _step_number("restore", step), self.steps
         if step not in steps:
@@ -277,7 +277,7 @@ def _step_number(method: str, step: Any) -> int:
     """The number of a step, of NumPy or of Python.
 
     Raises:
-      TypeError: it is no integer.
+      TypeError: it is not an integer.
       ValueError: it is negative.
     """
     message = f"Checkpoints.{method}: expected a step of 0 or more, got {step!r}."
