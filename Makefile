@@ -20,7 +20,7 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo  ## train a small sharded model and show where everything lives
-	$(BIN)/python -m nnx_sharding.demo
+	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-tests  ## run the tests, with the examples in docs and docstrings
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
@@ -46,7 +46,7 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 	rm -rf build/asan
 	CC=gcc CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \
 	  $(BIN)/python -m pip install --quiet --no-deps --target build/asan .
-	ls build/asan/nnx_sharding/lifting/_walk.*
+	ls build/asan/nnx_sharding/core/guard/_walk.*
 	ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1 PYTHONMALLOC=malloc \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  PYTHONPATH=build/asan $(BIN)/pytest -p no:xdist $(PYTEST_ARGS) $(ASAN_TESTS) \
@@ -95,7 +95,7 @@ bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:  ## delete everything that the other targets made, the environment included
-	rm -rf $(VENV) .venv-matrix build dist docs/_build *.egg-info nnx_sharding/lifting/_walk.*.so
+	rm -rf $(VENV) .venv-matrix build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage*
 	find nnx_sharding tests docs benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
@@ -106,6 +106,6 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed-%: setup.py pyproject.toml nnx_sharding/lifting/_walk.c | $(VENV)/.created
+$(VENV)/.installed-%: setup.py pyproject.toml nnx_sharding/core/guard/_walk.c | $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@

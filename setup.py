@@ -77,13 +77,13 @@ setup(
     packages=find_packages(include=["nnx_sharding", "nnx_sharding.*"]),
     package_data={
         "nnx_sharding": ["py.typed"],
-        "nnx_sharding.inspect.page": ["page.*", "script/*.js"],
+        "nnx_sharding.report.page": ["page.*", "script/*.js"],
     },
     # Makes calls faster. Without a compiler the installation goes on, and Python does the same.
     ext_modules=[
         Extension(
-            "nnx_sharding.lifting._walk",
-            sources=["nnx_sharding/lifting/_walk.c"],
+            "nnx_sharding.core.guard._walk",
+            sources=["nnx_sharding/core/guard/_walk.c"],
             optional=True,
         )
     ],
@@ -93,5 +93,5 @@ setup(
         "numpy",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["nnx-sharding = nnx_sharding.command.main:main"]},
+    entry_points={"console_scripts": ["nnx-sharding = nnx_sharding.cli.main:main"]},
 )

@@ -30,9 +30,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding
-from nnx_sharding.inspect import parameter_table
+from nnx_sharding.analysis import parameter_table
+from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.partition import abstract_init, make_mesh, sharded_init
-from nnx_sharding.placement import restore, save
 
 ROWS = StateSharding({...: P("model")})
 COLUMNS = StateSharding({...: P(None, "model")})

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from playwright.sync_api import Browser, sync_playwright
 
 from nnx_sharding import StateSharding, jit
-from nnx_sharding.inspect.page import write_html
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel
+from nnx_sharding.report.page import write_html
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

@@ -26,7 +26,6 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding.inspect import Comparison, Strategy, compare
 from nnx_sharding.partition import (
     fsdp,
     replicated,
@@ -34,6 +33,7 @@ from nnx_sharding.partition import (
     with_sharding_constraint,
     zero1,
 )
+from nnx_sharding.report import Comparison, Strategy, compare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit, limit_traces
-from nnx_sharding.partition import check_sharding, fsdp, sharded_init, tensor_parallel
+from nnx_sharding.partition import fsdp, sharded_init, tensor_parallel
 from nnx_sharding.placement import process_rows, shard_batches
+from nnx_sharding.report import check_sharding
 
 
 @dataclasses.dataclass(frozen=True)

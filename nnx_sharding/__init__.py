@@ -1,35 +1,44 @@
 """Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages.
 
-What is needed around them is in ``partition`` (choosing specs), ``placement`` (models, batches and
-checkpoints on devices), ``inspect`` and ``analysis`` (what a program takes), ``exporting``,
-``launching``, ``filters`` and ``constraints``. All other modules are internal.
+By task: ``partition`` chooses specs, ``placement`` puts models and batches on devices,
+``checkpoint`` saves and restores them, ``analysis`` and ``report`` say what a program costs,
+``export`` writes programs to files, ``testing`` has assertions and a launcher of processes, and
+``compat`` the names of other libraries. All other modules are internal.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import errors, stages
+from . import errors, filters, stages
 from ._version import __version__
+from .core.structure import Structure
+from .diagnostics.retraces import explain_retraces
+from .diagnostics.trace_limits import limit_traces
 from .graph import merge, split
-from .lifting.lifted import Lifted
-from .lifting.structure import Structure
-from .retraces.explain import explain_retraces
-from .retraces.limits import limit_traces
+from .jit import jit
+from .lifted import Lifted
+from .shard_map import shard_map
 from .state_sharding import StateSharding
-from .transforms.jit import jit
-from .transforms.shard_map import shard_map
 
 if TYPE_CHECKING:
     from . import (
         analysis,
+        checkpoint,
+        compat,
         constraints,
-        exporting,
-        filters,
-        inspect,
-        launching,
+        diagnostics,
+        export,
         partition,
         placement,
+        report,
+        testing,
     )
+    from .partition.constrain import with_sharding_constraint
+    from .partition.init import sharded_init
+    from .partition.mesh import make_mesh
+    from .partition.strategies import fsdp
+    from .partition.tensor_parallel import tensor_parallel
+    from .placement.place import place
 
 __all__ = [
     "Lifted",
@@ -38,34 +47,53 @@ __all__ = [
     "__version__",
     "errors",
     "explain_retraces",
+    "filters",
+    "fsdp",
     "jit",
     "limit_traces",
+    "make_mesh",
     "merge",
+    "place",
     "shard_map",
+    "sharded_init",
     "split",
     "stages",
+    "tensor_parallel",
+    "with_sharding_constraint",
 ]
 
-# Imported when they are first asked for: most programs need one or two of them.
-_ON_DEMAND = frozenset(
+# Imported on first use: most programs need one or two of them.
+_MODULES = frozenset(
     {
         "analysis",
+        "checkpoint",
+        "compat",
         "constraints",
-        "exporting",
-        "filters",
-        "inspect",
-        "launching",
+        "diagnostics",
+        "export",
         "partition",
         "placement",
+        "report",
+        "testing",
     }
 )
+_NAMES = {
+    "fsdp": "partition",
+    "make_mesh": "partition",
+    "place": "placement",
+    "sharded_init": "partition",
+    "tensor_parallel": "partition",
+    "with_sharding_constraint": "partition",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
+    if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND})
+    return sorted({*globals(), *_MODULES, *_NAMES})

@@ -55,7 +55,7 @@ class CapturedArrayWarning(ShardingWarning):
 
 
 class CorrectedSpecWarning(ShardingWarning):
-    """Specs were changed to fit the shapes, as ``indivisible="replicate"`` or ``"drop"`` asks."""
+    """Specs were corrected to fit shapes, as ``on_indivisible="replicate"`` or ``"drop"`` asks."""
 
 
 class RetraceWarning(ShardingWarning):
@@ -82,8 +82,8 @@ def _users_level() -> int:
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is one of ours, of JAX or of Flax. The demo is a program like a user's."""
-    return filename.startswith(_LIBRARIES) and filename != _DEMO
+    """Whether a file is one of ours, of JAX or of Flax."""
+    return filename.startswith(_LIBRARIES)
 
 
 def _folders(names: Iterable[str]) -> tuple[str, ...]:
@@ -91,5 +91,4 @@ def _folders(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(str(Path(file).parent) for file in found if file)
 
 
-_DEMO = str(Path(__file__).with_name("demo.py"))
 _LIBRARIES = (_PACKAGE, *_folders(("jax", "jaxlib", "flax")))

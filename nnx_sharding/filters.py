@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from .fitting import suggestion
-from .lifting.structure import Path, path_string
+from .paths import Path, path_string
 
 Predicate = Callable[[tuple[Any, ...], Any], bool]
 

@@ -13,8 +13,8 @@ from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # What is done with a spec that does not divide the dimensions of an array.
-Indivisible: TypeAlias = Literal["error", "replicate", "drop"]
-INDIVISIBLE: tuple[Indivisible, ...] = get_args(Indivisible)
+OnIndivisible: TypeAlias = Literal["error", "replicate", "drop"]
+ON_INDIVISIBLE: tuple[OnIndivisible, ...] = get_args(OnIndivisible)
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
 
 
 def fit(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: Indivisible
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
 ) -> PartitionSpec:
     """The part of a spec that divides the dimensions of an array; unreduced and reduced axes stay.
 
@@ -150,7 +150,7 @@ def is_equivalent(one: Any, other: Any, ndim: int) -> bool:
     return sums[0] == sums[1] and one.is_equivalent_to(other, ndim)
 
 
-def variants(spec: PartitionSpec, how: Indivisible) -> list[PartitionSpec]:
+def variants(spec: PartitionSpec, how: OnIndivisible) -> list[PartitionSpec]:
     """All that :func:`fit` can make of a spec, by the shapes of arrays."""
     if how == "error":
         return []

@@ -9,20 +9,19 @@ import jax
 from flax import nnx
 
 from . import _compat
-from .filters import to_predicate
-from .lifting import merge as _merged
-from .lifting.split import flatten as _flatten
-from .lifting.structure import (
+from .core import unflatten as _merged
+from .core.flatten import flatten as _flatten
+from .core.structure import (
     Container,
     NodeEntry,
-    Path,
     Place,
     StaticEntry,
     Structure,
     VariableEntry,
     container_keys,
-    path_string,
 )
+from .filters import to_predicate
+from .paths import Path, path_string
 
 
 def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:

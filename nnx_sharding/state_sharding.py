@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from . import _compat
 from .filters import PathPattern, is_opaque, path_name, to_predicate
-from .fitting import INDIVISIBLE, Indivisible, suggested_spec
+from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 
 
 class StateSharding:
@@ -29,14 +29,14 @@ class StateSharding:
         takes: a Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple
         of filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
         a ``jax.experimental.layout.Format``, or None for "leave it to JAX".
-      indivisible: what to do where a sharding does not divide the shape of its Variable:
+      on_indivisible: what to do where a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the whole array; or ``"drop"`` the mesh axes that do not
         divide. The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`) with a
         list of what they changed. None takes what the transform says.
 
     Raises:
       TypeError: something else stands where a filter or a sharding belongs.
-      ValueError: ``indivisible`` is something else.
+      ValueError: ``on_indivisible`` is something else.
 
     Example:
       >>> from flax import nnx
@@ -52,7 +52,14 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = ("__weakref__", "_filters", "_indivisible", "_predicates", "_shardings", "_tests")
+    __slots__ = (
+        "__weakref__",
+        "_filters",
+        "_on_indivisible",
+        "_predicates",
+        "_shardings",
+        "_tests",
+    )
 
     @_compat.api_boundary
     def __init__(
@@ -60,10 +67,12 @@ class StateSharding:
         filter_sharding: nnx.State[Any, Any] | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
         /,
         *,
-        indivisible: Indivisible | None = None,
+        on_indivisible: OnIndivisible | None = None,
     ):
-        if indivisible is not None and indivisible not in INDIVISIBLE:
-            raise ValueError(f"indivisible is one of {INDIVISIBLE} or None, not {indivisible!r}.")
+        if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
+            raise ValueError(
+                f"on_indivisible is one of {ON_INDIVISIBLE} or None, not {on_indivisible!r}."
+            )
         if _is_state(filter_sharding):
             pairs = _path_filters(filter_sharding)
         else:
@@ -85,7 +94,7 @@ class StateSharding:
         self._tests = tuple(
             (p, p.search if isinstance(p, PathPattern) else None) for p in self._predicates
         )
-        self._indivisible = indivisible
+        self._on_indivisible = on_indivisible
 
     @property
     def filters(self) -> tuple[Any, ...]:
@@ -103,14 +112,14 @@ class StateSharding:
         return self._shardings
 
     @property
-    def indivisible(self) -> Indivisible | None:
+    def on_indivisible(self) -> OnIndivisible | None:
         """What to do where a sharding does not divide a shape; None if the transform decides."""
-        return self._indivisible
+        return self._on_indivisible
 
     @property
     def depends_on_values(self) -> bool:
         """Whether shapes or dtypes decide as well: in the user's predicates, or to make it fit."""
-        return self._indivisible not in (None, "error") or any(map(is_opaque, self._predicates))
+        return self._on_indivisible not in (None, "error") or any(map(is_opaque, self._predicates))
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
         """The sharding of one Variable.
@@ -143,7 +152,9 @@ class StateSharding:
     def __repr__(self) -> str:
         pairs = zip(self.names, self._shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
-        option = "" if self._indivisible is None else f", indivisible={self._indivisible!r}"
+        option = (
+            "" if self._on_indivisible is None else f", on_indivisible={self._on_indivisible!r}"
+        )
         return f"StateSharding({{{inside}}}{option})"
 
     def __eq__(self, other: object) -> bool:
@@ -151,15 +162,15 @@ class StateSharding:
             isinstance(other, StateSharding)
             and self._filters == other._filters
             and self._shardings == other._shardings
-            and self._indivisible == other._indivisible
+            and self._on_indivisible == other._on_indivisible
         )
 
     def __hash__(self) -> int:
-        return hash((self._filters, self._shardings, self._indivisible))
+        return hash((self._filters, self._shardings, self._on_indivisible))
 
     def __reduce__(self) -> tuple[Any, ...]:
         pairs = tuple(zip(self._filters, self._shardings, strict=True))
-        return functools.partial(StateSharding, indivisible=self._indivisible), (pairs,)
+        return functools.partial(StateSharding, on_indivisible=self._on_indivisible), (pairs,)
 
 
 def _show(filter_: Any) -> str:

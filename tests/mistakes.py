@@ -137,7 +137,7 @@ def unused(lib: Library) -> Any:
     "model.blocks[1].up",
     "dimension 1 of size 12",
     "'data' (2) × 'model' (4) = 8",
-    "indivisible='replicate' or 'drop'",
+    "on_indivisible='replicate' or 'drop'",
 )
 def indivisible(lib: Library) -> Any:
     specs = lib.StateSharding(
@@ -447,7 +447,7 @@ def aliased(lib: Library) -> Any:
     ValueError,
     "model.blocks[0].down, shape (16, 4): is P('model',), declared P(None, 'model')",
     "model.blocks[1].up",
-    "committed='move'",
+    "on_committed='move'",
 )
 def committed(lib: Library) -> Any:
     model = Model()
@@ -461,7 +461,7 @@ def committed(lib: Library) -> Any:
     "the same for an array",
     ValueError,
     "x, shape (8, 4): is P('model',), declared P('data',)",
-    "committed='move'",
+    "on_committed='move'",
 )
 def committed_array(lib: Library) -> Any:
     x = jax.device_put(X, named("model"))

@@ -32,10 +32,11 @@ from nnx_sharding.analysis import (
     cost_of,
     device,
     memory_of,
+    parameter_table,
 )
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
-from nnx_sharding.inspect import ProgramReport, parameter_table
-from nnx_sharding.placement import contents, save
+from nnx_sharding.checkpoint import contents, save
+from nnx_sharding.report import ProgramReport
 
 MESH = mesh_of((2, 4), ("data", "model"))
 F32 = 4

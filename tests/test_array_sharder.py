@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from models import mesh_of
 from nnx_sharding import StateSharding, jit
+from nnx_sharding.compat.datarax import ArraySharder, SharderModuleConfig
 from nnx_sharding.errors import NoMeshError
-from nnx_sharding.placement import ArraySharder, SharderModuleConfig, place
+from nnx_sharding.placement import place
 
 MESH = mesh_of((2, 4), ("data", "model"))
 EXPLICIT = mesh_of((2, 4), ("data", "model"), "explicit")

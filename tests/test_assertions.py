@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding
 from models import MLP, P, mesh_of
 from nnx_sharding import jit
 from nnx_sharding.analysis import Collectives
-from nnx_sharding.inspect import (
+from nnx_sharding.partition import replicated, tensor_parallel
+from nnx_sharding.testing import (
     assert_collectives,
     assert_no_collective,
     assert_no_parameter_replicated,
     assert_peak_below,
     assert_sent_below,
 )
-from nnx_sharding.partition import replicated, tensor_parallel
 
 F32 = 4
 WIDTH, HIDDEN, ROWS = 64, 256, 16

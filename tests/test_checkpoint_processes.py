@@ -12,7 +12,7 @@ import sys
 import pytest
 from absl.testing import absltest
 
-from nnx_sharding.command.main import main
+from nnx_sharding.cli.main import main
 
 WORKER = pathlib.Path(__file__).parent / "processes" / "checkpoint.py"
 sys.path.append(str(WORKER.parent))

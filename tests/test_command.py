@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 from absl.testing import absltest, parameterized
 
-from nnx_sharding.command.main import main
-from nnx_sharding.inspect import Comparison, ProgramReport
+from nnx_sharding.cli.main import main
+from nnx_sharding.report import Comparison, ProgramReport
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +31,7 @@ PLAN = textwrap.dedent("""\
 
     import plan_neighbour
     from nnx_sharding import jit
-    from nnx_sharding.inspect import compare
+    from nnx_sharding.report import compare
     from nnx_sharding.partition import fsdp, replicated
 
 

@@ -21,18 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from models import MLP, P, mesh_of
 from nnx_sharding import _compat, jit
 from nnx_sharding.analysis import device
-from nnx_sharding.inspect import (
-    Change,
-    Changes,
-    Comparison,
-    Failure,
-    Strategy,
-    compare,
-    diff,
-    planning_mesh,
-)
-from nnx_sharding.inspect.limits import read_bytes
-from nnx_sharding.partition import fsdp, replicated, sharded_init, tensor_parallel
+from nnx_sharding.partition import fsdp, planning_mesh, replicated, sharded_init, tensor_parallel
+from nnx_sharding.report import Change, Changes, Comparison, Failure, Strategy, compare, diff
+from nnx_sharding.report.limits import read_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

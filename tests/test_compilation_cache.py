@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
-from nnx_sharding import StateSharding, exporting, jit, shard_map
+from nnx_sharding import StateSharding, export, jit, shard_map
 
 events = {}
 jax.monitoring.register_event_listener(
@@ -74,7 +74,7 @@ mode = frozenset({"some", "words", "in", "any", "order"})
 for fun, static in zip(functions, (mode, None), strict=True):
     options = {"b": jnp.array(1.0), "a": jnp.array(2.0)}
     jax.block_until_ready(fun(Model(nnx.Rngs(0)), x + 1, options, static))
-exporting.export(functions[0])(Model(nnx.Rngs(0)), x, options, mode).save(sys.argv[2])
+export.export(functions[0])(Model(nnx.Rngs(0)), x, options, mode).save(sys.argv[2])
 prefix = "/jax/compilation_cache/"
 print(json.dumps({k.removeprefix(prefix): n for k, n in events.items() if k.startswith(prefix)}))
 """

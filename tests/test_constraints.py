@@ -390,7 +390,7 @@ class ModuleTest(parameterized.TestCase):
         with fails(ValueError, "no filter", "tree.y"):
             constrain(model, StateSharding({nnx.Param: P("a")}), mesh=MESH)
         with fails(ValueError, "tree.y, shape (3,)", "divisible"):
-            constrain(model, StateSharding({...: P("a")}, indivisible="error"), mesh=MESH)
+            constrain(model, StateSharding({...: P("a")}, on_indivisible="error"), mesh=MESH)
         assert model.x.get_raw_value() is before
         with pytest.warns(UnusedFilterWarning, match="'y'"):
             rules = {...: P(), nnx.PathContains("y"): P("a")}

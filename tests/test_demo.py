@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,8 +17,14 @@ import rich.console
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from nnx_sharding import demo
-from nnx_sharding.inspect import parameter_table
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import demo
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+
+from nnx_sharding.analysis import parameter_table
 
 FLAG = "--xla_force_host_platform_device_count"
 
@@ -26,7 +33,7 @@ class CommandLineTest(parameterized.TestCase):
     def test_all_checks_pass(self):
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         done = subprocess.run(
-            [sys.executable, "-m", "nnx_sharding.demo"],
+            [sys.executable, demo.__file__],
             capture_output=True,
             text=True,
             env=environment,
@@ -75,7 +82,7 @@ class CommandLineTest(parameterized.TestCase):
             assert demo.main([]) == 1
         error = self.capsys.readouterr().err
         assert module in error
-        assert "pip install nnx_sharding[demo]" in error
+        assert "pip install -e" in error
 
 
 class ProgressTest(absltest.TestCase):

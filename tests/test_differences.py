@@ -13,8 +13,8 @@ from flax import nnx
 import nnx_sharding
 from models import P, mesh_of
 from nnx_sharding import explain_retraces, jit
-from nnx_sharding.lifting.arguments import Parameters
-from nnx_sharding.retraces.difference import differences
+from nnx_sharding.core.signature import Parameters
+from nnx_sharding.diagnostics.differences import differences
 from test_retraces import REMEDY, Block, Model, NoEq, last_of, scaled
 
 

@@ -24,8 +24,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from models import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
-from nnx_sharding import StateSharding, errors, exporting, jit, shard_map
-from nnx_sharding.exporting import files
+from nnx_sharding import StateSharding, errors, export, jit, shard_map
+from nnx_sharding.export import files
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -50,12 +50,12 @@ class Case(parameterized.TestCase):
 
     def through_file(self, exported):
         exported.save(self.path)
-        loaded = exporting.load(self.path)
+        loaded = export.load(self.path)
         self.assertEqual(loaded.manifest, exported.manifest)
         return loaded
 
     def export(self, fun, *args, platforms=None, **kwargs):
-        return self.through_file(exporting.export(fun, platforms=platforms)(*args, **kwargs))
+        return self.through_file(export.export(fun, platforms=platforms)(*args, **kwargs))
 
 
 def by_path(state):
@@ -104,7 +104,7 @@ class RoundTripTest(Case):
     def test_forms(self):
         """However the arrays are given, they are found; updates come in the same form."""
         model = Counter(3)
-        exported = exporting.export(jit(apply))(model, 1.0)
+        exported = export.export(jit(apply))(model, 1.0)
         arrays = {"count": jnp.array(3), "scale": np.float32(2.0)}
         forms = {
             "module": (model, nnx.State),
@@ -125,7 +125,7 @@ class RoundTripTest(Case):
             model["blocks"][1].count[...] += 1
 
         model = nnx.Dict(blocks=nnx.List([Counter(), Counter()]))
-        exported = exporting.export(jit(bump))(model)
+        exported = export.export(jit(bump))(model)
         flat = nnx.to_flat_state(nnx.state(model))
         texts = {"/".join(map(str, path)): v.get_raw_value() for path, v in flat}
         np.savez(self.folder / "weights.npz", **texts)
@@ -176,7 +176,7 @@ class RoundTripTest(Case):
             np.testing.assert_array_equal(numbers(ours), numbers(theirs))
 
     def test_a_dtype_that_has_no_form(self):
-        exported = exporting.export(jit(lambda x: x))(jnp.zeros(4, "int2"))
+        exported = export.export(jit(lambda x: x))(jnp.zeros(4, "int2"))
         with self.assertRaisesRegex(ValueError, r"(?s)<lambda> cannot be saved.*int2"):
             exported.save(self.path)
         self.assertFalse(self.path.exists())
@@ -334,9 +334,9 @@ class RoundTripTest(Case):
         np.testing.assert_allclose(outer(nnx.state(MLP()), X), MLP()(X) * 2, rtol=1e-5)
 
     def test_differentiated(self):
-        exported = exporting.export(jit(apply))(MLP(), X)
+        exported = export.export(jit(apply))(MLP(), X)
         exported.save(self.path, vjp_order=1)
-        loaded = exporting.load(self.path)
+        loaded = export.load(self.path)
         state = nnx.to_pure_dict(nnx.state(MLP()))
         found = jax.grad(lambda state: loaded.call(state, X).output.sum())(state)
         expected = nnx.to_pure_dict(nnx.grad(lambda model: model(X).sum())(MLP()))
@@ -419,7 +419,7 @@ class ManifestTest(Case):
         self.assertIn("apply", repr(loaded))
 
     def test_any_zip_tool_shows_it(self):
-        exporting.export(forward())(MLP(), X).save(self.path)
+        export.export(forward())(MLP(), X).save(self.path)
         with zipfile.ZipFile(self.path) as archive:
             self.assertIsNone(archive.testzip())
             data = json.loads(archive.read("manifest.json"))
@@ -429,9 +429,9 @@ class ManifestTest(Case):
 
     def test_the_same_function_gives_the_same_bytes(self):
         def elsewhere():
-            exporting.export(forward())(MLP(), X).save(self.folder / "other.zip")
+            export.export(forward())(MLP(), X).save(self.folder / "other.zip")
 
-        exporting.export(forward())(MLP(), X).save(self.path)
+        export.export(forward())(MLP(), X).save(self.path)
         jax.clear_caches()
         elsewhere()
         data = self.path.read_bytes()
@@ -489,16 +489,16 @@ class MistakesTest(Case):
         self.check(TypeError, ("float64", "jax_enable_x64"), lambda: loaded.call(np.ones(3)))
 
     def test_what_cannot_be_exported(self):
-        export = exporting.export
-        self.check(TypeError, ("jax.jit", "jax.export"), lambda: export(jax.jit(apply)))
-        self.check(ValueError, ("'cuda' or 'rocm'",), lambda: export(jit(apply), platforms="gpu"))
+        make = export.export
+        self.check(TypeError, ("jax.jit", "jax.export"), lambda: make(jax.jit(apply)))
+        self.check(ValueError, ("'cuda' or 'rocm'",), lambda: make(jit(apply), platforms="gpu"))
         ref = jax.new_ref(jnp.ones(2))
-        self.check(TypeError, ("box.ref: ",), lambda: export(jit(read))(nnx.Dict(ref=ref)))
+        self.check(TypeError, ("box.ref: ",), lambda: make(jit(read))(nnx.Dict(ref=ref)))
 
     def test_jax_export_says_what_to_use(self):
         self.check(
             TypeError,
-            ("apply", "nnx_sharding.exporting.export"),
+            ("apply", "nnx_sharding.export.export"),
             lambda: jax.export.export(jit(apply))(MLP(), X),
         )
 
@@ -523,12 +523,12 @@ class MistakesTest(Case):
         self.check(
             ValueError,
             ("fun cannot be exported", text),
-            lambda: exporting.export(jit(fun))(model),
+            lambda: export.export(jit(fun))(model),
         )
         self.assertEqual(model.flag, 0)
 
     def test_without_flatbuffers(self):
-        exported = exporting.export(jit(apply))(MLP(), X)
+        exported = export.export(jit(apply))(MLP(), X)
         exported.save(self.path)
         hidden = {
             name: None
@@ -536,7 +536,7 @@ class MistakesTest(Case):
             if name == "flatbuffers" or name.endswith("export.serialization")
         }
         with absltest.mock.patch.dict(sys.modules, hidden):
-            for function in (lambda: exported.save(self.path), lambda: exporting.load(self.path)):
+            for function in (lambda: exported.save(self.path), lambda: export.load(self.path)):
                 self.check(ImportError, ("pip install", "flatbuffers"), function)
 
 
@@ -586,7 +586,7 @@ class FileTest(Case):
         super().setUpClass()
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "f.zip")
-            exporting.export(jit(apply))(Counter(), 1.0).save(path)
+            export.export(jit(apply))(Counter(), 1.0).save(path)
             cls.data = path.read_bytes()
         with zipfile.ZipFile(io.BytesIO(cls.data)) as archive:
             cls.manifest = json.loads(archive.read("manifest.json"))
@@ -595,7 +595,7 @@ class FileTest(Case):
     def refuse(self, data, text=""):
         self.path.write_bytes(data)
         with self.assertRaisesRegex(errors.ExportError, text) as caught:
-            exporting.load(self.path)
+            export.load(self.path)
         self.assertIn(str(self.path), str(caught.exception))
 
     def forged(self, manifest=None, program=None, compression=zipfile.ZIP_STORED, more=()):
@@ -614,7 +614,7 @@ class FileTest(Case):
 
     def test_what_is_forged_well_is_read(self):
         self.path.write_bytes(self.forged())
-        self.assertEqual(float(exporting.load(self.path).call(Counter(), 1.0).output), 3.0)
+        self.assertEqual(float(export.load(self.path).call(Counter(), 1.0).output), 3.0)
 
     def test_truncated_at_any_byte(self):
         size = len(self.data)
@@ -637,9 +637,9 @@ class FileTest(Case):
         with zipfile.ZipFile(buffer, "w") as archive:
             archive.writestr("word/document.xml", "<xml/>")
         for data in (b"", b"hello", b"\x80\x04", b"PK\x03\x04", buffer.getvalue()):
-            self.refuse(data, "no file of nnx_sharding.exporting")
+            self.refuse(data, "no file of nnx_sharding.export")
         with self.assertRaises(FileNotFoundError):
-            exporting.load(self.folder / "missing.zip")
+            export.load(self.folder / "missing.zip")
 
     def test_other_entries(self):
         for name in ("../../evil.py", "/etc/evil", "program.bin", "x"):
@@ -681,7 +681,7 @@ class FileTest(Case):
                 changed[place] ^= bit
                 self.path.write_bytes(changed + hashlib.sha256(changed).hexdigest().encode())
                 with contextlib.suppress(errors.ExportError):
-                    exporting.load(self.path)
+                    export.load(self.path)
 
     def test_large_manifests(self):
         data = self.forged(b"[" + b"[]," * (files.MAX_MANIFEST // 3) + b"[]]")
@@ -689,7 +689,7 @@ class FileTest(Case):
         self.refuse(data, f"more than {files.MAX_MANIFEST}")
         self.assertLess(tracemalloc.get_traced_memory()[1], 4 * len(data))
         tracemalloc.stop()
-        exported = exporting.export(jit(apply))(Counter(), 1.0)
+        exported = export.export(jit(apply))(Counter(), 1.0)
         with (
             absltest.mock.patch.object(files, "MAX_MANIFEST", 100),
             self.assertRaisesRegex(ValueError, "a manifest of at most 100 bytes, got"),
@@ -700,7 +700,7 @@ class FileTest(Case):
     def test_names_control_no_terminal(self):
         name = "\x1b]0;hacked\x07\x9b31m"
         self.path.write_bytes(self.forged({"function": name, "static": {name: name}}))
-        loaded = exporting.load(self.path)
+        loaded = export.load(self.path)
         assert loaded.manifest.function == name
         for text in str(loaded), str(loaded.manifest), repr(loaded):
             assert text.replace("\n", "").isprintable() and "hacked" in text
@@ -718,7 +718,7 @@ class FileTest(Case):
         own = self.forged({"program": {"sha256": "0" * 64, "bytes": len(self.program)}})
         self.refuse(own, "digest of its program")
         (self.folder / "g").mkdir()
-        exporting.export(jit(apply))(MLP(), X).save(self.folder / "g" / "f.zip")
+        export.export(jit(apply))(MLP(), X).save(self.folder / "g" / "f.zip")
         with zipfile.ZipFile(self.folder / "g" / "f.zip") as archive:
             other = archive.read("program.bin")
         manifest = {**self.manifest}
@@ -742,10 +742,10 @@ LOADER = """
 import sys
 import numpy as np
 from flax import nnx
-from nnx_sharding import exporting
+from nnx_sharding import export
 
 folder = sys.argv[1]
-loaded = exporting.load(f"{folder}/function.zip")
+loaded = export.load(f"{folder}/function.zip")
 weights = dict(np.load(f"{folder}/weights.npz"))
 for _ in range(2):
     output, updates = loaded.call(weights, np.load(f"{folder}/x.npy"))
@@ -769,7 +769,7 @@ class OtherProcessTest(Case):
         mesh = mesh_of((2, 4), ("data", "model"))
         model = Model()
         fun = jit(apply, in_shardings=(sharding, P("data")), mesh=mesh)
-        exporting.export(fun)(model, X).save(self.path)
+        export.export(fun)(model, X).save(self.path)
         flat = nnx.to_flat_state(nnx.state(model))
         weights = {"/".join(path): np.asarray(value.get_raw_value()) for path, value in flat}
         np.savez(self.folder / "weights.npz", **weights)

@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory, Node
-from nnx_sharding import StateSharding
-from nnx_sharding.lifting import lifted
+from nnx_sharding import StateSharding, lifted
 
 
 class Model(nnx.Module):

@@ -93,7 +93,7 @@ class FitTest(parameterized.TestCase):
 
 
 class IndivisibleTest(parameterized.TestCase):
-    """``indivisible=`` on ``jit``, ``shard_map`` and ``StateSharding``."""
+    """``on_indivisible=`` on ``jit``, ``shard_map`` and ``StateSharding``."""
 
     RULES = {nnx.PathContains("up"): P("a", "b"), ...: P()}
 
@@ -114,21 +114,23 @@ class IndivisibleTest(parameterized.TestCase):
     @parameterized.product(how=["replicate", "drop"], on=["jit", "rules"])
     def test_jit(self, how, on):
         expected = P() if how == "replicate" else P("a", None)
-        rules, options = StateSharding(self.RULES), {"indivisible": how}
+        rules, options = StateSharding(self.RULES), {"on_indivisible": how}
         if on == "rules":
-            rules, options = StateSharding(self.RULES, indivisible=how), {}
+            rules, options = StateSharding(self.RULES, on_indivisible=how), {}
         fun = jit(lambda model, x: model(x), in_shardings=(rules, None), mesh=mesh24(), **options)
         self.check(fun, MLP(hidden=6), expected)
         self.check(fun, MLP(hidden=8), P("a", "b"), warns=False)
 
     def test_the_rules_come_before_the_transform(self):
-        rules = StateSharding(self.RULES, indivisible="error")
-        fun = jit(lambda m: None, in_shardings=rules, mesh=mesh24(), indivisible="drop")
+        rules = StateSharding(self.RULES, on_indivisible="error")
+        fun = jit(lambda m: None, in_shardings=rules, mesh=mesh24(), on_indivisible="drop")
         with self.assertRaisesRegex(ValueError, "m.up.kernel"):
             fun(MLP(hidden=6))
 
     def test_updates_and_results(self):
-        rules = StateSharding({nnx.PathContains("up"): P("a", "b"), ...: P()}, indivisible="drop")
+        rules = StateSharding(
+            {nnx.PathContains("up"): P("a", "b"), ...: P()}, on_indivisible="drop"
+        )
 
         @jit(in_shardings=rules, out_shardings={"y": P("b"), "m": rules}, mesh=mesh24())
         def f(model):
@@ -141,20 +143,22 @@ class IndivisibleTest(parameterized.TestCase):
             self.assertRaisesRegex(ValueError, r"output\['y'\], shape \(6, 2\), P\('b',\)"),
         ):
             f(model)
-        g = jit(f._fun, in_shardings=rules, out_shardings=rules, mesh=mesh24(), indivisible="drop")
+        g = jit(
+            f._fun, in_shardings=rules, out_shardings=rules, mesh=mesh24(), on_indivisible="drop"
+        )
         with pytest.warns(CorrectedSpecWarning):
             out = g(model)
         self.assertEqual(model.up.kernel.sharding.spec, P("a", None))
         self.assertEqual(out["m"].up.kernel.sharding.spec, P("a", None))
 
     def test_outputs_of_the_transform(self):
-        f = jit(lambda x: (x[:6], x), out_shardings=P("b"), mesh=mesh24(), indivisible="drop")
+        f = jit(lambda x: (x[:6], x), out_shardings=P("b"), mesh=mesh24(), on_indivisible="drop")
         with pytest.warns(CorrectedSpecWarning, match=r"output\[0\], shape \(6,\)"):
             short, full = f(jnp.ones(8))
         self.assertEqual((short.sharding.spec, full.sharding.spec), (P(None), P("b")))
 
     def test_a_shape_that_changes(self):
-        rules = StateSharding(self.RULES, indivisible="replicate")
+        rules = StateSharding(self.RULES, on_indivisible="replicate")
 
         @jit(in_shardings=rules, mesh=mesh24())
         def grow(model, by):
@@ -176,9 +180,9 @@ class IndivisibleTest(parameterized.TestCase):
 
         options = {"mesh": mesh24(), "in_specs": (StateSharding(self.RULES), P()), "out_specs": P()}
         with pytest.warns(CorrectedSpecWarning):
-            shard_map(f, **options, indivisible="drop")(MLP(hidden=6), jnp.ones(3))
+            shard_map(f, **options, on_indivisible="drop")(MLP(hidden=6), jnp.ones(3))
         with pytest.warns(CorrectedSpecWarning):
-            shard_map(f, **options, indivisible="replicate")(MLP(hidden=6), jnp.ones(3))
+            shard_map(f, **options, on_indivisible="replicate")(MLP(hidden=6), jnp.ones(3))
         self.assertEqual(seen, [(2, 6), (4, 6)])
 
     def test_strict(self):
@@ -186,7 +190,7 @@ class IndivisibleTest(parameterized.TestCase):
             lambda m: None,
             in_shardings=StateSharding(self.RULES),
             mesh=mesh24(),
-            indivisible="drop",
+            on_indivisible="drop",
             strict=True,
         )
         model = MLP(hidden=6)
@@ -198,20 +202,20 @@ class IndivisibleTest(parameterized.TestCase):
     @parameterized.parameters("Replicate", None, "cut")
     def test_other_values(self, value):
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
-            jit(lambda x: x, indivisible=value)
+            jit(lambda x: x, on_indivisible=value)
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
-            shard_map(lambda x: x, mesh=mesh24(), out_specs=P(), indivisible=value)
+            shard_map(lambda x: x, mesh=mesh24(), out_specs=P(), on_indivisible=value)
         if value is not None:
             with self.assertRaisesRegex(ValueError, "indivisible"):
-                StateSharding({...: P()}, indivisible=value)
+                StateSharding({...: P()}, on_indivisible=value)
 
     def test_rules_as_values(self):
         import pickle
 
-        one = StateSharding({...: P()}, indivisible="drop")
+        one = StateSharding({...: P()}, on_indivisible="drop")
         self.assertNotEqual(one, StateSharding({...: P()}))
         self.assertEqual(pickle.loads(pickle.dumps(one)), one)
-        self.assertIn("indivisible='drop'", repr(one))
+        self.assertIn("on_indivisible='drop'", repr(one))
         self.assertNotEqual(hash(one), hash(StateSharding({...: P()})))
 
 
@@ -227,12 +231,12 @@ class CommittedTest(parameterized.TestCase):
         x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(other, P("model")))
         if transform == "jit":
             fun = jit(
-                lambda m, x: m(x), in_shardings=(mlp_specs(), P()), mesh=mesh, committed="move"
+                lambda m, x: m(x), in_shardings=(mlp_specs(), P()), mesh=mesh, on_committed="move"
             )
         else:
             options = {"in_specs": (mlp_specs(), P()), "out_specs": P()}
             fun = shard_map(
-                lambda m, x: jax.lax.psum(m(x), "model"), mesh=mesh, committed="move", **options
+                lambda m, x: jax.lax.psum(m(x), "model"), mesh=mesh, on_committed="move", **options
             )
         for where in (mesh, other):
             model = self.placed(where)
@@ -251,11 +255,11 @@ class CommittedTest(parameterized.TestCase):
         with self.assertRaisesRegex(
             ValueError, "m.up.kernel, .*: is P.., declared P.None, 'model'."
         ):
-            shard_map(lambda m: None, mesh=mesh, committed="error", **options)(self.placed(mesh))
+            shard_map(lambda m: None, mesh=mesh, on_committed="error", **options)(self.placed(mesh))
 
     def test_other_values(self):
         with self.assertRaisesRegex(ValueError, "committed is one of 'error', 'move'"):
-            jit(lambda x: x, committed="leave")
+            jit(lambda x: x, on_committed="leave")
 
 
 class StrictTest(parameterized.TestCase):

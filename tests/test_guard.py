@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 import nnx_sharding
 from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
-from nnx_sharding.lifting import guard as guard_module
-from nnx_sharding.lifting.guard import Guard, make_guard
-from nnx_sharding.lifting.split import Flat
-from nnx_sharding.lifting.walk import PythonWalk
+from nnx_sharding.core.flatten import Flat
+from nnx_sharding.core.guard import record as guard_module
+from nnx_sharding.core.guard.record import Guard, make_guard
+from nnx_sharding.core.guard.walk import PythonWalk
 
-HAS_C_WALK = importlib.util.find_spec("nnx_sharding.lifting._walk") is not None
+HAS_C_WALK = importlib.util.find_spec("nnx_sharding.core.guard._walk") is not None
 WALKS: list[Any] = [PythonWalk]
 if HAS_C_WALK:
-    from nnx_sharding.lifting._walk import Walk as CWalk
+    from nnx_sharding.core.guard._walk import Walk as CWalk
 
     WALKS.append(CWalk)
 

@@ -58,11 +58,12 @@ EXAMPLES = 2 + STEPS // (LENGTH - 1) * max(100, settings().max_examples) // 100
 def watching_guards() -> Iterator[collections.Counter[str]]:
     """Counts the calls for which a guard held; both walks must agree on that."""
     seen: collections.Counter[str] = collections.Counter()
-    if importlib.util.find_spec("nnx_sharding.lifting.guards") is None:
+    if importlib.util.find_spec("nnx_sharding.core.guard.store") is None:
         yield seen
         return
-    from nnx_sharding.lifting import guard, walk
-    from nnx_sharding.lifting.guards import Guards
+    from nnx_sharding.core.guard import record as guard
+    from nnx_sharding.core.guard import walk
+    from nnx_sharding.core.guard.store import Guards
 
     find = Guards.find
 

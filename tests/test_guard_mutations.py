@@ -16,9 +16,10 @@ from flax import nnx
 import nnx_sharding
 from machine import SCENARIOS, run_scenario
 from machine.mutations import new_at
-from nnx_sharding.lifting import guard, guards
-from nnx_sharding.lifting.guards import Guards
-from nnx_sharding.lifting.walk import PythonWalk
+from nnx_sharding.core.guard import record as guard
+from nnx_sharding.core.guard import store as guards
+from nnx_sharding.core.guard.store import Guards
+from nnx_sharding.core.guard.walk import PythonWalk
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

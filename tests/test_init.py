@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit
+from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
-from nnx_sharding.inspect import parameter_table
 from nnx_sharding.partition import init
 from nnx_sharding.partition.init import abstract_init, sharded_init
 from nnx_sharding.partition.paths import exact

@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
 from models import MLP, P, mesh_of
 from nnx_sharding import StateSharding, jit
-from nnx_sharding.inspect import collectives, format_table, parameter_table
+from nnx_sharding.analysis import format_table, parameter_table
+from nnx_sharding.report import collectives
 
 MESH = mesh_of((2, 4), ("data", "model"))
 SHARDING = StateSharding(

@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from nnx_sharding import jit
+from nnx_sharding import jit, lifted
+from nnx_sharding.core import call as run
 from nnx_sharding.errors import StrictError
-from nnx_sharding.lifting import lifted, run
 
 
 def model(**statics: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 import nnx_sharding
 
-ON_DEMAND = sorted(nnx_sharding._ON_DEMAND)
+ON_DEMAND = sorted(nnx_sharding._MODULES)
 
 
 @pytest.mark.parametrize("name", ON_DEMAND)
@@ -36,4 +36,4 @@ def test_parts_and_libraries_that_are_not_needed_are_not_imported():
 
 
 # The stages stand on the one, StateSharding on the other.
-NEEDED = ("nnx_sharding.analysis", "nnx_sharding.filters")
+NEEDED = ("nnx_sharding.analysis", "nnx_sharding.diagnostics", "nnx_sharding.filters")

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import reports
 from models import MLP, P, mesh_of, mlp_specs
 from nnx_sharding import jit
-from nnx_sharding.inspect import Comparison, Failure, ProgramReport, parameter_table
-from nnx_sharding.inspect.page import html_page, write_html
-from nnx_sharding.partition import check_sharding
+from nnx_sharding.analysis import parameter_table
+from nnx_sharding.report import Comparison, Failure, ProgramReport, check_sharding
+from nnx_sharding.report.page import html_page, write_html
 
 MIB = 2**20
 

@@ -21,7 +21,7 @@ from models import MLP, Net, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.filters import Paths
-from nnx_sharding.partition.report import assert_sharded, check_sharding
+from nnx_sharding.report.sharding import assert_sharded, check_sharding
 from test_fit import shapes, specs
 
 ABSTRACT = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -55,7 +55,9 @@ class BytesTest(parameterized.TestCase):
     @given(specs(), shapes, st.sampled_from(TYPES), st.sampled_from(["replicate", "drop"]))
     def test_of_an_array(self, spec, shape, dtype, how):
         array = array_of(shape, dtype)
-        report = check_sharding({"x": array}, StateSharding({...: spec}), mesh24(), indivisible=how)
+        report = check_sharding(
+            {"x": array}, StateSharding({...: spec}), mesh24(), on_indivisible=how
+        )
         [row] = report.rows
         placed = jax.device_put(array, NamedSharding(mesh24(), row.spec))
         shards = [shard.data for shard in placed.addressable_shards]
@@ -134,7 +136,7 @@ class RulesTest(parameterized.TestCase):
             self.assertIn(text, line)
             self.assertEqual((report.rows[1].path, report.rows[1].spec), ("up/kernel", kept))
             self.assertEqual(report.unmatched, () if up else ("up/kernel",))
-            self.assertEqual(report.indivisible, ("up/kernel",) if "divis" in text else ())
+            self.assertEqual(report.on_indivisible, ("up/kernel",) if "divis" in text else ())
             self.assertFalse(report.ok)
             with self.assertRaises(ValueError):
                 jit(lambda m: None, in_shardings=rules, mesh=mesh24())(model)
@@ -152,9 +154,9 @@ class RulesTest(parameterized.TestCase):
     @parameterized.parameters(None, "error", "replicate", "drop")
     def test_indivisible(self, how):
         rules = {nnx.PathContains("up"): P("a", "b"), ...: P()}
-        model, strict = MLP(hidden=6), StateSharding(rules, indivisible="error")
-        on_rules = check_sharding(model, StateSharding(rules, indivisible=how), ABSTRACT)
-        report = check_sharding(model, strict, ABSTRACT, indivisible=how)
+        model, strict = MLP(hidden=6), StateSharding(rules, on_indivisible="error")
+        on_rules = check_sharding(model, StateSharding(rules, on_indivisible=how), ABSTRACT)
+        report = check_sharding(model, strict, ABSTRACT, on_indivisible=how)
         self.assertEqual(report, on_rules)
         row = report.rows[1]
         self.assertEqual(row.declared, P("a", "b"))
@@ -233,7 +235,7 @@ class RulesTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "StateSharding"):
             check_sharding(MLP(), P("a"), ABSTRACT)
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
-            check_sharding(MLP(), rules, ABSTRACT, indivisible="cut")
+            check_sharding(MLP(), rules, ABSTRACT, on_indivisible="cut")
         with self.assertRaises(NoMeshError):
             check_sharding(MLP(), rules)
 

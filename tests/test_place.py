@@ -412,7 +412,7 @@ class MistakesTest(parameterized.TestCase):
 
     def test_options(self):
         self.unchanged(ValueError, ("copy=True keeps",), P(), copy=True, donate=True)
-        self.unchanged(ValueError, ("place: indivisible is one of",), P(), indivisible="pad")
+        self.unchanged(ValueError, ("place: on_indivisible is one of",), P(), on_indivisible="pad")
 
     def test_leaves(self):
         x = jnp.ones(8)
@@ -437,11 +437,11 @@ class MistakesTest(parameterized.TestCase):
     def test_corrections(self):
         model = MLP(features=6)
         with pytest.warns(CorrectedSpecWarning, match="tree.down.kernel"):
-            place(model, P(None, "model"), MESH, indivisible="drop")
+            place(model, P(None, "model"), MESH, on_indivisible="drop")
         assert model.down.kernel.sharding.spec == P(None, None)
         assert model.up.kernel.sharding.spec == P(None, "model")
-        self.unchanged(StrictError, ("corrected",), P("model"), indivisible="drop", strict=True)
-        own = StateSharding({...: P("model")}, indivisible="replicate")
+        self.unchanged(StrictError, ("corrected",), P("model"), on_indivisible="drop", strict=True)
+        own = StateSharding({...: P("model")}, on_indivisible="replicate")
         with pytest.warns(CorrectedSpecWarning):
             place(model, own, MESH)
         assert model.up.kernel.sharding.spec == P()

@@ -20,10 +20,10 @@ import pytest
 from absl.testing import parameterized
 
 from models import mesh_of
-from nnx_sharding.command.main import main
-from nnx_sharding.launching import launch
-from nnx_sharding.launching.environment import DEVICE_COUNT, environment_of, reserve_port
-from nnx_sharding.launching.output import Output
+from nnx_sharding.cli.main import main
+from nnx_sharding.testing import launch
+from nnx_sharding.testing.environment import DEVICE_COUNT, environment_of, reserve_port
+from nnx_sharding.testing.output import Output
 
 WORKERS = Path(__file__).parent / "processes"
 PREAMBLE = """
@@ -376,7 +376,7 @@ class UsageTest(Case):
         def fail(*_, **__):
             raise OSError("no more processes")
 
-        self.monkeypatch.setattr("nnx_sharding.command.launch.launch", fail)
+        self.monkeypatch.setattr("nnx_sharding.cli.launch.launch", fail)
         script = self.script("")
         assert main(["launch", script]) == 1
         assert self.capsys.readouterr().err == "launch: no more processes\n"

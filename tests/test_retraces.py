@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 
 from models import P, mesh_of
 from nnx_sharding import explain_retraces, jit, limit_traces, shard_map
+from nnx_sharding.diagnostics.trace_log import MAX_TRACES
 from nnx_sharding.errors import RetraceError, RetraceWarning
-from nnx_sharding.retraces.log import MAX_TRACES
 
 REMEDY = "make it once, outside of the loop"
 

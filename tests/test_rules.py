@@ -140,13 +140,13 @@ class PatternTest(parameterized.TestCase):
 class RulesTest(parameterized.TestCase):
     def test_the_first_match_counts(self):
         rules = [("kernel$", P("data")), (nnx.Param, None), (re.compile("^up"), P("model"))]
-        sharding = from_rules(rules, default=P(), indivisible="drop")
+        sharding = from_rules(rules, default=P(), on_indivisible="drop")
         self.assertEqual(sharding.find(("up", "kernel"), None), (0, P("data")))
         self.assertEqual(sharding.find(("up", "bias"), nnx.Param(0)), (1, None))
         self.assertEqual(sharding.find(("up", "bias"), None), (2, P("model")))
         self.assertEqual(sharding.find(("mean",), None), (3, P()))
         self.assertEqual(pickle.loads(pickle.dumps(sharding)), sharding)
-        self.assertEqual(sharding.indivisible, "drop")
+        self.assertEqual(sharding.on_indivisible, "drop")
 
     def test_mappings_and_globs(self):
         sharding = from_rules({"**/kernel$": P("data"), nnx.WithTag("x"): P()}, kind="glob")
@@ -174,12 +174,12 @@ class RulesTest(parameterized.TestCase):
                 from_rules(rules)
 
     def test_override(self):
-        base = StateSharding({nnx.PathContains("up"): P("data"), ...: P()}, indivisible="drop")
+        base = StateSharding({nnx.PathContains("up"): P("data"), ...: P()}, on_indivisible="drop")
         new = override(base, {"up/bias": P("model"), nnx.BatchStat: None})
         self.assertEqual(new.find(("up", "bias"), None), (0, P("model")))
         self.assertEqual(new.find(("up", "kernel"), None), (2, P("data")))
         self.assertEqual(new.find(("up", "mean"), nnx.BatchStat(0)), (1, None))
-        self.assertEqual(new.indivisible, "drop")
+        self.assertEqual(new.on_indivisible, "drop")
         self.assertEqual(override(base, {}), base)
         at_paths = override(exact({("up", "kernel"): P("data")}), {"up/*": P()}, kind="glob")
         self.assertEqual(at_paths.map_prefix(("up", "kernel"), None), P())

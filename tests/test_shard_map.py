@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from models import MLP, Counter, P, assert_same, assert_same_state, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, explain_retraces, jit, shard_map
-from nnx_sharding.exporting import export
+from nnx_sharding.export import export
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
 

@@ -26,7 +26,8 @@ import pytest
 from flax import nnx
 
 import nnx_sharding
-from nnx_sharding.lifting import guard, walk
+from nnx_sharding.core.guard import record as guard
+from nnx_sharding.core.guard import walk
 
 PROGRAMS = 2400 if os.environ.get("NNX_SHARDING_GUARD_STEPS") == "all" else 240
 BATCHES = 8

@@ -144,7 +144,7 @@ class FsdpTest(parameterized.TestCase):
     def test_on_top_of_any_base(self, shape, mesh, data):
         entries = [data.draw(st.sampled_from([None, "model"])) for _ in shape]
         wish = P(*entries) if entries.count("model") < 2 else P()
-        base = StateSharding({...: wish}, indivisible="drop")
+        base = StateSharding({...: wish}, on_indivisible="drop")
         model = shapes_of(kernel=shape)
         kept = only(fsdp(model, mesh, base=base, min_size=10**9))
         sharding = fsdp(model, mesh, base=base, min_size=0)

@@ -19,18 +19,11 @@ from rich.console import Console
 import reports
 from models import MLP, P, mesh_of
 from nnx_sharding import StateSharding
+from nnx_sharding.analysis import format_table, parameter_table
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
-from nnx_sharding.inspect import (
-    Comparison,
-    Failure,
-    ProgramReport,
-    diff,
-    format_table,
-    parameter_table,
-)
-from nnx_sharding.inspect.slices import parts_of
-from nnx_sharding.inspect.terminal import show_array, show_mesh, show_parameters, show_report
-from nnx_sharding.partition import check_sharding
+from nnx_sharding.report import Comparison, Failure, ProgramReport, check_sharding, diff
+from nnx_sharding.report.slices import parts_of
+from nnx_sharding.report.terminal import show_array, show_mesh, show_parameters, show_report
 
 MESHES = {
     "2x4": mesh_of((2, 4), ("data", "model")),

@@ -14,20 +14,21 @@ from jax.sharding import NamedSharding
 
 from models import P, mesh_of
 from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding.analysis import parameter_table
+from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.constraints import get_names_from_partition_spec, match_partition_rules
 from nnx_sharding.errors import CorrectedSpecWarning
-from nnx_sharding.exporting import export
+from nnx_sharding.export import export
 from nnx_sharding.fitting import fit, variants
-from nnx_sharding.inspect import ProgramReport, parameter_table
 from nnx_sharding.partition import (
     LogicalRules,
-    check_sharding,
     from_metadata,
     fsdp,
     optimizer_sharding,
     with_sharding_constraint,
 )
-from nnx_sharding.placement import place, process_rows, restore, save
+from nnx_sharding.placement import place, process_rows
+from nnx_sharding.report import ProgramReport, check_sharding
 
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
 W = np.arange(64, dtype=np.float32).reshape(8, 8) / 8
@@ -248,7 +249,7 @@ class ModelTest(parameterized.TestCase):
     def test_reduced(self, value):
         model, types = model_of(value()), []
 
-        @jit(in_shardings=(StateSharding({...: COPIES}), P("x", None)), committed="move")
+        @jit(in_shardings=(StateSharding({...: COPIES}), P("x", None)), on_committed="move")
         def grads(model, x):
             types.append(jax.typeof(model.w[...]).str_short(True))
             return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(model.w[...])
@@ -332,7 +333,7 @@ class ModelTest(parameterized.TestCase):
         spec = P("y", None, reduced={"x"})
         model = model_of(W[:3])
         with self.assertWarns(CorrectedSpecWarning):
-            jit(lambda m: None, in_shardings=(StateSharding({...: spec}),), indivisible="drop")(
+            jit(lambda m: None, in_shardings=(StateSharding({...: spec}),), on_indivisible="drop")(
                 model
             )
         self.assertEqual(model.w.sharding.spec, COPIES)

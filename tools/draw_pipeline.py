@@ -76,7 +76,7 @@ def picture() -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" role="img" aria-labelledby="title">',
-        '<title id="title">The way of one call through nnx_sharding.lifting</title>',
+        '<title id="title">The way of one call through nnx_sharding.core</title>',
         f"<style>{_STYLE}</style>",
     ]
     for stage in stages:

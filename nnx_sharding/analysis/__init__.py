@@ -6,6 +6,7 @@ from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device
 from .memory import Memory, memory_of
+from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
 
 __all__ = [
     "DEVICES",
@@ -18,9 +19,13 @@ __all__ = [
     "Device",
     "Memory",
     "Parameter",
+    "ParameterRow",
+    "ParameterTable",
     "bounds_of",
     "collectives_of",
     "cost_of",
     "device",
+    "format_table",
     "memory_of",
+    "parameter_table",
 ]

@@ -13,24 +13,31 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..checks.specs import Terms, check_filters
+from ..core.flatten import Flat, flatten
+from ..core.options import check_specs
+from ..core.resolve import reach, resolve, slot_names
+from ..core.specs import PathFunction, Specs, is_spec, target
+from ..core.transfer import obstacle
+from ..diagnostics.specs import FitOptions, check_filters
 from ..errors import CorrectedSpecWarning, report
 from ..fitting import describe, spec_and_mesh
-from ..lifting.prefixes import PathFunction, Specs, is_spec, target
-from ..lifting.resolve import reach, resolve, slot_names
-from ..lifting.split import Flat, flatten
-from ..lifting.transfer import obstacle
-from ..transforms.options import check_specs
-from .layout import corrected, has_memory, laid_out, mesh_here, rebuilt, settled
+from .layout import (
+    corrected,
+    has_memory,
+    laid_out,
+    mesh_here,
+    rebuilt,
+    settled,
+)
 
 _NAME = "with_sharding_constraint"
-_TERMS = Terms(
+_TERMS = FitOptions(
     name=_NAME,
     in_name="sharding",
     tells_layouts=False,
     mesh=None,
     usable=None,
-    indivisible="drop",
+    on_indivisible="drop",
     divides_outputs=True,
     strict=False,
 )
@@ -137,7 +144,7 @@ def assign(
             goals.append(Goal(name, spec if whole else None))
             continue
         here = mesh_here(own[1])
-        found = corrected(own[0], leaf.shape, here, resolved.indivisible.get(slot, "drop"))
+        found = corrected(own[0], leaf.shape, here, resolved.on_indivisible.get(slot, "drop"))
         line = f"  {name}, shape {tuple(leaf.shape)}, {describe(own[0])}"
         if _needs_devices(leaf):
             problem = obstacle(leaf, NamedSharding(here, PartitionSpec()))

@@ -20,7 +20,7 @@ from ..fitting import (
     spec_and_mesh,
     with_entries,
 )
-from ..lifting.structure import Path, accessor
+from ..paths import Path, accessor
 from ..state_sharding import StateSharding
 from .paths import Found, variables
 
@@ -80,7 +80,7 @@ def base_specs(
 def _fitted(found: Found, base: StateSharding, mesh: Mesh | AbstractMesh) -> Any:
     """The spec for a Variable, made to fit if its ``StateSharding`` says so."""
     spec = base.find(found.path, found.variable)[1]
-    how = base.indivisible or "error"
+    how = base.on_indivisible or "error"
     if how == "error" or not isinstance(spec, PartitionSpec) or axis_problems(spec, mesh):
         return spec
     for shape in shapes_of(found):

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
 from ..fitting import axes_of_type
-from ..transforms.jit import jit
+from ..jit import jit
 
 
 @_compat.api_boundary

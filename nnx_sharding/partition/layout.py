@@ -9,8 +9,18 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.flatten import Flat
+from ..core.structure import NodeEntry, VariableEntry
+from ..core.transfer import transfer
+from ..core.unflatten import (
+    assemble,
+    node_changes,
+    node_operations,
+    node_values,
+    perform,
+)
 from ..fitting import (
-    Indivisible,
+    OnIndivisible,
     axes_of,
     axes_of_type,
     axis_problems,
@@ -20,10 +30,6 @@ from ..fitting import (
     suggestion,
     with_entries,
 )
-from ..lifting.merge import assemble, node_changes, node_operations, node_values, perform
-from ..lifting.split import Flat
-from ..lifting.structure import NodeEntry, VariableEntry
-from ..lifting.transfer import transfer
 
 _OPEN = PartitionSpec.UNCONSTRAINED
 
@@ -47,7 +53,7 @@ def corrected(
     spec: PartitionSpec,
     shape: Sequence[int],
     mesh: Mesh | AbstractMesh,
-    how: Indivisible = "drop",
+    how: OnIndivisible = "drop",
 ) -> Correction:
     """The part of a spec that fits an array of this shape on this mesh.
 

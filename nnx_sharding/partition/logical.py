@@ -14,7 +14,13 @@ from ..errors import UnusedFilterWarning, report
 from ..filters import to_predicate
 from ..fitting import axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
-from .given import PatternKind, annotation, from_patterns, problem_line, read_pairs
+from .given import (
+    PatternKind,
+    annotation,
+    from_patterns,
+    problem_line,
+    read_pairs,
+)
 from .paths import exact, variables
 
 

@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
-from ..checks.specs import shape_of
+from ..diagnostics.specs import shape_of
 from ..errors import UnusedFilterWarning, report
 from ..fitting import axis_problems, shape_problems, suggested_spec, with_entries
-from ..lifting.structure import Path, path_key, path_string, plain_key
+from ..paths import Path, path_key, path_string, plain_key
 from .given import from_patterns, read_pairs
 from .paths import Found, variables
 

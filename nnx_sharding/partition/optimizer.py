@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..fitting import with_entries
-from ..lifting.structure import Path
+from ..paths import Path
 from ..state_sharding import StateSharding
 from .cutting import like, overridden, shapes_of
 from .paths import Found, exact, variables

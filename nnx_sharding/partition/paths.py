@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..core.flatten import flatten
+from ..core.structure import VariableEntry
 from ..filters import Paths
-from ..lifting.split import flatten
-from ..lifting.structure import Path, VariableEntry, path_string, plain_key
+from ..paths import Path, path_string, plain_key
 from ..state_sharding import StateSharding
 
 

@@ -10,7 +10,13 @@ from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..fitting import Indivisible, axes_of, suggested_spec, suggestion, with_entries
+from ..fitting import (
+    OnIndivisible,
+    axes_of,
+    suggested_spec,
+    suggestion,
+    with_entries,
+)
 from ..state_sharding import StateSharding
 from .given import (
     PatternKind,
@@ -31,7 +37,7 @@ def from_rules(
     *,
     kind: PatternKind = "regex",
     default: PartitionSpec | Sharding | None = None,
-    indivisible: Indivisible | None = None,
+    on_indivisible: OnIndivisible | None = None,
 ) -> StateSharding:
     """Shardings by patterns for paths; the first pattern that matches counts.
 
@@ -43,7 +49,7 @@ def from_rules(
         ``"glob"`` as :class:`~nnx_sharding.filters.PathGlob`.
       default: the sharding of what no pattern matches. Without it that is an error where the
         rules are used; a last rule ``(..., None)`` leaves the rest to JAX.
-      indivisible: as in :class:`~nnx_sharding.StateSharding`.
+      on_indivisible: as in :class:`~nnx_sharding.StateSharding`.
 
     Raises:
       TypeError: there are no pairs, or something else stands where a filter or sharding belongs.
@@ -61,7 +67,7 @@ def from_rules(
     pairs = _read(rules, "from_rules", kind)
     if default is not None:
         pairs.append((..., default))
-    return StateSharding(pairs, indivisible=indivisible)
+    return StateSharding(pairs, on_indivisible=on_indivisible)
 
 
 def override(
@@ -70,7 +76,7 @@ def override(
     """Other shardings for a part of a model; ``base`` stays as it is for the rest.
 
     Args:
-      base: the shardings to begin with; its ``indivisible`` is kept.
+      base: the shardings to begin with; its ``on_indivisible`` is kept.
       overrides: what comes before them, as ``rules`` of :func:`from_rules`.
       kind: how strings among the patterns are read: ``"regex"`` or ``"glob"``.
 
@@ -89,7 +95,9 @@ def override(
     if not isinstance(base, StateSharding):
         raise TypeError(f"override changes a nnx_sharding.StateSharding, not {base!r}.")
     own = zip(base.filters, base.shardings, strict=True)
-    return StateSharding([*_read(overrides, "override", kind), *own], indivisible=base.indivisible)
+    return StateSharding(
+        [*_read(overrides, "override", kind), *own], on_indivisible=base.on_indivisible
+    )
 
 
 def _read(rules: Pairs, caller: str, kind: PatternKind) -> list[tuple[Any, Any]]:

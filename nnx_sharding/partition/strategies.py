@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..lifting.structure import Path
+from ..paths import Path
 from ..state_sharding import StateSharding
 from .cutting import base_specs, cut_largest, mesh_and_axes, union
 from .optimizer import optimizer_specs
@@ -62,8 +62,8 @@ def fsdp(
       axis: the mesh axis, or a tuple of axes that cut one dimension together; where they do not
         divide any, as many of the first of them as do.
       min_size: arrays with fewer elements than this are left as they are in ``base``.
-      base: what is cut already. Where its ``indivisible`` is ``"replicate"`` or ``"drop"``, it is
-        made to fit first.
+      base: what is sharded already. With ``on_indivisible`` other than ``"error"`` it is corrected
+        first.
       optimizer: the optimizer of the model, abstract or not, which the result is then for as
         well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..lifting.structure import Path
+from ..paths import Path
 from ..state_sharding import StateSharding
 from .cutting import base_specs, cut, mesh_and_axes, overridden
 from .paths import Found, variables

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ..core.flatten import flatten
+from ..core.resolve import reach, resolve
+from ..core.specs import Specs, target
+from ..core.structure import PyTreeDef
 from ..fitting import axis_problems, describe, shape_problems, spec_and_mesh
-from ..lifting.prefixes import Specs, target
-from ..lifting.resolve import reach, resolve
-from ..lifting.split import flatten
-from ..lifting.structure import PyTreeDef, accessor, path_key
+from ..paths import accessor, path_key
 from .host_arrays import host_array
 from .rows import cuts, next_size, row_parts, row_sharding, rows_by_process
 

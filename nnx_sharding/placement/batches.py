@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _compat
+from ..core.options import check_options, check_specs
+from ..core.specs import Specs
 from ..errors import NoMeshError
-from ..lifting.prefixes import Specs
-from ..transforms.options import check_options, check_specs
 from .agreement import Agreement
 from .feed import Consumer, Feed
-from .rounds import UNEVEN, Round, Rounds, Terms, Uneven, processes_of
+from .rounds import UNEVEN, FitOptions, Round, Rounds, Uneven, processes_of
 
 _NAME = "shard_batches"
 
@@ -105,7 +105,7 @@ def shard_batches(
             f"{_NAME}: process {jax.process_index()} has none of the devices of the shardings; "
             f"the processes that have some are {', '.join(map(str, processes))}."
         )
-    terms = Terms(specs, mesh, processes or (0,), uneven, batch_size, prefetch, timeout, copy)
+    terms = FitOptions(specs, mesh, processes or (0,), uneven, batch_size, prefetch, timeout, copy)
     return ShardedBatches(batches, terms)
 
 
@@ -118,7 +118,7 @@ class ShardedBatches(Iterable[Any]):
     ``with``, or :meth:`close`.
     """
 
-    def __init__(self, batches: Iterable[Any], terms: Terms):
+    def __init__(self, batches: Iterable[Any], terms: FitOptions):
         self._batches, self._terms = batches, terms
         self._open: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._only: BatchIterator | None = None
@@ -157,7 +157,7 @@ class BatchIterator(Iterator[Any]):
     batch that failed, after all before it, with its own traceback.
     """
 
-    def __init__(self, source: Iterator[Any], terms: Terms):
+    def __init__(self, source: Iterator[Any], terms: FitOptions):
         self._source, self._terms = source, terms
         self._state: Any = source.get_state() if hasattr(source, "get_state") else None
         self._begin()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..retraces.difference import show
+from ..diagnostics.differences import show
 
 
 def host_array(x: Any) -> Any:

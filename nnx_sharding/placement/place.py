@@ -10,17 +10,17 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..checks.specs import Terms, check_axes, check_filters, fitted, shape_of, uses_of
+from ..core.flatten import Flat, flatten
+from ..core.options import check_options, check_specs
+from ..core.resolve import reach, resolve, slot_names
+from ..core.specs import Specs, target
+from ..core.transfer import obstacle, transfer
+from ..core.unflatten import unflatten
+from ..diagnostics.specs import FitOptions, check_axes, check_filters, fitted, shape_of, uses_of
 from ..errors import NoMeshError
-from ..fitting import INDIVISIBLE, Indivisible, describe, with_entries
-from ..lifting.merge import unflatten
-from ..lifting.prefixes import Specs, target
-from ..lifting.resolve import reach, resolve, slot_names
-from ..lifting.split import Flat, flatten
-from ..lifting.transfer import obstacle, transfer
+from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
 from ..partition.constrain import is_array
 from ..partition.layout import finished_on_cpu, mesh_here, rebuilt
-from ..transforms.options import check_options, check_specs
 
 
 @_compat.api_boundary
@@ -31,7 +31,7 @@ def place(
     *,
     copy: bool = False,
     donate: bool = False,
-    indivisible: Indivisible = "error",
+    on_indivisible: OnIndivisible = "error",
     strict: bool = False,
 ) -> Any:
     """Lays out a model, or any pytree, as shardings say.
@@ -65,7 +65,7 @@ def place(
         as it is. The copy has no memory in common with it, but a ``jax.Ref`` is the same.
       donate: whether to delete the old arrays of JAX. One that ``tree`` still holds elsewhere
         stays.
-      indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
+      on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
         says it: ``"error"``, ``"replicate"`` the array, or ``"drop"`` the axes.
       strict: whether warnings are errors.
 
@@ -102,9 +102,9 @@ def place(
         )
     if copy and donate:
         raise ValueError("place: copy=True keeps the old arrays, donate=True deletes them.")
-    check_options("place", indivisible=(indivisible, INDIVISIBLE))
+    check_options("place", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
-    rules = Rules("place", mesh, indivisible, strict)
+    rules = Rules("place", mesh, on_indivisible, strict)
     shardings = assigned(tree, flat, sharding, rules)
     moved = transfer(flat.leaves, shardings, donate=donate, alias=not copy)
     leaves = finished_on_cpu(moved, flat.leaves)
@@ -127,14 +127,14 @@ class Rules(NamedTuple):
     Attributes:
       caller: what messages call it.
       mesh: what a ``PartitionSpec`` refers to; None for the mesh in context.
-      indivisible: what to do where a spec does not divide a shape.
+      on_indivisible: what to do where a spec does not divide a shape.
       strict: whether warnings are errors.
       trims: whether a spec is cut to the rank of its array, and what is no array is left alone.
     """
 
     caller: str
     mesh: Any
-    indivisible: Indivisible = "error"
+    on_indivisible: OnIndivisible = "error"
     strict: bool = False
     trims: bool = False
 
@@ -161,7 +161,7 @@ def assigned(tree: Any, flat: Flat, sharding: Any, rules: Rules) -> list[Any]:
     shapes = [shape_of(leaf) for leaf in flat.leaves]
     # A correction is reported last: with what is wrong otherwise it would be of no interest.
     _check_leaves(rules.caller, names, flat.leaves, found, mesh)
-    found = fitted(terms, names, shapes, found, resolved.indivisible)
+    found = fitted(terms, names, shapes, found, resolved.on_indivisible)
     check_filters(terms, resolved.uses)
     return [
         NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) and mesh is not None else spec
@@ -177,14 +177,14 @@ def _mesh_of(rules: Rules) -> Any:
     return None if mesh is None else mesh_here(mesh)
 
 
-def _terms(rules: Rules, mesh: Any) -> Terms:
-    return Terms(
+def _terms(rules: Rules, mesh: Any) -> FitOptions:
+    return FitOptions(
         name=rules.caller,
         in_name="sharding",
         tells_layouts=True,
         mesh=mesh,
         usable=None,
-        indivisible=rules.indivisible,
+        on_indivisible=rules.on_indivisible,
         divides_outputs=True,
         strict=rules.strict,
     )

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from ..core.specs import Specs
 from ..fitting import describe
-from ..lifting.prefixes import Specs
 from .agreement import Agreement, GoneError, Message
 from .batch_layout import BatchLayout
 from .host_arrays import padded
@@ -24,7 +24,7 @@ Uneven: TypeAlias = Literal["pad", "drop", "error"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
 
-class Terms(NamedTuple):
+class FitOptions(NamedTuple):
     """What the user said about batches; see :func:`shard_batches`."""
 
     specs: Specs
@@ -51,7 +51,7 @@ class Rounds(Iterator[Round]):
     each decides by the same answers, so that all of them do the same.
     """
 
-    def __init__(self, source: Iterator[Any], terms: Terms, agreement: Agreement):
+    def __init__(self, source: Iterator[Any], terms: FitOptions, agreement: Agreement):
         self._source, self._terms, self._agreement = source, terms, agreement
         self._own = jax.process_index()
         # That of the user's thread, which others do not see.

@@ -18,9 +18,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit
+from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
 from nnx_sharding.errors import CheckpointError
 from nnx_sharding.partition import abstract_init, sharded_init
-from nnx_sharding.placement import Checkpoints, contents, restore, save
 
 KERNEL = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)  # 128 KiB
 RULES = StateSharding({nnx.PathContains("kernel"): P("data", "model"), ...: P()})

@@ -15,19 +15,20 @@ from jax.sharding import PartitionSpec as P
 
 from layouts import MLP
 from nnx_sharding import StateSharding, explain_retraces, jit, limit_traces, merge, shard_map, split
+from nnx_sharding.analysis import format_table, parameter_table
+from nnx_sharding.compat.datarax import ArraySharder
 from nnx_sharding.constraints import make_shard_and_gather_fns
 from nnx_sharding.errors import DonatedError
-from nnx_sharding.inspect import format_table, parameter_table
 from nnx_sharding.partition import (
     abstract_init,
-    assert_sharded,
-    check_sharding,
     fsdp,
     sharded_init,
     tensor_parallel,
     with_sharding_constraint,
 )
-from nnx_sharding.placement import ArraySharder, place
+from nnx_sharding.placement import place
+from nnx_sharding.report import check_sharding
+from nnx_sharding.testing import assert_sharded
 
 MESH = mesh_of()
 RULES = StateSharding(

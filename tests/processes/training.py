@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import demo
 from nnx_sharding.placement import process_rows, shard_batches
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
+import demo
 import transformer
 
 STEPS = 11

@@ -1,0 +1,1 @@
+"""The names of other libraries, on top of this one."""

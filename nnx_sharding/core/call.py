@@ -1,0 +1,279 @@
+"""What every call does once its plan is known: place, execute, write back."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from .. import _compat
+from ..diagnostics.failures import explain
+from ..diagnostics.specs import committed_message, fitted
+from ..diagnostics.trace_limits import TraceLimit
+from ..fitting import describe_both, is_equivalent
+from . import unflatten as merge
+from .flatten import Flat
+from .in_flight import is_bounded, wait_for_some
+from .plan import Plan, is_committed, known_variables
+from .pure import CALLER, Outcome, OutputGroup
+from .resolve import reach
+from .statics import Operation
+from .structure import LEAF, StaticEntry, VariableEntry
+from .transfer import obstacle, transfer
+
+
+def run(
+    plan: Plan,
+    flat: Flat,
+    execute: Callable[..., Any],
+    fun: Any = None,
+    limit: TraceLimit | None = None,
+    *,
+    nested: bool = False,
+) -> Any:
+    """One call: gather, place, execute, write back.
+
+    Nothing of the caller's is touched before ``execute`` returned. Nothing here waits for
+    the device.
+
+    Args:
+      plan: the plan for the structure of ``flat``.
+      flat: the arguments of this call, taken apart.
+      execute: takes the arrays and returns the outputs: JAX's jitted function, or an
+        executable compiled from it.
+      fun: the user's function, in case that ``execute`` traces it.
+      limit: how often it may.
+      nested: whether this is part of a trace.
+
+    Raises:
+      TraceContextError: the function changed objects that belong to another trace.
+      ValueError: a Variable cannot be laid out as declared.
+    """
+    leaves: Sequence[Any] = flat.leaves
+    placed: Sequence[int] = ()
+    if plan.placed_slots:
+        leaves, placed = _place(plan, leaves)
+    compiles = None if nested or fun is None else plan
+    token = CALLER.set((fun, flat.objects, limit, nested, compiles, leaves))
+    try:
+        *groups, outcome = execute(*leaves)
+    except Exception as error:
+        explain(plan, leaves, error)
+        raise
+    finally:
+        CALLER.reset(token)
+    if is_bounded() and not nested:
+        wait_for_some(groups)
+    update = outcome.update
+    if update is None:
+        update = outcome.update = _Update.of(outcome, len(flat.objects))
+    if not update or placed or not flat.updatable:
+        return _write_back(plan, flat, leaves, groups, outcome, placed)
+    output = update.output(flat.objects, leaves, groups)
+    update.apply(flat.objects, groups)
+    return output
+
+
+_get_sharding = operator.attrgetter("sharding")
+
+
+def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
+    """Lays Variables out as declared, those that are not laid out yet.
+
+    Raises:
+      ValueError: a Variable is committed to another layout, or has a shape that does not fit.
+    """
+    try:
+        # Lists compare by identity first: this is all that a call costs from the second on.
+        if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_layouts:
+            return leaves, ()
+    except AttributeError:  # a NumPy array, a number, a ref
+        pass
+    slots = [
+        slot
+        for slot, layout in zip(plan.placed_slots, plan.placed_layouts, strict=True)
+        if not _is_placed(leaves[slot], layout)
+        and not (plan.on_committed == "leave" and is_committed(leaves[slot]))
+    ]
+    if not slots or not _compat.trace_is_clean():
+        return leaves, ()
+    _check_placing(plan, leaves, slots)
+    placed = transfer([leaves[s] for s in slots], [plan.layouts[s] for s in slots])
+    leaves = list(leaves)
+    for slot, array in zip(slots, placed, strict=True):
+        leaves[slot] = array
+    return leaves, slots
+
+
+def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
+    if not isinstance(leaf, jax.Array):
+        # An abstract array has no data to place; a NumPy array or a number does.
+        return isinstance(leaf, jax.ShapeDtypeStruct) or _compat.is_ref(leaf)
+    if isinstance(leaf, jax.core.Tracer):
+        return True
+    own = leaf.sharding
+    return (
+        own is layout or own == layout or (leaf.committed and is_equivalent(own, layout, leaf.ndim))
+    )
+
+
+def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> None:
+    names = [plan.names[slot] for slot in slots]
+    shapes = [jnp.shape(leaves[slot]) for slot in slots]
+    fitted(plan.terms, names, shapes, [plan.specs[slot] for slot in slots], {})
+    layouts = [plan.layouts[slot] for slot in slots]
+    reasons = [obstacle(leaves[s], own) for s, own in zip(slots, layouts, strict=True) if own]
+    lines = [f"  {n}: {why}" for n, why in zip(names, reasons, strict=True) if why is not None]
+    if lines:
+        raise ValueError(
+            f"{plan.terms.name}: these cannot be laid out as declared:\n" + "\n".join(lines)
+        )
+    if plan.on_committed == "move":
+        return
+    for slot in slots:
+        leaf, layout = leaves[slot], plan.layouts[slot]
+        assert layout is not None
+        if is_committed(leaf):
+            moves = leaf.sharding.device_set != layout.device_set
+            is_same = leaf.sharding.is_equivalent_to(layout, leaf.ndim)
+            if moves or (plan.on_committed == "error" and not is_same):
+                own, declared = describe_both(leaf.sharding, layout)
+                lines.append(
+                    f"  {plan.names[slot]}, shape {leaf.shape}: is {own}, declared {declared}"
+                )
+    if lines:
+        raise ValueError(committed_message(plan.terms.name, lines))
+
+
+class _Update:
+    """What to write back after a call that only changed the arrays of Variables.
+
+    Nearly every call is of this kind, so it is worked out once for each outcome.
+    """
+
+    __slots__ = ("_arrays", "_root", "_root_sources", "_variables")
+
+    def __init__(self, outcome: Outcome):
+        after = outcome.structure
+        sources = [outcome.sources[after.slots[index][0]] for index in outcome.values]
+        order = sorted(range(len(sources)), key=sources.__getitem__)
+        self._variables = merge.picker([outcome.values[i] for i in order])
+        self._arrays = [
+            (group, merge.picker([position for _, position in found]))
+            for group, found in itertools.groupby(
+                (sources[i] for i in order), key=operator.itemgetter(0)
+            )
+        ]
+        self._root = after.root
+        self._root_sources = [outcome.sources[slot] for slot in after.root_slots]
+
+    @classmethod
+    def of(cls, outcome: Outcome, known: int) -> _Update | Literal[False]:
+        """The update for an outcome, or False if it is of another kind.
+
+        Args:
+          outcome: what the call did.
+          known: how many objects went in.
+        """
+        entries = outcome.structure.entries
+        is_simple = (
+            not outcome.metadata
+            and not outcome.nodes
+            and not outcome.statics
+            and len(entries) == known
+            and all(merge.is_leaf_variable(entries[index]) for index in outcome.values)
+        )
+        return is_simple and cls(outcome)
+
+    def output(
+        self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]
+    ) -> Any:
+        """What the function returned."""
+        own = [leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self._root_sources]
+        return own[0] if self._root is LEAF else merge.assemble(self._root, iter(own), objects)
+
+    def apply(self, objects: Sequence[Any], groups: Sequence[OutputGroup]) -> None:
+        """Sets the Variables, in one step that a signal cannot split."""
+        new = [pick(groups[group].arrays) for group, pick in self._arrays]
+        arrays = new[0] if len(new) == 1 else itertools.chain.from_iterable(new)
+        deque(map(_compat.set_value, self._variables(objects), arrays), maxlen=0)
+
+
+def _write_back(
+    plan: Plan,
+    flat: Flat,
+    leaves: Sequence[Any],
+    groups: Sequence[OutputGroup],
+    outcome: Outcome,
+    placed: Sequence[int],
+) -> Any:
+    """Brings the caller's objects to the state after the call, and returns the output.
+
+    All new objects are made, and all checks done, before the first old one is changed.
+    """
+    objects = flat.objects
+    if not flat.updatable:
+        _check_updatable(plan, objects, outcome)
+    after = outcome.structure
+    arrays = outcome.arrays(leaves, groups)
+    built = merge.unflatten(after, arrays, dict(enumerate(objects)))
+    variables = [*outcome.values, *outcome.metadata]
+    values = []
+    for index in variables:
+        entry = after.entries[index]
+        assert isinstance(entry, VariableEntry)
+        own = (arrays[slot] for slot in after.slots[index])
+        values.append(merge.assemble(entry.value, own, built.objects))
+    attributes = merge.node_values(outcome.nodes, arrays, built.objects)
+    operations = _keep_placed(plan, objects, leaves, placed) if placed else []
+    for index, value in zip(variables, values, strict=True):
+        operations.append((_compat.set_value, objects[index], value))
+    for index in outcome.metadata:
+        entry = after.entries[index]
+        assert isinstance(entry, VariableEntry)
+        metadata = merge.metadata_of(entry, built.objects)
+        operations.append((_compat.set_metadata, objects[index], metadata))
+    for change, new in zip(outcome.nodes, attributes, strict=True):
+        operations += merge.node_operations(change, new, after, arrays, built.objects)
+    for index in outcome.statics:
+        entry = after.entries[index]
+        assert isinstance(entry, StaticEntry)
+        operations += merge.static_operations(entry, objects[index], built.objects)
+    merge.perform(operations)
+    return built.root
+
+
+def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> None:
+    changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
+    stale = [index for index in changed if not _compat.can_update(objects[index])]
+    if stale:
+        raise _compat.TraceContextError(
+            "the function changed objects that belong to another trace, where they cannot be "
+            f"updated: {', '.join(_object_names(plan, stale))}. Pass them into the transformed "
+            "function that is being traced, instead of capturing them."
+        )
+
+
+def _keep_placed(
+    plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], placed: Sequence[int]
+) -> list[Operation]:
+    """What lets Variables hold the placed arrays, so that the next call finds nothing to move."""
+    moved = set(placed)
+    operations: list[Operation] = []
+    for index, entry in enumerate(plan.structure.entries):
+        slots = plan.structure.slots[index]
+        if isinstance(entry, VariableEntry) and not moved.isdisjoint(slots):
+            value = merge.assemble(entry.value, (leaves[slot] for slot in slots), objects)
+            operations.append((_compat.set_value, objects[index], value))
+    return operations
+
+
+def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:
+    known = known_variables(reach(plan.structure, plan.targets), {})
+    types = [getattr(entry, "type", object).__name__ for entry in plan.structure.entries]
+    return [known[index][0] if index in known else f"a {types[index]}" for index in indices]

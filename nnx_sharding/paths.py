@@ -1,0 +1,52 @@
+"""Paths into a model: from the root of an argument to a Variable, in the keys that NNX uses."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+
+Path: TypeAlias = tuple[Any, ...]
+
+
+class Item(str):
+    """A key of a dict in a path: equal to the plain string, but written ``['key']``."""
+
+    __slots__ = ()
+
+
+class Metadata(str):
+    """A key of the metadata of a Variable in a path."""
+
+    __slots__ = ()
+
+
+def path_key(key: Any) -> Any:
+    """One key of a JAX key path as NNX writes it: an index, a dict key, an attribute name."""
+    if isinstance(key, jax.tree_util.DictKey):
+        return Item(key.key) if type(key.key) is str else key.key
+    for attribute in ("idx", "key", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def plain_key(key: Any) -> Any:
+    """A key of a path, with nothing of ours in it."""
+    return str(key) if isinstance(key, Item) else key
+
+
+def path_string(path: Path) -> str:
+    """A path as a user writes it: ``blocks/3/up/kernel``."""
+    return "/".join(map(str, path))
+
+
+def accessor(name: str, path: Path) -> str:
+    """A path in the manner of Python code: ``model.blocks[3].up.kernel``."""
+    return name + "".join(map(_accessed, path))
+
+
+def _accessed(key: Any) -> str:
+    if type(key) is str and key.isidentifier():
+        return f".{key}"
+    return f", metadata {str(key)!r}" if type(key) is Metadata else f"[{plain_key(key)!r}]"

@@ -1,0 +1,401 @@
+"""``shard_map`` for functions and methods that take and return NNX objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence, Set
+from typing import Any, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from . import _compat
+from .core.options import check_options, check_specs, needing_devices
+from .core.plan import OnCommitted, Program
+from .core.signature import Call, Layout, Parameters, align_specs, sort_call
+from .core.specs import Specs, is_spec
+from .core.statics import Static
+from .diagnostics.specs import FitOptions
+from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, only_axes
+from .lifted import Lifted, Roles, lift
+
+P = ParamSpec("P")
+R = TypeVar("R")
+AxisName = Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardMap:
+    """What ``shard_map`` decides. See ``Transform`` in ``lifting/plan.py``."""
+
+    in_specs: Specs
+    out_specs: Specs
+    mesh: Mesh | AbstractMesh | None
+    axis_names: frozenset[AxisName]
+    auto: frozenset[AxisName]
+    check_vma: bool
+    compiled: bool
+    committed: OnCommitted
+    on_indivisible: OnIndivisible
+    strict: bool
+    # The mesh that applies to one plan: `mesh`, or the one in context.
+    current: Mesh | AbstractMesh | None = None
+
+    name = "shard_map"
+    in_name = "in_specs"
+    tells_layouts = False
+
+    @property
+    def on_committed(self) -> OnCommitted:
+        # Over axes that stay automatic, a layout that was chosen elsewhere is none of ours.
+        return self.committed if self._is_fully_manual() else "leave"
+
+    def sort_call(
+        self,
+        parameters: Parameters,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layout: Layout,
+    ) -> Call:
+        """Like any transform, but non-arrays are static where their spec is None, as in JAX."""
+        call = sort_call(parameters, args, kwargs, layout)
+        if not self.in_specs.may_hold_none:
+            return call
+        # An argument that nobody mentions may be another number at each call: it stays dynamic.
+        positional, named = align_specs(
+            self.in_specs.tree, parameters, layout, self.in_name, other=PartitionSpec()
+        )
+        specs: dict[Any, Any] = {**dict(zip(layout.dynamic, positional, strict=True)), **named}
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        plain = {
+            which for which, s in specs.items() if s is None and isinstance(values[which], _PLAIN)
+        }
+        layout = layout._replace(
+            static=layout.static.union(plain.intersection(layout.dynamic)),
+            static_keywords=layout.static_keywords.union(plain.intersection(named)),
+        )
+        values.update(
+            (which, _fixed(specs[which], values[which])) for which in specs.keys() - plain
+        )
+        fixed = (tuple(values[i] for i in range(len(args))), {k: values[k] for k in kwargs})
+        return sort_call(parameters, *fixed, layout)
+
+    @property
+    def has_key(self) -> bool:
+        inferred = self.in_specs.tree is None
+        return self.mesh is None or inferred or self._depends_on_shapes
+
+    def key(self, leaves: Sequence[Any]) -> Hashable:
+        mesh = _compat.context_mesh() if self.mesh is None else self.mesh
+        shapes = self.in_specs.value_key(leaves) if self._depends_on_shapes else None
+        return (mesh, self._inferred(leaves, mesh), shapes)
+
+    @property
+    def _depends_on_shapes(self) -> bool:
+        return self.in_specs.depend_on_values or self.on_indivisible != "error"
+
+    def in_context(self) -> _ShardMap:
+        mesh = _compat.context_mesh() if self.mesh is None else self.mesh
+        if mesh is None:
+            raise ValueError(
+                "shard_map has no mesh: pass mesh=..., or call it within "
+                "`with jax.set_mesh(mesh):`."
+            )
+        return dataclasses.replace(self, current=mesh)
+
+    @property
+    def trace_key(self) -> Hashable:
+        return ("shard_map", dataclasses.replace(self, in_specs=Specs(None)))
+
+    @property
+    def terms(self) -> FitOptions:
+        return FitOptions(
+            name=self.name,
+            in_name=self.in_name,
+            tells_layouts=self.tells_layouts,
+            mesh=self.current,
+            usable=self._manual_axes(),
+            on_indivisible=self.on_indivisible,
+            divides_outputs=False,
+            strict=self.strict,
+        )
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        """Along the axes that a spec leaves out, a result has to be the same on all devices."""
+        if not self.check_vma or self.current is None:
+            return
+        here = frozenset(self.current.axis_names).difference(_compat.manual_axes(self.current))
+        lines, missing = [], dict[Any, None]()
+        for name, leaf, spec in zip(names, leaves, specs, strict=True):
+            if _compat.is_ref(leaf):
+                continue  # stays where it is; only its value could come out
+            named = {axis for entry in spec.partitions for axis in axes_of(entry)}
+            named |= spec.unreduced | spec.reduced
+            axes = sorted(_compat.varying_axes(leaf) & here - named, key=str)
+            if axes:
+                missing.update(dict.fromkeys(axes))
+                along = ", ".join(map(repr, axes))
+                lines.append(
+                    f"  {name}, {jax.typeof(leaf).str_short()}, {spec!r}: varies along {along}"
+                )
+        if lines:
+            axis = next(iter(missing)) if len(missing) == 1 else tuple(missing)
+            raise ValueError(
+                f"shard_map of {fun_name} cannot prove that these results are the same along the "
+                "mesh axes that their specs leave out:\n"
+                + "\n".join(lines)
+                + f"\nReduce them in the function, as in jax.lax.pmean(x, {axis!r}) or psum, pmax, "
+                "all_gather; or name the axis in the spec. If they are the same for reasons that "
+                "JAX cannot see, pass check_vma=False."
+            )
+
+    def with_spec(self, spec: Any, partition: PartitionSpec) -> Any:
+        return partition
+
+    def spec_of(self, spec: Any) -> Any:
+        if spec is None:
+            return PartitionSpec()
+        return spec.spec if isinstance(spec, NamedSharding) else spec
+
+    def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        inferred = self._inferred(leaves, self.current)
+        if inferred is not None:
+            return list(inferred)
+        return [PartitionSpec() if spec is None else spec for spec in specs]
+
+    def layout_of(self, spec: Any) -> jax.sharding.Sharding | None:
+        if not isinstance(self.current, Mesh):
+            return None
+        return NamedSharding(self.current, spec)
+
+    def compile(
+        self,
+        pure: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+        donated: tuple[int, ...],
+    ) -> Program:
+        # Within a trace the mesh in context may have manual axes already, which only JAX sees.
+        mesh = self.current if self.mesh is None and isinstance(self.current, Mesh) else self.mesh
+        mapped = jax.shard_map(
+            pure,
+            mesh=mesh,
+            in_specs=tuple(in_specs),
+            out_specs=(*out_specs, PartitionSpec()),
+            axis_names=self._manual_axes() if self.axis_names or self.auto else frozenset(),
+            check_vma=self.check_vma,
+        )
+        options: dict[str, Any] = {}
+        if self._is_fully_manual() and isinstance(self.current, Mesh):
+            # Says nothing new, but results then have a NamedSharding like those of shard_map.
+            outputs = (NamedSharding(self.current, spec) for spec in out_specs)
+            options["out_shardings"] = (*outputs, None)
+        jitted = jax.jit(mapped, **options)
+        top_level: Callable[..., Any] = jitted if self.compiled else mapped
+        if isinstance(self.current, AbstractMesh):
+            top_level = needing_devices(self.name, self.current, top_level, from_arrays=True)
+        return Program(staged=jitted, top_level=top_level, inline=mapped)
+
+    def _manual_axes(self) -> frozenset[Any]:
+        names = frozenset(self.current.axis_names if self.current else ())
+        return self.axis_names or names - self.auto
+
+    def _is_fully_manual(self) -> bool:
+        return self._manual_axes() == frozenset(self.current.axis_names if self.current else ())
+
+    def _inferred(
+        self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
+    ) -> tuple[PartitionSpec, ...] | None:
+        """The specs that the arrays have by their types, where the user gave none."""
+        if self.in_specs.tree is not None or mesh is None:
+            return None
+        manual = self.axis_names or frozenset(mesh.axis_names) - self.auto
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        others = [a for a in manual if types.get(a) != jax.sharding.AxisType.Explicit]
+        if others:
+            raise TypeError(
+                "shard_map without in_specs infers them from the types of the arguments, which "
+                f"needs mesh axes of type Explicit; {', '.join(map(str, others))} of {mesh} are "
+                "not. Give in_specs, or make the mesh with AxisType.Explicit."
+            )
+        return tuple(only_axes(_type_spec(leaf), manual) for leaf in leaves)
+
+
+_MAPS = (PartitionSpec, NamedSharding)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _fixed(spec: Any, value: Any) -> Any:
+    """A pytree in which non-arrays with the spec None are static."""
+    if spec is None:
+        return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
+    if is_spec(spec):
+        return value
+    specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
+    try:
+        parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
+    except ValueError:  # not a prefix, which is reported with all other problems
+        return value
+    return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
+
+
+def _if_no_array(x: Any) -> Any:
+    is_array = _compat.is_graph_object(x) or (
+        not isinstance(x, _PLAIN) and _compat.is_array_like(x)
+    )
+    return x if is_array else Static.of(x)
+
+
+def _type_spec(leaf: Any) -> PartitionSpec:
+    sharding = getattr(jax.typeof(leaf), "sharding", None) if _compat.is_array_like(leaf) else None
+    return PartitionSpec() if sharding is None else sharding.spec
+
+
+class _Options(TypedDict, total=False):
+    """The options of ``shard_map``, for type checkers."""
+
+    out_specs: Required[Any]
+    in_specs: Any
+    mesh: Mesh | AbstractMesh | None
+    axis_names: Set[AxisName]
+    check_vma: bool | None
+    check_rep: bool | None
+    auto: Set[AxisName]
+    jit: bool
+    on_committed: Literal["error", "relayout", "move"]
+    on_indivisible: OnIndivisible
+    strict: bool
+    max_traces: int | None
+    graph: bool | None
+    graph_updates: bool | None
+
+
+@overload
+def shard_map(f: Callable[P, R], **options: Unpack[_Options]) -> Lifted[P, R]: ...
+
+
+@overload
+def shard_map(**options: Unpack[_Options]) -> Callable[[Callable[P, R]], Lifted[P, R]]: ...
+
+
+@_compat.api_boundary
+def shard_map(
+    f: Any = None,
+    *,
+    out_specs: Any,
+    in_specs: Any = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_names: Set[AxisName] = frozenset(),
+    check_vma: bool | None = None,
+    check_rep: bool | None = None,
+    auto: Set[AxisName] = frozenset(),
+    jit: bool = True,
+    on_committed: Literal["error", "relayout", "move"] = "relayout",
+    on_indivisible: OnIndivisible = "error",
+    strict: bool = False,
+    max_traces: int | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Maps a function over shards of its arguments, which may be NNX modules.
+
+    Inside, each Variable holds one device's shard, and collectives such as ``jax.lax.psum``
+    reach the other devices. Everything said at :func:`~nnx_sharding.jit` about modules as
+    arguments and results holds here too. Called at top level the function is compiled once,
+    not run operation by operation.
+
+    Args:
+      f: the function.
+      out_specs: how the shards of the result are put together: a prefix of
+        ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`.
+      in_specs: how the arguments are cut, given as ``in_shardings`` of
+        :func:`~nnx_sharding.jit`. Updated Variables are put together by the same specs. A
+        spec None makes a non-array static: a whole argument, or parts of one if the None
+        stands in a pytree. An array or module with it is replicated, and so is an argument that
+        ``in_specs`` does not mention. Without ``in_specs`` at all they are read from the types of
+        the arrays, on meshes whose axes are Explicit.
+      mesh: the mesh; without it, the one in context. May be an ``AbstractMesh``.
+      axis_names: the axes over which ``f`` is manual; empty means all.
+      check_vma: check what the specs claim about replication. Default True.
+      check_rep: the older name of ``check_vma``.
+      auto: the older way to say ``axis_names``: the axes that stay automatic.
+      jit: False runs operation by operation at top level, to debug with prints and
+        breakpoints.
+      on_committed: what to do with Variables that are committed to another layout than
+        ``in_specs`` declares: ``"relayout"`` them on the devices where they are, as JAX does for
+        arrays; ``"move"`` also arrays, and from other devices; or ``"error"``.
+      on_indivisible: as in :func:`~nnx_sharding.jit`, for arguments. The function then sees the
+        whole of a dimension where it would have seen a part, and must do without the axis.
+      strict: as in :func:`~nnx_sharding.jit`.
+      max_traces: as in :func:`~nnx_sharding.jit`.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      A :class:`~nnx_sharding.Lifted`, with the same staging methods as ``jit`` gives.
+
+    Raises:
+      TypeError: ``f`` is not callable, or something else stands where a mesh or a spec
+        belongs; at a call, no ``in_specs`` on a mesh that is not
+        Explicit.
+      ValueError: both names of one option are given, or an option has another value than those
+        above; at a call, there is no mesh, the specs do not fit the mesh or the arguments, or
+        it cannot be proved that a result is as replicated as its spec says.
+      StrictError: at a call, with ``strict``.
+      RetraceError: at a call that would have to trace once more than ``max_traces`` allows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import StateSharding, shard_map
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
+      >>> spec = StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P("model", None)})
+      >>> @shard_map(mesh=mesh, in_specs=(spec, P()), out_specs=P())
+      ... def mlp(model, x):
+      ...     return jax.lax.psum(model.down(jax.nn.relu(model.up(x))), "model")
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Dict(
+      ...     up=nnx.Linear(2, 16, use_bias=False, rngs=rngs),
+      ...     down=nnx.Linear(16, 2, use_bias=False, rngs=rngs),
+      ... )
+      >>> mlp(model, jnp.ones((4, 2))).shape
+      (4, 2)
+    """
+    if check_vma is not None and check_rep is not None:
+        raise ValueError("give check_vma or check_rep, which is its older name, not both.")
+    if axis_names and auto:
+        raise ValueError("give axis_names or auto, which is its complement, not both.")
+    if isinstance(axis_names, str) or isinstance(auto, str):
+        raise TypeError("axis_names and auto are sets of names, such as {'model'}, not a string.")
+    checked = check_vma if check_vma is not None else check_rep
+    transform = _ShardMap(
+        Specs(in_specs),
+        Specs(out_specs),
+        mesh,
+        frozenset(axis_names),
+        frozenset(auto),
+        True if checked is None else checked,
+        jit,
+        on_committed,
+        on_indivisible,
+        strict,
+    )
+    check_options(
+        "shard_map",
+        on_committed=(on_committed, ("error", "relayout", "move")),
+        on_indivisible=(on_indivisible, ON_INDIVISIBLE),
+    )
+
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"shard_map needs a Mesh or an AbstractMesh, not {mesh!r}.")
+    check_specs("shard_map", _MAPS, in_specs=transform.in_specs, out_specs=transform.out_specs)
+
+    def decorate(f: Callable[..., Any]) -> Any:
+        if not callable(f):
+            raise TypeError(f"shard_map needs a callable, not {f!r} of type {type(f).__name__}.")
+        return lift(f, transform, Roles(), graph, graph_updates, max_traces)
+
+    return decorate if f is None else decorate(f)
