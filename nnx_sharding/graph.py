@@ -13,8 +13,8 @@ from .core import unflatten as _merged
 from .core.flatten import flatten as _flatten
 from .core.structure import (
     Container,
+    Location,
     NodeEntry,
-    Place,
     StaticEntry,
     Structure,
     VariableEntry,
@@ -188,7 +188,7 @@ def _common(
     return [(before[key], child) for key, child in new if key in before][::-1]
 
 
-def _places(structure: Structure) -> list[Place]:
+def _places(structure: Structure) -> list[Location]:
     return list(structure.walk(structure.root, iter(structure.root_slots)))
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from . import _compat
 from .core.options import check_options, check_specs, needing_devices
 from .core.plan import OnCommitted, Program
-from .core.signature import Call, Layout, Parameters, sort_call
+from .core.signature import Call, Parameters, Signature, sort_call
 from .core.specs import Specs
 from .diagnostics.specs import FitOptions
 from .errors import NoMeshError
@@ -42,16 +42,16 @@ class _Jit:
 
     name = "jit"
     in_name = "in_shardings"
-    tells_layouts = True
+    passes_shardings = True
 
     def sort_call(
         self,
         parameters: Parameters,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        layout: Layout,
+        signature: Signature,
     ) -> Call:
-        return sort_call(parameters, args, kwargs, layout)
+        return sort_call(parameters, args, kwargs, signature)
 
     @property
     def has_key(self) -> bool:
@@ -94,7 +94,7 @@ class _Jit:
         return FitOptions(
             name=self.name,
             in_name=self.in_name,
-            tells_layouts=self.tells_layouts,
+            passes_shardings=self.passes_shardings,
             mesh=mesh,
             usable=None,
             on_indivisible=self.on_indivisible,
@@ -120,7 +120,7 @@ class _Jit:
     def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         return specs
 
-    def layout_of(self, spec: Any) -> jax.sharding.Sharding | None:
+    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
         if not isinstance(spec, jax.sharding.Sharding):
             return None
         if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):

@@ -200,10 +200,10 @@ class Lifted(Generic[P, R]):
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
         _compat.leave_static_cache()
-        layout = self._parameters.layout(len(args), tuple(kwargs))
+        signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
-            layout = layout._replace(static=layout.static | {0})
-        call = self._transform.sort_call(self._parameters, args, kwargs, layout)
+            signature = signature._replace(static=signature.static | {0})
+        call = self._transform.sort_call(self._parameters, args, kwargs, signature)
         flat = flatten(call.tree, graph=self._graph, statics=call.statics, held=False)
         return call, flat
 
@@ -216,7 +216,7 @@ class Lifted(Generic[P, R]):
 
     def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
         """The plan for a call, and whether it is new."""
-        key = (call.layout, flat.structure, self._transform.key(flat.leaves))
+        key = (call.signature, flat.structure, self._transform.key(flat.leaves))
         return self._plans.get_or_make(
             key,
             lambda: make_plan(

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from . import _compat
 from .core.options import check_options, check_specs, needing_devices
 from .core.plan import OnCommitted, Program
-from .core.signature import Call, Layout, Parameters, align_specs, sort_call
+from .core.signature import Call, Parameters, Signature, align_specs, sort_call
 from .core.specs import Specs, is_spec
 from .core.statics import Static
 from .diagnostics.specs import FitOptions
@@ -43,7 +43,7 @@ class _ShardMap:
 
     name = "shard_map"
     in_name = "in_specs"
-    tells_layouts = False
+    passes_shardings = False
 
     @property
     def on_committed(self) -> OnCommitted:
@@ -55,30 +55,30 @@ class _ShardMap:
         parameters: Parameters,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        layout: Layout,
+        signature: Signature,
     ) -> Call:
         """Like any transform, but non-arrays are static where their spec is None, as in JAX."""
-        call = sort_call(parameters, args, kwargs, layout)
+        call = sort_call(parameters, args, kwargs, signature)
         if not self.in_specs.may_hold_none:
             return call
         # An argument that nobody mentions may be another number at each call: it stays dynamic.
         positional, named = align_specs(
-            self.in_specs.tree, parameters, layout, self.in_name, other=PartitionSpec()
+            self.in_specs.tree, parameters, signature, self.in_name, other=PartitionSpec()
         )
-        specs: dict[Any, Any] = {**dict(zip(layout.dynamic, positional, strict=True)), **named}
+        specs: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         plain = {
             which for which, s in specs.items() if s is None and isinstance(values[which], _PLAIN)
         }
-        layout = layout._replace(
-            static=layout.static.union(plain.intersection(layout.dynamic)),
-            static_keywords=layout.static_keywords.union(plain.intersection(named)),
+        signature = signature._replace(
+            static=signature.static.union(plain.intersection(signature.dynamic)),
+            static_keywords=signature.static_keywords.union(plain.intersection(named)),
         )
         values.update(
             (which, _fixed(specs[which], values[which])) for which in specs.keys() - plain
         )
         fixed = (tuple(values[i] for i in range(len(args))), {k: values[k] for k in kwargs})
-        return sort_call(parameters, *fixed, layout)
+        return sort_call(parameters, *fixed, signature)
 
     @property
     def has_key(self) -> bool:
@@ -112,7 +112,7 @@ class _ShardMap:
         return FitOptions(
             name=self.name,
             in_name=self.in_name,
-            tells_layouts=self.tells_layouts,
+            passes_shardings=self.passes_shardings,
             mesh=self.current,
             usable=self._manual_axes(),
             on_indivisible=self.on_indivisible,
@@ -165,7 +165,7 @@ class _ShardMap:
             return list(inferred)
         return [PartitionSpec() if spec is None else spec for spec in specs]
 
-    def layout_of(self, spec: Any) -> jax.sharding.Sharding | None:
+    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
         if not isinstance(self.current, Mesh):
             return None
         return NamedSharding(self.current, spec)

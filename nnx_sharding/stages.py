@@ -35,7 +35,7 @@ from .core.flatten import Flat
 from .core.guard.store import Guards
 from .core.plan import Plan
 from .core.pure import Outcome
-from .core.signature import Call, Layout
+from .core.signature import Call, Signature
 from .core.statics import Static
 from .core.structure import LEAF, Child, Container, Group, StaticEntry, Structure
 from .core.unflatten import value_at
@@ -387,7 +387,7 @@ class Compiled(Stage):
     def _argument_rows(self) -> list[Parameter]:
         """How each argument array is laid out."""
         infos, plan = _arguments(self._stage.args_info), self._plan
-        given = zip(_arguments(self._stage.input_shardings), plan.layouts, strict=True)
+        given = zip(_arguments(self._stage.input_shardings), plan.shardings, strict=True)
         rows = []
         for path, info, (own, declared) in zip(plan.names, infos, given, strict=True):
             # A hijax Variable is a list of the arrays in it.
@@ -401,7 +401,7 @@ class Compiled(Stage):
 
     def _shardings(self) -> list[Any]:
         """The shardings of what the program is given, and of what it returns."""
-        given = [*_arguments(self._stage.input_shardings), *self._plan.layouts]
+        given = [*_arguments(self._stage.input_shardings), *self._plan.shardings]
         try:
             return [*given, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
         except ValueError:  # JAX counts references among the outputs, and then finds too many
@@ -418,7 +418,9 @@ class Compiled(Stage):
 def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plan = stage._plan
     if stage._statics:
-        args, kwargs = _with_statics(plan.layout, stage._statics, args, kwargs, len(stage._bound))
+        args, kwargs = _with_statics(
+            plan.signature, stage._statics, args, kwargs, len(stage._bound)
+        )
     args = (*stage._bound, *args)
     if not _compat.trace_is_clean():
         return run(plan, _split_as_planned(stage, args, kwargs)[1], stage._stage)
@@ -436,8 +438,8 @@ def _split_as_planned(
 ) -> tuple[Call, Flat]:
     plan = stage._plan
     call, flat = stage._split(args, kwargs)
-    if (call.layout, flat.structure) != (plan.layout, plan.structure):
-        changed = list(_changes(plan, call.layout, flat.structure))
+    if (call.signature, flat.structure) != (plan.signature, plan.structure):
+        changed = list(_changes(plan, call.signature, flat.structure))
         raise TypeError(
             f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
             "called with now:\n  " + "\n  ".join(changed) + "\nLower it again for these."
@@ -446,7 +448,7 @@ def _split_as_planned(
 
 
 def _with_statics(
-    layout: Layout,
+    signature: Signature,
     values: Sequence[Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -454,22 +456,22 @@ def _with_statics(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fills in static arguments that the caller left out."""
     rest = iter(values)
-    statics = {i: next(rest) for i in sorted(layout.static)}
-    keywords = {name: next(rest) for name in sorted(layout.static_keywords)}
+    statics = {i: next(rest) for i in sorted(signature.static)}
+    keywords = {name: next(rest) for name in sorted(signature.static_keywords)}
     own = {i: value for i, value in statics.items() if i >= bound}
-    if own and len(args) == len(layout.names) - bound - len(own):
+    if own and len(args) == len(signature.names) - bound - len(own):
         given = iter(args)
-        count = len(layout.names)
+        count = len(signature.names)
         args = tuple(own[i] if i in own else next(given) for i in range(bound, count))
     return args, {**keywords, **kwargs}
 
 
-def _changes(plan: Plan, layout: Layout, structure: Structure) -> Iterator[str]:
+def _changes(plan: Plan, signature: Signature, structure: Structure) -> Iterator[str]:
     """In what a call differs from what its stage was made for."""
-    before = plan.layout
-    if before != layout:
-        yield f"arguments {arguments_of(before)} → {arguments_of(layout)}"
-    yield from differences((before, plan.structure), (layout, structure))
+    before = plan.signature
+    if before != signature:
+        yield f"arguments {arguments_of(before)} → {arguments_of(signature)}"
+    yield from differences((before, plan.structure), (signature, structure))
 
 
 def _shape_of(aval: Any) -> Any:

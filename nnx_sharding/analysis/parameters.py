@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..core.flatten import Flat, flatten
-from ..core.structure import Container, Place, VariableEntry, container_keys
+from ..core.structure import Container, Location, VariableEntry, container_keys
 from ..paths import Path, path_string
 from .memory import array_bytes
 from .units import printable
@@ -229,7 +229,7 @@ def _arrays(flat: Flat) -> Iterator[tuple[str, Any]]:
         yield from arrays_at(flat, place, place.path)
 
 
-def arrays_at(flat: Flat, place: Place, path: Path) -> Iterator[tuple[str, Any]]:
+def arrays_at(flat: Flat, place: Location, path: Path) -> Iterator[tuple[str, Any]]:
     """The arrays of one Variable with their paths, which begin with that of the Variable."""
     keys = keys_inside(flat, place.entry, len(place.slots))
     for slot, key in zip(place.slots, keys, strict=True):

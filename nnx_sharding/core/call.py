@@ -86,31 +86,31 @@ def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[i
     """Lays Variables out as declared, those that are not laid out yet.
 
     Raises:
-      ValueError: a Variable is committed to another layout, or has a shape that does not fit.
+      ValueError: a Variable is committed to another sharding, or has a shape that does not fit.
     """
     try:
         # Lists compare by identity first: this is all that a call costs from the second on.
-        if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_layouts:
+        if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:
             return leaves, ()
     except AttributeError:  # a NumPy array, a number, a ref
         pass
     slots = [
         slot
-        for slot, layout in zip(plan.placed_slots, plan.placed_layouts, strict=True)
-        if not _is_placed(leaves[slot], layout)
+        for slot, sharding in zip(plan.placed_slots, plan.placed_shardings, strict=True)
+        if not _is_placed(leaves[slot], sharding)
         and not (plan.on_committed == "leave" and is_committed(leaves[slot]))
     ]
     if not slots or not _compat.trace_is_clean():
         return leaves, ()
     _check_placing(plan, leaves, slots)
-    placed = transfer([leaves[s] for s in slots], [plan.layouts[s] for s in slots])
+    placed = transfer([leaves[s] for s in slots], [plan.shardings[s] for s in slots])
     leaves = list(leaves)
     for slot, array in zip(slots, placed, strict=True):
         leaves[slot] = array
     return leaves, slots
 
 
-def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
+def _is_placed(leaf: Any, sharding: jax.sharding.Sharding) -> bool:
     if not isinstance(leaf, jax.Array):
         # An abstract array has no data to place; a NumPy array or a number does.
         return isinstance(leaf, jax.ShapeDtypeStruct) or _compat.is_ref(leaf)
@@ -118,7 +118,9 @@ def _is_placed(leaf: Any, layout: jax.sharding.Sharding) -> bool:
         return True
     own = leaf.sharding
     return (
-        own is layout or own == layout or (leaf.committed and is_equivalent(own, layout, leaf.ndim))
+        own is sharding
+        or own == sharding
+        or (leaf.committed and is_equivalent(own, sharding, leaf.ndim))
     )
 
 
@@ -126,8 +128,8 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
     names = [plan.names[slot] for slot in slots]
     shapes = [jnp.shape(leaves[slot]) for slot in slots]
     fitted(plan.terms, names, shapes, [plan.specs[slot] for slot in slots], {})
-    layouts = [plan.layouts[slot] for slot in slots]
-    reasons = [obstacle(leaves[s], own) for s, own in zip(slots, layouts, strict=True) if own]
+    shardings = [plan.shardings[slot] for slot in slots]
+    reasons = [obstacle(leaves[s], own) for s, own in zip(slots, shardings, strict=True) if own]
     lines = [f"  {n}: {why}" for n, why in zip(names, reasons, strict=True) if why is not None]
     if lines:
         raise ValueError(
@@ -136,13 +138,13 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
     if plan.on_committed == "move":
         return
     for slot in slots:
-        leaf, layout = leaves[slot], plan.layouts[slot]
-        assert layout is not None
+        leaf, sharding = leaves[slot], plan.shardings[slot]
+        assert sharding is not None
         if is_committed(leaf):
-            moves = leaf.sharding.device_set != layout.device_set
-            is_same = leaf.sharding.is_equivalent_to(layout, leaf.ndim)
+            moves = leaf.sharding.device_set != sharding.device_set
+            is_same = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
             if moves or (plan.on_committed == "error" and not is_same):
-                own, declared = describe_both(leaf.sharding, layout)
+                own, declared = describe_both(leaf.sharding, sharding)
                 lines.append(
                     f"  {plan.names[slot]}, shape {leaf.shape}: is {own}, declared {declared}"
                 )

@@ -16,13 +16,13 @@ from ..fitting import OnIndivisible
 from . import unflatten as merge
 from .flatten import Flat
 from .pure import Pure, Rules
-from .resolve import Found, Use, reach, resolve, slot_names
-from .signature import Call, Layout, Parameters, align_specs
+from .resolve import FilterUse, NamedLocation, reach, resolve, slot_names
+from .signature import Call, Parameters, Signature, align_specs
 from .specs import Specs, Target, argument_targets
 from .structure import RefEntry, Structure, VariableEntry
 
-# What is done with what is committed to another layout than declared: it is an error; it is laid
-# out anew, on the same devices or wherever it is; or its own layout counts.
+# What is done with what is committed to another sharding than declared: it is an error; it is laid
+# out anew, on the same devices or wherever it is; or its own sharding counts.
 OnCommitted: TypeAlias = Literal["error", "relayout", "move", "leave"]
 
 
@@ -39,22 +39,22 @@ class Transform(Rules, Protocol):
 
     @property
     def on_committed(self) -> OnCommitted:
-        """What is done with what is committed to another layout than declared."""
+        """What is done with what is committed to another sharding than declared."""
 
     @property
     def terms(self) -> FitOptions:
         """What it says about fitting specs to arrays."""
 
     @property
-    def tells_layouts(self) -> bool:
-        """Whether JAX hears of the layouts of inputs by an option, and not by their types."""
+    def passes_shardings(self) -> bool:
+        """Whether JAX hears of the shardings of inputs by an option, and not by their types."""
 
     def sort_call(
         self,
         parameters: Parameters,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        layout: Layout,
+        signature: Signature,
     ) -> Call:
         """The arguments of a call by their roles, which a transform may refine."""
 
@@ -71,8 +71,8 @@ class Transform(Rules, Protocol):
     def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         """The specs of all inputs, those filled in that the user left open."""
 
-    def layout_of(self, spec: Any) -> jax.sharding.Sharding | None:
-        """The layout that a Variable with this final spec is brought to and kept in."""
+    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
+        """The sharding that a Variable with this final spec is brought to and kept in."""
 
     def compile(
         self,
@@ -104,17 +104,17 @@ class Plan(NamedTuple):
     Attributes:
       fun_name: the name of the function.
       structure: the structure of the arguments that the plan serves.
-      layout: the roles of the arguments.
+      signature: the roles of the arguments.
       targets: the dynamic arguments, taken apart.
       names: for each slot what the user would write to reach it.
       program: the pure function in JAX's hands.
-      layouts: for each slot the layout that is declared for it, or None.
+      shardings: for each slot the sharding that is declared for it, or None.
       placed_slots: the slots that are laid out as declared before the function runs: those of
         Variables, and all where what is committed may be moved.
-      placed_layouts: these layouts.
+      placed_shardings: these shardings.
       pick_placed: picks these slots from all arrays.
-      declared: the slots whose type says the layout where nothing else does.
-      on_committed: what is done with what is committed to another layout.
+      declared: the slots whose type says the sharding where nothing else does.
+      on_committed: what is done with what is committed to another sharding.
       terms: what the transform says about fitting specs to arrays.
       specs: the spec of each slot.
       out_specs: all specs that outputs can have.
@@ -125,13 +125,13 @@ class Plan(NamedTuple):
 
     fun_name: str
     structure: Structure
-    layout: Layout
+    signature: Signature
     targets: list[Target]
     names: list[str]
     program: Program
-    layouts: tuple[jax.sharding.Sharding | None, ...]
+    shardings: tuple[jax.sharding.Sharding | None, ...]
     placed_slots: tuple[int, ...]
-    placed_layouts: list[jax.sharding.Sharding]
+    placed_shardings: list[jax.sharding.Sharding]
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]
     declared: frozenset[int]
     on_committed: OnCommitted
@@ -177,7 +177,7 @@ def make_plan(
     inputs = _resolved(transform, parameters, call, flat)
     pure = Pure(
         rules=transform,
-        layout=call.layout._replace(donated=frozenset(), donated_keywords=frozenset()),
+        signature=call.signature._replace(donated=frozenset(), donated_keywords=frozenset()),
         structure=flat.structure,
         targets=tuple(goal.objects_only() for goal in inputs.targets),
         known=known_variables(inputs.reached, inputs.object_specs),
@@ -195,23 +195,23 @@ def make_plan(
         function = traced.setdefault(pure.key, pure.function(fun, log))
     groups = pure.group_specs()
     program = transform.compile(function, inputs.specs, groups, tuple(sorted(inputs.donated)))
-    layouts = tuple(map(transform.layout_of, inputs.specs))
-    every_slot = frozenset(range(len(layouts)))
+    shardings = tuple(map(transform.sharding_of, inputs.specs))
+    every_slot = frozenset(range(len(shardings)))
     variables = flat.structure.slots_of(VariableEntry)
     movable = every_slot if transform.on_committed == "move" else variables
-    placed = {s: own for s, own in enumerate(layouts) if own is not None and s in movable}
+    placed = {s: own for s, own in enumerate(shardings) if own is not None and s in movable}
     return Plan(
         fun_name=function.__name__,
         structure=flat.structure,
-        layout=call.layout,
+        signature=call.signature,
         targets=inputs.targets,
         names=inputs.names,
         program=program,
-        layouts=layouts,
+        shardings=shardings,
         placed_slots=tuple(placed),
-        placed_layouts=list(placed.values()),
+        placed_shardings=list(placed.values()),
         pick_placed=merge.picker(tuple(placed)),
-        declared=variables if transform.tells_layouts else every_slot,
+        declared=variables if transform.passes_shardings else every_slot,
         on_committed=transform.on_committed,
         terms=transform.terms,
         specs=tuple(inputs.specs),
@@ -237,20 +237,22 @@ class _Inputs(NamedTuple):
     """
 
     targets: list[Target]
-    reached: list[Found]
+    reached: list[NamedLocation]
     names: list[str]
     specs: list[Any]
     object_specs: dict[int, Any]
     on_indivisible: dict[int, OnIndivisible]
-    uses: tuple[Use, ...]
+    uses: tuple[FilterUse, ...]
     donated: frozenset[int]
 
 
 def _resolved(transform: Transform, parameters: Parameters, call: Call, flat: Flat) -> _Inputs:
     """Gives every array of the arguments its spec, and checks that it fits."""
-    layout, structure, leaves = call.layout, flat.structure, flat.leaves
-    specs = align_specs(transform.in_specs.tree, parameters, layout, transform.in_name)
-    goals = argument_targets(structure, call.tree, specs, [layout.names[i] for i in layout.dynamic])
+    signature, structure, leaves = call.signature, flat.structure, flat.leaves
+    specs = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
+    goals = argument_targets(
+        structure, call.tree, specs, [signature.names[i] for i in signature.dynamic]
+    )
     reached = reach(structure, goals)
     found_names = slot_names(structure.num_leaves, reached)
     names = [name or f"array {slot}" for slot, name in enumerate(found_names)]
@@ -279,21 +281,21 @@ def _resolved(transform: Transform, parameters: Parameters, call: Call, flat: Fl
         object_specs=object_specs,
         on_indivisible=resolved.on_indivisible,
         uses=tuple(resolved.uses),
-        donated=_donated_slots(structure, layout, reached),
+        donated=_donated_slots(structure, signature, reached),
     )
 
 
 def _donated_slots(
-    structure: Structure, layout: Layout, reached: Sequence[Found]
+    structure: Structure, signature: Signature, reached: Sequence[NamedLocation]
 ) -> frozenset[int]:
-    donated = {layout.names[i] for i in layout.donated} | layout.donated_keywords
+    donated = {signature.names[i] for i in signature.donated} | signature.donated_keywords
     places = (found.place for found in reached if found.target.name in donated)
     slots = frozenset(slot for place in places for slot in place.slots)
     return slots - structure.slots_of(RefEntry)
 
 
 def known_variables(
-    reached: Sequence[Found], object_specs: Mapping[int, Any]
+    reached: Sequence[NamedLocation], object_specs: Mapping[int, Any]
 ) -> dict[int, tuple[str, Any]]:
     """For each Variable of the arguments its first name and its spec."""
     known: dict[int, tuple[str, Any]] = {}
@@ -305,20 +307,20 @@ def known_variables(
 
 
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
-    """Arrays to trace with: where their layout is still open, they have the declared one."""
+    """Arrays to trace with: where their sharding is still open, they have the declared one."""
     return [
-        abstract(leaf, layout) if layout and slot in plan.declared and _is_open(leaf) else leaf
-        for slot, (leaf, layout) in enumerate(zip(leaves, plan.layouts, strict=True))
+        abstract(leaf, sharding) if sharding and slot in plan.declared and _is_open(leaf) else leaf
+        for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True))
     ]
 
 
-def abstract(leaf: Any, layout: jax.sharding.Sharding | None = None) -> Any:
-    """The type of an array, with a layout."""
-    if layout is None and not isinstance(leaf, _DATA):
+def abstract(leaf: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """The type of an array, with a sharding."""
+    if sharding is None and not isinstance(leaf, _DATA):
         return leaf
     aval = jax.typeof(leaf)
     weak_type = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=layout, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak_type)
 
 
 _DATA = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)

@@ -39,8 +39,8 @@ from ..paths import accessor
 from ..state_sharding import StateSharding
 from . import unflatten as merge
 from .flatten import Flat, flatten
-from .resolve import Found, Use, reach, resolve, slot_names
-from .signature import Layout, join_call
+from .resolve import FilterUse, NamedLocation, reach, resolve, slot_names
+from .signature import Signature, join_call
 from .specs import Specs, Target, target
 from .statics import Static
 from .structure import (
@@ -226,7 +226,7 @@ class Pure:
 
     Attributes:
       rules: what the transform decides.
-      layout: the roles of the arguments.
+      signature: the roles of the arguments.
       structure: the structure of the arguments.
       targets: the graph objects among the arguments, with their specs.
       known: for each Variable of the arguments, what messages call it, and its final spec.
@@ -241,7 +241,7 @@ class Pure:
     """
 
     rules: Rules
-    layout: Layout
+    signature: Signature
     structure: Structure
     targets: tuple[Target, ...]
     known: dict[int, tuple[str, Any]]
@@ -250,7 +250,7 @@ class Pure:
     donated: frozenset[int]
     to_use: frozenset[int]
     names: Sequence[str]
-    uses: tuple[Use, ...]
+    uses: tuple[FilterUse, ...]
     graph: bool
     updates: bool
 
@@ -259,7 +259,7 @@ class Pure:
         """What the trace depends on, besides the types of the arrays."""
         return (
             self.rules.trace_key,
-            self.layout,
+            self.signature,
             self.structure,
             self.targets,
             tuple(self.object_specs.items()),
@@ -330,7 +330,7 @@ class Pure:
 
     def _called(self, fun: Any, leaves: Sequence[Any], built: merge.Built) -> Any:
         statics = [merge.assemble(c, iter(()), built.objects) for c in self.structure.statics]
-        args, kwargs = join_call(self.layout, statics, built.root)
+        args, kwargs = join_call(self.signature, statics, built.root)
         out = fun(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
@@ -432,7 +432,7 @@ class Pure:
         self,
         leaves: Sequence[Any],
         after: Flat,
-        reached: Sequence[Found],
+        reached: Sequence[NamedLocation],
         names: Sequence[str],
     ) -> list[Any]:
         """The final spec of each array after the call."""
@@ -462,7 +462,7 @@ class Pure:
         terms = self.rules.terms
         return fitted(terms, names, shapes, specs, on_indivisible, outputs=True, before=before)
 
-    def _output_names(self, after: Structure, reached: Sequence[Found]) -> list[str]:
+    def _output_names(self, after: Structure, reached: Sequence[NamedLocation]) -> list[str]:
         names = slot_names(after.num_leaves, reached)
         for index, (where, _) in self.known.items():
             for slot in after.slots[index]:

@@ -12,10 +12,10 @@ from ..fitting import OnIndivisible, describe_both
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
 from .specs import Part, Target
-from .structure import Place, Structure
+from .structure import Location, Structure
 
 
-class Found(NamedTuple):
+class NamedLocation(NamedTuple):
     """A place that a target reaches.
 
     Attributes:
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
     target: Target
     part: Part
-    place: Place
+    place: Location
     name: str
     paths: Sequence[Path]
 
@@ -37,7 +37,7 @@ class Found(NamedTuple):
         return accessor(self.target.name, (*self.part.keys, *path))
 
 
-def reach(structure: Structure, wanted: Sequence[Target]) -> list[Found]:
+def reach(structure: Structure, wanted: Sequence[Target]) -> list[NamedLocation]:
     """All places that the targets reach, in their order; shared ones once for each part.
 
     The arrays that the targets hold outside of objects must be those of the structure's root.
@@ -51,11 +51,11 @@ def reach(structure: Structure, wanted: Sequence[Target]) -> list[Found]:
                 name = accessor(goal.name, (*part.keys, *place.path))
                 others = aliases.get(place.entry, ()) if place.entry is not None else ()
                 paths = dict.fromkeys((place.path, *others))
-                found.append(Found(goal, part, place, name, tuple(paths)))
+                found.append(NamedLocation(goal, part, place, name, tuple(paths)))
     return found
 
 
-def slot_names(num_leaves: int, reached: Sequence[Found]) -> list[str]:
+def slot_names(num_leaves: int, reached: Sequence[NamedLocation]) -> list[str]:
     """For each array what the user would write to reach it, or nothing if no target does."""
     names = [""] * num_leaves
     for found in reached:
@@ -77,11 +77,11 @@ class Resolved(NamedTuple):
     slots: list[Any]
     variables: dict[int, tuple[str, Any]]
     on_indivisible: dict[int, OnIndivisible]
-    uses: list[Use]
+    uses: list[FilterUse]
 
 
 def resolve(
-    reached: Sequence[Found],
+    reached: Sequence[NamedLocation],
     objects: Sequence[Any],
     leaves: Sequence[Any],
     spec_of: Callable[[Any], Any],
@@ -104,14 +104,14 @@ def resolve(
         different specs.
     """
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
-    uses: dict[int, Use] = {}
+    uses: dict[int, FilterUse] = {}
     conflicts: list[str] = []
     for found in reached:
         place, spec = found.place, found.part.spec
         if found.target.name in settled and known and place.entry in known:
             spec = None
         elif isinstance(spec, StateSharding):
-            use = uses.setdefault(id(spec), Use(spec))
+            use = uses.setdefault(id(spec), FilterUse(spec))
             index = place.entry
             subject = leaves[place.slots[0]] if index is None else objects[index]
             which, spec = _find(use, found, subject, spec_of, conflicts)
@@ -139,7 +139,11 @@ def resolve(
 
 
 def _find(
-    use: Use, found: Found, subject: Any, spec_of: Callable[[Any], Any], conflicts: list[str]
+    use: FilterUse,
+    found: NamedLocation,
+    subject: Any,
+    spec_of: Callable[[Any], Any],
+    conflicts: list[str],
 ) -> tuple[int | None, Any]:
     """What a ``StateSharding`` says of a Variable: by the filter that names one of its paths.
 
@@ -162,7 +166,7 @@ def _find(
     return which, spec
 
 
-class Use:
+class FilterUse:
     """What one ``StateSharding`` decided about."""
 
     def __init__(self, rules: StateSharding):
@@ -193,13 +197,13 @@ class Use:
             which is not None and which < len(filters) and names_paths(to_predicate(filters[which]))
         )
 
-    def copy(self) -> Use:
+    def copy(self) -> FilterUse:
         """One that can be added to."""
-        new = Use(self.rules)
+        new = FilterUse(self.rules)
         new.add(self)
         return new
 
-    def add(self, other: Use) -> None:
+    def add(self, other: FilterUse) -> None:
         """Takes in the decisions of an equal one."""
         self._matched |= other._matched
         self._shadowed |= other._shadowed
@@ -225,9 +229,9 @@ class Use:
                 yield f"  {self.rules.names[index]}, for {', '.join(self._arguments)}{near}"
 
 
-def merged(uses: Iterable[Use]) -> list[Use]:
+def merged(uses: Iterable[FilterUse]) -> list[FilterUse]:
     """Uses of equal rules as one: each filter may be meant for one argument only."""
-    found: list[Use] = []
+    found: list[FilterUse] = []
     for use in uses:
         same = next((other for other in found if other.rules == use.rules), None)
         if same is None:
@@ -237,7 +241,7 @@ def merged(uses: Iterable[Use]) -> list[Use]:
     return found
 
 
-def _record(result: Resolved, found: Found, spec: Any, conflicts: list[str]) -> None:
+def _record(result: Resolved, found: NamedLocation, spec: Any, conflicts: list[str]) -> None:
     index = found.place.entry
     if index is not None:
         first = result.variables.get(index)

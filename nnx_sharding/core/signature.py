@@ -14,7 +14,7 @@ from .. import _compat
 from ..fitting import suggestion
 
 
-class Layout(NamedTuple):
+class Signature(NamedTuple):
     """The roles of the arguments for one way of calling: so many positional, these keywords.
 
     Attributes:
@@ -89,7 +89,7 @@ class Parameters:
         self.has_signature = self.var_positional != "args" or bool(self.positional)
         self.static = self._complete(static_argnums, static_argnames)
         self.donated = self._complete(donate_argnums, donate_argnames)
-        self._layouts: dict[tuple[int, tuple[str, ...]], Layout] = {}
+        self._signatures: dict[tuple[int, tuple[str, ...]], Signature] = {}
 
     def _read(self, signature: inspect.Signature) -> None:
         kinds = inspect.Parameter
@@ -122,18 +122,18 @@ class Parameters:
             names = tuple(n for i, n in enumerate(own) if i in wanted and n in self._by_keyword)
         return nums or (), frozenset(names or ())
 
-    def layout(self, num_positional: int, keywords: tuple[str, ...]) -> Layout:
+    def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
         """The roles for a call with so many positional arguments and these keywords.
 
         Counts include the bound objects.
         """
         key = (num_positional, keywords)
-        found = self._layouts.get(key)
+        found = self._signatures.get(key)
         if found is None:
-            found = self._layouts[key] = self._make_layout(num_positional, keywords)
+            found = self._signatures[key] = self._make_signature(num_positional, keywords)
         return found
 
-    def _make_layout(self, num_positional: int, keywords: tuple[str, ...]) -> Layout:
+    def _make_signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
         rest = self.var_positional or "args"
         named = len(self.positional)
         names = tuple(
@@ -154,7 +154,7 @@ class Parameters:
             return frozenset(n + self.bound for n in inside if n < own)
 
         sorted_keywords = tuple(sorted(keywords))
-        return Layout(
+        return Signature(
             names,
             sorted_keywords,
             positions(self.static[0], "static_argnums"),
@@ -168,12 +168,12 @@ class Call(NamedTuple):
     """One call, sorted: what is static, and the pytree of all that is not.
 
     Attributes:
-      layout: the roles of the arguments.
+      signature: the roles of the arguments.
       statics: the static arguments, positional ones first.
       tree: ``(positional, keywords)`` without the static arguments.
     """
 
-    layout: Layout
+    signature: Signature
     statics: tuple[Any, ...]
     tree: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -182,36 +182,39 @@ def sort_call(
     parameters: Parameters,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    layout: Layout | None = None,
+    signature: Signature | None = None,
 ) -> Call:
-    """Sorts the arguments of a call by their roles: those of ``layout``, if it is given.
+    """Sorts the arguments of a call by their roles: those of ``signature``, if it is given.
 
     Raises:
       ValueError: a static argument is not hashable.
     """
-    layout = layout or parameters.layout(len(args), tuple(kwargs))
-    if not layout.static and not layout.static_keywords:
-        return Call(layout, (), (args, kwargs))
-    statics = [_static_argument(layout.names[i], args[i]) for i in sorted(layout.static)]
-    statics += [_static_argument(k, kwargs[k]) for k in sorted(layout.static_keywords)]
+    signature = signature or parameters.signature(len(args), tuple(kwargs))
+    if not signature.static and not signature.static_keywords:
+        return Call(signature, (), (args, kwargs))
+    statics = [_static_argument(signature.names[i], args[i]) for i in sorted(signature.static)]
+    statics += [_static_argument(k, kwargs[k]) for k in sorted(signature.static_keywords)]
     return Call(
-        layout,
+        signature,
         tuple(statics),
         (
-            tuple(args[i] for i in layout.dynamic),
-            {k: kwargs[k] for k in layout.dynamic_keywords},
+            tuple(args[i] for i in signature.dynamic),
+            {k: kwargs[k] for k in signature.dynamic_keywords},
         ),
     )
 
 
 def join_call(
-    layout: Layout, statics: Sequence[Any], tree: tuple[tuple[Any, ...], dict[str, Any]]
+    signature: Signature, statics: Sequence[Any], tree: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The opposite of :func:`sort_call`: all arguments, static ones in their places."""
     dynamic, kwargs = iter(tree[0]), dict(tree[1])
     values = iter(statics)
-    args = [next(values) if i in layout.static else next(dynamic) for i in range(len(layout.names))]
-    for name in sorted(layout.static_keywords):
+    args = [
+        next(values) if i in signature.static else next(dynamic)
+        for i in range(len(signature.names))
+    ]
+    for name in sorted(signature.static_keywords):
         kwargs[name] = next(values)
     return args, kwargs
 
@@ -236,7 +239,7 @@ def _static_argument(name: str, value: Any) -> Any:
 
 
 def align_specs(
-    specs: Any, parameters: Parameters, layout: Layout, what: str, other: Any = None
+    specs: Any, parameters: Parameters, signature: Signature, what: str, other: Any = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The spec of each dynamic argument: positional ones, and by keyword.
 
@@ -245,7 +248,7 @@ def align_specs(
         parameter, where static parameters are left out or have None; or a mapping from
         parameter names. What it does not mention is ``other``.
       parameters: the parameters of the function.
-      layout: the roles of the arguments in this call.
+      signature: the roles of the arguments in this call.
       what: the name of the option, for messages.
       other: the spec of what ``specs`` does not mention.
 
@@ -253,31 +256,31 @@ def align_specs(
       ValueError: the number of specs does not fit, or a name is no parameter.
     """
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
-        return _specs_by_name(specs, parameters, layout, what, other)
+        return _specs_by_name(specs, parameters, signature, what, other)
     if not isinstance(specs, tuple | list) or hasattr(specs, "_fields"):
-        return (specs,) * len(layout.dynamic), dict.fromkeys(layout.dynamic_keywords, specs)
+        return (specs,) * len(signature.dynamic), dict.fromkeys(signature.dynamic_keywords, specs)
     specs = [None] * parameters.bound + list(specs)
-    static = _static_parameters(parameters, layout)
-    total = max(len(parameters.positional), len(layout.names))
+    static = _static_parameters(parameters, signature)
+    total = max(len(parameters.positional), len(signature.names))
     dynamic = [i for i in range(total) if i not in static]
     beside = [specs[i] for i in static if i < len(specs)]
     if len(specs) > len(dynamic) and all(spec is None for spec in beside):
         by_position = dict(enumerate(specs))
     else:
         by_position = dict(zip(dynamic, specs, strict=False))
-    missing = [layout.names[i] for i in layout.dynamic if i not in by_position]
+    missing = [signature.names[i] for i in signature.dynamic if i not in by_position]
     is_open = parameters.var_positional is not None
     if missing or len(specs) > total or (len(by_position) < len(specs) and not is_open):
         given = len(specs) - parameters.bound
-        raise ValueError(_count_message(what, given, parameters, layout, static, missing))
+        raise ValueError(_count_message(what, given, parameters, signature, static, missing))
     by_name = {
         parameters.positional[i]: s
         for i, s in by_position.items()
         if i < len(parameters.positional)
     }
     return (
-        tuple(by_position[i] for i in layout.dynamic),
-        {k: by_name.get(k, other) for k in layout.dynamic_keywords},
+        tuple(by_position[i] for i in signature.dynamic),
+        {k: by_name.get(k, other) for k in signature.dynamic_keywords},
     )
 
 
@@ -285,11 +288,11 @@ def _count_message(
     what: str,
     given: int,
     parameters: Parameters,
-    layout: Layout,
+    signature: Signature,
     static: frozenset[int],
     missing: Sequence[str],
 ) -> str:
-    names = max(layout.names, parameters.positional, key=len)
+    names = max(signature.names, parameters.positional, key=len)
     count = len(names) - parameters.bound
     wanted = [name for i, name in enumerate(names) if i >= parameters.bound and i not in static]
     statics = [name for i, name in enumerate(names) if i in static]
@@ -303,7 +306,7 @@ def _count_message(
 
 
 def _specs_by_name(
-    specs: Mapping[str, Any], parameters: Parameters, layout: Layout, what: str, other: Any
+    specs: Mapping[str, Any], parameters: Parameters, signature: Signature, what: str, other: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     known = (*parameters.positional, *parameters.keyword_only)
     extra = [n for n in (parameters.var_positional, parameters.var_keyword) if n]
@@ -318,7 +321,7 @@ def _specs_by_name(
 
     def positional(i: int) -> Any:
         if i < named:
-            return specs.get(layout.names[i], other)
+            return specs.get(signature.names[i], other)
         return rest[i - named] if isinstance(rest, tuple | list) else rest
 
     others = specs.get(parameters.var_keyword, other) if parameters.var_keyword else other
@@ -331,20 +334,20 @@ def _specs_by_name(
         return others.get(name, other) if isinstance(others, Mapping) else others
 
     return (
-        tuple(positional(i) for i in layout.dynamic),
-        {k: keyword(k) for k in layout.dynamic_keywords},
+        tuple(positional(i) for i in signature.dynamic),
+        {k: keyword(k) for k in signature.dynamic_keywords},
     )
 
 
-def _static_parameters(parameters: Parameters, layout: Layout) -> frozenset[int]:
+def _static_parameters(parameters: Parameters, signature: Signature) -> frozenset[int]:
     """Positions in the signature that are static, also those that this call left out."""
-    names = layout.static_keywords
+    names = signature.static_keywords
     by_name = {i for i, name in enumerate(parameters.positional) if name in names}
     nums = {
         n if n >= 0 else n + len(parameters.positional) - parameters.bound
         for n in parameters.static[0]
     }
-    return layout.static | by_name | {n + parameters.bound for n in nums}
+    return signature.static | by_name | {n + parameters.bound for n in nums}
 
 
 def _index_tuple(value: int | Sequence[int]) -> tuple[int, ...]:

@@ -273,7 +273,7 @@ class Structure:
     def _is_ref(self, child: Child) -> TypeGuard[int]:
         return isinstance(child, int) and isinstance(self.entries[child], RefEntry)
 
-    def walk(self, child: Child, slots: Iterator[int], path: Path = ()) -> Iterator[Place]:
+    def walk(self, child: Child, slots: Iterator[int], path: Path = ()) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that can be reached from ``child``.
 
         Depth first with keys in order, as Flax walks a graph; an object reached twice comes
@@ -292,10 +292,10 @@ class Structure:
                 stack.pop()
                 continue
             path, child, slots = step
-            if isinstance(child, Place):
+            if isinstance(child, Location):
                 yield child
             elif child is LEAF:
-                yield Place(path, None, (next(slots),))
+                yield Location(path, None, (next(slots),))
             elif isinstance(child, Container):
                 if not child.children:
                     continue
@@ -309,11 +309,11 @@ class Structure:
                     stack.append(_steps(paths, entry.children, iter(own)))
                 elif isinstance(entry, VariableEntry) and self._is_ref(entry.value):
                     seen.add(entry.value)
-                    yield Place(path, child, self.slots[entry.value])
+                    yield Location(path, child, self.slots[entry.value])
                 elif isinstance(entry, VariableEntry) and holds_objects(entry):
                     stack.append(_nested(child, entry.value, iter(own), path))
                 elif isinstance(entry, VariableEntry | RefEntry):
-                    yield Place(path, child, own)
+                    yield Location(path, child, own)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -408,12 +408,12 @@ def _nested(
     parts = parts_of(value) if isinstance(value, Container) else {(): value}
     for key, part in parts.items():
         if part is LEAF:
-            yield path, Place(path + key, index, (next(slots),)), slots
+            yield path, Location(path + key, index, (next(slots),)), slots
         elif isinstance(part, int):
             yield path + key, part, slots
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where arrays live: the path, the entry of the Variable or ref (None: a bare array)."""
 
     path: Path

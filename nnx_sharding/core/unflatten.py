@@ -18,8 +18,8 @@ from .structure import (
     Child,
     Container,
     Group,
+    Location,
     NodeEntry,
-    Place,
     PyTreeDef,
     RefEntry,
     StaticEntry,
@@ -113,7 +113,7 @@ def pytree_of(entry: Any) -> Container | None:
     return entry.value if isinstance(entry.value, Container) else None
 
 
-def value_at(structure: Structure, place: Place, leaves: Sequence[Any]) -> Any:
+def value_at(structure: Structure, place: Location, leaves: Sequence[Any]) -> Any:
     """What is at a place: an array, or a pytree of them."""
     own = (leaves[slot] for slot in place.slots)
     pytree = None if place.entry is None else pytree_of(structure.entries[place.entry])

@@ -28,7 +28,7 @@ from ..core.structure import (
 from ..paths import Path, accessor
 
 if TYPE_CHECKING:
-    from ..core.signature import Layout
+    from ..core.signature import Signature
 
 
 class Difference(NamedTuple):
@@ -44,7 +44,7 @@ class Difference(NamedTuple):
     look_alike: bool = False
 
 
-Side: TypeAlias = "tuple[Layout, Structure]"
+Side: TypeAlias = "tuple[Signature, Structure]"
 
 
 def differences(old: Side, new: Side, limit: int = 10) -> list[str]:
@@ -73,10 +73,10 @@ def compare(before: Side, after: Side) -> Iterator[Difference]:
       before: the roles and the structure of the arguments of one call.
       after: those of another call.
     """
-    (old_layout, old), (layout, new) = before, after
-    names = [layout.names[i] for i in layout.dynamic]
-    old_statics = dict(zip(old_layout.static_names, old.statics, strict=True))
-    statics = dict(zip(layout.static_names, new.statics, strict=True))
+    (old_signature, old), (signature, new) = before, after
+    names = [signature.names[i] for i in signature.dynamic]
+    old_statics = dict(zip(old_signature.static_names, old.statics, strict=True))
+    statics = dict(zip(signature.static_names, new.statics, strict=True))
     pairs = [
         (f"static argument {name}", old_statics[name], statics[name])
         for name in statics

@@ -122,7 +122,7 @@ def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
 def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
     """On Explicit meshes the sharding is part of an array's type."""
     terms = plan.terms
-    if not terms.tells_layouts and terms.usable != frozenset(terms.mesh.axis_names):
+    if not terms.passes_shardings and terms.usable != frozenset(terms.mesh.axis_names):
         return
     lines = []
     for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
@@ -130,8 +130,10 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         own = getattr(jax.typeof(leaf), "sharding", None)
         if own is None or not isinstance(partition, jax.sharding.PartitionSpec):
             continue
-        explicit = axes_of_type(own.mesh if terms.tells_layouts else terms.mesh, AxisType.Explicit)
-        if not explicit or (terms.tells_layouts and not is_committed(leaf)):
+        explicit = axes_of_type(
+            own.mesh if terms.passes_shardings else terms.mesh, AxisType.Explicit
+        )
+        if not explicit or (terms.passes_shardings and not is_committed(leaf)):
             continue
         ndim = len(jax.typeof(leaf).shape)
         if _meaning(own.spec, ndim, explicit) != _meaning(partition, ndim, explicit):
@@ -155,17 +157,17 @@ def _meaning(spec: Any, ndim: int, axes: frozenset[Any]) -> tuple[Any, ...]:
 
 
 def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
-    if not plan.terms.tells_layouts:
+    if not plan.terms.passes_shardings:
         return
     lines: list[str] = []
     refs: list[str] = []
-    for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True):
+    for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
         is_ref = _is_concrete_ref(leaf)
-        if layout is None or not (is_ref or is_committed(leaf)):
+        if sharding is None or not (is_ref or is_committed(leaf)):
             continue
-        same_devices = leaf.sharding.device_set == layout.device_set
-        if (is_ref or same_devices) and not leaf.sharding.is_equivalent_to(layout, leaf.ndim):
-            own, declared = describe_both(leaf.sharding, layout)
+        same_devices = leaf.sharding.device_set == sharding.device_set
+        if (is_ref or same_devices) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            own, declared = describe_both(leaf.sharding, sharding)
             found = refs if is_ref else lines
             found.append(f"  {name}, shape {leaf.shape}: is {own}, declared {declared}")
     if lines:
@@ -181,14 +183,14 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
 
 def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> None:
     """Each process has an array of its own, and JAX cannot know which part of it is meant."""
-    if not plan.terms.tells_layouts:
+    if not plan.terms.passes_shardings:
         return
     lines = [
-        f"  {name}, shape {leaf.shape}, {describe(layout)}"
-        for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True)
+        f"  {name}, shape {leaf.shape}, {describe(sharding)}"
+        for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True)
         if isinstance(leaf, np.ndarray)
-        and layout is not None
-        and not (layout.is_fully_addressable or layout.is_fully_replicated)
+        and sharding is not None
+        and not (sharding.is_fully_addressable or sharding.is_fully_replicated)
     ]
     if lines:
         raise ValueError(
@@ -210,9 +212,9 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
         if devices is not None and name not in groups.setdefault(devices, []):
             groups[devices].append(name)
 
-    for name, leaf, layout in zip(plan.names, leaves, plan.layouts, strict=True):
-        if layout is not None:
-            add(layout, name)
+    for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
+        if sharding is not None:
+            add(sharding, name)
         if _is_concrete_ref(leaf) or is_committed(leaf):
             add(leaf.sharding, name)
     for spec in plan.out_specs:

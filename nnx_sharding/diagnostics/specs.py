@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.resolve import Found, Use, merged
+from ..core.resolve import FilterUse, NamedLocation, merged
 from ..core.specs import Specs
 from ..errors import (
     CapturedArrayWarning,
@@ -36,7 +36,7 @@ class FitOptions(NamedTuple):
     Attributes:
       name: what messages call the transform.
       in_name: the name of its option for the specs of inputs.
-      tells_layouts: whether JAX hears of the layouts of inputs by an option, and not by types.
+      passes_shardings: whether JAX hears of the shardings of inputs by an option, and not by types.
       mesh: the mesh that a bare ``PartitionSpec`` refers to, if it is known.
       usable: the axes of it that specs may name; None for all.
       on_indivisible: what to do with a spec that does not divide a shape.
@@ -46,7 +46,7 @@ class FitOptions(NamedTuple):
 
     name: str
     in_name: str
-    tells_layouts: bool
+    passes_shardings: bool
     mesh: Any
     usable: frozenset[Any] | None
     on_indivisible: OnIndivisible
@@ -120,7 +120,7 @@ def check_axes(
         if PartitionSpec.UNCONSTRAINED in own[0].partitions:
             options = f"{terms.in_name} and {terms.out_name}"
             problems.append(f"{options} take no UNCONSTRAINED; write None, or an axis")
-        if not terms.tells_layouts and own[1].abstract_mesh != terms.mesh.abstract_mesh:
+        if not terms.passes_shardings and own[1].abstract_mesh != terms.mesh.abstract_mesh:
             problems = [f"it is for another mesh, {own[1]}; give the PartitionSpec alone"]
         if problems:
             wrong[spec] = problems
@@ -149,7 +149,7 @@ def _option_of(terms: FitOptions, spec: Any, inputs: Specs) -> str:
 
 
 def uses_of(
-    reached: Sequence[Found], objects: Sequence[Any], leaves: Sequence[Any]
+    reached: Sequence[NamedLocation], objects: Sequence[Any], leaves: Sequence[Any]
 ) -> Iterable[tuple[Any, str]]:
     """Each spec that targets have for what they reach, as written, with the name of that."""
     for found in reached:
@@ -160,7 +160,7 @@ def uses_of(
         yield spec, found.name
 
 
-def check_filters(terms: FitOptions, uses: Iterable[Use]) -> None:
+def check_filters(terms: FitOptions, uses: Iterable[FilterUse]) -> None:
     """Every filter should decide about something; all that do not are in one warning.
 
     Raises:
@@ -245,7 +245,7 @@ def fitted(
             result[slot] = new
             corrected.append(f"{line} → {describe(new)}: {'; '.join(problems)}")
     if wrong:
-        is_jaxs = terms.tells_layouts and all("divisible" in line for line in wrong)
+        is_jaxs = terms.passes_shardings and all("divisible" in line for line in wrong)
         error = _compat.IndivisibleError if is_jaxs else ValueError
         raise error(_misfit_message(terms, wrong, outputs))
     if corrected:

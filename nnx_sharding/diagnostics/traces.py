@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .differences import Difference, compare, show
 
 if TYPE_CHECKING:
-    from ..core.signature import Layout
+    from ..core.signature import Signature
     from .trace_log import Trace
 
 MAX_COMPARED = 64  # a comparison walks through the whole model
@@ -35,7 +35,7 @@ def between(old: Trace, new: Trace) -> Iterator[Difference]:
     if old.is_like(new):
         return
     differences = itertools.chain(
-        _calls(old.pure.layout, new.pure.layout),
+        _calls(old.pure.signature, new.pure.signature),
         _structures(old, new),
         _arrays(old, new),
         _options(old, new),
@@ -46,7 +46,7 @@ def between(old: Trace, new: Trace) -> Iterator[Difference]:
     yield from differences
 
 
-def _calls(old: Layout, new: Layout) -> Iterator[Difference]:
+def _calls(old: Signature, new: Signature) -> Iterator[Difference]:
     one, other = map(arguments_of, (old, new))
     if one != other:
         yield Difference(f"arguments {one} → {other}")
@@ -57,15 +57,15 @@ def _calls(old: Layout, new: Layout) -> Iterator[Difference]:
             yield Difference(f"argument {name}: {change}")
 
 
-def arguments_of(layout: Layout) -> str:
+def arguments_of(signature: Signature) -> str:
     """How a function was called: ``(model, x, train=)``."""
-    return f"({', '.join((*layout.names, *(f'{k}=' for k in layout.keywords)))})"
+    return f"({', '.join((*signature.names, *(f'{k}=' for k in signature.keywords)))})"
 
 
 def _structures(old: Trace, new: Trace) -> Iterator[Difference]:
     if old.pure.structure != new.pure.structure:
-        layouts = old.pure.layout, new.pure.layout
-        yield from compare(*zip(layouts, (old.pure.structure, new.pure.structure), strict=True))
+        signatures = old.pure.signature, new.pure.signature
+        yield from compare(*zip(signatures, (old.pure.structure, new.pure.structure), strict=True))
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[Difference]:

@@ -87,7 +87,7 @@ def export(
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
         _, plan, split = fun._planned(args, kwargs)
         _check_refs(plan, split.leaves)
-        slots = zip(split.leaves, plan.layouts, plan.specs, strict=True)
+        slots = zip(split.leaves, plan.shardings, plan.specs, strict=True)
         types = [_type_of(*slot) for slot in slots]
         lower = jax.export.export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
@@ -151,7 +151,9 @@ def _check_expressible(plan: Plan, outcome: Outcome) -> None:
     arguments = Structure(
         after.entries, before.root, after.slots, before.root_slots, before.statics
     )
-    lines = [f"  {line}" for line in differences((plan.layout, before), (plan.layout, arguments))]
+    lines = [
+        f"  {line}" for line in differences((plan.signature, before), (plan.signature, arguments))
+    ]
     raise ValueError(
         f"{plan.fun_name} cannot be exported, because it changes more than arrays:\n"
         + "\n".join(lines)
@@ -216,7 +218,7 @@ def _manifest(
 
 
 def _arguments(plan: Plan) -> Iterator[Argument]:
-    layout = plan.layout
+    layout = plan.signature
     (positional, keywords) = tree_of(plan.structure, lambda slot: {"input": slot})["tuple"]
     for index, tree in zip(layout.dynamic, positional["tuple"], strict=True):
         yield Argument(layout.names[index], False, index in layout.donated, tree)
@@ -225,7 +227,7 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
 
 
 def _statics(plan: Plan) -> dict[str, str]:
-    found = zip(plan.layout.static_names, plan.structure.statics, strict=True)
+    found = zip(plan.signature.static_names, plan.structure.statics, strict=True)
     return {name: _text(plan.structure, child) for name, child in sorted(found)}
 
 
@@ -246,7 +248,7 @@ def _arrays(
 
 def _updates(plan: Plan, outcome: Outcome, source: Callable[[int], Tree]) -> dict[str, Tree]:
     """For each argument its arrays that the function changed or added, by path."""
-    layout, root = plan.layout, plan.structure.root
+    layout, root = plan.signature, plan.structure.root
     assert isinstance(root, Container)
     names = [layout.names[i] for i in layout.dynamic]
     found: dict[str, list[tuple[Path, Tree]]] = {}

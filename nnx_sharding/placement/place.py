@@ -181,7 +181,7 @@ def _terms(rules: Rules, mesh: Any) -> FitOptions:
     return FitOptions(
         name=rules.caller,
         in_name="sharding",
-        tells_layouts=True,
+        passes_shardings=True,
         mesh=mesh,
         usable=None,
         on_indivisible=rules.on_indivisible,

@@ -21,7 +21,7 @@ from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import reach
 from ..core.specs import target
-from ..core.structure import Place
+from ..core.structure import Location
 from ..errors import NoMeshError
 from ..filters import Paths, misspelt, to_predicate
 from ..fitting import (
@@ -281,7 +281,7 @@ class _Decision(NamedTuple):
     path: Path
     below: Path
     subject: Any
-    place: Place
+    place: Location
     rule: int | None
     declared: Any
 

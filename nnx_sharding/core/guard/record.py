@@ -146,13 +146,13 @@ class _Builder:
 
     def add_arguments(self, call: Call, arguments: Sequence[Any], keywords: Sequence[str]) -> None:
         """Puts the arguments of a call at the start of the stream."""
-        layout, root = call.layout, self._structure.root
+        signature, root = call.signature, self._structure.root
         assert isinstance(root, Container)
-        dynamic: list[Any] = [*layout.dynamic, *sorted(layout.dynamic_keywords)]
-        values = [*call.tree[0], *(call.tree[1][k] for k in sorted(layout.dynamic_keywords))]
+        dynamic: list[Any] = [*signature.dynamic, *sorted(signature.dynamic_keywords)]
+        values = [*call.tree[0], *(call.tree[1][k] for k in sorted(signature.dynamic_keywords))]
         want = _Want(root.children, self._structure.root_slots, root.aux)
         wants: dict[Any, _Want] = dict(zip(dynamic, want.divide(values), strict=True))
-        static = [*sorted(layout.static), *sorted(layout.static_keywords)]
+        static = [*sorted(signature.static), *sorted(signature.static_keywords)]
         statics = dict(zip(static, self._structure.statics, strict=True))
         names = [*range(len(arguments) - len(keywords)), *keywords]
         for name, value in zip(names, arguments, strict=True):
