@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +12,7 @@ import numpy as np
 from .. import _compat
 from ..paths import path_string
 from .static_forms import is_fixed
-from .statics import Content, Identity, Static, content_of
+from .statics import Static, content_of
 from .structure import (
     LEAF,
     Child,
@@ -27,27 +25,18 @@ from .structure import (
     StaticEntry,
     Structure,
     VariableEntry,
-    atoms,
-    children_of,
     is_leaf_treedef,
     parts_of,
 )
 
 
 class Flat(NamedTuple):
-    """A flattened graph.
-
-    Attributes:
-      structure: all but the arrays.
-      leaves: the arrays, by slot.
-      objects: the object of each entry of the structure.
-      updatable: whether all objects are known to belong to the current trace.
-    """
+    """A flattened graph."""
 
     structure: Structure
-    leaves: Sequence[Any]
-    objects: Sequence[Any]
-    updatable: bool = False
+    leaves: Sequence[Any]  # by slot
+    objects: Sequence[Any]  # by entry
+    updatable: bool = False  # whether all objects are known to belong to the current trace
 
 
 def flatten(
@@ -64,42 +53,42 @@ def flatten(
 
     Args:
       tree: any pytree; NNX objects in it may share references and form cycles.
-      graph: False for Flax's tree mode, where modules are plain pytrees: no Variable may be shared,
-        and every non-module inside a data attribute is an array.
-      known: objects that get the first indices, whether or not they are reachable from ``tree``.
-        Unless it is None, ``tree`` is what a function returns, else what it takes.
+      graph: False for Flax's tree mode: no Variable may be shared, and each leaf of data is an
+        array.
+      known: objects that get the first indices. None if ``tree`` is what a function takes, not what
+        it returns.
       describe_known: which of the known objects are described even if they are not reachable from
         ``tree``; the entries of the others are then None.
       statics: static arguments.
       held: whether the structure keeps static objects alive that are compared by identity.
-      borrowed: the ids of objects that are not kept alive in any case.
+      borrowed: the ids of objects that it does not keep alive in any case.
 
     Raises:
-      ValueError: in tree mode without ``known``, a Variable is shared or there is a cycle; in tree
-        mode, an object is not a pytree.
+      ValueError: in tree mode, an object is not a pytree, or ``tree`` is not one.
     """
-    splitter = _Splitter(graph, known or (), held, borrowed)
+    flattener = _Flattener(graph, known or (), held, borrowed)
     root_slots: list[int] = []
-    root = splitter.root(tree, root_slots, link_refs=known is not None)
-    static_children = tuple(map(splitter.static, statics))
+    # JAX has a rule of its own against passing a ref twice; results may share one.
+    root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
+    static_children = tuple(map(flattener.static, statics))
     for obj in filter(describe_known, known or ()):
-        splitter.link(obj)
-    splitter.describe_pending()
+        flattener.link(obj)
+    flattener.describe_pending()
     structure = Structure(
-        tuple(splitter.entries),
+        tuple(flattener.entries),
         root,
-        tuple(map(tuple, splitter.slots)),
+        tuple(map(tuple, flattener.slots)),
         tuple(root_slots),
         static_children,
-        splitter.origins,
+        flattener.origins,
     )
     if not graph and known is None:
         _check_tree(structure)
-    return Flat(structure, splitter.leaves, splitter.objects)
+    return Flat(structure, flattener.leaves, flattener.objects)
 
 
-class _Splitter:
-    """One walk over a graph. Indices are given in the order of discovery, depth first."""
+class _Flattener:
+    """One walk over a graph. Entries are in the order of discovery, depth first."""
 
     def __init__(self, graph: bool, known: Sequence[Any], held: bool, borrowed: Set[int]):
         self.graph = graph
@@ -147,7 +136,7 @@ class _Splitter:
                 tuple([(name, self.static(setting)) for name, setting in metadata]),
                 self._leaf(value, slots)
                 if type(value) is _compat.ArrayImpl
-                else self._pytree(value, slots, all_leaves=True),
+                else self.pytree(value, slots),
             )
         if _compat.is_node(obj):
             return self._describe_node(obj, slots)
@@ -161,7 +150,7 @@ class _Splitter:
             return StaticEntry(content.kind, tuple(map(self.static, content.parts)))
         # Not as `static` has them: elsewhere the same object may be compared by content.
         parts = [Static.of(part, hold=self._holds(part)) for part in content.parts]
-        return StaticEntry(content.kind, tuple(parts), Identity(obj, self._holds(obj)))
+        return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
 
     def _describe_node(self, obj: Any, slots: list[int]) -> Entry:
         if not self.graph and not _compat.is_pytree_type(type(obj)):
@@ -179,7 +168,9 @@ class _Splitter:
             elif _compat.is_node_state(value):
                 child = _node_state(_compat.node_flags(value))
             else:
-                child = self._pytree(value, slots, not self.graph, bool(is_data))
+                # Flax makes a value that was put under nnx.data an array, whatever its type.
+                all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
+                child = self.pytree(value, slots, all_leaves=all_leaves)
             children.append(child)
         return NodeEntry(type(obj), items.metadata, tuple(items.keys), tuple(children))
 
@@ -193,11 +184,12 @@ class _Splitter:
             return known[0]
         if id(value) in self.index:
             return self.link(value)
-        child: Static | Group = Static.of(value, hold=self._holds(value))
-        content: Content | None = content_of(value) if child.by_identity else None
+        static = Static.of(value, hold=self._holds(value))
+        content = content_of(value) if static.by_identity else None
+        if content is not None and not is_fixed(content.kind):
+            return self.link(value)
+        child: Static | Group = static
         if content is not None:
-            if not is_fixed(content.kind):
-                return self.link(value)
             child = Group(content.kind, tuple(map(self.static, content.parts)))
         self._statics[id(value)] = child, value
         return child
@@ -205,46 +197,39 @@ class _Splitter:
     def _holds(self, value: Any) -> bool:
         return self.held and id(value) not in self.borrowed
 
-    def root(self, tree: Any, slots: list[int], *, link_refs: bool) -> Child:
-        """The pytree that is flattened. Its arrays and those of its objects come in its order.
-
-        With ``link_refs`` a ``jax.Ref`` in it is an object that may be shared. Where a function takes
-        refs themselves it is a leaf, so that JAX's own rule against passing one twice holds.
-        """
-        parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        children: list[Child] = []
-        for part in parts:
-            if isinstance(part, Static):  # the transform has declared it static
-                children.append(self.static(part.value))
-            elif _is_linked(part) and (link_refs or not _compat.is_ref(part)):
-                children.append(self.link(part))
-            else:
-                children.append(self._leaf(part, slots))
-            self.describe_pending()
-        return self._container(treedef, children)
-
-    def _pytree(
-        self, tree: Any, slots: list[int], all_leaves: bool, is_data: bool = False
+    def pytree(
+        self,
+        tree: Any,
+        slots: list[int],
+        *,
+        all_leaves: bool = True,
+        link_refs: bool = True,
+        is_root: bool = False,
     ) -> Child:
-        """A pytree inside of an object.
+        """The child for a pytree, the slots of whose arrays are added to ``slots``.
 
-        With ``all_leaves`` leaves that are not arrays are kept with the arrays, else they are
-        static; ``is_data`` is the same for a single leaf.
+        Args:
+          tree: the pytree.
+          slots: the slots of the object that holds it.
+          all_leaves: whether leaves that are not arrays are kept with the arrays; else as statics.
+          link_refs: whether a ``jax.Ref`` is an object that may be shared; else it is a leaf.
+          is_root: whether it is outside of any object. Then its arrays and those of its objects are
+            in its order.
         """
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-        # Flax makes a value that was put under nnx.data an array, whatever its type.
-        all_leaves = all_leaves or (is_data and is_leaf_treedef(treedef))
         children: list[Child] = []
         for part in parts:
-            if _is_linked(part):
+            is_object = _compat.is_graph_object(part) or _compat.is_hijax_variable(part)
+            if is_object or (link_refs and _compat.is_ref(part)):
                 children.append(self.link(part))
+            elif isinstance(part, Static):  # the transform has declared it static
+                children.append(self.static(part.value))
             elif all_leaves or isinstance(part, _ARRAYS):
                 children.append(self._leaf(part, slots))
             else:
                 children.append(self.static(part))
-        return self._container(treedef, children)
-
-    def _container(self, treedef: PyTreeDef, children: Sequence[Child]) -> Child:
+            if is_root:
+                self.describe_pending()
         if is_leaf_treedef(treedef):
             return children[0]
         return Container(treedef, tuple(children), tuple(map(self.static, aux_of(treedef))))
@@ -256,11 +241,6 @@ class _Splitter:
 
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-
-
-def _is_linked(x: Any) -> bool:
-    """Whether ``x`` is an object with an entry of its own wherever it is data."""
-    return _compat.is_graph_object(x) or _compat.is_ref(x) or _compat.is_hijax_variable(x)
 
 
 @functools.cache
@@ -283,28 +263,19 @@ def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
 
 
 def _check_tree(structure: Structure) -> None:
-    """Refuses what a tree cannot express: a shared Variable, a cycle.
-
-    Raises:
-      ValueError: there is one.
-    """
-    entries = structure.entries
-    links = Counter(
-        atom
-        for atom in atoms(chain([structure.root], *map(children_of, entries)))
-        if isinstance(atom, int) and not isinstance(entries[atom], StaticEntry)
-    )
-    shared = {index for index, count in links.items() if count > 1}
+    """Refuses what a tree cannot express: a shared Variable, or a cycle."""
+    entries: Sequence[Any] = structure.entries
+    shared = structure.shared_objects(structure.root)
     nodes = {index for index in shared if isinstance(entries[index], NodeEntry)}
     duplicates = shared - nodes
-    for node in nodes:  # is fine if there is no Variable in it, and not the node itself
+    for node in nodes:  # can be copied if it has no Variables and is not in itself
         below = structure.paths_to_objects(parts_of(entries[node]).items())
-        duplicates |= {i for i in below if i == node or not isinstance(entries[i], NodeEntry)}
-    duplicates = {i for i in duplicates if not isinstance(entries[i], StaticEntry)}
+        variables = (i for i in below if isinstance(entries[i], VariableEntry | RefEntry))
+        duplicates.update(variables, {node}.intersection(below))
     if duplicates:
         paths = structure.paths_to_objects([((), structure.root)], limit=4)
         lines = [
-            f"  {entries[index].type.__name__}: "  # type: ignore[union-attr]
+            f"  {entries[index].type.__name__}: "
             + ", ".join(path_string(path) or "the root" for path in paths[index])
             for index in sorted(duplicates)
         ]

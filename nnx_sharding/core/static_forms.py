@@ -1,7 +1,7 @@
-"""How static objects are opened into parts, and made from them or given them again.
+"""Static objects to kinds and parts, and back.
 
-What an object consists of is its kind, which is hashable, and its parts: the items of the built-in
-class that it derives from, then the values of its attributes.
+The parts of an object are the items of the built-in class that it derives from, then the values of
+its attributes. Its kind is everything else, and hashable.
 """
 
 from __future__ import annotations
@@ -21,43 +21,24 @@ Operation: TypeAlias = tuple[Any, ...]  # a function and its arguments
 
 
 class Kind(NamedTuple):
-    """All of a static object but its parts.
-
-    Attributes:
-      type: its class.
-      detail: what its form keeps besides items, such as the bytes of an array.
-      names: the names of its attributes, whose values are the last parts.
-    """
+    """All of a static object but its parts."""
 
     type: type
-    detail: Hashable
-    names: tuple[str, ...]
+    detail: Hashable  # what its form keeps besides items, such as the bytes of an array
+    names: tuple[str, ...]  # of its attributes, whose values are the last parts
 
 
-class Fixed(NamedTuple):
-    """The form of a class whose objects are made with all of their items.
+class Form(NamedTuple):
+    """How objects of a built-in class are opened, and made or assigned to.
 
-    Attributes:
-      open: the detail of an object, and its items.
-      make: a new object of a class from these.
+    What is fixed is made with all of its items. Anything else is made empty, by ``__new__`` where
+    there is no function for it, and is then assigned to.
     """
 
-    open: Callable[[Any], tuple[Hashable, Sequence[Any]]]
-    make: Callable[[Any, Any, Sequence[Any]], Any]
-
-
-class Mutable(NamedTuple):
-    """The form of a class whose objects can be given other items.
-
-    Attributes:
-      open: the detail of an object, and its items.
-      assign: the operations that give an object this detail and these items.
-      empty: a new object of a class, given the detail; None where ``__new__`` is enough.
-    """
-
-    open: Callable[[Any], tuple[Hashable, Sequence[Any]]]
-    assign: Callable[[Any, Any, Sequence[Any]], list[Operation]]
-    empty: Callable[[type, Any], Any] | None = None
+    open: Callable[[Any], tuple[Hashable, Sequence[Any]]]  # object to detail and items
+    make: Callable[[Any, Any, Sequence[Any]], Any] | None = None  # class, detail, items to object
+    assign: Callable[[Any, Any, Sequence[Any]], list[Operation]] = lambda *_: []
+    empty: Callable[[type, Any], Any] | None = None  # class and detail to object
 
 
 def _pairs(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -71,27 +52,19 @@ def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
 # Methods are those of the built-in class: subclasses may override them.
 
 
-def _fixed_sequence(base: Any) -> Fixed:
-    return Fixed(
-        lambda x: (None, list(base.__iter__(x))), lambda kind, _, items: base.__new__(kind, items)
-    )
+def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
+    return lambda x: (None, list(base.__iter__(x)))
 
 
-def _scalar(base: Any, plain: Callable[[Any], Any]) -> Fixed:
-    return Fixed(lambda x: (None, (plain(x),)), lambda kind, _, items: base.__new__(kind, *items))
+def _scalar(base: Any, plain: Callable[[Any], Any]) -> Form:
+    return Form(lambda x: (None, (plain(x),)), lambda kind, _, items: base.__new__(kind, *items))
 
 
-def _mapping(base: Any) -> Mutable:
-    return Mutable(
+def _mapping(base: Any) -> Form:
+    return Form(
         lambda x: (None, _flat(base.items(x))),
-        lambda x, _, items: [(base.clear, x), (base.update, x, _pairs(items))],
+        assign=lambda x, _, items: [(base.clear, x), (base.update, x, _pairs(items))],
     )
-
-
-def _assign_defaultdict(x: Any, _: Any, items: Sequence[Any]) -> list[Operation]:
-    factory = vars(collections.defaultdict)["default_factory"]
-    content = _pairs(items[1:])
-    return [(factory.__set__, x, items[0]), (dict.clear, x), (dict.update, x, content)]
 
 
 def _open_array(x: Any) -> tuple[Hashable, Sequence[Any]]:
@@ -119,7 +92,6 @@ def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
     return [(type(plain).__setitem__, plain, ..., content.reshape(shape))]
 
 
-_ARRAY = Mutable(_open_array, _assign_array, _empty_array)
 # By what strings and numbers of a subclass become plain ones.
 SCALARS: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
@@ -128,50 +100,47 @@ SCALARS: dict[type, Callable[[Any], Any]] = {
     complex: complex.__complex__,
     bytes: bytes.__bytes__,
 }
-_FORMS: dict[type, Fixed | Mutable] = {
+_FORMS: dict[type, Form] = {
     **{base: _scalar(base, plain) for base, plain in SCALARS.items()},
-    tuple: _fixed_sequence(tuple),
-    frozenset: _fixed_sequence(frozenset),
-    types.MappingProxyType: Fixed(
+    tuple: Form(_iterate(tuple), lambda kind, _, items: tuple.__new__(kind, items)),
+    frozenset: Form(_iterate(frozenset), lambda kind, _, items: frozenset.__new__(kind, items)),
+    types.MappingProxyType: Form(
         lambda x: (None, _flat(x.items())), lambda kind, _, items: kind(dict(_pairs(items)))
     ),
-    types.MethodType: Fixed(
+    types.MethodType: Form(
         lambda x: (None, (x.__func__, x.__self__)), lambda kind, _, items: kind(*items)
     ),
-    functools.partial: Fixed(
-        lambda x: (len(x.args), [x.func, *x.args, *_flat(x.keywords.items())]),
+    functools.partial: Form(
+        lambda x: (len(x.args) + 1, [x.func, *x.args, *_flat(x.keywords.items())]),
         lambda kind, count, items: functools.partial.__new__(
-            kind, *items[: count + 1], **dict(_pairs(items[count + 1 :]))
+            kind, *items[:count], **dict(_pairs(items[count:]))
         ),
     ),
-    list: Mutable(
+    list: Form(
         lambda x: (None, list.__getitem__(x, slice(None))),
-        lambda x, _, items: [(list.__setitem__, x, slice(None), items)],
+        assign=lambda x, _, items: [(list.__setitem__, x, slice(None), items)],
     ),
-    set: Mutable(
-        lambda x: (None, list(set.__iter__(x))), lambda x, _, items: [(set.__init__, x, items)]
-    ),
-    collections.deque: Mutable(
+    set: Form(_iterate(set), assign=lambda x, _, items: [(set.__init__, x, items)]),
+    collections.deque: Form(
         lambda x: (x.maxlen, list(x)),
-        lambda x, maxlen, items: [(collections.deque.__init__, x, items, maxlen)],
+        assign=lambda x, maxlen, items: [(collections.deque.__init__, x, items, maxlen)],
     ),
     dict: _mapping(dict),
     collections.OrderedDict: _mapping(collections.OrderedDict),
-    collections.defaultdict: Mutable(
-        lambda x: (None, [x.default_factory, *_flat(dict.items(x))]), _assign_defaultdict
-    ),
-    bytearray: Mutable(
+    bytearray: Form(
         lambda x: (bytes(x), ()),
-        lambda x, data, _: [(bytearray.__setitem__, x, slice(None), data)],
+        assign=lambda x, data, _: [(bytearray.__setitem__, x, slice(None), data)],
     ),
-    array.array: Mutable(
+    array.array: Form(
         lambda x: ((x.typecode, x.tobytes()), ()),
-        lambda x, detail, _: [(array.array.__setitem__, x, slice(None), array.array(*detail))],
-        lambda kind, detail: array.array.__new__(kind, detail[0]),
+        assign=lambda x, data, _: [
+            (array.array.__setitem__, x, slice(None), array.array(*data)),
+        ],
+        empty=lambda kind, data: array.array.__new__(kind, data[0]),
     ),
-    np.ndarray: _ARRAY,
-    np.void: _ARRAY,
-    object: Mutable(lambda x: (None, ()), lambda *_: []),
+    np.ndarray: Form(_open_array, assign=_assign_array, empty=_empty_array),
+    np.void: Form(_open_array, assign=_assign_array, empty=_empty_array),
+    object: Form(lambda x: (None, ())),
 }
 
 
@@ -187,7 +156,7 @@ def is_builtin(kind: type) -> bool:
 
 def is_fixed(kind: Kind) -> bool:
     """Whether an object of this kind cannot be changed itself, only what it holds."""
-    return not kind.names and isinstance(_FORMS[_base_of(kind.type)], Fixed)
+    return not kind.names and _FORMS[_base_of(kind.type)].make is not None
 
 
 def open_object(value: Any) -> tuple[Kind, list[Any]]:
@@ -202,34 +171,25 @@ def open_object(value: Any) -> tuple[Kind, list[Any]]:
 
 def make_fixed(kind: Kind, parts: Sequence[Any]) -> Any:
     """A new object of a kind that cannot be changed."""
-    form = _FORMS[_base_of(kind.type)]
-    assert isinstance(form, Fixed)
-    return form.make(kind.type, kind.detail, parts)
+    make: Any = _FORMS[_base_of(kind.type)].make
+    return make(kind.type, kind.detail, parts)
 
 
 def make_empty(kind: Kind) -> Any:
-    """A new object without its parts.
-
-    Raises:
-      TypeError: its class does not allow it.
-    """
+    """A new object without its parts."""
     base: Any = _base_of(kind.type)
     form = _FORMS[base]
-    if isinstance(form, Fixed):
+    if form.make is not None:
         raise TypeError(f"cannot make a {kind.type.__name__} object that has attributes")
     return form.empty(kind.type, kind.detail) if form.empty else base.__new__(kind.type)
 
 
 def assign(value: Any, kind: Kind, parts: Sequence[Any]) -> list[Operation]:
-    """The operations that give an existing object this kind and these parts.
-
-    Raises:
-      TypeError: the object cannot become one of this kind.
-    """
+    """The operations that give an existing object this kind and these parts."""
     if type(value) is not kind.type or is_fixed(kind):
         raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
-    form, count = _FORMS[_base_of(kind.type)], len(parts) - len(kind.names)
-    operations = [] if isinstance(form, Fixed) else form.assign(value, kind.detail, parts[:count])
+    count = len(parts) - len(kind.names)
+    operations = _FORMS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
     attributes = dict(zip(kind.names, parts[count:], strict=True))
     for name in _slots(kind.type):
         if name in attributes:
@@ -274,6 +234,7 @@ def _instance_dict(value: Any) -> dict[str, Any]:
     return content
 
 
+# ``default_factory`` is an attribute of the same kind.
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -284,7 +245,7 @@ def _slots(kind: type) -> tuple[str, ...]:
         names = _SLOTS[kind] = tuple(
             name
             for base in kind.__mro__
-            if "__slots__" in vars(base)
+            if "__slots__" in vars(base) or base is collections.defaultdict
             for name, member in vars(base).items()
             if isinstance(member, types.MemberDescriptorType)
         )

@@ -78,7 +78,7 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
     if issubclass(kind, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
     if issubclass(kind, enum.Enum | type):
-        return kind, Identity(value)
+        return kind, id(value)  # whoever has the key has the value as well
     if issubclass(kind, np.generic) and not issubclass(kind, np.void):
         return kind, value.dtype, value.tobytes()
     if issubclass(kind, tuple | frozenset) and not has_state(kind):
@@ -119,71 +119,38 @@ def _array_key(kind: type, value: jax.Array) -> Hashable | None:
     return kind, value.dtype, value.shape, value.aval.weak_type, data.tobytes()
 
 
-class Identity:
-    """An object as a key: equal only to itself. Keeps it alive only with ``hold``."""
-
-    __slots__ = ("_hash", "_held", "_ref")
-
-    def __init__(self, value: Any, hold: bool = True):
-        self._hash = id(value)
-        self._held, self._ref = value, None
-        if not hold:
-            with contextlib.suppress(TypeError):  # not every object has weak references
-                self._ref, self._held = weakref.ref(value), None
-
-    def __call__(self) -> Any:
-        """The object; None if it is gone."""
-        return self._held if self._ref is None else self._ref()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Identity) or self._hash != other._hash:
-            return False
-        value = self()
-        return value is not None and value is other()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return f"Identity({self()!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Identity, (self(),)
-
-
 class Static:
-    """A static value that cannot change: one compared by value, or by identity alone.
+    """A static value that cannot change: one compared by value, or by identity alone."""
 
-    Attributes:
-      note: a description of an object that is compared by identity, for diagnostics.
-    """
-
-    __slots__ = ("_key", "_value", "note")
+    __slots__ = ("_key", "_ref", "_value", "by_identity", "note")
 
     def __init__(self, value: Any, hold: bool = True):
-        self._key: Hashable = value_key(value)
-        self._value = value
-        self.note: Any = None
-        if self._key is None:
-            self._key = self._value = Identity(value, hold)
+        key = value_key(value)
+        self.by_identity = key is None
+        self._key = id(value) if key is None else key
+        self._value, self._ref = value, None
+        self.note: Any = None  # for diagnostics: a description of what is compared by identity
+        if self.by_identity and not hold:
+            with contextlib.suppress(TypeError):  # not every object has weak references
+                self._ref, self._value = weakref.ref(value), None
 
     @staticmethod
     def of(value: Any, *, hold: bool = True) -> Static:
-        """A static for ``value``; for common ones always the same, which saves time and memory."""
+        """A static for ``value``; for common ones always the same, which saves time and memory.
+
+        With ``hold=False`` it does not keep an object alive that is compared by identity.
+        """
         return _shared(value) if type(value) in _SHARED_TYPES else Static(value, hold)
 
     @property
     def value(self) -> Any:
         """The value; None for an object compared by identity that is gone."""
-        return self._value() if self.by_identity else self._value
-
-    @property
-    def by_identity(self) -> bool:
-        """Whether it is compared by identity."""
-        return self._value is self._key
+        return self._value if self._ref is None else self._ref()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key == other._key
+        if not isinstance(other, Static) or self._key != other._key:
+            return False
+        return not self.by_identity or (self.value is not None and self.value is other.value)
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -203,17 +170,11 @@ _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
 class Content(NamedTuple):
-    """What an object consists of.
-
-    Attributes:
-      kind: all but its parts.
-      parts: its items, then the values of its attributes.
-      shallow: whether it is compared by identity, and its attributes by value or identity.
-    """
+    """What an object consists of: its kind, its items and then the values of its attributes."""
 
     kind: Kind
     parts: Sequence[Any]
-    shallow: bool
+    shallow: bool  # whether it is compared by identity, and its attributes by value or identity
 
 
 def content_of(value: Any) -> Content | None:

@@ -1,10 +1,9 @@
 """The hashable description of a graph of NNX objects.
 
 A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``, a static
-object that can be changed) is one entry, and all that refer to it hold its index. Sharing and cycles
-need no special case: two children with the same index are the same object. Arrays are not in the
-table: ``LEAF`` marks their positions, and the arrays themselves are in a flat list. Position ``i``
-of that list is called slot ``i``.
+object that can be changed) is one entry, and whatever refers to it holds its index: two children
+with the same index are the same object, so sharing and cycles need no special case. Arrays are in
+a flat list, whose positions are called slots; in the table ``LEAF`` marks where they belong.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import jax
 
 from ..paths import Item, Metadata, Path, accessor, path_key
 from .static_forms import Kind
-from .statics import Identity, Static
+from .statics import Static
 
 PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
 
@@ -40,27 +39,15 @@ LEAF = Leaf()
 
 
 class Container(NamedTuple):
-    """A plain pytree inside the graph.
-
-    Attributes:
-      treedef: its tree structure.
-      children: its leaves, each as a child.
-      aux: the auxiliary data of its node types, each as a child; ``treedef`` compares it by ``==``
-        only.
-    """
+    """A plain pytree inside the graph."""
 
     treedef: PyTreeDef
-    children: tuple[Any, ...]
-    aux: tuple[Any, ...] = ()
+    children: tuple[Any, ...]  # its leaves
+    aux: tuple[Any, ...] = ()  # its node data as children: the treedef compares it by ``==`` only
 
 
 class Group(NamedTuple):
-    """A static value that cannot be changed itself, but holds objects that can.
-
-    Attributes:
-      kind: all of its content but the parts.
-      children: the parts, each as a child.
-    """
+    """A static value that cannot be changed itself, but holds objects that can."""
 
     kind: Kind
     children: tuple[Any, ...]
@@ -80,11 +67,11 @@ class NodeEntry(NamedTuple):
 
 
 class VariableEntry(NamedTuple):
-    """A Variable. ``value`` is a leaf, a pytree of leaves, or the index of a ``jax.Ref``."""
+    """A Variable."""
 
     type: type
     metadata: tuple[tuple[str, Child], ...]
-    value: Child
+    value: Child  # a leaf, a pytree of leaves and objects, or the index of an object
 
 
 class RefEntry(NamedTuple):
@@ -94,17 +81,11 @@ class RefEntry(NamedTuple):
 
 
 class StaticEntry(NamedTuple):
-    """A static object that is compared by content, or by identity and its attributes.
-
-    Attributes:
-      kind: all of its content but the parts.
-      children: the parts, each as a child.
-      identity: the object, where that is compared too; else None.
-    """
+    """A static object that is compared by content, or by identity and its attributes."""
 
     kind: Kind
     children: tuple[Child, ...]
-    identity: Identity | None = None
+    identity: Static | None = None  # None if it is compared by content
 
     @property
     def type(self) -> type:
@@ -116,10 +97,10 @@ Entry: TypeAlias = NodeEntry | VariableEntry | RefEntry | StaticEntry
 
 
 class Location(NamedTuple):
-    """Where arrays are: the path, the entry of the Variable or ref (None: a bare array)."""
+    """Where arrays are in a graph."""
 
     path: Path
-    entry: int | None
+    entry: int | None  # of the Variable or ref; None for a bare array
     slots: tuple[int, ...]
 
 
@@ -155,9 +136,7 @@ class Structure:
     def slots_of(self, kind: type) -> frozenset[int]:
         """The slots of the arrays that belong to entries of one kind."""
         pairs = zip(self.entries, self.slots, strict=True)
-        return frozenset(
-            chain.from_iterable(own for entry, own in pairs if isinstance(entry, kind))
-        )
+        return frozenset(slot for entry, own in pairs if isinstance(entry, kind) for slot in own)
 
     def static_indices(self) -> list[int]:
         """The entries of static objects."""
@@ -165,7 +144,7 @@ class Structure:
 
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
-        yield from identities_in(chain((self.root, *self.statics), *map(children_of, self.entries)))
+        return identities_in(chain((self.root, *self.statics), *map(children_of, self.entries)))
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
@@ -174,7 +153,7 @@ class Structure:
         first path. ``slots`` are those of the leaves that ``child`` holds outside of any entry.
         """
         seen: set[int] = set()
-        # No recursion: models may be nested deeply. The last item is the Variable that holds a leaf.
+        # No recursion: models may be nested deeply. The last item is the Variable around a leaf.
         stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
         while stack:
             path, child, slots, variable = stack.pop()
@@ -218,8 +197,7 @@ class Structure:
         No path passes an object twice, but it may end at one that it has passed.
         """
         paths: dict[int, list[Path]] = {}
-        none: frozenset[int] = frozenset()
-        queue = deque((path, child, none) for path, child in starts)
+        queue = deque((path, child, frozenset[int]()) for path, child in starts)
         while queue:
             path, child, above = queue.popleft()
             parts: dict[Path, Child] = {}
@@ -228,9 +206,12 @@ class Structure:
             elif isinstance(child, int) and len(paths.setdefault(child, [])) < limit:
                 paths[child].append(path)
                 if child not in above:
-                    parts = parts_of(self.entries[child])
-                    above = above | {child} if limit > 1 else none
-            queue += ((path + key, part, above) for key, part in parts.items())
+                    parts, above = parts_of(self.entries[child]), above | {child}
+            queue += [
+                (path + key, part, above)
+                for key, part in parts.items()
+                if not isinstance(part, Static)
+            ]
         return paths
 
     def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
@@ -238,18 +219,24 @@ class Structure:
         paths = self.paths_to_objects(((name,), child) for name, child in starts)
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
-    def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
-        """Up to ``limit`` paths to each Variable that ``child`` leads to by more than one."""
+    def shared_objects(self, child: Child) -> set[int]:
+        """The modules, Variables and refs in ``child`` that are referred to more than once."""
         links: Counter[int] = Counter()
         pending: list[Sequence[Child]] = [(child,)]
         while pending:
-            for index in atoms(pending.pop()):
-                if isinstance(index, int):
-                    links[index] += 1
-                    if links[index] == 1:
-                        pending.append(children_of(self.entries[index]))
+            for part in pending.pop():
+                if isinstance(part, int):
+                    links[part] += 1
+                    if links[part] == 1:
+                        pending.append(children_of(self.entries[part]))
+                elif isinstance(part, Container):
+                    pending.append(part.children)
         shared = (index for index, count in links.items() if count > 1)
-        if all(isinstance(self.entries[index], StaticEntry) for index in shared):
+        return {index for index in shared if not isinstance(self.entries[index], StaticEntry)}
+
+    def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
+        """Up to ``limit`` paths to each Variable that ``child`` leads to by more than one."""
+        if not self.shared_objects(child):
             return {}
         return {
             index: paths
@@ -323,9 +310,9 @@ def _static_paths(x: StaticEntry | Group) -> list[Path]:
     kind, count = x.kind.type, len(x.children) - len(x.kind.names)
     items: Iterable[Path] = [(index,) for index in range(count)]
     if issubclass(kind, dict):
-        keys = map(_static_key, x.children[count % 2 : count : 2])
-        pairs = [path for key in keys for path in ((key, "key"), (key,))]
-        items = [*[("default_factory",)] * (count % 2), *pairs]
+        keys = [part.value if isinstance(part, Static) else repr(part) for part in x.children]
+        keys = [Item(key) if type(key) is str else key for key in keys[:count:2]]
+        items = [path for key in keys for path in ((key, "key"), (key,))]
     elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
         items = [(name,) for name in kind._fields]
     elif issubclass(kind, functools.partial):
@@ -333,11 +320,6 @@ def _static_paths(x: StaticEntry | Group) -> list[Path]:
     elif issubclass(kind, types.MethodType):
         items = [("__func__",), ("__self__",)]
     return [*items, *((name,) for name in x.kind.names)]
-
-
-def _static_key(child: Any) -> Any:
-    value = child.value if isinstance(child, Static) else repr(child)
-    return Item(value) if type(value) is str else value
 
 
 def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:

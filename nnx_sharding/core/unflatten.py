@@ -48,11 +48,10 @@ def unflatten(
 
     Args:
       structure: what to build.
-      leaves: the arrays, by slot. That of a ``jax.Ref`` is the ref itself, or an array, for which a
-        new ref is made.
-      existing: objects to use as they are, by index. They are linked to, never changed.
-      share: whether lists and other static containers are those that were split, as long as they
-        are unchanged, and not new ones.
+      leaves: the arrays, by slot. For a ``jax.Ref`` the ref itself, or an array for a new one.
+      existing: objects to use as they are, by index.
+      share: whether to use the lists and other static containers that were flattened, as long as
+        they are unchanged, and not new ones.
     """
     existing = existing or {}
     existing = {**existing, **_originals(structure, existing, share)}
@@ -242,13 +241,10 @@ def count_leaves(child: Child) -> int:
 def node_changes(
     index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
 ) -> NodeChange | None:
-    """The attributes that bring a node to its new entry; None if there are none.
+    """What changes a node from its entry ``before`` to that in ``after``; None for nothing.
 
-    Args:
-      index: the node in the new structure.
-      before: its old entry; None sets every attribute.
-      after: the new structure.
-      fresh: slots whose arrays are new even though the structure did not change.
+    The arrays in ``fresh`` slots are new, even where the entry is the same. If ``before`` is None,
+    every attribute is set.
     """
     new = parts(after, index)
     old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
@@ -289,6 +285,42 @@ def node_operations(
         return _attributes(entry, (leaves[slot] for slot in after.slots[change.node]), objects)
 
     return _compat.node_operations(objects[change.node], values, change.removed, complete)
+
+
+def update(
+    after: Structure,
+    leaves: Sequence[Any],
+    objects: Sequence[Any],
+    values: Iterable[int] = (),
+    metadata: Iterable[int] = (),
+    nodes: Sequence[NodeChange] = (),
+    statics: Iterable[int] = (),
+) -> list[Operation]:
+    """The operations that change existing objects; everything new in them is made here.
+
+    Args:
+      after: the structure with the new content.
+      leaves: its arrays, by slot.
+      objects: its objects, by entry.
+      values: the Variables to set the value of.
+      metadata: the Variables to set the metadata of.
+      nodes: changes of attributes.
+      statics: the static objects to give their new content.
+    """
+    entries: Sequence[Any] = after.entries
+    operations: list[Operation] = []
+    for index in values:
+        arrays = (leaves[slot] for slot in after.slots[index])
+        value = assemble(entries[index].value, arrays, objects)
+        operations.append((_compat.set_value, objects[index], value))
+    for index in metadata:
+        settings = metadata_of(entries[index], objects)
+        operations.append((_compat.set_metadata, objects[index], settings))
+    for change, attributes in zip(nodes, node_values(nodes, leaves, objects), strict=True):
+        operations += node_operations(change, attributes, after, leaves, objects)
+    for index in statics:
+        operations += static_operations(entries[index], objects[index], objects)
+    return operations
 
 
 def perform(operations: Iterable[Operation]) -> None:
