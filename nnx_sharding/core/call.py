@@ -192,7 +192,9 @@ class _Update:
     ) -> Any:
         """What the function returned."""
         arrays = [leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self._root_sources]
-        return arrays[0] if self._root is LEAF else graph.assemble(self._root, iter(arrays), objects)
+        return (
+            arrays[0] if self._root is LEAF else graph.assemble(self._root, iter(arrays), objects)
+        )
 
     def apply(self, objects: Sequence[Any], groups: Sequence[OutputGroup]) -> None:
         """Sets the Variables, in one step that a signal cannot split."""

@@ -1,14 +1,13 @@
-"""Whether specs fit the mesh and the shapes of arrays, and the corrected specs where they do not."""
+"""Specs against the mesh and the shapes of arrays: all that do not fit, or the corrected ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..fitting import OnIndivisible, axis_problems, fit, shape_problems, spec_and_mesh
+from ..fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh
 from ..state_sharding import StateSharding
 from .problems import Problem, refuse, warn
 from .resolve import NamedLocation
@@ -46,11 +45,11 @@ def check_mesh(
         pair = spec_and_mesh(spec, transform.context)
         if pair is None:
             continue
-        partition, mesh = pair
-        problems = axis_problems(partition, mesh, transform.usable_axes)
-        if PartitionSpec.UNCONSTRAINED in partition.partitions:
-            options = f"{transform.in_name} and {transform.out_name}"
-            problems.append(f"{options} do not support UNCONSTRAINED; use None or an axis")
+        mesh = pair[1]
+        fit = fit_sharding(
+            spec, transform.context, usable=transform.usable_axes, unconstrained=False
+        )
+        problems = list(map(str, fit.problems))
         if not transform.passes_shardings and mesh.abstract_mesh != _abstract(transform.context):
             problems = [f"it is for another mesh, {mesh}; give the PartitionSpec alone"]
         if problems:
@@ -79,14 +78,6 @@ def _abstract(mesh: Any) -> Any:
     return getattr(mesh, "abstract_mesh", None)
 
 
-class _Fit(NamedTuple):
-    """The spec for one shape, and what is wrong with the declared one."""
-
-    spec: Any
-    faults: Sequence[str] = ()
-    corrected: bool = False
-
-
 def fit_specs(
     transform: Transform,
     names: Sequence[str],
@@ -112,25 +103,24 @@ def fit_specs(
       ValueError: a spec does not fit, and is not to be corrected.
       StrictError: one was corrected, and the transform is strict.
     """
-    checked: dict[Any, _Fit] = {}
+    fits: dict[Any, Fit] = {}
     result, misfits, corrections = list(specs), [], []
     for slot, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
         if spec is None or shape is None:
             continue
         action = on_indivisible.get(slot, transform.on_indivisible)
         key = (spec, tuple(shape), action)
-        found = checked.get(key)
-        if found is None:
-            found = checked[key] = _fit(transform, spec, shape, action, outputs)
-        if not found.faults:
+        fit = fits.get(key)
+        if fit is None:
+            fit = fits[key] = fit_sharding(spec, transform.context, shape, on_indivisible=action)
+        if outputs and not transform.divides_outputs and not _is_too_long(fit):
             continue
         earlier = before.get(slot) if before else None
-        offender = (names[slot], tuple(shape), earlier, spec, found.faults)
-        if found.corrected:
-            result[slot] = found.spec
-            corrections.append((*offender, found.spec))
-        else:
-            misfits.append(offender)
+        if fit.problems:
+            misfits.append((names[slot], fit, earlier))
+        elif fit.corrections:
+            result[slot] = fit.sharding
+            corrections.append((names[slot], fit, earlier))
     details = {"name": transform.name, "outputs": outputs}
     if misfits:
         as_jax = transform.passes_shardings
@@ -140,30 +130,5 @@ def fit_specs(
     return result
 
 
-def _fit(
-    transform: Transform, spec: Any, shape: Sequence[int], action: OnIndivisible, outputs: bool
-) -> _Fit:
-    pair = spec_and_mesh(spec, transform.context)
-    if pair is None:
-        return _Fit(spec, _sharding_faults(spec, shape))
-    partition, mesh = pair
-    is_too_long = len(partition) > len(shape)
-    faults = shape_problems(partition, mesh, shape)
-    if not faults or (outputs and not transform.divides_outputs and not is_too_long):
-        return _Fit(spec)
-    if action == "error" or is_too_long:
-        return _Fit(spec, faults)
-    new: Any = fit(partition, shape, mesh.shape, action)
-    if isinstance(spec, NamedSharding):
-        new = NamedSharding(mesh, new, memory_kind=spec.memory_kind)
-    return _Fit(new, faults, corrected=True)
-
-
-def _sharding_faults(spec: Any, shape: Sequence[int]) -> list[str]:
-    """What JAX says about a sharding that is not made of a spec and a mesh."""
-    if isinstance(spec, jax.sharding.Sharding):
-        try:
-            spec.shard_shape(tuple(shape))
-        except ValueError as error:
-            return [str(error)]
-    return []
+def _is_too_long(fit: Fit) -> bool:
+    return any(misfit.kind == "rank" for misfit in fit.problems)

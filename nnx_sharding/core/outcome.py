@@ -1,4 +1,4 @@
-"""What a call did: the outputs of the program in groups, and the changes of the caller's objects."""
+"""What a call did: the outputs of the program, and the changes of the caller's objects."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What can be wrong with a call, as data, and the hooks by which diagnostics hear of it.
 
-The core does not import diagnostics. It collects all offenders of one kind and hands them, as tuples,
-to the installed :class:`Diagnostics`, which make the exception or the warning of them
+The core does not import diagnostics. It collects all offenders of one kind and hands them, as
+tuples, to the installed :class:`Diagnostics`, which make the exception or the warning of them
 (``diagnostics/messages.py``).
 """
 
@@ -13,40 +13,41 @@ from typing import Any, NoReturn
 
 
 class Problem(enum.Enum):
-    """A kind of problem. The value names the fields of each offender."""
+    """A kind of problem; behind each the fields of an offender."""
 
     # Arguments and options
-    ARGUMENT_IS_NOT_ARRAY = "path, value"
-    RESULT_IS_NOT_ARRAY = "path, value"
-    STATIC_NOT_HASHABLE = "argument, value, error"
-    STATIC_HOLDS_ARRAYS = "argument, value"
-    POSITION_OUT_OF_RANGE = "option, positions, number of arguments"
-    INVALID_OPTION = "option, value, choices"
+    ARGUMENT_IS_NOT_ARRAY = enum.auto()  # path, value
+    RESULT_IS_NOT_ARRAY = enum.auto()  # path, value
+    STATIC_NOT_HASHABLE = enum.auto()  # argument, value, error
+    STATIC_HOLDS_ARRAYS = enum.auto()  # argument, value
+    POSITION_OUT_OF_RANGE = enum.auto()  # option, positions, number of arguments
+    INVALID_OPTION = enum.auto()  # option, value, choices
     # Specs
-    NOT_A_SPEC = "place, value, suggestion"
-    NOT_A_PREFIX = "place, mismatch"
-    WRONG_NUMBER_OF_SPECS = "parameters, static ones, those without a spec, number of specs"
-    UNKNOWN_PARAMETER = "name, parameters"
-    NO_FILTER_MATCHES = "path, object, filters"
-    CONFLICTING_SPECS = "path, spec, other path, other spec"
-    SPEC_DOES_NOT_FIT_MESH = "spec, paths, faults"
-    SPEC_DOES_NOT_FIT_SHAPE = "path, shape, shape before, spec, faults"
-    SPEC_CORRECTED = "path, shape, shape before, spec, faults, corrected spec"
-    FILTER_UNUSED = "filter, arguments, suggestion"
-    NO_MESH = ""
-    NO_DEVICES = "mesh"
+    NOT_A_SPEC = enum.auto()  # place, value, suggestion
+    NOT_A_PREFIX = enum.auto()  # place, mismatch
+    WRONG_NUMBER_OF_SPECS = enum.auto()  # parameters, static ones, missing ones, number
+    UNKNOWN_PARAMETER = enum.auto()  # name, parameters
+    NO_FILTER_MATCHES = enum.auto()  # path, object, filters
+    CONFLICTING_SPECS = enum.auto()  # path, spec, other path, other spec
+    SPEC_DOES_NOT_FIT_MESH = enum.auto()  # spec, paths, faults
+    SPEC_DOES_NOT_FIT_SHAPE = enum.auto()  # path, fit, shape before
+    SPEC_CORRECTED = enum.auto()  # path, fit, shape before
+    FILTER_UNUSED = enum.auto()  # filter, arguments, suggestion
+    NO_MESH = enum.auto()
+    NO_DEVICES = enum.auto()  # mesh
     # Placing
-    CANNOT_PLACE = "path, reason"
-    COMMITTED_ELSEWHERE = "path, shape, sharding, declared sharding"
+    CANNOT_PLACE = enum.auto()  # path, reason
+    COMMITTED_ELSEWHERE = enum.auto()  # path, shape, sharding, declared sharding
     # What a traced function did
-    CAPTURED_ARRAY = "name, array"
-    TRACER_IN_STATIC = "path, object"
-    CAPTURED_OBJECT = "path, object"
-    CLASS_CHANGED = "path, object"
-    STATIC_CHANGED = "path, object"
-    OUTPUT_IS_INPUT = "path, path of the input (None: captured)"
-    DONATION_UNUSED = "path, array"
-    FOREIGN_TRACE = "path"
+    CAPTURED_ARRAY = enum.auto()  # name, array
+    TRACER_IN_STATIC = enum.auto()  # path, object
+    CAPTURED_OBJECT = enum.auto()  # path, object
+    CLASS_CHANGED = enum.auto()  # path, object
+    STATIC_CHANGED = enum.auto()  # path, object
+    OUTPUT_IS_INPUT = enum.auto()  # path, path of the input (None: captured)
+    VARYING_OUTPUT = enum.auto()  # path, array, spec, axes along which it varies
+    DONATION_UNUSED = enum.auto()  # path, array
+    FOREIGN_TRACE = enum.auto()  # path
 
 
 class Diagnostics:

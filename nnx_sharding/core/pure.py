@@ -21,18 +21,26 @@ import jax
 from .. import _compat
 from ..fitting import OnIndivisible, spec_and_mesh, variants
 from ..state_sharding import StateSharding
-from . import unflatten as graph
 from .caller import CALLER, Caller, called_by
 from .fit import fit_specs, shape_of
 from .flatten import Flat, flatten
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
-from .resolve import FilterUse, NamedLocation, reach, resolve, slot_names, unused_filters
+from .resolve import FilterUse, NamedLocation, check_filters, reach, resolve, slot_names
 from .signature import Signature, join_call
 from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
 from .trace_checks import check_objects, check_output
 from .transform import Transform
+from .unflatten import (
+    Built,
+    assemble,
+    is_leaf_variable,
+    node_changes,
+    parts,
+    restore,
+    unflatten,
+)
 
 
 class Pure(NamedTuple):
@@ -137,14 +145,14 @@ class Pure(NamedTuple):
     def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
         # The caller's own static objects: the structure may be that of an earlier, equal call.
         statics = {i: caller.objects[i] for i in self.structure.static_indices()}
-        built = graph.unflatten(self.structure, leaves, statics)
+        built = unflatten(self.structure, leaves, statics)
         try:
             return self._called(caller.fun, leaves, built)
         finally:
-            graph.restore(self.structure, built.objects)
+            restore(self.structure, built.objects)
 
-    def _called(self, fun: Any, leaves: Sequence[Any], built: graph.Built) -> Any:
-        statics = [graph.assemble(c, iter(()), built.objects) for c in self.structure.statics]
+    def _called(self, fun: Any, leaves: Sequence[Any], built: Built) -> Any:
+        statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
         out = fun(*args, **kwargs)
         if not self.graph:
@@ -208,9 +216,8 @@ class Pure(NamedTuple):
             known=self.known,
             settled={target.name for target in self.targets},
         )
-        unused = unused_filters((*self.uses, *resolved.uses))
-        if unused:
-            warn(Problem.FILTER_UNUSED, unused, name=transform.name, strict=transform.strict)
+        uses = (*self.uses, *resolved.uses)
+        check_filters(uses, name=transform.name, strict=transform.strict)
         on_indivisible = resolved.on_indivisible
         before: dict[int, tuple[int, ...] | None] = {}
         for index in self.known:
@@ -260,7 +267,7 @@ class Pure(NamedTuple):
             elif isinstance(entry, VariableEntry) and fresh:
                 values.append(index)
             elif isinstance(entry, NodeEntry) and isinstance(old, NodeEntry) and self.updates:
-                change = graph.node_changes(index, old, structure, fresh)
+                change = node_changes(index, old, structure, fresh)
                 nodes += [] if change is None else [change]
             elif isinstance(entry, StaticEntry):
                 statics.append(index)
@@ -303,12 +310,12 @@ class Pure(NamedTuple):
     ) -> dict[int, int]:
         """The arrays of one object that were left alone: slot after the call to slot before."""
         entries = self.structure.entries[index], after.structure.entries[index]
-        if all(map(graph.is_leaf_variable, entries)):  # nearly all are: no need to look for parts
+        if all(map(is_leaf_variable, entries)):  # nearly all are: no need to look for parts
             pairs = [(after.structure.slots[index][0], self.structure.slots[index][0])]
         else:
-            before = graph.parts(self.structure, index)
+            before = parts(self.structure, index)
             pairs = []
-            for key, (child, slots) in graph.parts(after.structure, index).items():
+            for key, (child, slots) in parts(after.structure, index).items():
                 old_child, old_slots = before.get(key, (None, ()))
                 if child == old_child:
                     pairs += zip(slots, old_slots, strict=True)

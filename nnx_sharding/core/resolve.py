@@ -11,7 +11,7 @@ from ..filters import Paths, is_opaque, misspelt, names_paths, to_predicate
 from ..fitting import OnIndivisible
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
-from .problems import Problem, refuse
+from .problems import Problem, refuse, warn
 from .specs import Part, Target
 from .structure import Location, Structure
 
@@ -185,10 +185,10 @@ class FilterUse:
         self._matched.add(index)
         for later in range(0 if index is None else index + 1, len(self.rules.filters)):
             filter_ = self.rules.filters[later]
-            decided = later in self._matched or later in self._shadowed
-            if not decided and not isinstance(filter_, Paths):
-                if to_predicate(filter_)(path, subject):
-                    self._shadowed.add(later)
+            if later in self._matched or later in self._shadowed or isinstance(filter_, Paths):
+                continue
+            if to_predicate(filter_)(path, subject):
+                self._shadowed.add(later)
         self._keys.update(dict.fromkeys(path))
         self._arguments[argument] = None
 
@@ -222,8 +222,12 @@ class FilterUse:
                 yield self.rules.names[index], list(self._arguments), near
 
 
-def unused_filters(uses: Iterable[FilterUse]) -> list[tuple[str, list[str], str]]:
-    """The filters that decided nothing in any use of equal rules."""
+def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
+    """Warns of filters that decided nothing in any use of equal rules.
+
+    Raises:
+      StrictError: there are some, and ``strict`` is true.
+    """
     joined: list[FilterUse] = []
     for use in uses:
         for position, other in enumerate(joined):
@@ -232,4 +236,6 @@ def unused_filters(uses: Iterable[FilterUse]) -> list[tuple[str, list[str], str]
                 break
         else:
             joined.append(use)
-    return [unused for use in joined for unused in use.unused()]
+    unused = [offender for use in joined for offender in use.unused()]
+    if unused:
+        warn(Problem.FILTER_UNUSED, unused, name=name, strict=strict)

@@ -171,7 +171,7 @@ class Parameters:
 
 
 class Call(NamedTuple):
-    """One call by roles: the static arguments, positional ones first, and the tree of all others."""
+    """One call by roles: static arguments, positional ones first, and the tree of all others."""
 
     signature: Signature
     statics: tuple[Any, ...]
@@ -200,9 +200,7 @@ def join_call(
 ) -> tuple[list[Any], dict[str, Any]]:
     """The opposite of :func:`sort_call`: all arguments, static ones in their places."""
     dynamic, static = iter(tree[0]), iter(statics)
-    args = [
-        next(static if i in signature.static else dynamic) for i in range(len(signature.names))
-    ]
+    args = [next(static if i in signature.static else dynamic) for i in range(len(signature.names))]
     return args, {**tree[1], **dict(zip(sorted(signature.static_keywords), static, strict=True))}
 
 

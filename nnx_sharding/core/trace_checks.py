@@ -109,6 +109,5 @@ def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
             stack += [(path, aux) for aux in child.aux]
         elif isinstance(child, Group):
             stack += [(path + key, part) for key, part in parts_of(child).items()]
-        elif isinstance(child, Static) and id(child.value) not in borrowed:
-            if isinstance(child.value, jax.core.Tracer):
-                yield path
+        elif isinstance(child, Static) and isinstance(child.value, jax.core.Tracer):
+            yield from [path] * (id(child.value) not in borrowed)

@@ -20,6 +20,9 @@ from .specs import Specs
 OnCommitted: TypeAlias = Literal["error", "relayout", "move", "leave"]
 
 
+NO_SPECS = Specs(None)
+
+
 class Program(NamedTuple):
     """A pure function made ready by JAX.
 
@@ -54,8 +57,8 @@ class Transform:
 
     name: str
     in_name: str
-    in_specs: Specs = Specs(None)
-    out_specs: Specs = Specs(None)
+    in_specs: Specs = NO_SPECS
+    out_specs: Specs = NO_SPECS
     mesh: Mesh | AbstractMesh | None = None
     context: Mesh | AbstractMesh | None = None
     on_committed: OnCommitted = "error"
@@ -124,7 +127,7 @@ class Transform:
     @property
     def trace_key(self) -> Hashable:
         """All options on which a trace depends."""
-        return dataclasses.replace(self, in_specs=Specs(None))
+        return dataclasses.replace(self, in_specs=NO_SPECS)
 
     def spec_of(self, spec: Any) -> Any:
         """The final, hashable form of a spec that the user wrote."""
@@ -186,7 +189,9 @@ def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
       ValueError: one has another.
     """
     offenders = [
-        (option, value, values) for option, (value, values) in options.items() if value not in values
+        (option, value, values)
+        for option, (value, values) in options.items()
+        if value not in values
     ]
     if offenders:
         refuse(Problem.INVALID_OPTION, offenders, name=name)

@@ -9,8 +9,8 @@ import jax
 
 from .. import _compat, errors
 from ..core.problems import Diagnostics, Problem, install
-from ..fitting import describe, describe_both, suggestion
-from .captured import captured_shards, describe_captured
+from ..fitting import Fit, describe, describe_both, suggestion
+from .captured import captured_shards
 from .differences import show
 from .failures import explain
 
@@ -67,12 +67,8 @@ def _conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
     return f"{path}: {first}\n  {other_path}: {second}"
 
 
-def _misfit(
-    path: str, shape: Any, before: Any, spec: Any, faults: Sequence[str], corrected: Any = None
-) -> str:
-    was = f" (was {tuple(before)})" if before is not None and tuple(before) != shape else ""
-    arrow = "" if corrected is None else f" → {describe(corrected)}"
-    return f"{path}, shape {shape}{was}, {describe(spec)}{arrow}: {'; '.join(faults)}"
+def _misfit(path: str, fit: Fit, before: Sequence[int] | None) -> str:
+    return fit.line(path, before).strip()
 
 
 def _committed(path: str, shape: Any, sharding: Any, declared: Any) -> str:
@@ -127,7 +123,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.NOT_A_PREFIX: Message(
         ValueError,
-        "these specs are not a tree prefix of the value, in which modules and Variables are leaves:",
+        "these specs are not a tree prefix of the value (modules and Variables are leaves):",
         lambda place, mismatch: f"{place}: {mismatch}",
     ),
     Problem.WRONG_NUMBER_OF_SPECS: Message(
@@ -199,9 +195,9 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.CAPTURED_ARRAY: Message(
         errors.CapturedArrayWarning,
-        "the function captures sharded arrays, which become constants of the program, replicated "
-        "on every device:",
-        describe_captured,
+        "the function captures sharded arrays, which become constants of the program, with a copy on "
+        "every device:",
+        lambda name, array: f"{_array(name, array)}, {describe(array.sharding)}",
         "Pass them as arguments.",
     ),
     Problem.TRACER_IN_STATIC: Message(
@@ -236,6 +232,17 @@ MESSAGES: dict[Problem, Message] = {
         lambda path, known: f"{path}: {'captured' if known is None else f'the input {known}'}",
         f"Return a copy made by nnx.clone, or use {_BOTH_MODES}.",
     ),
+    Problem.VARYING_OUTPUT: Message(
+        ValueError,
+        "JAX cannot prove that these results of {fun_name} are replicated along the mesh axes that "
+        "their specs leave out:",
+        lambda path, array, spec, axes: (
+            f"{_array(path, array)}, {spec!r}: varies along {', '.join(map(repr, axes))}"
+        ),
+        "Reduce them in the function, as in jax.lax.pmean(x, {reduced}) or psum, pmax, all_gather; "
+        "or name the axis in the spec. If they are equal for reasons that JAX cannot see, pass "
+        "check_vma=False.",
+    ),
     Problem.DONATION_UNUSED: Message(
         errors.StrictError,
         "these arguments are donated, but {fun_name} has no result of their shape and dtype that "
@@ -262,8 +269,8 @@ class Messages(Diagnostics):
         kind: Any = MESSAGES[problem].kind
         text = _text(problem, offenders, **details)
         if problem is Problem.SPEC_DOES_NOT_FIT_SHAPE and details["as_jax"]:
-            divides = [any("divisible" in fault for fault in faults) for *_, faults in offenders]
-            kind = _compat.IndivisibleError if all(divides) else kind
+            indivisible = all(fit.is_indivisible for _, fit, _ in offenders)
+            kind = _compat.IndivisibleError if indivisible else kind
         error: Exception = kind(text)
         return error
 
@@ -305,8 +312,11 @@ def _text(
     details["arrays"] = "results" if outputs else "arrays"
     details["axes"] = ", ".join(f"{axis!r} ({size})" for axis, size in (sizes or {}).items())
     if problem is Problem.SPEC_DOES_NOT_FIT_SHAPE:
-        is_divisibility = any("divisible" in line for line in lines)
-        details["remedy"] = _ON_INDIVISIBLE if is_divisibility else _ONE_ENTRY
+        indivisible = any(fit.is_indivisible for _, fit, _ in offenders)
+        details["remedy"] = _ON_INDIVISIBLE if indivisible else _ONE_ENTRY
+    if problem is Problem.VARYING_OUTPUT:
+        axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
+        details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)
     head = f"{name}: {message.head}" if name else message.head
     parts = [head.format(**details), *lines, message.remedy.format(**details)]
     return "\n".join(filter(None, parts))
