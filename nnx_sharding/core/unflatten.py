@@ -65,12 +65,12 @@ def unflatten(
         arrays = (leaves[slot] for slot in structure.slots[index])
         if isinstance(entry, VariableEntry):
             if any(not isinstance(setting, Static) for _, setting in entry.metadata):
-                _compat.set_metadata(objects[index], metadata_of(entry, objects))
+                _compat.set_metadata(objects[index], _metadata(entry, objects))
             _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
         elif isinstance(entry, NodeEntry):
             _compat.fill_node(objects[index], _attributes(entry, arrays, objects))
         elif isinstance(entry, StaticEntry):
-            perform(static_operations(entry, objects[index], objects))
+            perform(_assign(entry, objects[index], objects))
     root_leaves = (leaves[slot] for slot in structure.root_slots)
     return Built(assemble(structure.root, root_leaves, objects), objects)
 
@@ -130,8 +130,7 @@ def _attributes(
     return [(key, assemble(child, leaves, objects)) for key, child in pairs]
 
 
-def metadata_of(entry: VariableEntry, objects: Sequence[Any]) -> dict[str, Any]:
-    """The metadata of a Variable as a new dict."""
+def _metadata(entry: VariableEntry, objects: Sequence[Any]) -> dict[str, Any]:
     return {name: assemble(setting, iter(()), objects) for name, setting in entry.metadata}
 
 
@@ -152,7 +151,7 @@ def value_at(structure: Structure, location: Location, leaves: Sequence[Any]) ->
 # Static objects
 
 
-def static_operations(entry: StaticEntry, value: Any, objects: Sequence[Any]) -> list[Operation]:
+def _assign(entry: StaticEntry, value: Any, objects: Sequence[Any]) -> list[Operation]:
     """The operations that give an object the content of an entry."""
     return assign(value, entry.kind, [assemble(part, iter(()), objects) for part in entry.children])
 
@@ -162,7 +161,7 @@ def restore(structure: Structure, objects: Sequence[Any]) -> None:
     known = dict(enumerate(objects))
     for index, entry in enumerate(structure.entries):
         if isinstance(entry, StaticEntry) and not _has_content(entry, objects[index], known):
-            perform(static_operations(entry, objects[index], objects))
+            perform(_assign(entry, objects[index], objects))
 
 
 def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -> dict[int, Any]:
@@ -314,12 +313,12 @@ def update(
         value = assemble(entries[index].value, arrays, objects)
         operations.append((_compat.set_value, objects[index], value))
     for index in metadata:
-        settings = metadata_of(entries[index], objects)
+        settings = _metadata(entries[index], objects)
         operations.append((_compat.set_metadata, objects[index], settings))
     for change, attributes in zip(nodes, node_values(nodes, leaves, objects), strict=True):
         operations += node_operations(change, attributes, after, leaves, objects)
     for index in statics:
-        operations += static_operations(entries[index], objects[index], objects)
+        operations += _assign(entries[index], objects[index], objects)
     return operations
 
 
