@@ -13,7 +13,7 @@ from . import errors, filters, stages
 from ._version import __version__
 from .core.structure import Structure
 from .diagnostics.retraces import explain_retraces
-from .diagnostics.trace_limits import limit_traces
+from .diagnostics.trace_log import limit_traces
 from .graph import merge, split
 from .jit import jit
 from .lifted import Lifted

@@ -481,6 +481,16 @@ def is_deleted_error(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
 
 
+# Where arrays that a function captures are in the way of JAX.
+_CAPTURED = re.compile("mesh|closing over", re.IGNORECASE)
+
+
+def is_captured_error(error: BaseException) -> bool:
+    """Whether JAX may refuse a function because of the arrays that it captures."""
+    types = (ValueError, NotImplementedError)
+    return isinstance(error, types) and bool(_CAPTURED.search(str(error)))
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which a value inside of ``shard_map`` is not known to be the same.
 
@@ -554,6 +564,7 @@ def api_boundary(function: F) -> F:
 
 if _traceback_util is not None:
     # JAX's traceback filtering leaves out our frames, too.
-    _PARTS = ("checks", "exporting", "lifting", "partition", "placement", "retraces", "transforms")
-    for _part in (*_PARTS, "constraints.py", "errors.py", "state_sharding.py"):
+    _PARTS = ("core", "diagnostics", "checkpoint", "compat", "export", "partition", "placement")
+    _FILES = ("constraints", "errors", "jit", "lifted", "shard_map", "stages", "state_sharding")
+    for _part in (*_PARTS, *(f"{name}.py" for name in _FILES)):
         _traceback_util.register_exclusion(str(Path(__file__).with_name(_part)))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .. import _compat
 from ..diagnostics.failures import explain
 from ..diagnostics.specs import committed_message, fitted
-from ..diagnostics.trace_limits import TraceLimit
+from ..diagnostics.trace_log import TraceLimit
 from ..fitting import describe_both, is_equivalent
 from . import unflatten as merge
 from .flatten import Flat

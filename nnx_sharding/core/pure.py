@@ -31,8 +31,7 @@ from ..diagnostics.specs import (
     fitted,
     shape_of,
 )
-from ..diagnostics.trace_limits import TraceLimit
-from ..diagnostics.trace_log import TraceLog, fun_name
+from ..diagnostics.trace_log import TraceLimit, TraceLog, fun_name
 from ..errors import StrictError
 from ..fitting import OnIndivisible, spec_and_mesh, variants
 from ..paths import accessor
