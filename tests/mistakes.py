@@ -662,7 +662,7 @@ def outer_trace(lib: Library) -> Any:
     "a module captured by the closure is changed",
     Exception,
     "model.blocks[0].count",
-    "among its arguments",
+    "as one of its arguments",
 )
 def captured_change(lib: Library) -> Any:
     model = Model()
@@ -692,7 +692,7 @@ def add_one(model: RefModel) -> None:
     ValueError,
     "model.w, shape (8, 4): is SingleDeviceSharding",
     "declared P('data',)",
-    "cannot be moved",
+    "cannot be resharded",
 )
 def ref_layout(lib: Library) -> Any:
     return lib.jit(add_one, in_shardings=(named("data"),))(RefModel())

@@ -23,6 +23,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..diagnostics.retraces import fun_name
 from ..diagnostics.specs import (
     FitOptions,
     check_captured,
@@ -31,7 +32,7 @@ from ..diagnostics.specs import (
     fitted,
     shape_of,
 )
-from ..diagnostics.trace_log import TraceLimit, TraceLog, fun_name
+from ..diagnostics.trace_log import TraceLimit, TraceLog
 from ..errors import StrictError
 from ..fitting import OnIndivisible, spec_and_mesh, variants
 from ..paths import accessor

@@ -54,6 +54,7 @@ def compare(old: Side, new: Side, cache: dict[Side, Facts]) -> list[str]:
         cache.get(side) or cache.setdefault(side, _facts(*side)) for side in (old, new)
     )
     changed = dict.fromkeys({*_arguments(old[0])} ^ {*_arguments(new[0])}, "")
+    candidates: list[str] = []
     below = [start for label in changed for start in _below(label)]
     for label in after | before:
         a, b = before.get(label), after.get(label)
@@ -62,11 +63,11 @@ def compare(old: Side, new: Side, cache: dict[Side, Facts]) -> list[str]:
         if a is None or b is None or (a.origin, a.content) != (b.origin, b.content):
             changed[label] = _change(a, b)
             below += _below(label)
-    for label, a in reversed(before.items()):
-        b = after.get(label)
-        is_changed = label in changed or any(x.startswith(_below(label)) for x in changed)
-        if b is not None and a.rest != b.rest and not is_changed:
-            changed[label] = _change(a, b)
+        elif a.rest != b.rest:
+            candidates.append(label)
+    for label in reversed(candidates):
+        if not any(other.startswith(_below(label)) for other in changed):
+            changed[label] = _change(before[label], after[label])
     order = (label for label in after | before if changed.get(label))
     return [f"{_shorten(label or 'the arguments', 200)}{changed[label]}" for label in order]
 

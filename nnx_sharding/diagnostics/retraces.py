@@ -1,4 +1,4 @@
-"""Explains why a function was traced or compiled again."""
+"""Explains why functions are traced and compiled again, from records of their traces."""
 
 from __future__ import annotations
 
@@ -6,12 +6,52 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .differences import Facts, Side, show
-from .trace_log import TraceLog, fun_name, shown
-from .traces import nearest
+import jax
+
+from ..core.structure import Structure
+from ..fitting import describe_both
+from .differences import Facts, Side, arguments_of, compare, show
+
+if TYPE_CHECKING:
+    from ..core.pure import Pure
+
+MAX_COMPARED = 64  # a comparison goes through all static values of the model
+MAX_SHOWN = 10  # differences in a message
+
+
+class Trace(NamedTuple):
+    """One trace of a function, without references to arrays or to the function."""
+
+    number: int
+    pure: Pure
+    names: Sequence[str]
+    avals: tuple[Any, ...]
+    context: dict[str, Any]  # the part of JAX's configuration on which a trace depends
+    key: tuple[Any, ...]  # all on which the trace depends
+    nested: bool
+
+
+class Compilation(NamedTuple):
+    """A compilation in a call of a function. ``number`` is that of the latest trace then."""
+
+    number: int
+    structure: Structure
+    names: Sequence[str]
+    avals: tuple[Any, ...]
+    shardings: tuple[jax.sharding.Sharding | str, ...]  # or "not committed"
+
+    def is_like(self, other: Compilation) -> bool:
+        """Whether the arguments of both differ at most in their shardings."""
+        return self.avals == other.avals and self.structure == other.structure
+
+    def changes_from(self, old: Compilation) -> list[str]:
+        """In which shardings the arguments differ from those of an earlier compilation."""
+        triples = zip(self.names, old.shardings, self.shardings, strict=True)
+        return [f"{name}: sharding {_both(a, b)}" for name, a, b in triples if a != b]
+
 
 _REASONS = {
     "trace": "JAX dropped the trace (jax.clear_caches), or traced the function within another one",
@@ -117,26 +157,24 @@ def explain_retraces(fun: Any) -> Retraces:
     return Retraces(entries, "\n".join(lines))
 
 
-def _logs(fun: Any) -> list[tuple[str, TraceLog]]:
+def _logs(fun: Any) -> list[tuple[str, Any]]:
     """The names and logs of a transformed function, or of those that a class or object has."""
     values = [fun]
-    if _log_of(fun) is None:
+    if not _has_log(_unwrapped(fun)):
         owner = fun if isinstance(fun, type) else type(fun)
         values = [value for _, value in inspect.getmembers_static(owner)]
-    logs = [(fun_name(_unwrapped(x).__wrapped__), log) for x in values if (log := _log_of(x))]
-    if not logs:
+    lifted = [x for x in map(_unwrapped, values) if _has_log(x)]
+    if not lifted:
         raise TypeError(
             f"explain_retraces takes a function returned by nnx_sharding.jit or shard_map, or an "
             f"object with such methods, got {show(fun)} of type {type(fun).__name__}. Pass the "
             "transformed function, not the original one: only it records its traces."
         )
-    return logs
+    return [(fun_name(x.__wrapped__), x.trace_log) for x in lifted]
 
 
-def _log_of(fun: Any) -> TraceLog | None:
-    fun = _unwrapped(fun)
-    log = fun.trace_log if hasattr(type(fun), "trace_log") else None
-    return log if isinstance(log, TraceLog) else None
+def _has_log(x: Any) -> bool:
+    return hasattr(type(x), "trace_log")
 
 
 def _unwrapped(fun: Any) -> Any:
@@ -145,7 +183,14 @@ def _unwrapped(fun: Any) -> Any:
     return fun
 
 
-def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
+def fun_name(fun: Any) -> str:
+    """The name of a function in messages."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return str(getattr(fun, "__qualname__", type(fun).__name__)).rpartition("<locals>.")[2]
+
+
+def _traces(log: Any, name: str) -> Iterator[Retrace]:
     traces, cache = log.traces(), dict[Side, Facts]()
     for index, trace in enumerate(traces):
         closest = nearest(trace, traces[:index], cache)
@@ -154,7 +199,7 @@ def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
         yield Retrace(name, "trace", trace.number, number, differences, trace.nested)
 
 
-def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
+def _compilations(log: Any, name: str) -> Iterator[Retrace]:
     """Those that no trace explains: JAX had compiled the same trace before."""
     traces, compilations = log.traces(), log.compilations()
     for index, new in enumerate(compilations):
@@ -166,3 +211,110 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
             continue
         changes = min((new.changes_from(old) for old in reversed(earlier)), key=len)
         yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
+
+
+def shown(differences: Sequence[str], reason: str) -> list[str]:
+    """The differences that fit in a message; if there are none, a reason for that."""
+    more = len(differences) - MAX_SHOWN
+    lines = [*differences[:MAX_SHOWN], *[f"… and {more} more"] * (more > 0)]
+    return lines or [f"no visible difference: {reason}"]
+
+
+def nearest(
+    new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]
+) -> tuple[Trace, list[str]] | None:
+    """The earlier trace with the fewest differences to a new one, and these differences."""
+    best: tuple[Trace, list[str]] | None = None
+    for old in reversed(earlier[-MAX_COMPARED:]):
+        lines = _differences(old, new, cache)
+        if best is None or len(lines) < len(best[1]):
+            best = old, lines
+        if not lines:
+            break
+    return best
+
+
+def _differences(old: Trace, new: Trace, cache: dict[Side, Facts]) -> list[str]:
+    if old.key == new.key:
+        return []
+    a, b = old.pure, new.pure
+    calls = arguments_of(a.signature), arguments_of(b.signature)
+    lines = [f"arguments {calls[0]} → {calls[1]}"] * (calls[0] != calls[1])
+    if a.structure != b.structure:
+        lines += compare((a.signature, a.structure), (b.signature, b.structure), cache)
+    lines += [*_arrays(old, new), *_options(old, new)]
+    return lines or ["the structure of the arguments, in a part without a name"]
+
+
+def _arrays(old: Trace, new: Trace) -> Iterator[str]:
+    before = dict(zip(old.names, old.avals, strict=True))
+    shape = "shape of each shard" if new.pure.rules.name == "shard_map" else "shape"
+    for name, aval in zip(new.names, new.avals, strict=True):
+        if before.get(name, aval) == aval:
+            continue
+        parts = []
+        for key in ("shape", "dtype", "weak_type"):
+            a, b = (getattr(x, key, None) for x in (before[name], aval))
+            if a != b:
+                parts.append(f"{shape if key == 'shape' else key} {a} → {b}")
+        if not parts:
+            a, b = (getattr(x, "sharding", None) for x in (before[name], aval))
+            parts = [f"type {before[name]} → {aval}" if a == b else f"sharding {_both(a, b)}"]
+        yield f"{name}: {', '.join(parts)}"
+
+
+def _options(old: Trace, new: Trace) -> Iterator[str]:
+    yield from _transforms(old.pure.rules, new.pure.rules)
+    before = _facts(old)
+    for label, value in _facts(new).items():
+        if before.get(label, value) != value:
+            yield f"{label} {_both(before[label], value)}"
+
+
+def _transforms(old: Any, new: Any) -> Iterator[str]:
+    if old.name != new.name:
+        yield f"{old.name} → {new.name}"
+    elif old.trace_key != new.trace_key:
+        for field in dataclasses.fields(new):
+            before, after = getattr(old, field.name), getattr(new, field.name)
+            changed: Any = dataclasses.replace(old, **{field.name: after})
+            if before != after and changed.trace_key != old.trace_key:
+                is_jit = new.name == "jit" and field.name == "out_specs"
+                yield f"{'out_shardings' if is_jit else field.name}: {_both(before, after)}"
+
+
+def _facts(trace: Trace) -> dict[str, Any]:
+    """What a trace depends on besides the arguments and the transform, with labels."""
+    pure, names, signature = trace.pure, trace.names, trace.pure.signature
+    arguments = (*signature.names, *signature.keywords)
+    return {
+        **{f"argument {name}: static": name in signature.static_names for name in arguments},
+        **{f"spec of {names[slot]}:": spec for slot, spec in pure.object_specs.items()},
+        **{f"{name}: donated": slot in pure.donated for slot, name in enumerate(names)},
+        "graph:": pure.graph,
+        "graph_updates:": pure.updates,
+        **{f"{_CONTEXTS.get(key, key)}:": value for key, value in trace.context.items()},
+    }
+
+
+_CONTEXTS = {
+    "abstract_mesh_context_manager": "mesh in context",
+    "mesh_context_manager": "mesh in context (`with mesh:`)",
+    "axis_env_state": "named axes in context",
+}
+
+
+def _both(old: Any, new: Any) -> str:
+    """Two values that differ, in the shortest form that shows it."""
+    if isinstance(old, jax.sharding.Sharding) or isinstance(new, jax.sharding.Sharding):
+        return " → ".join(describe_both(old, new))
+    meshes = [value is None or hasattr(value, "axis_types") for value in (old, new)]
+    if all(meshes) and _mesh(old) != _mesh(new):
+        return f"{_mesh(old)} → {_mesh(new)}"
+    return f"{show(old)} → {show(new)}"
+
+
+def _mesh(mesh: Any) -> str:
+    if mesh is None or mesh.empty:
+        return "none"
+    return f"({', '.join(f'{name!r}: {size}' for name, size in mesh.shape.items())})"

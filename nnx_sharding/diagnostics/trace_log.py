@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +14,13 @@ import jax
 from .. import _compat
 from ..errors import RetraceError
 from .differences import note_identities
-from .traces import Compilation, Trace, nearest
+from .retraces import Compilation, Trace, nearest, shown
 
 if TYPE_CHECKING:
     from ..core.plan import Plan
     from ..core.pure import Pure
 
 MAX_TRACES = 256  # recorded for each function
-MAX_SHOWN = 10  # differences in a message
 
 
 class TraceLog:
@@ -75,13 +73,12 @@ class TraceLog:
         new = Trace(number, pure, names, avals, context, (context, pure.key, avals), nested)
         traces, earlier = self._traces, self.traces()
         is_known = any(new.key == trace.key for trace in earlier)
-        taken: list[TraceLimit] = []
-        for own in LIMITS.get() if limit is None or is_known else (limit, *LIMITS.get()):
-            if not own.take():
-                for other in taken:
+        limits = LIMITS.get() if limit is None or is_known else (limit, *LIMITS.get())
+        for index, each in enumerate(limits):
+            if not each.take():
+                for other in limits[:index]:
                     other.give_back()
-                raise RetraceError(_refusal(own, name, new, earlier))
-            taken.append(own)
+                raise RetraceError(_refusal(each, name, new, earlier))
         # Another thread may have taken the number.
         while traces.setdefault(new.number, new) is not new:
             new = new._replace(number=new.number + 1)
@@ -91,14 +88,16 @@ class TraceLog:
 
         def forget() -> None:
             traces.pop(new.number, None)
-            for own in taken:
-                own.give_back()
+            for each in limits:
+                each.give_back()
 
         return forget
 
     def add_compilation(self, plan: Plan, leaves: Sequence[Any]) -> None:
         """Records that JAX compiled the program of ``plan`` in a call with these arrays."""
-        shardings = tuple(x.sharding if getattr(x, "committed", False) else None for x in leaves)
+        shardings = tuple(
+            x.sharding if getattr(x, "committed", False) else "not committed" for x in leaves
+        )
         avals = tuple(map(jax.typeof, leaves))
         new = Compilation(self.count, plan.structure, plan.names, avals, shardings)
         self._compilations.append(new)
@@ -117,20 +116,6 @@ def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace])
         + "\n  ".join(lines)
         + "\nKeep them the same from call to call, or allow more traces."
     )
-
-
-def shown(differences: Sequence[str], reason: str) -> list[str]:
-    """The differences that fit in a message; if there are none, a reason for that."""
-    more = len(differences) - MAX_SHOWN
-    lines = [*differences[:MAX_SHOWN], *[f"… and {more} more"] * (more > 0)]
-    return lines or [f"no visible difference: {reason}"]
-
-
-def fun_name(fun: Any) -> str:
-    """The name of a function in messages."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return str(getattr(fun, "__qualname__", type(fun).__name__)).rpartition("<locals>.")[2]
 
 
 class TraceLimit:
