@@ -136,7 +136,7 @@ class TraceLimit:
 
     def give_back(self) -> None:
         """Makes one trace available again."""
-        self._used.pop()
+        del self._used[-1:]  # may be empty after a reset
 
     def reset(self) -> None:
         """Makes all traces available again."""
