@@ -564,7 +564,4 @@ def api_boundary(function: F) -> F:
 
 if _traceback_util is not None:
     # JAX's traceback filtering leaves out our frames, too.
-    _PARTS = ("core", "diagnostics", "checkpoint", "compat", "export", "partition", "placement")
-    _FILES = ("constraints", "errors", "jit", "lifted", "shard_map", "stages", "state_sharding")
-    for _part in (*_PARTS, *(f"{name}.py" for name in _FILES)):
-        _traceback_util.register_exclusion(str(Path(__file__).with_name(_part)))
+    _traceback_util.register_exclusion(str(Path(__file__).parent))

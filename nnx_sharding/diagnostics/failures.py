@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -16,13 +16,14 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
+from ..core.fit import fit_specs, shape_of
 from ..core.plan import Plan, is_committed
+from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..errors import DonatedError, NoMeshError
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..paths import accessor
 from .captured import captured_shards, captured_values, describe_captured
-from .specs import committed_message, fitted, shape_of
 
 MAX_NAMES = 5  # of the arrays on one set of devices
 
@@ -83,8 +84,8 @@ def _check(
         def check(plan: Plan, leaves: Sequence[Any]) -> None:
             lines = "".join(f"\n  {line}" for line in lines_of(plan, leaves))
             if lines:
-                head = first.format(name=plan.terms.name)
-                raise error(f"{head}{lines}\n{last.format(in_name=plan.terms.in_name)}")
+                head = first.format(name=plan.transform.name)
+                raise error(f"{head}{lines}\n{last.format(in_name=plan.transform.in_name)}")
 
         return check
 
@@ -133,7 +134,8 @@ def _repeated(leaves: Sequence[Any], is_wanted: Callable[[Any], bool]) -> list[l
 
 
 def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
-    fitted(plan.terms, plan.names, [shape_of(leaf) for leaf in leaves], plan.specs, {})
+    shapes = [shape_of(leaf) for leaf in leaves]
+    fit_specs(plan.transform, plan.names, shapes, plan.specs, {})
 
 
 @_check(
@@ -142,18 +144,18 @@ def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
     "Without {in_name}, the types decide.",
 )
 def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    terms = plan.terms
-    if not terms.passes_shardings and terms.usable != frozenset(terms.mesh.axis_names):
+    by_option, context = plan.transform.passes_shardings, cast(Any, plan.transform.context)
+    if not by_option and plan.transform.usable_axes != frozenset(context.axis_names):
         return
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval = jax.typeof(leaf)
         spec, actual = getattr(declared, "spec", declared), getattr(aval, "sharding", None)
         if actual is None or not isinstance(spec, PartitionSpec):
             continue
-        ndim, mesh = len(aval.shape), actual.mesh if terms.passes_shardings else terms.mesh
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        if not explicit or (terms.passes_shardings and not is_committed(leaf)):
+        explicit = axes_of_type(actual.mesh if by_option else context, AxisType.Explicit)
+        if not explicit or (by_option and not is_committed(leaf)):
             continue
+        ndim = len(aval.shape)
         if _meaning(actual.spec, ndim, explicit) != _meaning(spec, ndim, explicit):
             yield (
                 f"{name} is {aval.str_short()}, declared {spec!r}: write {actual.spec!r}, or pass "
@@ -169,9 +171,9 @@ def _meaning(spec: PartitionSpec, ndim: int, axes: frozenset[Any]) -> tuple[Any,
 
 
 def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
-    lines = [f"  {line}" for line in _other_shardings(plan, leaves, is_committed)]
-    if lines:
-        raise ValueError(committed_message(plan.terms.name, lines))
+    offenders = list(_other_shardings(plan, leaves, is_committed))
+    if offenders:
+        refuse(Problem.COMMITTED_ELSEWHERE, offenders, name=plan.transform.name)
 
 
 @_check(
@@ -180,22 +182,22 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
     "Create them from arrays with the declared sharding, or declare the one they have.",
 )
 def _check_ref_shardings(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    return _other_shardings(plan, leaves, _is_concrete_ref)
+    for name, shape, sharding, declared in _other_shardings(plan, leaves, _is_concrete_ref):
+        actual, expected = describe_both(sharding, declared)
+        yield f"{name}, shape {shape}: is {actual}, declared {expected}"
 
 
 def _other_shardings(
     plan: Plan, leaves: Sequence[Any], is_wanted: Callable[[Any], bool]
-) -> Iterator[str]:
-    for name, leaf, sharding in _declared(plan, leaves):
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """The names, shapes, shardings and declared shardings of arrays where the latter differ."""
+    for name, leaf, declared in _declared(plan, leaves):
         if not is_wanted(leaf):
             continue
-        same_devices = leaf.sharding.device_set == sharding.device_set
-        # Arrays on other devices are left to _check_devices; a ref cannot be moved to them.
-        if not (same_devices or _compat.is_ref(leaf)):
-            continue
-        if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            actual, declared = describe_both(leaf.sharding, sharding)
-            yield f"{name}, shape {leaf.shape}: is {actual}, declared {declared}"
+        # Arrays on other devices are left to _check_devices.
+        is_meant = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
+        if is_meant and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
+            yield name, leaf.shape, leaf.sharding, declared
 
 
 @_check(
@@ -213,7 +215,7 @@ def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 
 def _declared(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
     """The names, arrays and shardings for which the transform gives JAX a sharding."""
-    if plan.terms.passes_shardings:
+    if plan.transform.passes_shardings:
         for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
             if sharding is not None:
                 yield name, leaf, sharding
@@ -230,7 +232,7 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
         pairs.append((sharding, name))
         if _is_concrete_ref(leaf) or is_committed(leaf):
             pairs.append((leaf.sharding, name))
-    pairs += [(spec, plan.terms.out_name) for spec in plan.out_specs]
+    pairs += [(spec, plan.transform.out_name) for spec in plan.out_specs]
     groups: dict[tuple[jax.Device, ...], dict[str, None]] = {}  # the names in order, once each
     for sharding, name in pairs:
         devices = _compat.device_assignment(sharding)

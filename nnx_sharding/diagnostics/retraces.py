@@ -7,16 +7,14 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
+from ..core.pure import Pure
 from ..core.structure import Structure
 from ..fitting import describe_both
 from .differences import Facts, Side, arguments_of, compare, show
-
-if TYPE_CHECKING:
-    from ..core.pure import Pure
 
 MAX_COMPARED = 64  # a comparison goes through all static values of the model
 MAX_SHOWN = 10  # differences in a message
@@ -27,7 +25,6 @@ class Trace(NamedTuple):
 
     number: int
     pure: Pure
-    names: Sequence[str]
     avals: tuple[Any, ...]
     context: dict[str, Any]  # the part of JAX's configuration on which a trace depends
     key: tuple[Any, ...]  # all on which the trace depends
@@ -201,7 +198,7 @@ def _traces(log: Any, name: str) -> Iterator[Retrace]:
 
 def _compilations(log: Any, name: str) -> Iterator[Retrace]:
     """Those that no trace explains: JAX had compiled the same trace before."""
-    traces, compilations = log.traces(), log.compilations()
+    traces, compilations = log.traces(), list(log.compilations)
     for index, new in enumerate(compilations):
         earlier = [old for old in compilations[:index] if old.is_like(new)]
         if not earlier:
@@ -247,9 +244,9 @@ def _differences(old: Trace, new: Trace, cache: dict[Side, Facts]) -> list[str]:
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[str]:
-    before = dict(zip(old.names, old.avals, strict=True))
-    shape = "shape of each shard" if new.pure.rules.name == "shard_map" else "shape"
-    for name, aval in zip(new.names, new.avals, strict=True):
+    before = dict(zip(old.pure.names, old.avals, strict=True))
+    shape = "shape of each shard" if new.pure.transform.name == "shard_map" else "shape"
+    for name, aval in zip(new.pure.names, new.avals, strict=True):
         if before.get(name, aval) == aval:
             continue
         parts = []
@@ -264,7 +261,7 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
 
 
 def _options(old: Trace, new: Trace) -> Iterator[str]:
-    yield from _transforms(old.pure.rules, new.pure.rules)
+    yield from _transforms(old.pure.transform, new.pure.transform)
     before = _facts(old)
     for label, value in _facts(new).items():
         if before.get(label, value) != value:
@@ -285,7 +282,7 @@ def _transforms(old: Any, new: Any) -> Iterator[str]:
 
 def _facts(trace: Trace) -> dict[str, Any]:
     """What a trace depends on besides the arguments and the transform, with labels."""
-    pure, names, signature = trace.pure, trace.names, trace.pure.signature
+    pure, names, signature = trace.pure, trace.pure.names, trace.pure.signature
     arguments = (*signature.names, *signature.keywords)
     return {
         **{f"argument {name}: static": name in signature.static_names for name in arguments},

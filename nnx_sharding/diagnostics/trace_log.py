@@ -7,18 +7,16 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 
 from .. import _compat
+from ..core.plan import Plan, is_committed
+from ..core.pure import Pure
 from ..errors import RetraceError
 from .differences import note_identities
-from .retraces import Compilation, Trace, nearest, shown
-
-if TYPE_CHECKING:
-    from ..core.plan import Plan
-    from ..core.pure import Pure
+from .retraces import Compilation, Trace, fun_name, nearest, shown
 
 MAX_TRACES = 256  # recorded for each function
 
@@ -35,50 +33,47 @@ class TraceLog:
 
     def clear(self) -> None:
         """Forgets all of them; numbers start from 1 again."""
-        self._traces: dict[int, Trace] = {}
-        self._compilations: deque[Compilation] = deque(maxlen=MAX_TRACES)
+        self.by_number: dict[int, Trace] = {}
+        self.compilations: deque[Compilation] = deque(maxlen=MAX_TRACES)
 
     @property
     def count(self) -> int:
         """The number of the latest trace."""
-        return max(self._traces, default=0)
+        return max(self.by_number, default=0)
 
     def traces(self) -> list[Trace]:
         """Those that are recorded, by number."""
-        return sorted(self._traces.values(), key=operator.attrgetter("number"))
+        return sorted(self.by_number.values(), key=operator.attrgetter("number"))
 
-    def compilations(self) -> list[Compilation]:
-        """Those that are recorded, oldest first."""
-        return list(self._compilations)
 
-    def add_trace(
-        self,
-        pure: Pure,
-        name: str,
-        names: Sequence[str],
-        leaves: Sequence[Any],
-        limit: TraceLimit | None,
-        *,
-        nested: bool,
+class Observer(NamedTuple):
+    """Records the traces of one wrapped function in the log of the function, up to its limit."""
+
+    log: TraceLog
+    limit: TraceLimit | None
+
+    def traced(
+        self, pure: Pure, fun: Any, leaves: Sequence[Any], *, nested: bool
     ) -> Callable[[], None]:
-        """Records that ``pure`` is being traced, and returns what removes the record if that fails.
+        """Records a trace of ``pure``, and returns what removes the record if tracing fails.
 
         Raises:
-          RetraceError: ``limit``, that of the wrapper, or ``limit_traces`` does not allow it.
+          RetraceError: ``max_traces`` or ``limit_traces`` does not allow it.
         """
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
+        traces, earlier = self.log.by_number, self.log.traces()
         avals, context = tuple(map(jax.typeof, leaves)), _compat.trace_context()
-        number = self.count + 1
-        new = Trace(number, pure, names, avals, context, (context, pure.key, avals), nested)
-        traces, earlier = self._traces, self.traces()
+        new = Trace(self.log.count + 1, pure, avals, context, (context, pure.key, avals), nested)
         is_known = any(new.key == trace.key for trace in earlier)
-        limits = LIMITS.get() if limit is None or is_known else (limit, *LIMITS.get())
-        for index, each in enumerate(limits):
-            if not each.take():
+        limits = LIMITS.get()
+        if self.limit is not None and not is_known:
+            limits = (self.limit, *limits)
+        for index, limit in enumerate(limits):
+            if not limit.take():
                 for other in limits[:index]:
                     other.give_back()
-                raise RetraceError(_refusal(each, name, new, earlier))
+                raise RetraceError(_refusal(limit, fun_name(fun), new, earlier))
         # Another thread may have taken the number.
         while traces.setdefault(new.number, new) is not new:
             new = new._replace(number=new.number + 1)
@@ -88,19 +83,18 @@ class TraceLog:
 
         def forget() -> None:
             traces.pop(new.number, None)
-            for each in limits:
-                each.give_back()
+            for limit in limits:
+                limit.give_back()
 
         return forget
 
-    def add_compilation(self, plan: Plan, leaves: Sequence[Any]) -> None:
+    def compiled(self, plan: Plan, leaves: Sequence[Any]) -> None:
         """Records that JAX compiled the program of ``plan`` in a call with these arrays."""
-        shardings = tuple(
-            x.sharding if getattr(x, "committed", False) else "not committed" for x in leaves
-        )
+        shardings = tuple(x.sharding if is_committed(x) else "not committed" for x in leaves)
         avals = tuple(map(jax.typeof, leaves))
-        new = Compilation(self.count, plan.structure, plan.names, avals, shardings)
-        self._compilations.append(new)
+        self.log.compilations.append(
+            Compilation(self.log.count, plan.structure, plan.names, avals, shardings)
+        )
 
 
 def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace]) -> str:
