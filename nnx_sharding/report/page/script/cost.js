@@ -1,121 +1,106 @@
-// Memory, cost, and the time that bounds it.
+// The most important figures: memory, cost, and the roofline.
 
-const MEMORY_PARTS = [
-  ["arguments", "Arguments"],
-  ["outputs", "Outputs"],
-  ["temporaries", "Temporaries"],
-  ["generated_code", "Generated code"],
-  ["aliased", "Shared by arguments and outputs"],
-];
+const MEMORY = ["arguments", "outputs", "temporaries", "generated_code", "aliased"];
 
-function memorySection(report) {
-  const { memory } = report;
-  if (!memory)
-    return section("memory", "Memory", el("p", { class: "muted" }, "The backend does not tell."));
-  const part = (prefix) =>
-    MEMORY_PARTS.map(([key, label]) => [
-      label,
-      memory[prefix + key],
-      bytes,
-      key === "aliased" ? "again" : null,
-    ]);
-  const hasHost = MEMORY_PARTS.some(([key]) => memory[`host_${key}`]);
+const titled = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
+
+// How often a collective runs is unknown in some loops; then it counts once.
+const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.times ?? 1);
+const totalSent = (report) => report.collectives && sum(report.collectives, bytesSent);
+
+function rooflineTimes({ roofline }) {
+  const kinds = roofline ? ["compute", "memory", "interconnect"] : [];
+  return kinds.map((kind) => [kind, roofline[`${kind}_s`]]);
+}
+function rooflineSeconds(report) {
+  const times = rooflineTimes(report).map(([, seconds]) => seconds);
+  return times.some(isNumber) ? Math.max(...times.filter(isNumber)) : null;
+}
+
+function overview(report) {
+  const { memory, roofline, cost } = report;
+  const [parameters, collectives] = [listOf(report.parameters), listOf(report.collectives)];
+  const inLoop = collectives.some(({ times }) => times === null);
+  const counted = inLoop ? "; some in loops of unknown length, counted once" : "";
+  return tiles(
+    [
+      "Argument arrays",
+      integer(parameters.length),
+      [bytes(sum(parameters, (row) => row.bytes_total)), " in total"],
+    ],
+    ["Peak memory", bytes(memory?.peak), "of each device"],
+    ["Flops", count(cost?.executed?.flops), "of each device"],
+    ["Bytes sent", bytes(totalSent(report)), many(collectives.length, "collective") + counted],
+    [
+      "Roofline",
+      time(rooflineSeconds(report)),
+      roofline
+        ? `lower bound on ${roofline.device}, set by ${roofline.bound_by}`
+        : "no device was given",
+    ],
+  );
+}
+
+function memorySection({ memory }) {
+  if (!memory) return section("memory", "Memory", note("The backend does not report it."));
+  const parts = (prefix) =>
+    MEMORY.map((part) => [titled(part), memory[prefix + part], part === "aliased" && "aliased"]);
+  const host = parts("host_");
   return section(
     "memory",
     "Memory of each device",
-    el(
-      "div",
-      { class: "stack" },
-      bars([...part(""), ["Peak", memory.peak, bytes, "strong"]]),
-      hasHost
-        ? [el("h3", {}, "On its host"), bars(part("host_"))]
-        : el("p", { class: "muted small" }, "Nothing in host memory."),
-    ),
+    bars([...parts(""), ["Peak", memory.peak, "strong"]], bytes),
+    host.some(([, size]) => size)
+      ? [el("h3", "On its host"), bars(host, bytes)]
+      : note("Nothing in host memory."),
   );
 }
 
 function costSection(report) {
-  const stages = [
-    ["lowered", "As written"],
-    ["executed", "As run"],
-  ];
   const cost = report.cost ?? {};
-  const rows = [
-    ["flops", "Floating point operations", count],
-    ["bytes_accessed", "Bytes accessed", bytes],
-    ["transcendentals", "Transcendental functions", count],
-  ];
-  return section(
-    "cost",
-    "Cost",
-    el(
-      "table",
-      {},
-      el("caption", { class: "hidden" }, "Cost by stage"),
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          el("td", {}),
-          stages.map(([key, title]) => el("th", { class: "number", scope: "col" }, title)),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        rows.map(([key, label, show]) =>
-          el(
-            "tr",
-            {},
-            el("th", { scope: "row" }, label),
-            stages.map(([stage]) => el("td", { class: "number" }, show(cost[stage]?.[key]))),
-          ),
-        ),
-      ),
-    ),
-    el(
-      "p",
-      { class: "muted small after" },
-      stages
-        .filter(([key]) => cost[key]?.stage)
-        .map(([key, title]) => `${title}: ${cost[key].stage}.`)
-        .join(" "),
-    ),
-  );
+  const column = (stage) => ({
+    label: titled(stage),
+    number: true,
+    cell: ([figure, show]) => show(cost[stage]?.[figure]),
+  });
+  const table = tableOf({
+    name: "Cost by stage",
+    columns: [
+      { label: "", cell: ([figure]) => titled(figure) },
+      column("lowered"),
+      column("executed"),
+    ],
+    rows: [
+      ["flops", count],
+      ["bytes_accessed", bytes],
+      ["transcendentals", count],
+    ],
+  });
+  const stages = ["lowered", "executed"].filter((stage) => cost[stage]?.stage);
+  const notes = stages.map((stage) => `${titled(stage)}: ${cost[stage].stage}.`);
+  return section("cost", "Cost", table.node, note(notes.join(" ")));
 }
 
-function boundsSection(report) {
-  const { bounds } = report;
-  if (!bounds) return null;
-  const isUrl = /^https?:\/\//i.test(bounds.source ?? "");
+function rooflineSection(report) {
+  const { roofline } = report;
+  if (!roofline) return null;
+  const source = String(roofline.source ?? "");
+  const entries = rooflineTimes(report).map(([kind, seconds]) =>
+    kind === roofline.bound_by
+      ? [el("strong", `${titled(kind)} (the bound)`), seconds, "strong"]
+      : [titled(kind), seconds],
+  );
   return section(
-    "bounds",
-    `Least time on ${bounds.device}`,
-    el(
-      "div",
-      { class: "stack" },
-      bars(
-        boundTimes(bounds).map(([kind, s]) => [
-          kind === bounds.bound_by ? el("strong", {}, `${kind} (the bound)`) : kind,
-          s,
-          time,
-          kind === bounds.bound_by ? "strong" : null,
-        ]),
-      ),
-      el(
-        "p",
-        { class: "muted small" },
-        "Arithmetic intensity ",
-        figure(bounds.arithmetic_intensity, digits, String),
-        " operations per byte. ",
-        !bounds.source
-          ? null
-          : isUrl
-            ? el("a", { href: bounds.source, rel: "noopener noreferrer" }, "Figures of the device")
-            : `Figures of the device: ${bounds.source}`,
-      ),
+    "roofline",
+    `Roofline of ${roofline.device}`,
+    bars(entries, time),
+    note(
+      "Arithmetic intensity ",
+      figure(digits, "flops per byte")(roofline.arithmetic_intensity),
+      " flops per byte. ",
+      /^https?:\/\//i.test(source)
+        ? el("a", { href: source, rel: "noopener noreferrer" }, "Figures of the device")
+        : source && `Figures of the device: ${source}`,
     ),
   );
 }

@@ -2,144 +2,109 @@
 
 const collator = new Intl.Collator("en", { numeric: true });
 
-/** What is not known comes last in either direction. */
-function compareValues(a, b, sign) {
-  const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
-  if (noA || noB) return noA - noB;
-  const areNumbers = typeof a === "number" && typeof b === "number";
-  return sign * (areNumbers ? a - b : collator.compare(a, b));
+/** Compares two values; what is unknown comes last in either direction. */
+function compare(a, b, sign) {
+  if (!isSet(a) || !isSet(b)) return isSet(b) - isSet(a);
+  return sign * (typeof a === "number" && typeof b === "number" ? a - b : collator.compare(a, b));
 }
 
-/**
- * A table with search and sort. A column is {label, value, cell, number, total}; the first is the
- * name of the row. `arrange` makes the lines to show of the rows found, and `line` the node of one.
- */
-function dataTable({ name, columns, rows, search, noun, controls = [], arrange, line, className }) {
-  const state = { words: [], column: null, descending: false, accept: () => true };
-  const body = el("tbody", { role: "rowgroup" });
-  const totals = el("tfoot", { role: "rowgroup" });
-  const told = el("output", { "aria-live": "polite" });
-  const texts = new Map(rows.map((row) => [row, search(row).toLowerCase()]));
-  let shown = () => 0;
+/** A column of numbers with their sum. */
+const summed = (label, value, number) => ({
+  label,
+  value,
+  number,
+  total: (rows) => number(sum(rows, value)),
+});
 
+function lineOf(columns, [name, ...cells]) {
+  return el(
+    "tr",
+    el("th", { scope: "row", role: "rowheader" }, name),
+    cells.map((cell, i) => {
+      const { label, number } = columns[i + 1];
+      return el("td", { "data-label": label, class: number && "number" }, el("span", cell));
+    }),
+  );
+}
+
+function cellOf({ value, number, cell }, row) {
+  if (cell) return cell(row);
+  return number ? number(value(row)) : value(row);
+}
+
+const rowOf = (columns, row) =>
+  lineOf(
+    columns,
+    columns.map((column) => cellOf(column, row)),
+  );
+
+/**
+ * A table of rows; with a noun for them it is searched and sorted. Returns its node and functions.
+ *
+ * A column is { label, head, value, number, cell, total }: its name as text and, if that has more,
+ * as a node; what it sorts by; the function that formats that if it is a number; what is shown if
+ * that is something else; and the sum of some rows.
+ * The first column names the row. `arrange` makes the lines to show of the rows that a search
+ * keeps, and `line` the node of one.
+ */
+function tableOf({ name, noun, columns, rows, search, arrange, line, filters }) {
+  const [body, foot, result] = [el("tbody"), el("tfoot"), el("output", { "aria-live": "polite" })];
+  const lines = growing(body, line ?? ((row) => lineOf(columns, cellsOf(columns, row))));
+  const texts = new Map(rows.map((row) => [row, noun ? search(row).toLowerCase() : ""]));
+  let [words, accept, sorted, sign] = [[], () => true, null, 1];
+  const order = (a, b) => (sorted ? compare(sorted.value(a), sorted.value(b), sign) : 0);
+
+  function draw(keepCount) {
+    const isFound = (row) => accept(row) && words.every((word) => texts.get(row).includes(word));
+    const found = rows.filter(isFound);
+    const part = found.length < rows.length ? `${integer(found.length)} of ` : "";
+    result.textContent = part + many(rows.length, noun ?? "row");
+    lines.show(arrange ? arrange(found, order) : found.toSorted(order), keepCount);
+    if (!columns.some(({ total }) => total)) return;
+    const sums = columns.map(({ total }, i) => (i ? total?.(found) : "Total"));
+    foot.replaceChildren(lineOf(columns, sums));
+  }
+
+  /** First the largest or the first in the alphabet, then the reverse, then as given. */
+  function sortBy(column) {
+    const first = column.number ? -1 : 1;
+    if (sorted !== column) [sorted, sign] = [column, first];
+    else if (sign === first) sign = -first;
+    else sorted = null;
+    const direction = sign > 0 ? "ascending" : "descending";
+    columns.forEach((each, i) =>
+      headers[i].setAttribute("aria-sort", each === sorted ? direction : "none"),
+    );
+    draw();
+  }
   const headers = columns.map((column) =>
     el(
       "th",
-      { scope: "col", role: "columnheader", class: column.number ? "number" : null },
-      el("button", { type: "button", onclick: () => sortBy(column) }, column.label),
+      { scope: "col", role: "columnheader", class: column.number && "number" },
+      noun
+        ? el("button", { type: "button", onclick: () => sortBy(column) }, column.label)
+        : (column.head ?? column.label),
     ),
   );
-  const select = el(
-    "select",
-    { onchange: () => sortBy(columns[select.value] ?? null) },
-    el("option", { value: "" }, "as given"),
-    columns.map((column, i) => el("option", { value: i }, column.label)),
-  );
 
-  function sortBy(column) {
-    const again = column !== null && state.column === column;
-    state.descending = again ? !state.descending : Boolean(column?.number);
-    state.column = column;
-    select.value = column === null ? "" : columns.indexOf(column);
-    headers.forEach((header, i) => {
-      if (columns[i] === column)
-        header.setAttribute("aria-sort", state.descending ? "descending" : "ascending");
-      else header.removeAttribute("aria-sort");
-    });
+  const box = searchBox(`Search ${plural(noun ?? "row")}`, (text) => {
+    words = text.toLowerCase().split(/\s+/).filter(Boolean);
     draw();
-  }
-
-  const order = (a, b) =>
-    state.column === null
-      ? 0
-      : compareValues(state.column.value(a), state.column.value(b), state.descending ? -1 : 1);
-
-  function draw(atLeast = 0) {
-    const found = rows.filter(
-      (row) => state.accept(row) && state.words.every((word) => texts.get(row).includes(word)),
-    );
-    const lines = arrange ? arrange(found, order, state) : [...found].sort(order);
-    shown = grow(body, lines, line ?? ((row) => rowOf(columns, row)), {
-      atLeast,
-      wrap: (button) =>
-        el("tr", { role: "row" }, el("td", { role: "cell", colspan: columns.length }, button)),
-    });
-    told.textContent =
-      found.length === rows.length
-        ? many(rows.length, noun)
-        : `${integer(found.length)} of ${many(rows.length, noun)}`;
-    if (columns.some((column) => column.total))
-      totals.replaceChildren(
-        el(
-          "tr",
-          { role: "row" },
-          columns.map((column, i) =>
-            i
-              ? el(
-                  "td",
-                  {
-                    role: "cell",
-                    "data-label": column.label,
-                    class: column.total ? "number" : "blank",
-                  },
-                  el("span", {}, column.total ? column.total(found) : ""),
-                )
-              : el("th", { scope: "row", role: "rowheader" }, "Total"),
-          ),
-        ),
-      );
-  }
-
+  });
+  const table = el("table", { "aria-label": name }, el("thead", el("tr", headers)), body, foot);
   const node = el(
     "div",
-    { class: className },
-    el(
-      "div",
-      { class: `controls${rows.length > 8 ? "" : " few"}` },
-      searchBox(`Search ${plural(noun)}`, (text) => {
-        state.words = text.toLowerCase().split(/\s+/).filter(Boolean);
-        draw();
-      }),
-      controls,
-      el("label", { class: "phone" }, "Sort by", select),
-      told,
-    ),
-    el(
-      "table",
-      { class: "cards", role: "table" },
-      el("caption", { class: "hidden" }, name),
-      el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, headers)),
-      body,
-      totals,
-    ),
+    noun && el("div.controls", rows.length > 8 && box, filters, result),
+    table,
+    lines.more,
   );
   draw();
   return {
     node,
-    redraw: () => draw(shown()),
-    filter: (accept) => {
-      state.accept = accept;
+    redraw: () => draw(true),
+    filter: (isKept) => {
+      accept = isKept;
       draw();
     },
   };
-}
-
-function rowOf(columns, row, first = null, attributes = {}) {
-  return el(
-    "tr",
-    { role: "row", ...attributes },
-    columns.map((column, i) =>
-      i
-        ? el(
-            "td",
-            {
-              role: "cell",
-              "data-label": column.label,
-              class: column.number ? "number" : column.value(row) === null ? "blank" : null,
-            },
-            el("span", {}, column.cell(row)),
-          )
-        : el("th", { scope: "row", role: "rowheader" }, first ?? column.cell(row)),
-    ),
-  );
 }

@@ -1,0 +1,150 @@
+// The text of the program. Only offsets into it are kept, and only what is open is drawn.
+
+const LONGEST_LINE = 4000; // characters of one line
+const MOST_MATCHES = 20000;
+const COLLECTIVE =
+  /= .*?\s(?:all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-permute)(?:-start|-done)?\(/;
+
+/** The lines from one offset of a text to another. */
+function* linesOf(text, start, end, number) {
+  while (start < end) {
+    const next = text.indexOf("\n", start);
+    const stop = next < 0 ? text.length : next;
+    yield { number: number++, start, end: stop };
+    start = stop + 1;
+  }
+}
+
+/** The parts of the text: each computation, from its head to its brace, and what is between. */
+function partsOf(text) {
+  const parts = [];
+  let part = null;
+  for (const { number, start, end } of linesOf(text, 0, text.length, 1)) {
+    const first = text.charAt(start);
+    const isHead = text.charAt(end - 1) === "{" && !/[\s}]/.test(first);
+    if (isHead && !part?.isComputation) {
+      const [, entry, name] = /^(ENTRY\s+)?(\S*)/.exec(
+        text.slice(start, Math.min(end, start + 300)),
+      );
+      part = { name, isEntry: Boolean(entry), isComputation: true, start, number };
+      parts.push(part);
+    } else if (!part && end > start) {
+      part = {
+        name: parts.length ? `From line ${number}` : "Header",
+        isEntry: false,
+        start,
+        number,
+      };
+      parts.push(part);
+    }
+    if (part) [part.end, part.lines] = [end, number - part.number + 1];
+    if (part?.isComputation && first === "}") part = null;
+  }
+  return parts.sort((a, b) => b.isEntry - a.isEntry);
+}
+
+function marked(text, pattern) {
+  if (!pattern) return text || " ";
+  const pieces = [];
+  let at = 0;
+  for (const match of text.matchAll(pattern)) {
+    pieces.push(text.slice(at, match.index), el("mark", match[0]));
+    at = match.index + match[0].length;
+  }
+  return [...pieces, text.slice(at)];
+}
+
+function lineNode(text, { number, start, end }, pattern) {
+  const match = pattern ? text.slice(start, end).search(pattern) : 0;
+  const from = start + Math.max(0, match - LONGEST_LINE / 2);
+  const shown = text.slice(from, Math.min(end, from + LONGEST_LINE));
+  const left = end - start - shown.length;
+  const hidden = left && el("span.muted", ` … ${integer(left)} characters of this line are hidden`);
+  const isCollective = COLLECTIVE.test(shown) && "collective";
+  return el(
+    "div.line",
+    { class: isCollective, "data-number": number },
+    el("span", from > start && "…", marked(shown, pattern), hidden || null),
+  );
+}
+
+function countMatches(text, pattern, most) {
+  const matches = text.matchAll(pattern);
+  let number = 0;
+  while (number < most && !matches.next().done) number++;
+  return number;
+}
+
+function partNode(text, part, matches, pattern, isOpen) {
+  const lineCount = many(part.lines, "line");
+  const name = part.name || "(no name)";
+  const code = el("div.code", { tabindex: 0, role: "region", "aria-label": `Text of ${name}` });
+  const lines = growing(code, (line) => lineNode(text, line, pattern));
+  const node = el(
+    "details",
+    el(
+      "summary",
+      el("code.path", name, part.isEntry && el("strong", "  entry")),
+      el("small.muted", matches ? `${integer(matches)} found in ${lineCount}` : lineCount),
+    ),
+  );
+  node.addEventListener("toggle", () => {
+    if (!node.open || code.isConnected) return;
+    const all = [...linesOf(text, part.start, part.end, part.number)];
+    const hits = pattern
+      ? all.filter(({ start, end }) => text.slice(start, end).search(pattern) >= 0)
+      : all;
+    const showAll = () => {
+      lines.show(all);
+      button.remove();
+    };
+    const button = el("button", { type: "button", onclick: showAll }, "Show all lines");
+    if (hits.length < all.length) node.append(el("p.controls", button));
+    node.append(code, lines.more);
+    lines.show(hits);
+  });
+  node.open = isOpen;
+  return node;
+}
+
+/** The section, and a function that finds a text in the program. */
+function programSection({ hlo }) {
+  if (!hlo) return { node: section("program", "Program", note("The report has no program text.")) };
+  const parts = partsOf(hlo);
+  const [list, result] = [el("div"), el("output", { "aria-live": "polite" })];
+  let [pattern, counts, shown] = [null, new Map(), parts];
+  const growingList = growing(list, (part) =>
+    partNode(hlo, part, counts.get(part), pattern, pattern !== null && shown.length <= 3),
+  );
+  function find(query) {
+    pattern = query ? new RegExp(query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "gi") : null;
+    let left = MOST_MATCHES;
+    counts = new Map();
+    for (const part of pattern ? parts : []) {
+      const number = countMatches(hlo.slice(part.start, part.end), pattern, left);
+      if (number) counts.set(part, number);
+      left -= number;
+    }
+    shown = pattern ? parts.filter((part) => counts.has(part)) : parts;
+    growingList.show(shown);
+    const number = `${integer(MOST_MATCHES - left)}${left ? "" : " or more"} found`;
+    result.textContent = pattern
+      ? `${number} in ${many(shown.length, "part")}`
+      : `${many(parts.length, "part")}, ${byteText(hlo.length)} of text`;
+  }
+  find("");
+  const box = searchBox("Search the program", find);
+  const node = section(
+    "program",
+    "Program",
+    el("div.controls", box, result),
+    el("div", list, growingList.more),
+  );
+  const show = (query) => {
+    box.value = query;
+    find(query);
+    node.scrollIntoView();
+    box.focus({ preventScroll: true });
+  };
+  return { node, show };
+}
