@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -13,25 +12,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .data import REPORT, report_data
-from .fragment import escaped, fragment
+from .fragment import COMPARISON, escaped, fragment, made_with, report_data
 
-# In the order of data flow; all names are there before `main` runs.
-_SCRIPT = (
-    "nodes",
-    "numbers",
-    "axes",
-    "controls",
-    "table",
-    "figures",
-    "mesh",
-    "cost",
-    "parameters",
-    "collectives",
-    "program",
-    "comparison",
-    "main",
-)
+# In the order of use; `main` runs at the end.
+_SCRIPT = ("nodes", "numbers", "figures", "table", "mesh", "cost", "parameters", "collectives")
+_SCRIPT += ("hlo", "comparison", "main")
 
 
 def html_page(report: Any, title: str | None = None) -> str:
@@ -39,7 +24,7 @@ def html_page(report: Any, title: str | None = None) -> str:
 
     The page fetches nothing and can be sent as a single file. It shows the mesh, the parameters
     by mesh axis, memory, cost, collectives and the text of the program, with search and sort.
-    Without JavaScript it shows a summary. Names from the report are never taken as markup.
+    Without JavaScript it shows a summary. Names from the report are never parsed as HTML.
 
     Args:
       report: a ``ProgramReport`` or a comparison, or the JSON form of one as a dictionary.
@@ -49,8 +34,8 @@ def html_page(report: Any, title: str | None = None) -> str:
       The HTML text.
 
     Raises:
-      TypeError: ``report`` is neither a dictionary nor has a ``to_json``.
-      ValueError: it is of another format, or of a version that this release does not know.
+      TypeError: ``report`` is neither a dictionary nor has an ``as_dict``.
+      ValueError: it is of an unknown format or version.
 
     Example:
       >>> from nnx_sharding.report.page import html_page
@@ -60,16 +45,19 @@ def html_page(report: Any, title: str | None = None) -> str:
       True
     """
     data = report_data(report)
+    reports = (data.get("reports") or {}).values() if data["format"] == COMPARISON else [data]
+    compiled = [each for each in reports if "error" not in each]
     style, script = _part("page.css"), _script()
     parts = {
         "policy": _policy(style, script),
         "title": escaped(title or _title(data)),
+        "made_with": escaped(made_with(compiled[0]) if compiled else ""),
         "style": style,
         "script": script,
         "summary": fragment(data),
         "data": _script_data(data),
     }
-    # In one pass, so that nothing that is filled in is taken as a place to fill in.
+    # In one pass, so that nothing that is filled in is taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
 
 
@@ -77,13 +65,13 @@ def write_html(path: str | os.PathLike[str], report: Any, title: str | None = No
     """Writes :func:`html_page` to a file.
 
     Args:
-      path: the file; one that is there is replaced.
+      path: the file, which is replaced if it exists.
       report: what to show, as in :func:`html_page`.
       title: the title of the page; None takes the name in the report.
 
     Raises:
-      TypeError: as :func:`html_page`; then nothing is written.
-      ValueError: likewise.
+      TypeError: as :func:`html_page`; nothing is written then.
+      ValueError: as :func:`html_page`; nothing is written then.
       OSError: the file cannot be written.
 
     Example:
@@ -100,9 +88,9 @@ def write_html(path: str | os.PathLike[str], report: Any, title: str | None = No
 
 
 def _title(data: Mapping[str, Any]) -> str:
-    if data["format"] == REPORT:
-        return str(data.get("name") or "Report")
-    return f"{len(data.get('reports') or {})} strategies compared"
+    if data["format"] == COMPARISON:
+        return f"{len(data.get('reports') or {})} strategies compared"
+    return str(data.get("name") or "Report")
 
 
 def _part(name: str) -> str:
@@ -116,7 +104,7 @@ def _script() -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Allows the page its own style and script, and nothing else.
+    """A policy that allows the page its own style and script, and nothing else.
 
     See https://www.w3.org/TR/CSP3/#match-element-to-source-list
     """
@@ -131,18 +119,10 @@ def _policy(style: str, script: str) -> str:
 
 
 def _script_data(data: Any) -> str:
-    """JSON that may stand in a script element: ASCII, and nothing in it ends the element.
+    """JSON for a script element: ASCII, null for NaN and infinities, nothing ends the element.
 
     See https://html.spec.whatwg.org/multipage/scripting.html#restrictions-for-contents-of-script-elements
     """
-    text = json.dumps(_finite(data), ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
+    text = json.dumps(finite, separators=(",", ":"), allow_nan=False)
+    return text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&"})

@@ -1,5 +1,7 @@
 // What the devices exchange.
 
+const axesKeyOf = (collective) => axesText(axesOf(collective));
+
 function sumsTable(collectives) {
   const column = (label, chosen, head) => {
     const cell = (kinds) => {
@@ -9,25 +11,20 @@ function sumsTable(collectives) {
     };
     return { label, head, number: true, cell: (kind) => cell([kind]), total: cell };
   };
-  const byAxes = [...Map.groupBy(collectives, (collective) => axesText(axesOf(collective)))];
-  return tableOf({
-    name: "Bytes sent by kind and axes",
-    columns: [
-      { label: "Kind", cell: (kind) => kind },
-      ...byAxes.map(([axes, chosen]) => column(axes, chosen, axesNode(axesOf(chosen[0])))),
-      column("All axes", collectives),
-    ],
-    rows: [...new Set(collectives.map(({ kind }) => kind))],
-  });
+  const byAxes = [...Map.groupBy(collectives, axesKeyOf)].map(([axes, chosen]) =>
+    column(axes, chosen, axesNode(axesOf(chosen[0]))),
+  );
+  const kind = { label: "Kind", cell: (kind) => kind };
+  const columns = [kind, ...byAxes, column("All axes", collectives)];
+  const rows = [...new Set(collectives.map(({ kind }) => kind))];
+  return tableOf({ name: "Bytes sent by kind and axes", columns, rows });
 }
 
 const shortened = (text) => (text.length > 60 ? `…${text.slice(-59)}` : text);
 
 function origin({ source, operation }) {
-  return [
-    source && [el("code", source), " "],
-    operation && el("small.muted.path", { title: operation }, shortened(operation)),
-  ];
+  const words = operation && el("small.muted.path", { title: operation }, shortened(operation));
+  return [source && [el("code", source), " "], words];
 }
 
 function runs({ times, in_loop }) {
@@ -35,58 +32,49 @@ function runs({ times, in_loop }) {
   return el("span", { title: "in a loop of unknown length" }, "loop");
 }
 
-const collectiveColumns = (showInProgram) => [
-  { label: "Kind", value: ({ kind }) => kind },
-  {
-    label: "Instruction",
-    value: ({ name }) => name,
-    cell: ({ name }) =>
-      showInProgram
-        ? linkButton(el("code", name), () => showInProgram(name), "Find it in the program")
-        : el("code", name),
-  },
-  {
-    label: "Axes",
-    value: (collective) => axesText(axesOf(collective)),
-    cell: (collective) => axesNode(axesOf(collective)),
-  },
-  {
-    label: "Groups",
-    value: ({ group_size }) => group_size,
-    cell: ({ num_groups, group_size }) => `${num_groups ?? UNKNOWN} of ${group_size ?? UNKNOWN}`,
-  },
-  { label: "Origin", value: ({ source, operation }) => source ?? operation, cell: origin },
-  { label: "Runs", value: ({ times }) => times ?? Infinity, number: true, cell: runs },
-  { label: "Bytes", value: (collective) => collective.bytes, number: bytes },
-  summed("Bytes sent", bytesSent, bytes),
-];
-
 function collectivesSection(report, showInProgram) {
   const collectives = listOf(report.collectives);
   if (!collectives.length) {
     const text = report.collectives ? "The devices exchange nothing." : "Unknown.";
     return section("collectives", "Collectives", note(text));
   }
+  const instruction = ({ name }) =>
+    report.hlo
+      ? linkButton(el("code", name), () => showInProgram(name), "Find it in the program")
+      : el("code", name);
+  const groups = (c) => `${c.num_groups ?? UNKNOWN} of ${c.group_size ?? UNKNOWN}`;
+  const columns = [
+    { label: "Kind", value: (c) => c.kind },
+    { label: "Instruction", value: (c) => c.name, cell: instruction },
+    { label: "Axes", value: axesKeyOf, cell: (c) => axesNode(axesOf(c)) },
+    { label: "Groups", value: (c) => c.group_size, cell: groups },
+    { label: "Origin", value: (c) => c.source ?? c.operation, cell: origin },
+    { label: "Runs", value: (c) => c.times ?? Infinity, number: integer, cell: runs },
+    { label: "Bytes", value: (c) => c.bytes, number: bytes },
+    summed("Bytes sent", bytesSent, bytes),
+  ];
+  const search = (c) => [
+    c.kind,
+    c.name,
+    c.computation,
+    c.dtype,
+    axesKeyOf(c),
+    c.operation,
+    c.source,
+  ];
   const table = tableOf({
     name: "Collectives",
     noun: "collective",
-    columns: collectiveColumns(report.hlo && showInProgram),
+    columns,
     rows: collectives,
-    search: (c) =>
-      [c.kind, c.name, c.computation, c.dtype, axesText(axesOf(c)), c.operation, c.source].join(
-        " ",
-      ),
+    search,
   });
+  const title = el("strong", `Each collective (${integer(collectives.length)})`);
   return section(
     "collectives",
     "Collectives",
     note("Bytes that one device sends in one call, and how many instructions send them"),
     sumsTable(collectives).node,
-    el(
-      "details",
-      { open: collectives.length <= 20 },
-      el("summary", el("strong", `Each collective (${integer(collectives.length)})`)),
-      table.node,
-    ),
+    el("details", { open: collectives.length <= 20 }, el("summary", title), table.node),
   );
 }

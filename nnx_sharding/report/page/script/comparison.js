@@ -3,62 +3,53 @@
 const linkButton = (text, onclick, title) =>
   el("button.link", { type: "button", title, onclick }, text);
 
-/** A column of a figure, with a bar of it and a word about it; the best strategy is marked. */
-function ratedColumn(rows, best, label, value, number, { word, pieces }) {
-  const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
-  const cell = (row) => {
-    const isBest = row.name === best;
-    return el(
-      "div.rated",
-      el("span", { class: isBest && "best" }, number(value(row)), isBest && " ★ best"),
-      word?.(row),
-      pieces && bar(...pieces(row).map(([part, axes]) => [part / most, axes])),
-    );
-  };
-  return { label, value, number, cell };
-}
-
 function bytesSentByAxes({ report }) {
-  const byAxes = Map.groupBy(listOf(report.collectives), (each) => axesText(axesOf(each)));
-  return [...byAxes]
-    .map(([text, some]) => ({ text, axes: axesOf(some[0]), size: sum(some, bytesSent) }))
-    .filter(({ size }) => size)
-    .sort((a, b) => b.size - a.size);
+  const byAxes = Map.groupBy(listOf(report.collectives), axesKeyOf);
+  const sums = [...byAxes].map(([key, some]) => [key, sum(some, bytesSent), axesOf(some[0])]);
+  return sums.filter(([, size]) => size).sort(([, a], [, b]) => b - a);
 }
 
 function strategyColumns(data, rows, show) {
-  const limit = data.memory_limit;
+  /** A column of a figure, with a word about it and a bar of pieces; the best is marked. */
+  function rated(key, label, value, number, word, pieces = (row) => [[value(row)]]) {
+    const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
+    const cell = (row) => {
+      const isBest = data.best?.[key] === row.name;
+      const figure = [number(value(row)), isBest && " ★ best"];
+      const parts = pieces(row).map(([size, axes]) => [size / most, axes]);
+      return el(
+        "div.rated",
+        el("span", { class: isBest && "best" }, figure),
+        word?.(row),
+        bar(...parts),
+      );
+    };
+    return { label, value, number, cell };
+  }
   const peak = ({ report }) => report.memory?.peak;
-  const roofline = ({ report }) => rooflineSeconds(report);
   const fits = (row) => {
-    if (!isNumber(limit) || !isNumber(peak(row))) return null;
-    return peak(row) <= limit ? el("small.muted", "fits") : el("small.bad", "does not fit");
+    if (!isNumber(data.memory_limit) || !isNumber(peak(row))) return null;
+    const isFitting = peak(row) <= data.memory_limit;
+    return isFitting ? el("small.muted", "fits") : el("small.bad", "does not fit");
   };
-  const sent = (row) =>
-    bytesSentByAxes(row)
-      .map(({ text, size }) => `${text} ${byteText(size)}`)
-      .join(", ");
+  const flops = ({ report }) => report.cost?.executed?.flops;
+  const sent = ({ report }) => totalSent(report);
+  const sentWords = (row) => {
+    const words = bytesSentByAxes(row).map(([key, size]) => `${key} ${byteText(size)}`);
+    return el("small.muted", words.join(", "));
+  };
+  const sentPieces = (row) => bytesSentByAxes(row).map(([, size, axes]) => [size, axes]);
   const bound = ({ report: { roofline } }) =>
     roofline && el("small.muted", `${roofline.bound_by}, ${roofline.device}`);
-  const rated = (key, ...options) => ratedColumn(rows, data.best?.[key], ...options);
-  const columns = [
-    {
-      label: "Strategy",
-      value: ({ name }) => name,
-      cell: ({ name }) => linkButton(name, () => show(name)),
-    },
-    rated("peak", "Peak memory", peak, bytes, { word: fits, pieces: (row) => [[peak(row)]] }),
-    rated("bytes_sent", "Bytes sent", ({ report }) => totalSent(report), bytes, {
-      word: (row) => el("small.muted", sent(row)),
-      pieces: (row) => bytesSentByAxes(row).map(({ axes, size }) => [size, axes]),
-    }),
-    rated("flops", "Flops", ({ report }) => report.cost?.executed?.flops, count, {}),
-    rated("roofline", "Roofline", roofline, time, {
-      word: bound,
-      pieces: (row) => [[roofline(row)]],
-    }),
-  ];
+  const nameCell = ({ name }) => linkButton(name, () => show(name));
   const seconds = ({ name }) => data.seconds?.[name];
+  const columns = [
+    { label: "Strategy", value: ({ name }) => name, cell: nameCell },
+    rated("peak", "Peak memory", peak, bytes, fits),
+    rated("bytes_sent", "Bytes sent", sent, bytes, sentWords, sentPieces),
+    rated("flops", "Flops", flops, count),
+    rated("roofline", "Roofline", ({ report }) => rooflineSeconds(report), time, bound),
+  ];
   if (rows.some(seconds)) columns.push({ label: "Compiled in", value: seconds, number: time });
   return columns;
 }
@@ -68,9 +59,7 @@ function comparisonNodes(data, navigate) {
   const reports = new Map(Object.entries(data.reports ?? {}));
   const rows = [...reports].map(([name, report]) => ({ name, report }));
   const names = rows.filter(({ report }) => !isSet(report.error)).map(({ name }) => name);
-  const options = names.map((name) => el("option", { value: name }, name));
-  const onchange = () => show(choice.value);
-  const choice = el("select", { "aria-label": "Strategy", onchange }, options);
+  const choice = choiceOf("Strategy", names, names[0], (name) => show(name));
   const [head, detail] = [el("div.controls", el("h2", "One strategy"), choice), el("div")];
   function show(name) {
     choice.value = name;
@@ -91,8 +80,9 @@ function comparisonNodes(data, navigate) {
     noun: "strategy",
     columns,
     rows,
-    search: ({ name, report }) => `${name} ${report.error ?? ""}`,
-    line: (row) => (isSet(row.report.error) ? failedLine(row) : rowOf(columns, row)),
+    search: ({ name, report }) => [name, report.error],
+    line: (row) =>
+      isSet(row.report.error) ? failedLine(row) : lineOf(columns, cellsOf(columns, row)),
   });
   const limit = isNumber(data.memory_limit) && ["A device has ", bytes(data.memory_limit), "."];
   const figures = note("All figures are for one device. ", limit);

@@ -22,85 +22,62 @@ function overview(report) {
   const [parameters, collectives] = [listOf(report.parameters), listOf(report.collectives)];
   const inLoop = collectives.some(({ times }) => times === null);
   const counted = inLoop ? "; some in loops of unknown length, counted once" : "";
-  return tiles(
-    [
-      "Argument arrays",
-      integer(parameters.length),
-      [bytes(sum(parameters, (row) => row.bytes_total)), " in total"],
-    ],
+  const total = [bytes(sum(parameters, (row) => row.bytes_total)), " in total"];
+  const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by}`;
+  const tiles = [
+    ["Argument arrays", integer(parameters.length), total],
     ["Peak memory", bytes(memory?.peak), "of each device"],
     ["Flops", count(cost?.executed?.flops), "of each device"],
     ["Bytes sent", bytes(totalSent(report)), many(collectives.length, "collective") + counted],
-    [
-      "Roofline",
-      time(rooflineSeconds(report)),
-      roofline
-        ? `lower bound on ${roofline.device}, set by ${roofline.bound_by}`
-        : "no device was given",
-    ],
-  );
+    ["Roofline", time(rooflineSeconds(report)), bound ?? "no device was given"],
+  ];
+  const tile = ([label, value, text]) =>
+    el("div", el("dt", label), el("dd", value), el("dd", text));
+  return el("dl.tiles", tiles.map(tile));
 }
 
 function memorySection({ memory }) {
-  if (!memory) return section("memory", "Memory", note("The backend does not report it."));
+  const title = "Memory of each device";
+  if (!memory) return section("memory", title, note("The backend does not report it."));
   const parts = (prefix) =>
-    MEMORY.map((part) => [titled(part), memory[prefix + part], part === "aliased" && "aliased"]);
+    MEMORY.map((part) => [titled(part), memory[prefix + part], part === "aliased" && part]);
+  const device = bars([...parts(""), ["Peak", memory.peak, "strong"]], bytes);
   const host = parts("host_");
-  return section(
-    "memory",
-    "Memory of each device",
-    bars([...parts(""), ["Peak", memory.peak, "strong"]], bytes),
-    host.some(([, size]) => size)
-      ? [el("h3", "On its host"), bars(host, bytes)]
-      : note("Nothing in host memory."),
-  );
+  const hasHost = host.some(([, size]) => size);
+  const hostBars = hasHost
+    ? [el("h3", "On its host"), bars(host, bytes)]
+    : note("Nothing on the host.");
+  return section("memory", title, device, hostBars);
 }
 
-function costSection(report) {
-  const cost = report.cost ?? {};
-  const column = (stage) => ({
-    label: titled(stage),
-    number: true,
-    cell: ([figure, show]) => show(cost[stage]?.[figure]),
+function costSection({ cost }) {
+  const stages = ["lowered", "executed"];
+  const columns = stages.map((stage) => {
+    const cell = ([figure, show]) => show(cost?.[stage]?.[figure]);
+    return { label: titled(stage), number: true, cell };
   });
-  const table = tableOf({
-    name: "Cost by stage",
-    columns: [
-      { label: "", cell: ([figure]) => titled(figure) },
-      column("lowered"),
-      column("executed"),
-    ],
-    rows: [
-      ["flops", count],
-      ["bytes_accessed", bytes],
-      ["transcendentals", count],
-    ],
-  });
-  const stages = ["lowered", "executed"].filter((stage) => cost[stage]?.stage);
-  const notes = stages.map((stage) => `${titled(stage)}: ${cost[stage].stage}.`);
+  const name = { label: "", cell: ([figure]) => titled(figure) };
+  const rows = Object.entries({ flops: count, bytes_accessed: bytes, transcendentals: count });
+  const table = tableOf({ name: "Cost by stage", columns: [name, ...columns], rows });
+  const known = stages.filter((stage) => cost?.[stage]?.stage);
+  const notes = known.map((stage) => `${titled(stage)}: ${cost[stage].stage}.`);
   return section("cost", "Cost", table.node, note(notes.join(" ")));
 }
 
 function rooflineSection(report) {
   const { roofline } = report;
   if (!roofline) return null;
-  const source = String(roofline.source ?? "");
   const entries = rooflineTimes(report).map(([kind, seconds]) =>
     kind === roofline.bound_by
       ? [el("strong", `${titled(kind)} (the bound)`), seconds, "strong"]
       : [titled(kind), seconds],
   );
-  return section(
-    "roofline",
-    `Roofline of ${roofline.device}`,
-    bars(entries, time),
-    note(
-      "Arithmetic intensity ",
-      figure(digits, "flops per byte")(roofline.arithmetic_intensity),
-      " flops per byte. ",
-      /^https?:\/\//i.test(source)
-        ? el("a", { href: source, rel: "noopener noreferrer" }, "Figures of the device")
-        : source && `Figures of the device: ${source}`,
-    ),
-  );
+  const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
+  const [href, text] = [String(roofline.source ?? ""), "Figures of the device"];
+  const isUrl = /^https?:\/\//i.test(href);
+  const source = isUrl
+    ? el("a", { href, rel: "noopener noreferrer" }, text)
+    : href && `${text}: ${href}`;
+  const words = note("Arithmetic intensity ", intensity, " flops per byte. ", source);
+  return section("roofline", `Roofline of ${roofline.device}`, bars(entries, time), words);
 }

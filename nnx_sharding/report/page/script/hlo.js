@@ -22,19 +22,12 @@ function partsOf(text) {
   for (const { number, start, end } of linesOf(text, 0, text.length, 1)) {
     const first = text.charAt(start);
     const isHead = text.charAt(end - 1) === "{" && !/[\s}]/.test(first);
-    if (isHead && !part?.isComputation) {
-      const [, entry, name] = /^(ENTRY\s+)?(\S*)/.exec(
-        text.slice(start, Math.min(end, start + 300)),
-      );
-      part = { name, isEntry: Boolean(entry), isComputation: true, start, number };
-      parts.push(part);
-    } else if (!part && end > start) {
-      part = {
-        name: parts.length ? `From line ${number}` : "Header",
-        isEntry: false,
-        start,
-        number,
-      };
+    if (isHead ? !part?.isComputation : !part && end > start) {
+      const head = text.slice(start, Math.min(end, start + 300));
+      const [, entry, computation] = /^(ENTRY\s+)?(\S*)/.exec(head);
+      const other = parts.length ? `From line ${number}` : "Header";
+      const name = isHead ? computation : other;
+      part = { name, isEntry: isHead && Boolean(entry), isComputation: isHead, start, number };
       parts.push(part);
     }
     if (part) [part.end, part.lines] = [end, number - part.number + 1];
@@ -76,70 +69,58 @@ function countMatches(text, pattern, most) {
 }
 
 function partNode(text, part, matches, pattern, isOpen) {
-  const lineCount = many(part.lines, "line");
   const name = part.name || "(no name)";
+  const count = (matches ? `${integer(matches)} found in ` : "") + many(part.lines, "line");
+  const head = el("code.path", name, part.isEntry && el("strong", "  entry"));
   const code = el("div.code", { tabindex: 0, role: "region", "aria-label": `Text of ${name}` });
   const lines = growing(code, (line) => lineNode(text, line, pattern));
-  const node = el(
-    "details",
-    el(
-      "summary",
-      el("code.path", name, part.isEntry && el("strong", "  entry")),
-      el("small.muted", matches ? `${integer(matches)} found in ${lineCount}` : lineCount),
-    ),
-  );
-  node.addEventListener("toggle", () => {
+  const ontoggle = () => {
     if (!node.open || code.isConnected) return;
     const all = [...linesOf(text, part.start, part.end, part.number)];
-    const hits = pattern
-      ? all.filter(({ start, end }) => text.slice(start, end).search(pattern) >= 0)
-      : all;
-    const showAll = () => {
+    const isHit = ({ start, end }) => !pattern || text.slice(start, end).search(pattern) >= 0;
+    const hits = all.filter(isHit);
+    const onclick = () => {
       lines.show(all);
       button.remove();
     };
-    const button = el("button", { type: "button", onclick: showAll }, "Show all lines");
-    if (hits.length < all.length) node.append(el("p.controls", button));
-    node.append(code, lines.more);
+    const button = el("button", { type: "button", onclick }, "Show all lines");
+    node.append(...(hits.length < all.length ? [button] : []), code, lines.more);
     lines.show(hits);
-  });
-  node.open = isOpen;
+  };
+  const summary = el("summary", head, el("small.muted", count));
+  const node = el("details", { open: isOpen, ontoggle }, summary);
   return node;
 }
 
-/** The section, and a function that finds a text in the program. */
+/** The section, and a function that shows a text in the program. */
 function programSection({ hlo }) {
-  if (!hlo) return { node: section("program", "Program", note("The report has no program text.")) };
+  const empty = note("The report has no program text.");
+  if (!hlo) return { node: section("program", "Program", empty) };
   const parts = partsOf(hlo);
   const [list, result] = [el("div"), el("output", { "aria-live": "polite" })];
-  let [pattern, counts, shown] = [null, new Map(), parts];
-  const growingList = growing(list, (part) =>
-    partNode(hlo, part, counts.get(part), pattern, pattern !== null && shown.length <= 3),
+  let [pattern, counts] = [null, new Map()];
+  const lines = growing(list, (part) =>
+    partNode(hlo, part, counts.get(part), pattern, counts.size > 0 && counts.size <= 3),
   );
   function find(query) {
     pattern = query ? new RegExp(query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "gi") : null;
-    let left = MOST_MATCHES;
     counts = new Map();
+    let left = MOST_MATCHES;
     for (const part of pattern ? parts : []) {
       const number = countMatches(hlo.slice(part.start, part.end), pattern, left);
       if (number) counts.set(part, number);
       left -= number;
     }
-    shown = pattern ? parts.filter((part) => counts.has(part)) : parts;
-    growingList.show(shown);
+    lines.show(pattern ? [...counts.keys()] : parts);
     const number = `${integer(MOST_MATCHES - left)}${left ? "" : " or more"} found`;
     result.textContent = pattern
-      ? `${number} in ${many(shown.length, "part")}`
+      ? `${number} in ${many(counts.size, "part")}`
       : `${many(parts.length, "part")}, ${byteText(hlo.length)} of text`;
   }
   find("");
   const box = searchBox("Search the program", find);
-  const node = section(
-    "program",
-    "Program",
-    el("div.controls", box, result),
-    el("div", list, growingList.more),
-  );
+  const controls = el("div.controls", box, result);
+  const node = section("program", "Program", controls, el("div", list, lines.more));
   const show = (query) => {
     box.value = query;
     find(query);

@@ -12,13 +12,6 @@ function reportNodes(report) {
   ];
 }
 
-function madeWith({ num_devices, device_kind, platform, made_with }) {
-  const devices = `${num_devices ?? UNKNOWN} × ${device_kind ?? "device"}`;
-  const isKnown = platform && platform !== device_kind;
-  const versions = Object.entries(made_with ?? {}).map((pair) => pair.join(" "));
-  return [isKnown ? `${devices} (${platform})` : devices, ...versions].join(" · ");
-}
-
 /** Reads or writes what the browser keeps of the page; a sandboxed frame keeps nothing. */
 function kept(key, ...value) {
   try {
@@ -28,7 +21,7 @@ function kept(key, ...value) {
   }
 }
 
-function themeSwitch() {
+function themeChoice() {
   const themes = ["Auto", "Light", "Dark"];
   const key = "nnx_sharding.theme";
   const set = (theme) => {
@@ -37,22 +30,22 @@ function themeSwitch() {
   };
   const start = themes.find((theme) => theme === kept(key)) ?? "Auto";
   set(start);
-  return switchOf("Colours", themes, start, set);
+  return choiceOf("Colours", themes, start, set);
 }
 
 function main() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const isComparison = data.format === "nnx_sharding.comparison";
-  const reports = isComparison ? Object.values(data.reports ?? {}) : [data];
-  reports.forEach(numberAxes);
+  // Colours go to the axes of the mesh first, in their order.
+  for (const report of isComparison ? Object.values(data.reports ?? {}) : [data])
+    Object.keys(report.mesh?.axes ?? {}).forEach(numberOf);
   const links = el("ul");
   const navigate = () => {
     const ids = [...document.querySelectorAll("main section")].map(({ id }) => id);
     links.replaceChildren(...ids.map((id) => el("li", el("a", { href: `#${id}` }, id))));
   };
-  const first = reports.find((report) => !isSet(report.error));
   const [top, content] = ["top", "main"].map((id) => document.getElementById(id));
-  top.append(el("div", el("h1", document.title), el("p", first && madeWith(first))), themeSwitch());
+  top.append(themeChoice());
   top.after(el("nav", { "aria-label": "Parts of the report" }, links));
   content.append(...(isComparison ? comparisonNodes(data, navigate) : reportNodes(data)));
   navigate();

@@ -28,7 +28,7 @@ function meshFigures(mesh, cell) {
     left -= width * height;
     const cellAt = (i, j) => cell([...position, ...[i, j].slice(2 - inner.length)]);
     const caption = outer.map(([axis], i) => `${axis} ${position[i]}`).join(", ");
-    const rowName = (i) => el("span", { style: axisStyle(rowAxis) }, label(rowAxis, i));
+    const rowName = (i) => el("span", { style: rowAxis && axisStyle(rowAxis) }, label(rowAxis, i));
     const table = tableOf({
       name: `Devices of the mesh ${caption}`,
       columns: [
@@ -42,7 +42,7 @@ function meshFigures(mesh, cell) {
   const rest = total - (MOST_DEVICES - left);
   return el(
     "div.mesh",
-    { class: isDense && "dense", style: axisStyle(columnAxis) },
+    { class: isDense && "dense", style: columnAxis && axisStyle(columnAxis) },
     figures,
     rest > 0 && note(`… and ${integer(rest)} devices more`),
   );

@@ -57,14 +57,9 @@ function searchBox(label, onchange) {
   return box;
 }
 
-function switchOf(name, options, chosen, onchange) {
-  return el(
-    "fieldset.switch",
-    { "aria-label": name },
-    options.map((value) => {
-      const checked = value === chosen;
-      const choose = { value, checked, onchange: () => onchange(value) };
-      return el("label", el("input", { type: "radio", name, ...choose }), el("span", value));
-    }),
-  );
+function choiceOf(label, names, chosen, onchoice) {
+  const onchange = () => onchoice(choice.value);
+  const options = names.map((name) => el("option", { selected: name === chosen }, name));
+  const choice = el("select", { "aria-label": label, onchange }, options);
+  return choice;
 }
