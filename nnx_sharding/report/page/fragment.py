@@ -126,21 +126,21 @@ def _comparison(data: Mapping[str, Any]) -> str:
 
 
 def _figures(report: Mapping[str, Any]) -> dict[str, str]:
+    """The figures by which strategies are compared, as text."""
     roofline = report.get("roofline") or {}
     times = (roofline.get(f"{kind}_s") for kind in ("compute", "memory", "interconnect"))
-    seconds = max((time for time in times if time is not None), default=None)
     return {
         "peak": bytes_text((report.get("memory") or {}).get("peak")),
         "bytes_sent": bytes_text(sum(map(_sent, report.get("collectives") or []))),
         "flops": count_text(((report.get("cost") or {}).get("executed") or {}).get("flops")),
-        "roofline": time_text(seconds),
+        "roofline": time_text(max((time for time in times if time is not None), default=None)),
     }
 
 
 def _sent(collective: Mapping[str, Any]) -> int:
     """The bytes that one device sends in one call; in a loop of unknown length, in one run."""
     times = collective.get("times")
-    return (collective.get("bytes_sent") or 0) * (1 if times is None else times)
+    return int(collective.get("bytes_sent") or 0) * (1 if times is None else int(times))
 
 
 def _collectives(collectives: Iterable[Mapping[str, Any]]) -> str:
@@ -154,27 +154,22 @@ def _collectives(collectives: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _parameters(rows: Sequence[Mapping[str, Any]]) -> str:
-    numbers: dict[str, int] = {}
-    lines = [
-        [
-            row["path"] or "(the root)",
-            row["dtype"],
-            _shape_and_axes(row, numbers),
-            " × ".join(map(str, row["shard_shape"])) or "scalar",
-            _exact(row["bytes_per_device"]),
-            _exact(row["bytes_total"]),
-        ]
-        for row in rows[:_MAX_ROWS]
-    ]
+    hues: dict[str, int] = {}
+    keys = ("bytes_per_device", "bytes_total")
+    lines = []
+    for row in rows[:_MAX_ROWS]:
+        shard = " × ".join(map(str, row["shard_shape"])) or "scalar"
+        shapes = (_shape_and_axes(row, hues), shard)
+        sizes = (_exact(row[key]) for key in keys)
+        lines.append([row["path"] or "(the root)", row["dtype"], *shapes, *sizes])
     if len(rows) > _MAX_ROWS:
         lines.append([f"… {len(rows) - _MAX_ROWS} more", *[""] * 5])
-    sums = [sum(row[key] for row in rows) for key in ("bytes_per_device", "bytes_total")]
-    lines.append(["Total", "", "", "", *map(_exact, sums)])
+    lines.append(["Total", "", "", "", *(_exact(sum(row[key] for row in rows)) for key in keys)])
     header = ["Path", "Dtype", "Shape and axes", "Shard shape", "Bytes/device", "Bytes"]
     return _table(lines, header, numbers=2)
 
 
-def _shape_and_axes(row: Mapping[str, Any], numbers: dict[str, int]) -> str:
+def _shape_and_axes(row: Mapping[str, Any], hues: dict[str, int]) -> str:
     """The shape, each dimension with the axes over which it is sharded, in their colours."""
     shape, spec = row["shape"], row["spec"]
     if spec is None or isinstance(spec, str):
@@ -183,8 +178,8 @@ def _shape_and_axes(row: Mapping[str, Any], numbers: dict[str, int]) -> str:
     dimensions = list(map(str, shape))
     for i, entry in enumerate(sums.get("partitions", spec)):
         for axis in [entry] if isinstance(entry, str) else entry or []:
-            number = numbers.setdefault(axis, len(numbers)) % len(_HUES)
-            dimensions[i] += f' <b class="axis-{number}">{escaped(axis)}</b>'
+            hue = hues.setdefault(axis, len(hues)) % len(_HUES)
+            dimensions[i] += f' <b class="axis-{hue}">{escaped(axis)}</b>'
     text = " × ".join(dimensions) or "scalar"
     for kind in ("unreduced", "reduced"):
         if sums.get(kind):

@@ -53,22 +53,9 @@ function collectivesSection(report, showInProgram) {
     { label: "Bytes", value: (c) => c.bytes, number: bytes },
     summed("Bytes sent", bytesSent, bytes),
   ];
-  const search = (c) => [
-    c.kind,
-    c.name,
-    c.computation,
-    c.dtype,
-    axesKeyOf(c),
-    c.operation,
-    c.source,
-  ];
-  const table = tableOf({
-    name: "Collectives",
-    noun: "collective",
-    columns,
-    rows: collectives,
-    search,
-  });
+  const search = (c) => [axesKeyOf(c), ...Object.values(c)];
+  const [name, noun] = ["Collectives", "collective"];
+  const table = tableOf({ name, noun, columns, rows: collectives, search });
   const title = el("strong", `Each collective (${integer(collectives.length)})`);
   return section(
     "collectives",

@@ -1,55 +1,43 @@
 // Strategies side by side, and one of them in full.
 
-const linkButton = (text, onclick, title) =>
-  el("button.link", { type: "button", title, onclick }, text);
+const linkButton = (text, onclick, title) => el("button.link", { title, onclick }, text);
 
-function bytesSentByAxes({ report }) {
-  const byAxes = Map.groupBy(listOf(report.collectives), axesKeyOf);
-  const sums = [...byAxes].map(([key, some]) => [key, sum(some, bytesSent), axesOf(some[0])]);
-  return sums.filter(([, size]) => size).sort(([, a], [, b]) => b - a);
+function bytesSentByAxes({ collectives }) {
+  const byAxes = Map.groupBy(listOf(collectives), axesKeyOf).values();
+  const sums = [...byAxes].map((some) => [sum(some, bytesSent), axesOf(some[0])]);
+  return sums.filter(([size]) => size).sort(([a], [b]) => b - a);
+}
+
+/** What is to say about a figure of a report. */
+function remark(key, report, limit) {
+  const { memory, roofline } = report;
+  if (key === "peak" && isNumber(limit) && isNumber(memory?.peak))
+    return memory.peak <= limit ? el("small.muted", "fits") : el("small.bad", "does not fit");
+  if (key === "roofline" && roofline)
+    return el("small.muted", `${roofline.bound_by}, ${roofline.device}`);
+  const sums = key === "bytes_sent" ? bytesSentByAxes(report) : [];
+  const words = sums.map(([size, axes]) => `${axesText(axes)} ${byteText(size)}`);
+  return el("small.muted", words.join(", "));
 }
 
 function strategyColumns(data, rows, show) {
-  /** A column of a figure, with a word about it and a bar of pieces; the best is marked. */
-  function rated(key, label, value, number, word, pieces = (row) => [[value(row)]]) {
+  /** A column of a figure, with a remark and a bar; the best strategy is marked. */
+  const rated = ([key, label, number, of]) => {
+    const value = ({ report }) => of(report);
     const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
-    const cell = (row) => {
-      const isBest = data.best?.[key] === row.name;
-      const figure = [number(value(row)), isBest && " ★ best"];
-      const parts = pieces(row).map(([size, axes]) => [size / most, axes]);
-      return el(
-        "div.rated",
-        el("span", { class: isBest && "best" }, figure),
-        word?.(row),
-        bar(...parts),
-      );
+    const cell = ({ name, report }) => {
+      const star = data.best?.[key] === name && " ★ best";
+      const figure = el("span", { class: star && "best" }, number(of(report)), star);
+      const sizes = key === "bytes_sent" ? bytesSentByAxes(report) : [[of(report)]];
+      const pieces = sizes.map(([size, axes]) => [size / most, axes]);
+      return el("div.rated", figure, remark(key, report, data.memory_limit), bar(...pieces));
     };
     return { label, value, number, cell };
-  }
-  const peak = ({ report }) => report.memory?.peak;
-  const fits = (row) => {
-    if (!isNumber(data.memory_limit) || !isNumber(peak(row))) return null;
-    const isFitting = peak(row) <= data.memory_limit;
-    return isFitting ? el("small.muted", "fits") : el("small.bad", "does not fit");
   };
-  const flops = ({ report }) => report.cost?.executed?.flops;
-  const sent = ({ report }) => totalSent(report);
-  const sentWords = (row) => {
-    const words = bytesSentByAxes(row).map(([key, size]) => `${key} ${byteText(size)}`);
-    return el("small.muted", words.join(", "));
-  };
-  const sentPieces = (row) => bytesSentByAxes(row).map(([, size, axes]) => [size, axes]);
-  const bound = ({ report: { roofline } }) =>
-    roofline && el("small.muted", `${roofline.bound_by}, ${roofline.device}`);
-  const nameCell = ({ name }) => linkButton(name, () => show(name));
+  const link = ({ name }) => linkButton(name, () => show(name));
+  const columns = [{ label: "Strategy", value: ({ name }) => name, cell: link }];
+  columns.push(...FIGURES.map(rated));
   const seconds = ({ name }) => data.seconds?.[name];
-  const columns = [
-    { label: "Strategy", value: ({ name }) => name, cell: nameCell },
-    rated("peak", "Peak memory", peak, bytes, fits),
-    rated("bytes_sent", "Bytes sent", sent, bytes, sentWords, sentPieces),
-    rated("flops", "Flops", flops, count),
-    rated("roofline", "Roofline", ({ report }) => rooflineSeconds(report), time, bound),
-  ];
   if (rows.some(seconds)) columns.push({ label: "Compiled in", value: seconds, number: time });
   return columns;
 }
@@ -71,24 +59,17 @@ function comparisonNodes(data, navigate) {
     head.scrollIntoView();
     choice.focus({ preventScroll: true });
   });
-  const failedLine = ({ name, report }) => {
+  const line = (row) => {
+    if (!isSet(row.report.error)) return lineOf(columns, cellsOf(columns, row));
     const span = { scope: "row", role: "rowheader", colspan: columns.length };
-    return el("tr", el("th", span, el("strong", name), el("pre.error", report.error)));
+    return el("tr", el("th", span, el("strong", row.name), el("pre.error", row.report.error)));
   };
-  const table = tableOf({
-    name: "Strategies compared",
-    noun: "strategy",
-    columns,
-    rows,
-    search: ({ name, report }) => [name, report.error],
-    line: (row) =>
-      isSet(row.report.error) ? failedLine(row) : lineOf(columns, cellsOf(columns, row)),
-  });
+  const [name, noun] = ["Strategies compared", "strategy"];
+  const search = ({ name, report }) => [name, report.error];
+  const table = tableOf({ name, noun, columns, rows, search, line });
   const limit = isNumber(data.memory_limit) && ["A device has ", bytes(data.memory_limit), "."];
   const figures = note("All figures are for one device. ", limit);
   if (names.length) show(names[0]);
-  return [
-    section("comparison", "Strategies compared", figures, table.node),
-    ...(names.length ? [head, detail] : []),
-  ];
+  const nodes = [section("comparison", name, figures, table.node)];
+  return names.length ? [...nodes, head, detail] : nodes;
 }

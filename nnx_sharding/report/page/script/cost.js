@@ -13,27 +13,37 @@ function rooflineTimes({ roofline }) {
   return kinds.map((kind) => [kind, roofline[`${kind}_s`]]);
 }
 function rooflineSeconds(report) {
-  const times = rooflineTimes(report).map(([, seconds]) => seconds);
-  return times.some(isNumber) ? Math.max(...times.filter(isNumber)) : null;
+  const known = rooflineTimes(report).flatMap(([, seconds]) => (isNumber(seconds) ? seconds : []));
+  return known.length ? Math.max(...known) : null;
 }
 
+// The figures that matter most: key, label, format, and how they are read from a report.
+const FIGURES = [
+  ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
+  ["bytes_sent", "Bytes sent", bytes, totalSent],
+  ["flops", "Flops", count, ({ cost }) => cost?.executed?.flops],
+  ["roofline", "Roofline", time, rooflineSeconds],
+];
+
 function overview(report) {
-  const { memory, roofline, cost } = report;
+  const { roofline } = report;
   const [parameters, collectives] = [listOf(report.parameters), listOf(report.collectives)];
   const inLoop = collectives.some(({ times }) => times === null);
   const counted = inLoop ? "; some in loops of unknown length, counted once" : "";
-  const total = [bytes(sum(parameters, (row) => row.bytes_total)), " in total"];
   const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by}`;
-  const tiles = [
-    ["Argument arrays", integer(parameters.length), total],
-    ["Peak memory", bytes(memory?.peak), "of each device"],
-    ["Flops", count(cost?.executed?.flops), "of each device"],
-    ["Bytes sent", bytes(totalSent(report)), many(collectives.length, "collective") + counted],
-    ["Roofline", time(rooflineSeconds(report)), bound ?? "no device was given"],
-  ];
-  const tile = ([label, value, text]) =>
-    el("div", el("dt", label), el("dd", value), el("dd", text));
-  return el("dl.tiles", tiles.map(tile));
+  const notes = {
+    bytes_sent: many(collectives.length, "collective") + counted,
+    roofline: bound ?? "no device was given",
+  };
+  const tile = (label, value, note) => el("div", el("dt", label), el("dd", value), el("dd", note));
+  const total = [bytes(sum(parameters, (row) => row.bytes_total)), " in total"];
+  return el(
+    "dl.tiles",
+    tile("Argument arrays", integer(parameters.length), total),
+    FIGURES.map(([key, label, show, of]) =>
+      tile(label, show(of(report)), notes[key] ?? "of each device"),
+    ),
+  );
 }
 
 function memorySection({ memory }) {
@@ -43,11 +53,9 @@ function memorySection({ memory }) {
     MEMORY.map((part) => [titled(part), memory[prefix + part], part === "aliased" && part]);
   const device = bars([...parts(""), ["Peak", memory.peak, "strong"]], bytes);
   const host = parts("host_");
-  const hasHost = host.some(([, size]) => size);
-  const hostBars = hasHost
-    ? [el("h3", "On its host"), bars(host, bytes)]
-    : note("Nothing on the host.");
-  return section("memory", title, device, hostBars);
+  if (!host.some(([, size]) => size))
+    return section("memory", title, device, note("Nothing on the host."));
+  return section("memory", title, device, el("h3", "On its host"), bars(host, bytes));
 }
 
 function costSection({ cost }) {
@@ -67,17 +75,15 @@ function costSection({ cost }) {
 function rooflineSection(report) {
   const { roofline } = report;
   if (!roofline) return null;
-  const entries = rooflineTimes(report).map(([kind, seconds]) =>
-    kind === roofline.bound_by
-      ? [el("strong", `${titled(kind)} (the bound)`), seconds, "strong"]
-      : [titled(kind), seconds],
-  );
+  const entries = rooflineTimes(report).map(([kind, seconds]) => {
+    const isBound = kind === roofline.bound_by;
+    const label = isBound ? el("strong", `${titled(kind)} (the bound)`) : titled(kind);
+    return [label, seconds, isBound && "strong"];
+  });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
   const [href, text] = [String(roofline.source ?? ""), "Figures of the device"];
-  const isUrl = /^https?:\/\//i.test(href);
-  const source = isUrl
-    ? el("a", { href, rel: "noopener noreferrer" }, text)
-    : href && `${text}: ${href}`;
+  const link = el("a", { href, rel: "noopener noreferrer" }, text);
+  const source = /^https?:\/\//i.test(href) ? link : href && `${text}: ${href}`;
   const words = note("Arithmetic intensity ", intensity, " flops per byte. ", source);
   return section("roofline", `Roofline of ${roofline.device}`, bars(entries, time), words);
 }

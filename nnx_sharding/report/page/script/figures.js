@@ -16,7 +16,9 @@ const axisStyle = (axis) => ({ "--axis": `var(--axis-${numberOf(axis) % 8})` });
 
 const entryAxes = (entry) => (isSet(entry) ? [entry].flat().map(String) : []);
 const sortedAxes = (axes) => [...new Set(axes)].sort((a, b) => numberOf(a) - numberOf(b));
-const specAxes = (spec) => sortedAxes(listOf(spec).flatMap(entryAxes));
+// With unreduced or reduced axes a spec is an object, else its entries, or a text.
+const specEntries = (spec) => listOf(spec?.partitions ?? spec);
+const specAxes = (spec) => sortedAxes(specEntries(spec).flatMap(entryAxes));
 const axesOf = (collective) => collective.axes && sortedAxes(collective.axes.map(String));
 const axesText = (axes) => (axes ? axes.join(" + ") || "none" : "no axes fit");
 

@@ -38,13 +38,8 @@ function partsOf(text) {
 
 function marked(text, pattern) {
   if (!pattern) return text || " ";
-  const pieces = [];
-  let at = 0;
-  for (const match of text.matchAll(pattern)) {
-    pieces.push(text.slice(at, match.index), el("mark", match[0]));
-    at = match.index + match[0].length;
-  }
-  return [...pieces, text.slice(at)];
+  // The pattern is a group, so matches are every second piece.
+  return text.split(pattern).map((piece, i) => (i % 2 ? el("mark", piece) : piece));
 }
 
 function lineNode(text, { number, start, end }, pattern) {
@@ -52,13 +47,10 @@ function lineNode(text, { number, start, end }, pattern) {
   const from = start + Math.max(0, match - LONGEST_LINE / 2);
   const shown = text.slice(from, Math.min(end, from + LONGEST_LINE));
   const left = end - start - shown.length;
-  const hidden = left && el("span.muted", ` … ${integer(left)} characters of this line are hidden`);
-  const isCollective = COLLECTIVE.test(shown) && "collective";
-  return el(
-    "div.line",
-    { class: isCollective, "data-number": number },
-    el("span", from > start && "…", marked(shown, pattern), hidden || null),
-  );
+  const hidden = el("span.muted", ` … ${integer(left)} characters of this line are hidden`);
+  const attributes = { class: COLLECTIVE.test(shown) && "collective", "data-number": number };
+  const content = [from > start && "…", marked(shown, pattern), left > 0 && hidden];
+  return el("div.line", attributes, el("span", content));
 }
 
 function countMatches(text, pattern, most) {
@@ -77,13 +69,14 @@ function partNode(text, part, matches, pattern, isOpen) {
   const ontoggle = () => {
     if (!node.open || code.isConnected) return;
     const all = [...linesOf(text, part.start, part.end, part.number)];
-    const isHit = ({ start, end }) => !pattern || text.slice(start, end).search(pattern) >= 0;
-    const hits = all.filter(isHit);
+    const hits = all.filter(
+      ({ start, end }) => !pattern || text.slice(start, end).search(pattern) >= 0,
+    );
     const onclick = () => {
       lines.show(all);
       button.remove();
     };
-    const button = el("button", { type: "button", onclick }, "Show all lines");
+    const button = el("button", { onclick }, "Show all lines");
     node.append(...(hits.length < all.length ? [button] : []), code, lines.more);
     lines.show(hits);
   };
@@ -103,7 +96,8 @@ function programSection({ hlo }) {
     partNode(hlo, part, counts.get(part), pattern, counts.size > 0 && counts.size <= 3),
   );
   function find(query) {
-    pattern = query ? new RegExp(query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "gi") : null;
+    const escaped = query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+    pattern = query ? new RegExp(`(${escaped})`, "gi") : null;
     counts = new Map();
     let left = MOST_MATCHES;
     for (const part of pattern ? parts : []) {

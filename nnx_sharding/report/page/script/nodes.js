@@ -30,7 +30,7 @@ function el(tag, ...children) {
 /** Fills a container with the first of some items, and has a button that doubles their number. */
 function growing(container, make) {
   let [items, count] = [[], 0];
-  const more = el("button.more", { type: "button", onclick: () => add(count) });
+  const more = el("button.more", { onclick: () => add(count) });
   function add(some) {
     container.append(...items.slice(count, count + some).map(make));
     count = Math.min(items.length, count + some);

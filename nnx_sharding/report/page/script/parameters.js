@@ -2,25 +2,26 @@
 
 const sizes = (shape) => listOf(shape).join(" × ") || "scalar";
 
+const isNamed = ({ spec }) => isSet(spec) && typeof spec !== "string";
+
 /** The shape of an array, with the axes over which each dimension is sharded. */
 function shapeAndAxes(row, mesh) {
-  if (!row.spec) return [sizes(row.shape), " ", el("span.muted", "no spec")];
-  const dimension = (size, i) => [
-    i ? ` × ${size}` : size,
-    entryAxes(row.spec[i]).map((axis) => [" ", chip(axis, mesh?.axes?.[axis])]),
-  ];
-  const sums = ["unreduced", "reduced"].filter((kind) => listOf(row[kind]).length);
-  return [
-    row.shape.length ? row.shape.map(dimension) : "scalar",
-    sums.map((kind) => el("span.muted", `, ${kind} over ${row[kind].join(" and ")}`)),
-  ];
+  const { spec } = row;
+  if (!isNamed(row)) return [sizes(row.shape), " ", el("span.muted", spec ?? "no spec")];
+  const dimension = (size, i) => {
+    const axes = entryAxes(specEntries(spec)[i]);
+    return [i ? ` × ${size}` : size, axes.map((axis) => [" ", chip(axis, mesh?.axes?.[axis])])];
+  };
+  const sums = ["unreduced", "reduced"].filter((kind) => listOf(spec[kind]).length);
+  const words = sums.map((kind) => `, ${kind} over ${spec[kind].join(" and ")}`);
+  return [row.shape.length ? row.shape.map(dimension) : "scalar", el("span.muted", words)];
 }
 
 function slicesAt(row, mesh, position) {
   const names = Object.keys(mesh.axes);
   return row.shape.map((size, i) => {
     let [part, parts] = [0, 1];
-    for (const axis of entryAxes(row.spec[i])) {
+    for (const axis of entryAxes(specEntries(row.spec)[i])) {
       const n = mesh.axes[axis] ?? 1;
       [part, parts] = [part * n + (position[names.indexOf(axis)] ?? 0), parts * n];
     }
@@ -94,7 +95,9 @@ function parametersSection({ mesh, parameters }) {
   const columns = parameterColumns(mesh);
   const parts = new Map(rows.map((row) => [row, pathParts(row.path)]));
   const [toggled, buttons, chosenAxes] = [new Set(), new Map(), new Set()];
-  let [isTree, isFiltered] = [rows.length > 12, false];
+  const views = ["Tree", "List"];
+  const view = choiceOf("View", views, views[Number(rows.length <= 12)], () => table.redraw());
+  let isFiltered = false;
 
   function withToggle({ key, depth, isOpen, row }, name) {
     const toggle = () => {
@@ -102,14 +105,14 @@ function parametersSection({ mesh, parameters }) {
       table.redraw();
       buttons.get(key)?.focus();
     };
-    const state = { type: "button", "aria-expanded": String(isOpen), onclick: toggle };
+    const state = { "aria-expanded": String(isOpen), onclick: toggle };
     buttons.set(key, el("button.fold", { ...state, class: row && "leaf" }, name));
-    const canOpen = !row || (mesh && row.spec && listOf(row.shape).length);
+    const canOpen = !row || (mesh && isNamed(row) && listOf(row.shape).length);
     const style = { "padding-left": `${1.125 * Math.min(depth, 12)}rem` };
     return el("div", { style }, canOpen ? buttons.get(key) : el("span.nofold", name));
   }
 
-  function lineOfItem(item) {
+  function line(item) {
     const { heldRow, row, rows, label } = item;
     if (heldRow) return heldLine(heldRow, mesh, columns);
     if (row) {
@@ -125,6 +128,7 @@ function parametersSection({ mesh, parameters }) {
   function arrange(kept, order) {
     if (isFiltered !== kept.length < rows.length) toggled.clear();
     isFiltered = kept.length < rows.length;
+    const isTree = view.value === "Tree";
     const nodes = isTree ? treeOf(kept, parts) : kept.map((row) => ({ key: row, row }));
     const visit = (nodes, depth) => {
       const sorted = nodes.toSorted((a, b) => order(a.row ?? a, b.row ?? b));
@@ -137,21 +141,16 @@ function parametersSection({ mesh, parameters }) {
     return visit(nodes, 0);
   }
 
-  const view = choiceOf("View", ["Tree", "List"], isTree ? "Tree" : "List", (chosen) => {
-    isTree = chosen === "Tree";
-    table.redraw();
-  });
-  const table = tableOf({
-    name: "Argument arrays",
-    noun: "array",
-    columns,
-    rows,
-    search: (row) => [row.path, row.dtype, listOf(row.shape).join("×"), axesKey(row), notesOf(row)],
-    accept: (row) => !chosenAxes.size || chosenAxes.has(axesKey(row)),
-    controls: view,
-    arrange,
-    line: lineOfItem,
-  });
+  const search = (row) => [
+    row.path,
+    row.dtype,
+    listOf(row.shape).join("×"),
+    axesKey(row),
+    notesOf(row),
+  ];
+  const accept = (row) => !chosenAxes.size || chosenAxes.has(axesKey(row));
+  const names = { name: "Argument arrays", noun: "array", controls: view };
+  const table = tableOf({ ...names, columns, rows, search, accept, arrange, line });
   return section("parameters", title, legend(rows, chosenAxes, table.redraw), table.node);
 }
 
@@ -170,7 +169,7 @@ function legend(rows, chosen, redraw) {
     const axes = specAxes(rows[0].spec);
     const name = [strips(axes), axes.length ? key : "fully replicated"];
     const held = el("span.muted", `  ${many(rows.length, "array")}, ${byteText(size(rows))}`);
-    return el("button", { type: "button", "aria-pressed": "false", onclick }, name, held);
+    return el("button", { "aria-pressed": "false", onclick }, name, held);
   };
   const attributes = { role: "group", "aria-label": "Show only arrays that are sharded over" };
   return [bar(...pieces), el("div.legend", attributes, groups.map(button))];

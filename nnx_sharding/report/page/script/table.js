@@ -69,7 +69,7 @@ function tableOf({ name, noun = "row", columns, rows, search, accept, arrange, l
   const headers = columns.map((column) => {
     const attributes = { scope: "col", role: "columnheader", class: column.number && "number" };
     if (!search) return el("th", attributes, column.head ?? column.label);
-    const sort = { type: "button", onclick: () => sortBy(column) };
+    const sort = { onclick: () => sortBy(column) };
     return el("th", attributes, el("button", sort, column.label));
   });
 
