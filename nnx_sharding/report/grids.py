@@ -50,7 +50,7 @@ def mesh_pictures(mesh: MeshDescription) -> Iterator[RenderableType]:
 def array_pictures(
     shape: tuple[int, ...], sharding: Sharding, width: int
 ) -> Iterator[RenderableType]:
-    """A line, then a grid of the slices if it is no wider than this, else a list of them."""
+    """A line, then a grid of the slices if it fits the width, else a list of them."""
     held = holders_of(shape, sharding)
     split = [i for i in range(len(shape)) if len({spans[i] for spans in held}) > 1]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -58,26 +58,26 @@ def array_pictures(
     if len(split) == 2 < len(shape):
         head += f"; rows are dimension {split[0]}, columns dimension {split[1]}"
     yield text(head)
-    cells: dict[tuple[str, str], Any] = {}
-    colours = itertools.cycle(COLOURS)
-    for spans, holders in held.items():
-        row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
-        if split == [0] and len(shape) > 1:
-            row, column = column, row
+    shown = {}
+    for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
         more = [f"… {len(holders) - _MAX_HOLDERS} more"] * (len(holders) > _MAX_HOLDERS)
-        shown = text(" ".join([*holders[:_MAX_HOLDERS], *more]), next(colours))
-        cells[(row, column) if split else ("", "full array")] = shown
-    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    widest = max(len(shown) for shown in cells.values())
-    if len(split) <= 2 and (len(columns) == 1 or (len(columns) + 1) * (widest + 2) <= width):
-        body = [[row, *(cells[row, column] for column in columns)] for row in rows]
-        yield grid([["", *columns], *body] if any(columns) else body)
+        shown[spans] = text(" ".join([*holders[:_MAX_HOLDERS], *more]), colour)
+    columns = len({spans[split[-1]] for spans in held}) if split else 1
+    fits = columns == 1 or (columns + 1) * (max(map(len, shown.values())) + 2) <= width
+    if len(split) <= 2 and fits:
+        cells = {}
+        for spans, holders in shown.items():
+            row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
+            only_rows = split == [0] and len(shape) > 1
+            cells[(column, row) if only_rows else (row, column or "full array")] = holders
+        rows, heads = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+        body = [[row, *(cells[row, head] for head in heads)] for row in rows]
+        yield grid([["", *heads], *body] if any(heads) else body)
         return
-    slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in held]
-    lines = list(zip(slices, cells.values(), strict=True))
-    yield table(("slice", "devices"), lines[:_MAX_DEVICES])
-    if len(lines) > _MAX_DEVICES:
-        yield text(f"… {len(lines) - _MAX_DEVICES} more")
+    slices = (f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in shown)
+    yield table(("slice", "devices"), [*zip(slices, shown.values(), strict=True)][:_MAX_DEVICES])
+    if len(shown) > _MAX_DEVICES:
+        yield text(f"… {len(shown) - _MAX_DEVICES} more")
 
 
 def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
