@@ -44,13 +44,13 @@ ENTRY %main.9 (a: f32[8,64]) -> f32[8,64] {
 
 
 def parameter(path, shape, spec, mesh, **more):
-    """One row, cut as its spec says."""
+    """One row, sharded as its spec says."""
     entries = [*(spec or []), *[None] * len(shape)]
-    cuts = [
+    parts = [
         math.prod(mesh[axis] for axis in ([entry] if isinstance(entry, str) else entry or []))
         for entry, _ in zip(entries, shape, strict=False)
     ]
-    shard = [size // cut for size, cut in zip(shape, cuts, strict=True)]
+    shard = [size // part for size, part in zip(shape, parts, strict=True)]
     return {
         "path": path,
         "shape": list(shape),

@@ -14,7 +14,16 @@ from typing import Any
 from .fragment import COMPARISON, escaped, fragment, made_with, report_data
 
 # In the order of use; `main` runs at the end.
-_SCRIPT = ("nodes", "numbers", "figures", "table", "mesh", "cost", "parameters", "collectives")
+_SCRIPT: tuple[str, ...] = (
+    "nodes",
+    "numbers",
+    "figures",
+    "table",
+    "mesh",
+    "cost",
+    "parameters",
+    "collectives",
+)
 _SCRIPT += ("hlo", "comparison", "main")
 
 
@@ -50,7 +59,7 @@ def html_page(report: Any, title: str | None = None) -> str:
     versions = [made_with(each) for each in reports if "error" not in each]
     style = _part("page.css")
     script = "\n".join(_part(f"script/{name}.js") for name in _SCRIPT)
-    script = f'"use strict";\n(() => {{\n{script}}})();\n'  # one scope of its own
+    script = f'"use strict";\n(() => {{\n{script}}})();\n'  # in one scope
     parts = {
         "title": escaped(title or name),
         "made_with": escaped(versions[0] if versions else ""),

@@ -11,11 +11,10 @@ function sumsTable(collectives) {
     };
     return { label, head, number: true, cell: (kind) => cell([kind]), total: cell };
   };
-  const byAxes = [...Map.groupBy(collectives, axesKeyOf)].map(([axes, chosen]) =>
-    column(axes, chosen, axesNode(axesOf(chosen[0]))),
-  );
-  const kind = { label: "Kind", cell: (kind) => kind };
-  const columns = [kind, ...byAxes, column("All axes", collectives)];
+  const columns = [{ label: "Kind", cell: (kind) => kind }];
+  for (const [axes, chosen] of Map.groupBy(collectives, axesKeyOf))
+    columns.push(column(axes, chosen, axesNode(axesOf(chosen[0]))));
+  columns.push(column("All axes", collectives));
   const rows = [...new Set(collectives.map(({ kind }) => kind))];
   return tableOf({ name: "Bytes sent by kind and axes", columns, rows });
 }
@@ -38,10 +37,9 @@ function collectivesSection(report, showInProgram) {
     const text = report.collectives ? "The devices exchange nothing." : "Unknown.";
     return section("collectives", "Collectives", note(text));
   }
-  const instruction = ({ name }) =>
-    report.hlo
-      ? linkButton(el("code", name), () => showInProgram(name), "Find it in the program")
-      : el("code", name);
+  const link = (name) =>
+    linkButton(el("code", name), () => showInProgram(name), "Find it in the program");
+  const instruction = ({ name }) => (report.hlo ? link(name) : el("code", name));
   const groups = (c) => `${c.num_groups ?? UNKNOWN} of ${c.group_size ?? UNKNOWN}`;
   const columns = [
     { label: "Kind", value: (c) => c.kind },

@@ -37,13 +37,10 @@ function overview(report) {
   };
   const tile = (label, value, note) => el("div", el("dt", label), el("dd", value), el("dd", note));
   const total = [bytes(sum(parameters, (row) => row.bytes_total)), " in total"];
-  return el(
-    "dl.tiles",
-    tile("Argument arrays", integer(parameters.length), total),
-    FIGURES.map(([key, label, show, of]) =>
-      tile(label, show(of(report)), notes[key] ?? "of each device"),
-    ),
-  );
+  const tiles = [tile("Argument arrays", integer(parameters.length), total)];
+  for (const [key, label, show, of] of FIGURES)
+    tiles.push(tile(label, show(of(report)), notes[key] ?? "of each device"));
+  return el("dl.tiles", tiles);
 }
 
 function memorySection({ memory }) {
@@ -53,9 +50,11 @@ function memorySection({ memory }) {
     MEMORY.map((part) => [titled(part), memory[prefix + part], part === "aliased" && part]);
   const device = bars([...parts(""), ["Peak", memory.peak, "strong"]], bytes);
   const host = parts("host_");
-  if (!host.some(([, size]) => size))
-    return section("memory", title, device, note("Nothing on the host."));
-  return section("memory", title, device, el("h3", "On its host"), bars(host, bytes));
+  const hasHost = host.some(([, size]) => size);
+  const below = hasHost
+    ? [el("h3", "On its host"), bars(host, bytes)]
+    : note("Nothing on its host.");
+  return section("memory", title, device, below);
 }
 
 function costSection({ cost }) {

@@ -69,9 +69,8 @@ function partNode(text, part, matches, pattern, isOpen) {
   const ontoggle = () => {
     if (!node.open || code.isConnected) return;
     const all = [...linesOf(text, part.start, part.end, part.number)];
-    const hits = all.filter(
-      ({ start, end }) => !pattern || text.slice(start, end).search(pattern) >= 0,
-    );
+    const isHit = ({ start, end }) => text.slice(start, end).search(pattern) >= 0;
+    const hits = pattern ? all.filter(isHit) : all;
     const onclick = () => {
       lines.show(all);
       button.remove();
@@ -81,7 +80,7 @@ function partNode(text, part, matches, pattern, isOpen) {
     lines.show(hits);
   };
   const summary = el("summary", head, el("small.muted", count));
-  const node = el("details", { open: isOpen, ontoggle }, summary);
+  const node = el("details", { open: pattern !== null && isOpen, ontoggle }, summary);
   return node;
 }
 
@@ -92,9 +91,8 @@ function programSection({ hlo }) {
   const parts = partsOf(hlo);
   const [list, result] = [el("div"), el("output", { "aria-live": "polite" })];
   let [pattern, counts] = [null, new Map()];
-  const lines = growing(list, (part) =>
-    partNode(hlo, part, counts.get(part), pattern, counts.size > 0 && counts.size <= 3),
-  );
+  const nodeOf = (part) => partNode(hlo, part, counts.get(part), pattern, counts.size <= 3);
+  const lines = growing(list, nodeOf);
   function find(query) {
     const escaped = query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
     pattern = query ? new RegExp(`(${escaped})`, "gi") : null;
@@ -107,9 +105,8 @@ function programSection({ hlo }) {
     }
     lines.show(pattern ? [...counts.keys()] : parts);
     const number = `${integer(MOST_MATCHES - left)}${left ? "" : " or more"} found`;
-    result.textContent = pattern
-      ? `${number} in ${many(counts.size, "part")}`
-      : `${many(parts.length, "part")}, ${byteText(hlo.length)} of text`;
+    const all = `${many(parts.length, "part")}, ${byteText(hlo.length)} of text`;
+    result.textContent = pattern ? `${number} in ${many(counts.size, "part")}` : all;
   }
   find("");
   const box = searchBox("Search the program", find);

@@ -28,42 +28,27 @@ function meshFigures(mesh, cell) {
     left -= width * height;
     const cellAt = (i, j) => cell([...position, ...[i, j].slice(2 - inner.length)]);
     const caption = outer.map(([axis], i) => `${axis} ${position[i]}`).join(", ");
-    const rowName = (i) => el("span", { style: rowAxis && axisStyle(rowAxis) }, label(rowAxis, i));
-    const table = tableOf({
-      name: `Devices of the mesh ${caption}`,
-      columns: [
-        { label: "", cell: rowName },
-        ...range(width).map((j) => ({ label: label(columnAxis, j), cell: (i) => cellAt(i, j) })),
-      ],
-      rows: range(height),
-    });
-    figures.push(el("figure.scroll", caption && el("figcaption", caption), table.node));
+    const rowStyle = rowAxis && axisStyle(rowAxis);
+    const rowName = (i) => el("span", { style: rowStyle }, label(rowAxis, i));
+    const column = (j) => ({ label: label(columnAxis, j), cell: (i) => cellAt(i, j) });
+    const columns = [{ label: "", cell: rowName }, ...range(width).map(column)];
+    const name = `Devices of the mesh ${caption}`;
+    const { node } = tableOf({ name, columns, rows: range(height) });
+    figures.push(el("figure.scroll", caption && el("figcaption", caption), node));
   }
   const rest = total - (MOST_DEVICES - left);
-  return el(
-    "div.mesh",
-    { class: isDense && "dense", style: columnAxis && axisStyle(columnAxis) },
-    figures,
-    rest > 0 && note(`… and ${integer(rest)} devices more`),
-  );
+  const more = rest > 0 && note(`… and ${integer(rest)} devices more`);
+  const style = columnAxis && axisStyle(columnAxis);
+  return el("div.mesh", { class: isDense && "dense", style }, figures, more);
 }
 
 function meshSection({ mesh, device_kind }) {
   if (!mesh) return section("mesh", "Mesh", note("The program has no mesh."));
-  return section(
-    "mesh",
-    "Mesh",
-    el(
-      "ul.axes",
-      Object.entries(mesh.axes ?? {}).map(([axis, size]) =>
-        el("li", chip(axis), ` ${size} `, el("span.muted", mesh.axis_types?.[axis])),
-      ),
-    ),
-    meshFigures(mesh, (position) => deviceAt(mesh, position) ?? "·"),
-    note(
-      mesh.device_ids
-        ? `Numbers are the ids of the ${device_kind ?? ""} devices.`
-        : "The mesh is abstract: its devices have no ids.",
-    ),
+  const axes = Object.entries(mesh.axes ?? {}).map(([axis, size]) =>
+    el("li", chip(axis), ` ${size} `, el("span.muted", mesh.axis_types?.[axis])),
   );
+  const devices = meshFigures(mesh, (position) => deviceAt(mesh, position) ?? "·");
+  const ids = `Numbers are the ids of the ${device_kind ?? ""} devices.`;
+  const legend = note(mesh.device_ids ? ids : "The mesh is abstract: its devices have no ids.");
+  return section("mesh", "Mesh", el("ul.axes", axes), devices, legend);
 }

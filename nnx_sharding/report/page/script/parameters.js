@@ -61,10 +61,10 @@ const parameterColumns = (mesh) => [
   summed("Bytes", (row) => row.bytes_total, bytes),
 ];
 
-const strips = (axes) =>
-  (axes.length ? axes.map(axisStyle) : [{ "--axis": "var(--line)" }]).map((style) =>
-    el("span.strip", { "aria-hidden": "true", style }),
-  );
+function strips(axes) {
+  const styles = axes.length ? axes.map(axisStyle) : [{ "--axis": "var(--line)" }];
+  return styles.map((style) => el("span.strip", { "aria-hidden": "true", style }));
+}
 
 /** The parts of a path, such as `model`, `.blocks`, `[0]`. */
 const pathParts = (path) =>

@@ -39,15 +39,15 @@ function tableOf({ name, noun = "row", columns, rows, search, accept, arrange, l
   const texts = new Map(rows.map((row) => [row, search?.(row).join(" ").toLowerCase()]));
   let [words, sorted, sign] = [[], null, 1];
   const order = (a, b) => (sorted ? compare(sorted.value(a), sorted.value(b), sign) : 0);
-  const isFound = (row) =>
+  const isMatch = (row) =>
     (!accept || accept(row)) && words.every((word) => texts.get(row).includes(word));
 
   function draw(keepCount) {
-    const found = rows.filter(isFound);
-    const part = found.length < rows.length ? `${integer(found.length)} of ` : "";
+    const matches = rows.filter(isMatch);
+    const part = matches.length < rows.length ? `${integer(matches.length)} of ` : "";
     result.textContent = part + many(rows.length, noun);
-    lines.show(arrange ? arrange(found, order) : found.toSorted(order), keepCount);
-    const sums = columns.map(({ total }, i) => (i ? total?.(found) : "Total"));
+    lines.show(arrange ? arrange(matches, order) : matches.toSorted(order), keepCount);
+    const sums = columns.map(({ total }, i) => (i ? total?.(matches) : "Total"));
     if (columns.some(({ total }) => total)) foot.replaceChildren(lineOf(columns, sums));
   }
   const box = searchBox(`Search ${plural(noun)}`, (text) => {
@@ -55,7 +55,7 @@ function tableOf({ name, noun = "row", columns, rows, search, accept, arrange, l
     draw();
   });
 
-  /** First the largest number or the first name, then the reverse, then as given. */
+  /** First the largest number or the first name, then the reverse, then the order of the report. */
   function sortBy(column) {
     const first = column.number ? -1 : 1;
     if (sorted !== column) [sorted, sign] = [column, first];
