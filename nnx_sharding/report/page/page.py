@@ -14,17 +14,10 @@ from typing import Any
 from .fragment import COMPARISON, escaped, fragment, made_with, report_data
 
 # In the order of use; `main` runs at the end.
-_SCRIPT: tuple[str, ...] = (
-    "nodes",
-    "numbers",
-    "figures",
-    "table",
-    "mesh",
-    "cost",
-    "parameters",
-    "collectives",
+_SCRIPT = (
+    *("nodes", "numbers", "figures", "table", "mesh", "cost"),
+    *("parameters", "collectives", "hlo", "comparison", "main"),
 )
-_SCRIPT += ("hlo", "comparison", "main")
 
 
 def html_page(report: Any, title: str | None = None) -> str:
