@@ -431,6 +431,22 @@ def test_meshes_of_other_ranks(browser, tmp_path):
             )
 
 
+def test_specs_of_other_forms(browser, tmp_path):
+    axes = {"data": 2, "model": 4}
+    rows = [reports.parameter(name, (8, 4), ["data"], axes) for name in ("sums", "other", "none")]
+    rows[0]["spec"] = {"partitions": ["data", None], "unreduced": ["model"], "reduced": []}
+    rows[1]["spec"], rows[2]["spec"] = "GSPMDSharding(<maximal>)", None
+    data = reports.report(parameters=rows)
+    expected = ("unreduced over model", "GSPMDSharding(<maximal>)", "no spec")
+    static = Parsed(html_page(data)).text
+    with Page(browser, tmp_path, data) as page:
+        text = page.tab.locator("#parameters").inner_text()
+        for part in expected:
+            assert part in static and part in text
+        # Without a named spec, which slices the devices hold is unknown.
+        assert page.tab.locator("#parameters .fold").count() == 1
+
+
 def test_without_javascript(browser, tmp_path):
     with Page(browser, tmp_path, reports.report(), java_script_enabled=False) as page:
         text = page.tab.locator("body").inner_text()

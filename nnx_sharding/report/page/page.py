@@ -1,4 +1,4 @@
-"""Makes a self-contained HTML page of a report or of a comparison of reports."""
+"""A self-contained HTML page of a report or of a comparison of reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCRIPT = (
 
 
 def html_page(report: Any, title: str | None = None) -> str:
-    """Draws a report, or a comparison of several, as one self-contained HTML page.
+    """Draw a report, or a comparison of several, as one self-contained HTML page.
 
     The page fetches nothing and can be sent as a single file. It shows the mesh, the parameters
     by mesh axis, memory, cost, collectives and the text of the program, with search and sort.
@@ -68,7 +68,7 @@ def html_page(report: Any, title: str | None = None) -> str:
 
 
 def write_html(path: str | os.PathLike[str], report: Any, title: str | None = None) -> None:
-    """Writes :func:`html_page` to a file.
+    """Write :func:`html_page` to a file.
 
     Args:
       path: the file, which is replaced if it exists.

@@ -8,7 +8,7 @@ function bytesSentByAxes({ collectives }) {
   return sums.filter(([size]) => size).sort(([a], [b]) => b - a);
 }
 
-/** What is to say about a figure of a report. */
+/** A remark on a figure of a report: whether it fits, what bounds it, or its parts by axes. */
 function remark(key, report, limit) {
   const { memory, roofline } = report;
   if (key === "peak" && isNumber(limit) && isNumber(memory?.peak))
@@ -42,7 +42,7 @@ function strategyColumns(data, rows, show) {
   return columns;
 }
 
-/** The table of strategies, and the report of one of them. */
+/** The table of strategies, and the report of the chosen one. */
 function comparisonNodes(data, navigate) {
   const reports = new Map(Object.entries(data.reports ?? {}));
   const rows = [...reports].map(([name, report]) => ({ name, report }));

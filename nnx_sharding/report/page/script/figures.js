@@ -8,7 +8,7 @@ function section(id, title, ...content) {
   return el("section", { id, "aria-labelledby": heading.id }, heading, content);
 }
 
-// An axis has a number, by which it has its colour, and is always named as well.
+// Each axis has a number, which gives its colour; its name is always shown as well.
 const axisNumbers = new Map();
 const numberOf = (axis) =>
   axisNumbers.get(axis) ?? axisNumbers.set(axis, axisNumbers.size).size - 1;
@@ -27,17 +27,17 @@ const chip = (axis, size) =>
 const axesNode = (axes) =>
   axes?.length ? axes.map((axis) => [chip(axis), " "]) : el("span.muted", axesText(axes));
 
-/** A bar of pieces [part, axes, kind]: a piece has, one below the other, the colours of its axes. */
+/** A bar of pieces [fraction, axes, kind]; each piece shows the colours of its axes as stripes. */
 function bar(...pieces) {
-  const piece = ([part, axes, kind]) => {
+  const piece = ([fraction, axes, kind]) => {
     const colours = axes?.map((axis) => el("span", { style: axisStyle(axis) }));
-    return el("span.piece", { class: kind, style: { width: `${100 * part}%` } }, colours);
+    return el("span.piece", { class: kind, style: { width: `${100 * fraction}%` } }, colours);
   };
-  const shown = pieces.filter(([part]) => part > 0);
+  const shown = pieces.filter(([fraction]) => fraction > 0);
   return el("span.bar", { "aria-hidden": "true" }, shown.map(piece));
 }
 
-/** Bars below each other, of entries [label, number, kind]. */
+/** A list of labelled bars; an entry is [label, number, kind]. */
 function bars(entries, show) {
   const most = Math.max(...entries.map(([, n]) => n ?? 0), Number.MIN_VALUE);
   const entry = ([label, n, kind]) =>

@@ -1,4 +1,4 @@
-// The text of the program. Only offsets into it are kept, and only what is open is drawn.
+// The text of the program. Only offsets into it are kept, and only open parts become nodes.
 
 const LONGEST_LINE = 4000; // characters of one line
 const MOST_MATCHES = 20000;
@@ -84,7 +84,7 @@ function partNode(text, part, matches, pattern, isOpen) {
   return node;
 }
 
-/** The section, and a function that shows a text in the program. */
+/** The section, and a function that searches the program for a text and scrolls to it. */
 function programSection({ hlo }) {
   const empty = note("The report has no program text.");
   if (!hlo) return { node: section("program", "Program", empty) };

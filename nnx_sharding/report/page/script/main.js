@@ -12,8 +12,8 @@ function reportNodes(report) {
   ];
 }
 
-/** Reads or writes what the browser keeps of the page; a sandboxed frame keeps nothing. */
-function kept(key, ...value) {
+/** Reads or writes the local storage, which a sandboxed frame does not have. */
+function stored(key, ...value) {
   try {
     return value.length ? localStorage.setItem(key, ...value) : localStorage.getItem(key);
   } catch {
@@ -26,9 +26,9 @@ function themeChoice() {
   const key = "nnx_sharding.theme";
   const set = (theme) => {
     document.documentElement.style.colorScheme = theme === "Auto" ? "" : theme.toLowerCase();
-    kept(key, theme);
+    stored(key, theme);
   };
-  const start = themes.find((theme) => theme === kept(key)) ?? "Auto";
+  const start = themes.find((theme) => theme === stored(key)) ?? "Auto";
   set(start);
   return choiceOf("Colours", themes, start, set);
 }

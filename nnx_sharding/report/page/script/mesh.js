@@ -10,7 +10,7 @@ function* positions([size, ...rest]) {
   for (const i of range(size)) for (const more of positions(rest)) yield [i, ...more];
 }
 
-/** The devices of a mesh in their places; `cell` makes what is shown of a position. */
+/** The devices of a mesh in grids; `cell` returns the content for a position in the mesh. */
 function meshFigures(mesh, cell) {
   const axes = Object.entries(mesh.axes ?? {});
   const total = axes.reduce((n, [, size]) => n * size, 1);

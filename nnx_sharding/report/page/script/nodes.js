@@ -27,7 +27,7 @@ function el(tag, ...children) {
   return node;
 }
 
-/** Fills a container with the first of some items, and has a button that doubles their number. */
+/** Shows the first items in a container; `more` is a button that doubles their number. */
 function growing(container, make) {
   let [items, count] = [[], 0];
   const more = el("button.more", { onclick: () => add(count) });

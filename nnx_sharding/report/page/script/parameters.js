@@ -154,7 +154,7 @@ function parametersSection({ mesh, parameters }) {
   return section("parameters", title, legend(rows, chosenAxes, table.redraw), table.node);
 }
 
-/** A bar of the bytes by mesh axes, and buttons that choose among them. */
+/** A bar of the bytes by mesh axes, and buttons that filter by axes. */
 function legend(rows, chosen, redraw) {
   const size = (rows) => sum(rows, (row) => row.bytes_per_device);
   const groups = [...Map.groupBy(rows, axesKey)].sort(([, a], [, b]) => size(b) - size(a));

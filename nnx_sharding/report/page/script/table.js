@@ -26,12 +26,13 @@ function lineOf(columns, [name, ...cells], kind) {
 }
 
 /**
- * A table: its node, and a function that draws it again. With a noun it has search and sort.
+ * A table: its node, and a function that draws it again. With `search` it can be searched and sorted.
  *
- * The first column names the row. A column is { label, head, value, number, cell, total }: its name
- * as text, and as a node if that has more; what it sorts by; the function that formats that if it is
- * a number; what is shown if that is something else; and the sum of some rows. `accept` filters rows
- * before the search does, `arrange` makes the lines to show of the rest, `line` the node of one.
+ * A column is { label, head, value, number, cell, total }; the first column names the row. `value`
+ * returns what the column sorts by, `number` formats it if it is a number, and `cell` returns the
+ * content of a cell if that is something else; `head` is a node in place of `label`; `total` returns
+ * the sum of some rows. `search` returns the texts of a row that a search looks at, `accept` whether
+ * a row is shown at all. `arrange` turns rows into the items to show, `line` an item into its node.
  */
 function tableOf({ name, noun = "row", columns, rows, search, accept, arrange, line, controls }) {
   const [body, foot, result] = [el("tbody"), el("tfoot"), el("output", { "aria-live": "polite" })];
