@@ -340,7 +340,7 @@ class CollectivesTest(parameterized.TestCase):
         assert found[:] == found and hash(found[:]) == hash(found)
         assert found != Collectives() and found != 1
         assert str(Collectives()) == "no collectives"
-        assert "all-gather" in str(found) and "Collectives(" in repr(found)
+        assert "all-gather" in str(found) and "Collective(" in repr(found)
         with self.assertRaisesRegex(ValueError, "'allreduce' is not a kind of collective"):
             found.of("allreduce")
 

@@ -49,12 +49,7 @@ def as_data(value: Any) -> Any:
 
 
 def read(kind: type[T], data: Any, what: str) -> T:
-    """Makes a dataclass from JSON data.
-
-    Args:
-      kind: the dataclass.
-      data: what :func:`as_data` returned, possibly after a round trip through JSON.
-      what: what it is called in messages.
+    """Makes a dataclass, called ``what`` in messages, from the data that :func:`as_data` returned.
 
     Raises:
       ValueError: keys are missing or unknown, or values have other types; all are named.

@@ -234,13 +234,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = _MAX_ROWS) -> Any:
-    """The table for consoles: axes in colours, bytes with units; without shard shapes if narrow.
-
-    Args:
-      rows: the rows.
-      width: the columns of the console.
-      most: how many rows are shown.
-    """
+    """The table for consoles: axes in colours, bytes with units; without shard shapes if narrow."""
     styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
     quoted = {repr(axis): style for axis, style in styles.items()}
     columns = [i for i, name in enumerate(HEADER) if width >= 100 or name != "shard shape"]

@@ -45,13 +45,7 @@ def drawn(*pictures: RenderableType) -> str:
 
 
 def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None) -> Text:
-    """Text in which nothing is markup or a control sequence.
-
-    Args:
-      content: the text, or an object with one.
-      style: how rich shows it.
-      styles: by word how rich shows that.
-    """
+    """Text in which nothing is markup or a control sequence, with a style, and some for words."""
     from rich.text import Text
 
     shown = Text(printable(content), style, overflow="fold")
@@ -67,14 +61,7 @@ def table(
     numbers: int = 0,
     footer: Sequence[Any] | None = None,
 ) -> Table:
-    """A table of texts; only its first column is wrapped.
-
-    Args:
-      header: the names of the columns.
-      rows: the cells of each row.
-      numbers: how many columns at the end are aligned to the right.
-      footer: the cells of the last line, below a rule.
-    """
+    """A table of texts, whose last columns may be numbers; only the first column is wrapped."""
     from rich.box import Box
     from rich.table import Table
 
