@@ -46,7 +46,7 @@ def dp(model, x):
     return replicated(model), P("data")
 
 
-def sharded(model, x):
+def split(model, x):
     return fsdp(model, min_size=0), P("data")
 
 
@@ -64,7 +64,7 @@ def planned():
     return compare(
         {
             "dp": dp,
-            "fsdp": sharded,
+            "fsdp": split,
             "tp": Strategy(megatron, mesh=TWO_AXES),
             "typo": (P("modle"), P("data")),
         },
@@ -128,7 +128,7 @@ class CompareTest(parameterized.TestCase):
     def test_figures_for_the_devices_that_are_here(self):
         mesh = mesh_of((8,), ("data",))
         found = compare(
-            {"fsdp": sharded}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh
+            {"fsdp": split}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh
         )
         assert found.reports["fsdp"].mesh.device_ids == [device.id for device in jax.devices()]
         [model] = [sharded_init(make, lambda model: fsdp(model, mesh, min_size=0), mesh)]

@@ -202,9 +202,9 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       >>> print(format_table(parameter_table(model)))
       path   shape     dtype    spec  shard shape  bytes/device  bytes
       ------ --------- -------- ----- ------------ ------------- -----
-      up     (64,256)  float32  -     (64,256)             65536  65536
+      up     (64,256)  float32  -     (64,256)            65536  65536
       ------ --------- -------- ----- ------------ ------------- -----
-      total                                                65536  65536
+      total                                               65536  65536
     """
     rows = list(rows)
     sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
