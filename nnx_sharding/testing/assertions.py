@@ -61,7 +61,8 @@ def assert_no_collective(
       ...
     """
     report = _report(program)
-    hits = _over(_collectives(report).of(kind), wanted := _checked_axes(report, axes))
+    collectives, wanted = _collectives(report).of(kind), _checked_axes(report, axes)
+    hits = _over(collectives, wanted)
     if hits:
         what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}"
         raise AssertionError(
@@ -146,7 +147,8 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
     most, report = read_bytes(limit), _report(program)
-    some = _over(_collectives(report), wanted := _checked_axes(report, axes))
+    collectives, wanted = _collectives(report), _checked_axes(report, axes)
+    some = _over(collectives, wanted)
     if some.bytes_sent > most or some.has_unknown_times:
         largest = sorted(some, key=lambda one: -one.total_bytes_sent)
         more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
