@@ -93,13 +93,8 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     return Memory(**sizes, peak=max(filter(None, peaks), default=None), by_path=dict(by_path or {}))
 
 
-_NAMES = {
-    "arguments": "argument",
-    "outputs": "output",
-    "temporaries": "temp",
-    "aliased": "alias",
-    "generated_code": "generated_code",
-}
+_NAMES = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}
+_NAMES |= {"aliased": "alias", "generated_code": "generated_code"}
 
 
 def _size(value: Any) -> int | None:
@@ -108,18 +103,7 @@ def _size(value: Any) -> int | None:
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """The bytes of an array as XLA stores it: elements of less than 8 bits are packed.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype, possibly that of PRNG keys.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding.analysis.memory import array_bytes
-      >>> array_bytes((3, 5), jnp.dtype("int4")), array_bytes((3, 5), jnp.dtype("int8"))
-      (8, 15)
-    """
+    """The bytes of an array as XLA stores it: elements of less than 8 bits are packed."""
     bits: int = 8 * dtype.itemsize
     for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import flax
 import jax
@@ -25,9 +25,6 @@ from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text
 from .json_form import JsonForm
-
-if TYPE_CHECKING:
-    from ..stages import Compiled
 
 FORMAT = "nnx_sharding.report"
 VERSION = 1
@@ -68,8 +65,11 @@ class MeshDescription:
     device_ids: DeviceIds
 
     def __post_init__(self) -> None:
-        sizes = [*self.axes.values()]
-        if self.device_ids is not None and not _is_nested(self.device_ids, sizes):
+        if self.device_ids is None:
+            return
+        ids = np.array(self.device_ids, object)  # keeps ragged lists and types apart
+        is_nested = ids.shape == (*self.axes.values(),)
+        if not is_nested or any(type(number) is not int for number in ids.flat):
             raise ValueError(f"device_ids are not integers nested like the mesh {self.axes}.")
 
     @classmethod
@@ -85,14 +85,6 @@ class MeshDescription:
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
-
-
-def _is_nested(ids: Any, sizes: Sequence[int]) -> bool:
-    """Whether ids are integers in lists of these sizes."""
-    if not sizes:
-        return type(ids) is int
-    has_size = isinstance(ids, list) and len(ids) == sizes[0]
-    return has_size and all(_is_nested(part, sizes[1:]) for part in ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +189,8 @@ class ProgramReport(JsonForm):
 _MAX_ROWS = 12
 
 
-def describe(compiled: Compiled, name: str, device: Device | str | None) -> ProgramReport:
-    """The report of a compiled program; see ``Compiled.report``."""
+def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramReport:
+    """The report of a ``Compiled``, which calls this; see its ``report``."""
     hlo = compiled.as_text()
     module = parse(hlo or "")
     shardings = compiled.shardings()
