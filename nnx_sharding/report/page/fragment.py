@@ -21,6 +21,7 @@ _STYLE = """
 .nnx-sharding :is(th, td) { text-align: left; padding: 2px 14px 2px 0; white-space: nowrap }
 .nnx-sharding tr { border-bottom: 1px solid #8884 }
 .nnx-sharding .number { text-align: right; font-variant-numeric: tabular-nums }
+.nnx-sharding tbody th { font-weight: normal }
 .nnx-sharding b { font-weight: 500; color: #1d2026; border-radius: 4px; padding: 0 5px }
 """ + "".join(f".nnx-sharding .axis-{i} {{ background: {hue} }}\n" for i, hue in enumerate(_HUES))
 
