@@ -117,7 +117,7 @@ class Splits:
 
 def records(own: guards.Guards) -> list[Any]:
     """What is known of each set of arguments."""
-    return [record for shelf in own._shelves.values() for record in shelf.records.values()]
+    return [*own._records.values()]
 
 
 def num_guards(own: guards.Guards) -> int:

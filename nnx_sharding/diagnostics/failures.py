@@ -6,7 +6,6 @@ the error; otherwise the error of JAX stays, with a note where there is more to 
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,10 +27,6 @@ from .specs import committed_message, fitted, shape_of
 SHOWN = 5  # names in a list of arrays that have something in common
 
 
-# What JAX says where arrays that a function captures are in the way.
-_ABOUT_CAPTURED = re.compile("mesh|closing over", re.IGNORECASE)
-
-
 def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     """Says what is behind an error, if that can be seen.
 
@@ -50,7 +45,7 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     """
     if isinstance(error, _compat.TraceContextError):
         _note_object(error)
-    elif isinstance(error, ValueError | NotImplementedError) and _ABOUT_CAPTURED.search(str(error)):
+    elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         _note_captured(plan, error)
     if not isinstance(error, ValueError | RuntimeError) or isinstance(error, NoMeshError):
         return
