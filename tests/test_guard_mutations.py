@@ -141,9 +141,10 @@ def variable_moved_to_another_trace() -> None:
 def module_moved_to_another_trace() -> None:
     @nnx_sharding.jit
     def replace(model: nnx.Module) -> None:
-        model.child = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
+        model.raw = model.raw + 1
 
     model = nnx.Module()
+    model.raw = jnp.zeros(2)
     for _ in range(4):
         replace(model)
     leaked: list[nnx.Module] = []

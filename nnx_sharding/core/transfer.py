@@ -38,25 +38,26 @@ def transfer(
     """
     alias = alias and not donate
     result = list(leaves)
-    slots_of: dict[tuple[int, Any], list[int]] = {}
+    moves: dict[tuple[int, Any], _Move] = {}
+    staying: set[int] = set()
     for slot, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             result[slot] = leaf if sharding is None else leaf.update(sharding=sharding)
-        elif sharding is not None and not (_is_placed(leaf, sharding) and (alias or donate)):
-            slots_of.setdefault((id(leaf), sharding), []).append(slot)
-    sources = [leaves[slots[0]] for slots in slots_of.values()]
-    times = Counter(map(id, sources))
-    kept = {id(leaf) for leaf in result} - times.keys()
-    kept |= {source for source, count in times.items() if count > 1}
-    donated = [donate and isinstance(x, jax.Array) and id(x) not in kept for x in sources]
-    goals = (sharding for _, sharding in slots_of)
-    moves = [_Move(*each) for each in zip(sources, goals, donated, strict=True)]
-    _perform(moves, alias)
-    for slots, move in zip(slots_of.values(), moves, strict=True):
-        for slot in slots:
+        elif sharding is None or (_is_placed(leaf, sharding) and (alias or donate)):
+            staying.add(id(leaf))
+        else:
+            moves.setdefault((id(leaf), sharding), _Move(leaf, sharding)).slots.append(slot)
+    goals = Counter(source for source, _ in moves)
+    for (source, _), move in moves.items():
+        is_free = source not in staying and goals[source] == 1
+        move.is_ours = donate and is_free and isinstance(move.array, jax.Array)
+    donated = [move.array for move in moves.values() if move.is_ours]
+    _perform([*moves.values()], alias)
+    for move in moves.values():
+        for slot in move.slots:
             result[slot] = move.array
-    for source, is_donated in zip(sources, donated, strict=True):
-        if is_donated and not source.is_deleted():
+    for source in donated:
+        if not source.is_deleted():
             source.delete()
     return result
 
@@ -79,14 +80,23 @@ def obstacle(leaf: Any, sharding: Sharding) -> str | None:
 
 @dataclasses.dataclass
 class _Move:
-    """One array on its way to a sharding; ``is_ours`` if nobody else needs it any more."""
+    """One array on its way to a sharding.
+
+    Attributes:
+      array: what there is so far.
+      goal: the sharding.
+      is_ours: whether the array may be freed, as it is donated or an intermediate one.
+      slots: the positions of the result.
+    """
 
     array: Any
     goal: Any
-    is_ours: bool
+    is_ours: bool = False
+    slots: list[int] = dataclasses.field(default_factory=list)
 
     def advance(self, array: Any) -> None:
-        self.array, self.is_ours = array, self.is_ours or array is not self.array
+        self.is_ours |= array is not self.array
+        self.array = array
 
 
 # Moves, each with the sharding that it gets next.
