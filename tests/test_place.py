@@ -140,6 +140,8 @@ class EveryWayTest(parameterized.TestCase):
         x = source("mesh")
         new = place([x, x, x], [P(), P("data"), None], MESH, donate=True)
         assert not x.is_deleted() and new[2] is x
+        new = place([x, x], [P("data"), None], MESH, donate=True)
+        assert not x.is_deleted() and new[1] is x
 
     def test_numpy_memory_is_not_shared(self):
         x = np.zeros((512, 512), np.float32)

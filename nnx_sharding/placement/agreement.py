@@ -122,7 +122,7 @@ class Agreement:
             try:
                 return json.loads(self._store.blocking_key_value_get(key, _PIECE_MS))
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not _compat.is_timeout(error):
                     raise RuntimeError(
                         "shard_batches: the coordination service, by which processes agree on "
                         "the end of their batches, cannot be reached any more."
