@@ -116,6 +116,13 @@ class Fit(NamedTuple):
         """The problems in words; if there are none, the corrections."""
         return "; ".join(map(str, self.problems or self.corrections))
 
+    def refuse(self, reason: str | None) -> Fit:
+        """The same with a further problem, unless it is None."""
+        if reason is None:
+            return self
+        problem = Misfit("refused", self.declared, None, self.shape, reason=reason)
+        return self._replace(problems=(*self.problems, problem))
+
     def line(self, name: str, before: Sequence[int] | None = None) -> str:
         """A line of a message: ``name, shape (4, 6), P('a') → P(None,): the reasons``.
 

@@ -21,7 +21,8 @@ from models import MLP, Net, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.filters import Paths
-from nnx_sharding.report.sharding import assert_sharded, check_sharding
+from nnx_sharding.report.sharding import check_sharding
+from nnx_sharding.testing import assert_sharded
 from test_fit import shapes, specs
 
 ABSTRACT = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -182,8 +183,8 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(report.shadowed, {2: (0,), 4: (0, 3), 6: (0, 3)})
         one, two, four = report.warnings
         self.assertIn("matches nothing; did you mean 'down'?", one)
-        self.assertIn("matches only what rule 0 takes before it", two)
-        self.assertIn("matches only what rule 0, 3 takes before it", four)
+        self.assertIn("matches only what rule 0 before it matches", two)
+        self.assertIn("matches only what rule 0, 3 before it matches", four)
         self.assertTrue(report.ok)
 
     def test_paths_start_at_the_module(self):
@@ -265,7 +266,7 @@ class TextTest(parameterized.TestCase):
         text = str(self.report())
         lines = [line.split() for line in text.splitlines()[:7] if "---" not in line]
         self.assertEqual(lines, [line.split() for line in GOLDEN.splitlines()])
-        self.assertIn("mesh 'a' (2) × 'b' (4); whole on each device: 108 bytes (52.9%)", text)
+        self.assertIn("mesh 'a' (2) × 'b' (4); fully replicated: 108 bytes (52.9%)", text)
         self.assertIn("  0 Param\n", text)
         self.assertIn("problems:\n  down/kernel", text)
         self.assertNotIn(" at 0x", text)

@@ -25,8 +25,8 @@ from ..fitting import (
     suggestion,
     unsummed,
 )
+from ..partition.apply import has_memory, rebuilt, sharding_of
 from ..partition.constrain import assign
-from ..partition.layout import has_memory, rebuilt, sharding_of
 from .checksums import is_key
 from .named import Name, Named, is_reference, is_storable, kind_of, named
 from .stored import Entry, Stored, key_kind, load, read

@@ -14,14 +14,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..analysis.device_bytes import device_bytes
 from ..analysis.parameters import parameter_table
 from ..core.flatten import flatten
+from ..partition.apply import apply_shardings, rebuilt, sharding_of
 from ..partition.constrain import is_array
-from ..partition.layout import laid_out, rebuilt, sharding_of
 from ..partition.logical import LogicalRules
 from ..paths import path_string
 from ..placement.place import Rules, assigned
-from ..report.sharding import device_bytes
 from ..shard_map import shard_map
 
 
@@ -309,7 +309,7 @@ class ArraySharder(nnx.Module):
         value = make(self.rngs.params(), shape)
         if mesh is not None:
             # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
-            [value] = laid_out([value], [sharding])
+            [value] = apply_shardings([value], [sharding])
         param = nnx.Param(value)
         # As an argument of Param it would be laid out once more.
         param.set_metadata(metadata)
@@ -493,7 +493,7 @@ def _zero() -> jax.Array:
 def _shard(caller: str, batch: Any, sharding: Any) -> Any:
     flat = flatten(batch)
     shardings = assigned(batch, flat, sharding, Rules(caller, None, trims=True))
-    return rebuilt(flat, laid_out(flat.leaves, shardings), caller)
+    return rebuilt(flat, apply_shardings(flat.leaves, shardings), caller)
 
 
 def _statistics(stats: Mapping[str, Any] | None) -> dict[str, Any] | None:

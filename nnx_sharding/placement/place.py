@@ -19,8 +19,8 @@ from ..core.unflatten import unflatten
 from ..diagnostics.specs import FitOptions, check_axes, check_filters, fitted, shape_of, uses_of
 from ..errors import NoMeshError
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
+from ..partition.apply import finished_on_cpu, mesh_here, rebuilt
 from ..partition.constrain import is_array
-from ..partition.layout import finished_on_cpu, mesh_here, rebuilt
 
 
 @_compat.api_boundary
