@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..analysis.device_bytes import device_bytes
 from ..analysis.parameters import parameter_table
 from ..core.flatten import flatten
-from ..core.options import check_specs
-from ..core.specs import Specs
+from ..core.specs import Specs, check_specs
 from ..fitting import fit_sharding, suggested_spec, suggestion
 from ..partition.apply import apply_shardings, mesh_here, sharding_of
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint

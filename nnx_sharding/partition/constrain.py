@@ -14,26 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.options import check_specs
-from ..core.resolve import reach, resolve, slot_names
-from ..core.specs import PathFunction, Specs, is_spec, target
+from ..core.resolve import check_filters, reach, resolve, slot_names
+from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
-from ..diagnostics.specs import FitOptions, check_filters
 from ..errors import CorrectedSpecWarning, report
 from ..fitting import describe, fit_sharding, spec_and_mesh
 from .apply import apply_shardings, has_memory, mesh_here, rebuilt, without_unconstrained
 
 _NAME = "with_sharding_constraint"
-_OPTIONS = FitOptions(
-    name=_NAME,
-    in_name="sharding",
-    passes_shardings=False,
-    mesh=None,
-    usable=None,
-    on_indivisible="drop",
-    divides_outputs=True,
-    strict=False,
-)
 _YES = ("1", "true", "yes", "on")
 
 
@@ -152,7 +140,7 @@ def assign(
         assigned.append(Assignment(name, NamedSharding(here, final, memory_kind=kind)))
     if refused:
         raise ValueError(f"{caller}: these specs cannot be used:\n" + "\n".join(refused))
-    check_filters(_OPTIONS._replace(name=caller, strict=strict), resolved.uses)
+    check_filters(resolved.uses, name=caller, strict=strict)
     report_corrections(caller, corrected, strict=strict)
     return assigned
 

@@ -10,13 +10,13 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
-from ..core.options import check_options, check_specs
-from ..core.resolve import reach, resolve, slot_names
-from ..core.specs import Specs, target
+from ..core.resolve import check_filters, reach, resolve, slot_names
+from ..core.specs import Specs, check_specs, target
 from ..core.transfer import obstacle, transfer
+from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
-from ..diagnostics.specs import FitOptions, check_axes, check_filters, fitted, shape_of, uses_of
 from ..errors import NoMeshError
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
 from ..partition.apply import finished_on_cpu, mesh_here, rebuilt
@@ -155,14 +155,21 @@ def assigned(tree: Any, flat: Flat, sharding: Any, rules: Rules) -> list[Any]:
         found = [_trimmed(spec, leaf) for spec, leaf in zip(found, flat.leaves, strict=True)]
     if mesh is None:
         _check_mesh(rules.caller, names, found)
-    terms = _terms(rules, mesh)
+    transform = Transform(
+        name=rules.caller,
+        in_name="sharding",
+        in_specs=specs,
+        context=mesh,
+        on_indivisible=rules.on_indivisible,
+        strict=rules.strict,
+    )
     if mesh is not None:
-        check_axes(terms, specs, Specs(None), uses_of(reached, flat.objects, flat.leaves))
+        check_mesh(transform, reached, flat.objects, flat.leaves)
     shapes = [shape_of(leaf) for leaf in flat.leaves]
     # A correction is reported last: with what is wrong otherwise it would be of no interest.
     _check_leaves(rules.caller, names, flat.leaves, found, mesh)
-    found = fitted(terms, names, shapes, found, resolved.on_indivisible)
-    check_filters(terms, resolved.uses)
+    found = fit_specs(transform, names, shapes, found, resolved.on_indivisible)
+    check_filters(resolved.uses, name=rules.caller, strict=rules.strict)
     return [
         NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) and mesh is not None else spec
         for spec in found
@@ -175,19 +182,6 @@ def _mesh_of(rules: Rules) -> Any:
         raise TypeError(f"{rules.caller}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
     mesh = _compat.context_mesh() if mesh is None else mesh
     return None if mesh is None else mesh_here(mesh)
-
-
-def _terms(rules: Rules, mesh: Any) -> FitOptions:
-    return FitOptions(
-        name=rules.caller,
-        in_name="sharding",
-        passes_shardings=True,
-        mesh=mesh,
-        usable=None,
-        on_indivisible=rules.on_indivisible,
-        divides_outputs=True,
-        strict=rules.strict,
-    )
 
 
 def _trimmed(spec: Any, leaf: Any) -> Any:

@@ -290,16 +290,15 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
     for found in reach(structure, [target("", sharding, None, structure.root)]):
-        place = found.place
-        if place.slots not in seen:
-            seen.add(place.slots)
-            index = place.entry
-            subject = flat.leaves[place.slots[0]] if index is None else flat.objects[index]
-            below = tuple(map(plain_key, place.path or found.part.below))
-            path = tuple(map(plain_key, (*found.part.keys, *place.path)))
+        location = found.location
+        if location.slots not in seen:
+            seen.add(location.slots)
+            subject = found.subject(flat.objects, flat.leaves)
+            below = tuple(map(plain_key, location.path or found.part.below))
+            path = tuple(map(plain_key, (*found.part.keys, *location.path)))
             matches = [number for number, matches in predicates if matches(below, subject)]
             declared = sharding.shardings[matches[0]] if matches else None
-            yield _Decision(place, path, below, matches, declared)
+            yield _Decision(location, path, below, matches, declared)
 
 
 def _rows(
