@@ -1,20 +1,269 @@
-"""Whether a partition spec fits a mesh and the shape of an array, and what is left that does."""
+"""Whether a sharding fits a mesh and the shape of an array, and the part of it that does."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jax.experimental.layout import Layout
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 # What is done with a spec that does not divide the dimensions of an array.
 OnIndivisible: TypeAlias = Literal["error", "replicate", "drop"]
 ON_INDIVISIBLE: tuple[OnIndivisible, ...] = get_args(OnIndivisible)
+
+MisfitKind: TypeAlias = Literal[
+    "unknown",  # the mesh has no such axis
+    "unmapped",  # the axis is not one of those that the caller may use
+    "mapped",  # an enclosing `shard_map` is mapped over the axis
+    "repeated",  # the axis is used several times
+    "auto",  # the axis is of type Auto, but unreduced or reduced
+    "unconstrained",  # the dimension is UNCONSTRAINED where that is not allowed
+    "rank",  # the spec has more entries than the array has dimensions
+    "indivisible",  # the axes do not divide the dimension
+    "refused",  # JAX refuses a sharding that is not a NamedSharding
+]
+
+
+class Misfit(NamedTuple):
+    """One reason why a sharding does not fit a mesh or a shape; ``str`` words it.
+
+    Attributes:
+      kind: what is wrong.
+      spec: the spec, or the sharding if it has none.
+      mesh: the mesh; None for a sharding without a spec.
+      shape: the shape of the array, if it was considered.
+      axes: the mesh axes concerned.
+      dimension: the dimension concerned.
+      reason: the text, for what JAX refuses.
+    """
+
+    kind: MisfitKind
+    spec: Any
+    mesh: Any
+    shape: tuple[int, ...] | None
+    axes: tuple[Any, ...] = ()
+    dimension: int = 0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        axis = self.axes[0] if self.axes else None
+        match self.kind:
+            case "unknown":
+                return f"the mesh has no axis {axis!r}{suggestion(axis, self.mesh.axis_names)}"
+            case "unmapped":
+                return f"the function is not mapped over {axis!r}, which stays automatic"
+            case "mapped":
+                return f"the function is mapped over {axis!r}, which shards its arrays already"
+            case "repeated":
+                count = list(spec_axes(self.spec)).count(axis)
+                return f"{axis!r} is used {count} times; an axis can shard one dimension only"
+            case "auto":
+                kind = "unreduced" if axis in self.spec.unreduced else "reduced"
+                return f"only axes of type Explicit can be {kind}; {axis!r} is of type Auto"
+            case "unconstrained":
+                return f"dimension {self.dimension} is UNCONSTRAINED; write None or a mesh axis"
+            case "rank" if not self.shape:
+                return "a scalar has no dimension to shard; its spec is P()"
+            case "rank":
+                rank = _plural(len(self.shape or ()), "dimension")
+                return f"the spec has {len(self.spec)} entries, the array {rank}"
+            case "indivisible":
+                assert self.shape is not None
+                sizes = self.mesh.shape
+                product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in self.axes)
+                parts = math.prod(sizes[axis] for axis in self.axes)
+                total = f" = {parts}" if len(self.axes) > 1 else ""
+                size = self.shape[self.dimension]
+                return (
+                    f"dimension {self.dimension} of size {size} is not divisible by "
+                    f"{product}{total}"
+                )
+            case _:
+                return self.reason
+
+
+class Fit(NamedTuple):
+    """How a sharding fits a mesh and a shape.
+
+    Attributes:
+      declared: the sharding as it was declared.
+      shape: the shape of the array; None if only the mesh was considered.
+      sharding: the part of the declared sharding that fits, in the same form: a spec for a spec, a
+        ``NamedSharding`` for a ``NamedSharding``. Meaningful only without problems.
+      corrections: what was corrected.
+      problems: what cannot be corrected, or was not to be.
+    """
+
+    declared: Any
+    shape: tuple[int, ...] | None
+    sharding: Any
+    corrections: tuple[Misfit, ...]
+    problems: tuple[Misfit, ...]
+
+    @property
+    def is_indivisible(self) -> bool:
+        """Whether axes do not divide a dimension."""
+        return any(m.kind == "indivisible" for m in (*self.corrections, *self.problems))
+
+    @property
+    def reasons(self) -> str:
+        """The problems in words; if there are none, the corrections."""
+        return "; ".join(map(str, self.problems or self.corrections))
+
+    def line(self, name: str, before: Sequence[int] | None = None) -> str:
+        """A line of a message: ``name, shape (4, 6), P('a') → P(None,): the reasons``.
+
+        Args:
+          name: what the message calls the array.
+          before: the shape that the array had before, to be named if it differs.
+        """
+        shape = "" if self.shape is None else f", shape {self.shape}"
+        was = "" if before is None or tuple(before) == self.shape else f" (was {tuple(before)})"
+        new = "" if self.problems else f" → {describe(self.sharding)}"
+        return f"  {name}{shape}{was}, {describe(self.declared)}{new}: {self.reasons}"
+
+
+def fit_sharding(
+    sharding: Any,
+    mesh: Any = None,
+    shape: Sequence[int] | None = None,
+    *,
+    on_indivisible: OnIndivisible = "error",
+    usable: Collection[Any] | None = None,
+    unconstrained: bool = True,
+    lenient: bool = False,
+) -> Fit:
+    """The part of a sharding that fits a mesh and a shape, and what does not fit.
+
+    Args:
+      sharding: a spec or a sharding. Of a sharding without a spec JAX decides whether it fits;
+        of a spec without a mesh, and of anything else, nothing is wrong.
+      mesh: the mesh of a spec; a ``NamedSharding`` has its own.
+      shape: the shape of the array; None to consider the mesh only.
+      on_indivisible: what to do with axes that do not divide a dimension. ``"drop"`` keeps the
+        first axes of each entry, as many as divide; ``"replicate"`` replicates the array. Axes
+        over which the array is unreduced or reduced stay.
+      usable: the mesh axes that the spec may name; None for all.
+      unconstrained: whether dimensions may be UNCONSTRAINED.
+      lenient: whether axes that cannot be used are dropped, and a spec is truncated or padded to
+        the rank of the array, where these would be problems.
+    """
+    declared, of_shape = sharding, None if shape is None else tuple(shape)
+    parts = spec_and_mesh(sharding, mesh)
+    if parts is None:
+        return Fit(declared, of_shape, sharding, (), tuple(_refused(sharding, of_shape)))
+    spec, mesh = parts
+    corrections: list[Misfit] = []
+    if lenient and of_shape is not None:
+        rank = len(of_shape)
+        if any(map(axes_of, spec.partitions[rank:])):
+            corrections.append(Misfit("rank", spec, mesh, of_shape))
+        spec = with_entries(spec, (*spec.partitions[:rank], *[None] * (rank - len(spec))))
+    problems = list(_axis_misfits(spec, mesh, of_shape, usable, lenient))
+    if lenient:
+        unusable = [misfit for misfit in problems if misfit.kind != "repeated"]
+        dropped = {axis for misfit in unusable for axis in misfit.axes}
+        corrections += unusable
+        problems = [misfit for misfit in problems if dropped.isdisjoint(misfit.axes)]
+        spec = only_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
+    if not unconstrained:
+        problems += [
+            Misfit("unconstrained", spec, mesh, of_shape, dimension=dimension)
+            for dimension, entry in enumerate(spec.partitions)
+            if entry is PartitionSpec.UNCONSTRAINED
+        ]
+    if of_shape is not None and not problems:
+        misfits = list(_shape_misfits(spec, mesh, of_shape))
+        if on_indivisible == "error" or len(spec) > len(of_shape):
+            problems = misfits
+        elif misfits:
+            corrections += misfits
+            spec = _dividing(spec, of_shape, mesh.shape, on_indivisible)
+    if spec is not parts[0]:
+        sharding = like(sharding, spec)
+    return Fit(declared, of_shape, sharding, tuple(corrections), tuple(problems))
+
+
+def _axis_misfits(
+    spec: PartitionSpec, mesh: Any, shape: Any, usable: Collection[Any] | None, lenient: bool
+) -> Iterable[Misfit]:
+    misfit = functools.partial(Misfit, spec=spec, mesh=mesh, shape=shape)
+    mapped = axes_of_type(mesh, AxisType.Manual) if lenient else ()
+    summed = axes_of_type(mesh, AxisType.Auto) & (spec.unreduced | spec.reduced)
+    for axis, times in Counter(spec_axes(spec)).items():
+        if axis not in mesh.axis_names:
+            yield misfit("unknown", axes=(axis,))
+        elif usable is not None and axis not in usable:
+            yield misfit("unmapped", axes=(axis,))
+        elif axis in mapped:
+            yield misfit("mapped", axes=(axis,))
+        elif axis in summed:
+            yield misfit("auto", axes=(axis,))
+        if times > 1:
+            yield misfit("repeated", axes=(axis,))
+
+
+def _shape_misfits(spec: PartitionSpec, mesh: Any, shape: tuple[int, ...]) -> Iterable[Misfit]:
+    if len(spec) > len(shape):
+        yield Misfit("rank", spec, mesh, shape)
+        return
+    for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
+        if size % _parts(entry, mesh.shape):
+            yield Misfit("indivisible", spec, mesh, shape, axes_of(entry), dimension)
+
+
+def _refused(sharding: Any, shape: tuple[int, ...] | None) -> Iterable[Misfit]:
+    """What JAX reports about a sharding that has no spec."""
+    if isinstance(sharding, Sharding) and shape is not None:
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            yield Misfit("refused", sharding, None, shape, reason=str(error))
+
+
+def _dividing(
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
+) -> PartitionSpec:
+    """A spec without axes that do not divide the dimensions."""
+    if how == "replicate":
+        return with_entries(spec, ())
+    return with_entries(
+        spec,
+        (
+            next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
+            for size, entry in zip(shape, spec.partitions, strict=False)
+        ),
+    )
+
+
+def variants(spec: PartitionSpec, how: OnIndivisible) -> list[PartitionSpec]:
+    """All that :func:`fit_sharding` can make of a spec, by the shapes of arrays."""
+    if how == "error":
+        return []
+    if how == "replicate":
+        return [with_entries(spec, ())]
+    choices = itertools.product(*map(_prefixes, spec.partitions))
+    return [with_entries(spec, entries) for entries in choices][1:]
+
+
+def _prefixes(entry: Any) -> list[Any]:
+    """An entry, the same without its last axis, without the last two, and so on."""
+    axes = axes_of(entry)
+    return [entry, *(_entry(axes[:count]) for count in reversed(range(len(axes))))]
+
+
+def _parts(entry: Any, sizes: Mapping[Any, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes_of(entry))
+
+
+def _entry(axes: tuple[Any, ...]) -> Any:
+    return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
@@ -24,102 +273,20 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
+def spec_axes(spec: PartitionSpec) -> Iterable[Any]:
+    """The mesh axes that a spec names, the unreduced and reduced ones last."""
+    yield from itertools.chain.from_iterable(map(axes_of, spec.partitions))
+    yield from sorted(spec.unreduced | spec.reduced, key=str)
+
+
 def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
     """The axes of a mesh that are of one type."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, own in kinds if own == kind)
-
-
-def axis_problems(
-    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None = None
-) -> list[str]:
-    """What is wrong with a spec on this mesh, whatever array it is for.
-
-    Args:
-      spec: the spec.
-      mesh: the mesh.
-      usable: the axes of the mesh that the spec may name; None for all.
-    """
-    cutting = [axis for entry in spec.partitions for axis in axes_of(entry)]
-    summing = {"unreduced": spec.unreduced, "reduced": spec.reduced}
-    problems = []
-    for axis, times in Counter((*cutting, *sorted(spec.unreduced | spec.reduced, key=str))).items():
-        if axis not in mesh.axis_names:
-            problems.append(f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}")
-        elif usable is not None and axis not in usable:
-            problems.append(f"the function is not mapped over {axis!r}, which stays automatic")
-        if times > 1:
-            problems.append(f"{axis!r} is used {times} times; an axis can cut one dimension only")
-    for kind, axes in summing.items():
-        others = sorted(axes & axes_of_type(mesh, AxisType.Auto), key=str)
-        if others:
-            named = ", ".join(map(repr, others))
-            problems.append(f"only axes of type Explicit can be {kind}; {named} is of type Auto")
-    return problems
-
-
-def suggestion(name: Any, names: Iterable[Any]) -> str:
-    """``; did you mean 'model'?`` for a name that is nearly one of the others."""
-    near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list[str]:
-    """What is wrong with a spec on this mesh for an array of this shape.
-
-    The axes that the spec names must be those of the mesh.
-    """
-    if len(spec) > len(shape):
-        if not shape:
-            return ["a scalar has no dimension to cut; its spec is P()"]
-        return [f"the spec has {len(spec)} entries, the array {_plural(len(shape), 'dimension')}"]
-    problems = []
-    for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
-        axes = axes_of(entry)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
-            product = " × ".join(f"{axis!r} ({mesh.shape[axis]})" for axis in axes)
-            total = f" = {parts}" if len(axes) > 1 else ""
-            problems.append(
-                f"dimension {dimension} of size {size} is not divisible by {product}{total}"
-            )
-    return problems
-
-
-def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
-    """A spec with other entries; its unreduced and reduced axes stay."""
-    new: PartitionSpec = spec.update(partitions=tuple(entries))
-    return new
-
-
-def fit(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
-) -> PartitionSpec:
-    """The part of a spec that divides the dimensions of an array; unreduced and reduced axes stay.
-
-    Args:
-      spec: the spec, with no more entries than the array has dimensions.
-      shape: the shape of the array.
-      sizes: the size of each mesh axis.
-      how: ``"drop"`` keeps of each entry the first axes, as many as divide; ``"replicate"``
-        keeps all or nothing; ``"error"`` leaves the spec as it is.
-    """
-    if how == "error":
-        return spec
-    kept = []
-    for size, entry in zip(shape, spec.partitions, strict=False):
-        axes = axes_of(entry)
-        divides = len(axes)
-        while size % math.prod(sizes[axis] for axis in axes[:divides]):
-            divides -= 1
-        if divides < len(axes) and how == "replicate":
-            return with_entries(spec, ())
-        kept.append(entry if divides == len(axes) else _entry(axes[:divides]))
-    return with_entries(spec, kept)
+    return frozenset(name for name, its_kind in kinds if its_kind == kind)
 
 
 def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
-    """What a spec says about some of the axes that it names; UNCONSTRAINED stays."""
+    """A spec with only some of the axes that it names; UNCONSTRAINED stays."""
     entries = tuple(
         entry
         if entry is PartitionSpec.UNCONSTRAINED
@@ -134,8 +301,30 @@ def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
     return PartitionSpec(*entries, reduced=reduced)
 
 
+def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
+    """A spec with other entries; its unreduced and reduced axes stay."""
+    new: PartitionSpec = spec.update(partitions=tuple(entries))
+    return new
+
+
+def like(sharding: Any, spec: PartitionSpec) -> Any:
+    """A spec in the form of a sharding: on its mesh and in its memory, if it names them."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return spec
+
+
+def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] | None:
+    """The spec of a sharding and its mesh; None without a spec or a mesh."""
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec, sharding.mesh
+    if isinstance(sharding, PartitionSpec) and mesh is not None:
+        return sharding, mesh
+    return None
+
+
 def unsummed(sharding: Any) -> Any:
-    """A sharding without what its spec says of unreduced and reduced axes."""
+    """A sharding without the unreduced and reduced axes of its spec."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = sharding.spec
@@ -145,31 +334,21 @@ def unsummed(sharding: Any) -> Any:
 
 
 def is_equivalent(one: Any, other: Any, ndim: int) -> bool:
-    """Whether two shardings are the same layout and, unlike JAX's own, the same type."""
-    sums = [getattr(getattr(own, "spec", None), "reduced", None) or None for own in (one, other)]
-    return sums[0] == sums[1] and one.is_equivalent_to(other, ndim)
+    """Whether two shardings are equivalent and, unlike JAX's comparison, equally reduced."""
+    first, second = (
+        getattr(getattr(x, "spec", None), "reduced", None) or None for x in (one, other)
+    )
+    return first == second and one.is_equivalent_to(other, ndim)
 
 
-def variants(spec: PartitionSpec, how: OnIndivisible) -> list[PartitionSpec]:
-    """All that :func:`fit` can make of a spec, by the shapes of arrays."""
-    if how == "error":
-        return []
-    if how == "replicate":
-        return [with_entries(spec, ())]
-    choices = []
-    for entry in spec.partitions:
-        axes = axes_of(entry)
-        shorter = [_entry(axes[:count]) for count in range(len(axes))]
-        choices.append([entry, *reversed(shorter)])
-    return [with_entries(spec, entries) for entries in itertools.product(*choices)][1:]
-
-
-def _entry(axes: tuple[Any, ...]) -> Any:
-    return axes if len(axes) > 1 else axes[0] if axes else None
+def suggestion(name: Any, names: Iterable[Any]) -> str:
+    """``; did you mean 'model'?`` for a name that is nearly one of the others."""
+    near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def suggested_spec(x: Any) -> str:
-    """What is meant by names of axes without ``P(...)``, or by a layout without its sharding."""
+    """``: write P('data', None)`` for a value that was probably meant as a spec or ``Format``."""
     if isinstance(x, Layout | type(Layout.AUTO)):
         return ": write jax.experimental.layout.Format(layout, sharding)"
     names = x if isinstance(x, tuple | list) else (x,)
@@ -185,12 +364,12 @@ def _is_names(x: Any) -> bool:
 
 
 def describe(sharding: Any) -> str:
-    """A sharding as short as can be: its spec, if it has one."""
+    """A sharding in short: its spec, if it has one."""
     return repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
 
 
 def describe_both(one: Any, other: Any) -> tuple[str, str]:
-    """Two shardings that differ, with as much of them as shows it."""
+    """Two different shardings in short, with the part in which they differ."""
     short = describe(one), describe(other)
     if short[0] != short[1]:
         return short
@@ -201,14 +380,27 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
     return str(one), str(other)
 
 
-def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] | None:
-    """The partition spec in a sharding, and its mesh; None for one that has no spec or no mesh."""
-    if isinstance(sharding, NamedSharding):
-        return sharding.spec, sharding.mesh
-    if isinstance(sharding, PartitionSpec) and mesh is not None:
-        return sharding, mesh
-    return None
-
-
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+# Until all callers use `fit_sharding`.
+def axis_problems(
+    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None = None
+) -> list[str]:
+    """What is wrong with a spec on this mesh, in words."""
+    return list(map(str, fit_sharding(spec, mesh, usable=usable).problems))
+
+
+def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list[str]:
+    """What is wrong with a spec that fits the mesh for an array of this shape, in words."""
+    return list(map(str, _shape_misfits(spec, mesh, tuple(shape))))
+
+
+def fit(
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
+) -> PartitionSpec:
+    """The part of a spec that divides the dimensions of an array."""
+    parts = [_parts(entry, sizes) for entry in spec.partitions]
+    divides = all(not size % count for size, count in zip(shape, parts, strict=False))
+    return spec if how == "error" or divides else _dividing(spec, shape, sizes, how)
