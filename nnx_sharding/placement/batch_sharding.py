@@ -10,55 +10,38 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from ..core.flatten import flatten
 from ..core.specs import Specs
 from ..core.structure import PyTreeDef
 from ..paths import accessor, path_key
 from .host import host_array
-from .place import PlaceOptions, shardings_for, trimmed
+from .place import shardings_for, trimmed
 from .rows import Rows, next_size, row_axes, row_parts, row_sharding, rows_by_process
 
 _NAME = "shard_batches"
 
 
 class Leaf(NamedTuple):
-    """One leaf of a batch; without a sharding it is passed through.
+    """One leaf of a batch.
 
     Attributes:
       name: where it is, as Python code.
       sharding: its sharding; None if it is passed through.
-      shape: its shape, without rows.
-      dtype: its dtype.
+      kind: dtype and shape of its array: ``float32[rows, 2]``.
       has_rows: whether its first dimension is that of the batch.
     """
 
     name: str
-    sharding: Sharding | None = None
-    shape: tuple[int, ...] = ()
-    dtype: Any = None
-    has_rows: bool = False
-
-    def matches(self, array: Any) -> bool:
-        """Whether an array differs from this leaf in its number of rows at most."""
-        return array.dtype == self.dtype and self._sizes(array) == self._sizes()
-
-    def show(self, array: Any = None) -> str:
-        """Dtype and shape of an array in the place of this leaf: ``float32[rows, 2]``."""
-        dtype = self.dtype if array is None else array.dtype
-        return f"{dtype}[{', '.join(self._sizes(array))}]"
-
-    def _sizes(self, array: Any = None) -> tuple[str, ...]:
-        if array is None:
-            return (*["rows"] * self.has_rows, *map(str, self.shape))
-        sizes = tuple(map(str, array.shape))
-        return ("rows", *sizes[1:]) if self.has_rows and sizes else sizes
+    sharding: Any
+    kind: str
+    has_rows: bool
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: passed through"
-            if self.sharding is None
-            else f"{self.name}: {self.show()}"
-        )
+        return f"{self.name}: {self.kind if self.sharding else 'passed through'}"
+
+
+def _kind(array: Any) -> str:
+    sizes = ["rows", *map(str, array.shape[1:])] if array.ndim else []
+    return f"{array.dtype}[{', '.join(sizes)}]"
 
 
 class BatchSharding:
@@ -89,12 +72,10 @@ class BatchSharding:
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays([wrong[i] for i, s in enumerate(shardings) if s is not None and i in wrong])
         self.leaves = [
-            Leaf(name)
-            if sharding is None
-            else Leaf(name, sharding, tuple(array.shape[1:]), array.dtype, array.ndim > 0)
+            Leaf(name, sharding, _kind(array), sharding is not None and array.ndim > 0)
             for name, array, sharding in zip(names, arrays, shardings, strict=True)
         ]
-        self._by_rows = [(x.name, x.sharding) for x in self.leaves if x.sharding and x.has_rows]
+        self._by_rows = [(leaf.name, leaf.sharding) for leaf in self.leaves if leaf.has_rows]
         if not self._by_rows:
             raise ValueError(
                 f"{_NAME}: the batch has no array with rows: "
@@ -124,8 +105,8 @@ class BatchSharding:
             except TypeError as error:
                 wrong.append(f"  {leaf.name}: {error}")
                 continue
-            if not leaf.matches(leaves[i]):
-                changed.append(f"  {leaf} became {leaf.show(leaves[i])}")
+            if _kind(leaves[i]) != leaf.kind:
+                changed.append(f"  {leaf} became {_kind(leaves[i])}")
         _check_arrays(wrong)
         if changed:
             raise ValueError(
@@ -204,19 +185,18 @@ class BatchSharding:
 
     def place(self, arrays: Sequence[Any], mask: Any = None) -> Any:
         """The global batch of this process's full arrays, with the global mask if there is one."""
-        places = [i for i, leaf in enumerate(self.leaves) if leaf.sharding is not None]
-        leaves = [self.leaves[i] for i in places]
-        local = [arrays[i] for i in places]
+        leaves, local = list(self.leaves), list(arrays)
         if mask is not None:
-            leaves.append(Leaf("mask", self.rows, (), np.bool_, has_rows=True))
+            leaves.append(Leaf("mask", self.rows, "bool[rows]", has_rows=True))
             local.append(mask[self.held[jax.process_index()]])
-        shapes = [(self.size, *leaf.shape) if leaf.has_rows else () for leaf in leaves]
-        placed = _placed(local, [leaf.sharding for leaf in leaves], shapes)
-        values = list(arrays)
-        for i, array in zip(places, placed, strict=False):
-            values[i] = array
-        batch = jax.tree_util.tree_unflatten(self._treedef, values)
-        return batch if mask is None else (batch, placed[-1])
+        places = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None]
+        shapes = [(self.size, *local[i].shape[1:]) if leaves[i].has_rows else () for i in places]
+        placed = _placed([local[i] for i in places], [leaves[i].sharding for i in places], shapes)
+        for i, array in zip(places, placed, strict=True):
+            local[i] = array
+        if mask is None:
+            return self._treedef.unflatten(local)
+        return self._treedef.unflatten(local[:-1]), local[-1]
 
 
 def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
@@ -227,8 +207,7 @@ def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: An
         jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays
     ]
     tree = treedef.unflatten(abstract)
-    options = PlaceOptions(_NAME, mesh, "batch", adapt=_adapted)
-    return shardings_for(tree, flatten(tree), specs, options)
+    return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=_adapted)
 
 
 def _adapted(spec: Any, leaf: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental.layout import Format
@@ -46,10 +46,7 @@ def place(
     Until the call returns, a device holds its shards of the old and the new arrays; a resharding
     program may need as much again. ``donate=True`` gives up the old arrays: where shards have the
     same size, the program reuses their buffers. The host holds the shards of one array at a time,
-    and only of arrays that come from the host or from other devices with other shards. Measured on
-    8 virtual CPU devices, whose memory is that of the host: the peak was 2.0 times the model from
-    NumPy or from one device, 2.9 to 3.0 times where a program ran, 2.0 times with ``donate``
-    (``python -m benchmarks.placing``).
+    and only of arrays that come from the host or from other devices with other shards.
 
     In a multi-process program every process makes the same call. An array that is addressable by
     one process only is assumed to have the same value in each; this is not verified, and each
@@ -63,7 +60,7 @@ def place(
       mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
       copy: whether to leave ``tree`` as it is and return a copy of the graph, with the same shared
         references. It shares no memory with ``tree``, but a ``jax.Ref`` is the same.
-      donate: whether to delete the old JAX arrays, except those that ``tree`` still holds elsewhere.
+      donate: whether to delete the old JAX arrays, unless ``tree`` still holds them elsewhere.
       on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
         decides it: ``"error"``, ``"replicate"`` the array, or ``"drop"`` the axes.
       strict: whether warnings are errors.
@@ -103,8 +100,9 @@ def place(
         raise ValueError("place: copy=True keeps the old arrays, donate=True deletes them.")
     check_options("place", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
-    options = PlaceOptions("place", mesh, on_indivisible=on_indivisible, strict=strict)
-    shardings = shardings_for(tree, flat, sharding, options)
+    shardings = shardings_for(
+        tree, sharding, mesh, "place", flat=flat, on_indivisible=on_indivisible, strict=strict
+    )
     moved = transfer(flat.leaves, shardings, donate=donate, alias=not copy)
     leaves = finished_on_cpu(moved, flat.leaves)
     if not copy:
@@ -128,36 +126,33 @@ def trimmed(spec: Any, leaf: Any) -> Any:
     return spec
 
 
-class PlaceOptions(NamedTuple):
-    """How a function fits shardings to arrays, and what messages call both.
+def shardings_for(
+    tree: Any,
+    sharding: Any,
+    mesh: Any,
+    caller: str,
+    *,
+    name: str = "tree",
+    flat: Flat | None = None,
+    on_indivisible: OnIndivisible = "error",
+    strict: bool = False,
+    adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec,
+) -> list[Any]:
+    """The sharding of each array of a tree, None for "as it is".
 
-    Attributes:
-      caller: the function.
-      mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
-      name: the tree.
-      on_indivisible: what to do where a spec does not divide a shape.
-      strict: whether warnings are errors.
-      adapt: changes the spec of an array before it is checked, such as :func:`trimmed`.
+    Arguments and errors are those of :func:`place`. ``adapt`` changes the spec of an array before
+    it is checked, as :func:`trimmed` does; messages call the function ``caller`` and the tree
+    ``name``; ``flat`` is the flattened tree.
     """
-
-    caller: str
-    mesh: Any
-    name: str = "tree"
-    on_indivisible: OnIndivisible = "error"
-    strict: bool = False
-    adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec
-
-
-def shardings_for(tree: Any, flat: Flat, sharding: Any, options: PlaceOptions) -> list[Any]:
-    """The sharding of each array of a tree, None for "as it is"; errors as in :func:`place`."""
-    caller, mesh = options.caller, mesh_for(options.caller, options.mesh)
+    flat = flatten(tree) if flat is None else flat
+    mesh = mesh_for(caller, mesh)
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
     check_specs(caller, sharding=specs)
-    targets = [target(options.name, specs.tree, tree, flat.structure.root)]
+    targets = [target(name, specs.tree, tree, flat.structure.root)]
     locations = reach(flat.structure, targets)
     resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
     names = slot_names(len(flat.leaves), locations)
-    declared = [options.adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
+    declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
     if mesh is None:
         _check_mesh(caller, names, declared)
     fit_options = FitOptions(
@@ -166,9 +161,9 @@ def shardings_for(tree: Any, flat: Flat, sharding: Any, options: PlaceOptions) -
         passes_shardings=True,
         mesh=mesh,
         usable=None,
-        on_indivisible=options.on_indivisible,
+        on_indivisible=on_indivisible,
         divides_outputs=True,
-        strict=options.strict,
+        strict=strict,
     )
     check_axes(fit_options, specs, Specs(None), uses_of(locations, flat.objects, flat.leaves))
     # Errors come before the warning about corrections.

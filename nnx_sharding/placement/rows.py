@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.flatten import flatten
 from ..fitting import axes_of, with_entries
-from .place import PlaceOptions, shardings_for, trimmed
+from .place import shardings_for, trimmed
 
 Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"
 
@@ -64,8 +63,7 @@ def process_rows(
     """
     check_integer("process_rows", "batch_size", batch_size)
     rows = jax.ShapeDtypeStruct((0,), np.bool_)  # a number of rows that every spec divides
-    options = PlaceOptions("process_rows", mesh, name="rows", adapt=trimmed)
-    [concrete] = shardings_for(rows, flatten(rows), sharding, options)
+    [concrete] = shardings_for(rows, sharding, mesh, "process_rows", name="rows", adapt=trimmed)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
     check_has_devices("process_rows", concrete)
