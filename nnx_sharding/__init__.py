@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import errors, filters, stages
 from ._version import __version__
 from .core.structure import Structure
+from .diagnostics import messages as _messages  # installs itself
 from .diagnostics.retraces import explain_retraces
 from .diagnostics.trace_limits import limit_traces
 from .graph import merge, split

@@ -554,6 +554,4 @@ def api_boundary(function: F) -> F:
 
 if _traceback_util is not None:
     # JAX's traceback filtering leaves out our frames, too.
-    _PARTS = ("checks", "exporting", "lifting", "partition", "placement", "retraces", "transforms")
-    for _part in (*_PARTS, "constraints.py", "errors.py", "state_sharding.py"):
-        _traceback_util.register_exclusion(str(Path(__file__).with_name(_part)))
+    _traceback_util.register_exclusion(str(Path(__file__).parent))

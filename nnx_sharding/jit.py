@@ -8,124 +8,40 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from . import _compat
-from .core.options import check_options, check_specs, needing_devices
-from .core.plan import OnCommitted, Program
-from .core.signature import Call, Parameters, Signature, sort_call
-from .core.specs import Specs
-from .diagnostics.specs import FitOptions
-from .errors import NoMeshError
+from .core.signature import Roles
+from .core.specs import Specs, check_specs
+from .core.transform import Program, Transform, check_options
 from .fitting import ON_INDIVISIBLE, OnIndivisible
-from .lifted import Lifted, Roles, lift
+from .lifted import Lifted, lift
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Jit:
-    """What ``jit`` decides. See ``Transform`` in ``lifting/plan.py``."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Jit(Transform):
+    """What ``jit`` decides: the defaults, and the options that it passes to ``jax.jit``."""
 
-    in_specs: Specs
-    out_specs: Specs
-    mesh: Mesh | AbstractMesh | None
-    keep_unused: bool
-    device: jax.Device | None
-    backend: str | None
-    inline: bool
-    compiler_options: tuple[tuple[str, Any], ...] | None
-    on_committed: OnCommitted
-    on_indivisible: OnIndivisible
-    strict: bool
-
-    name = "jit"
-    in_name = "in_shardings"
-    passes_shardings = True
-
-    def sort_call(
-        self,
-        parameters: Parameters,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        signature: Signature,
-    ) -> Call:
-        return sort_call(parameters, args, kwargs, signature)
-
-    @property
-    def has_key(self) -> bool:
-        return self._depends_on_shapes or (self.mesh is None and self._needs_mesh)
-
-    def key(self, leaves: Sequence[Any]) -> Hashable:
-        mesh = None if self.mesh or not self._needs_mesh else _compat.context_mesh()
-        return (mesh, self.in_specs.value_key(leaves) if self._depends_on_shapes else None)
-
-    @property
-    def _depends_on_shapes(self) -> bool:
-        return self.in_specs.depend_on_values or self.on_indivisible != "error"
-
-    def in_context(self) -> _Jit:
-        if self.mesh is not None or not self._needs_mesh:
-            return self
-        mesh = _compat.context_mesh()
-        if mesh is None:
-            raise NoMeshError(
-                "jit was given a PartitionSpec, but there is no mesh to resolve it against. Pass "
-                "mesh=..., call within `with jax.set_mesh(mesh):`, or give NamedSharding(mesh, "
-                "spec) instead."
-            )
-        # Inside a trace the mesh is abstract; there JAX itself knows best what a spec means.
-        return dataclasses.replace(self, mesh=mesh) if isinstance(mesh, Mesh) else self
-
-    @property
-    def _needs_mesh(self) -> bool:
-        return self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
+    name: str = "jit"
+    in_name: str = "in_shardings"
+    keep_unused: bool = False
+    device: jax.Device | None = None
+    backend: str | None = None
+    inline: bool = False
+    compiler_options: tuple[tuple[str, Any], ...] | None = None
 
     @property
     def trace_key(self) -> Hashable:
-        return ("jit", self.mesh, self.out_specs, self.on_indivisible, self.strict)
-
-    @property
-    def terms(self) -> FitOptions:
-        mesh = (
-            self.mesh if self.mesh is not None or not self._needs_mesh else _compat.context_mesh()
-        )
-        return FitOptions(
-            name=self.name,
-            in_name=self.in_name,
-            passes_shardings=self.passes_shardings,
-            mesh=mesh,
-            usable=None,
+        return _Jit(
+            out_specs=self.out_specs,
+            mesh=self.mesh,
+            context=self.context,
             on_indivisible=self.on_indivisible,
-            divides_outputs=True,
             strict=self.strict,
         )
-
-    def check_outputs(
-        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
-    ) -> None:
-        pass  # their shapes are all that matters
-
-    def with_spec(self, spec: Any, partition: PartitionSpec) -> Any:
-        if isinstance(spec, NamedSharding):
-            return NamedSharding(spec.mesh, partition, memory_kind=spec.memory_kind)
-        return partition
-
-    def spec_of(self, spec: Any) -> Any:
-        if isinstance(spec, PartitionSpec) and self.mesh is not None:
-            return NamedSharding(self.mesh, spec)
-        return spec
-
-    def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
-        return specs
-
-    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
-        if not isinstance(spec, jax.sharding.Sharding):
-            return None
-        if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
-            return None
-        return spec
 
     def compile(
         self,
@@ -139,23 +55,21 @@ class _Jit:
             options["in_shardings"] = tuple(in_specs)
         if any(spec is not None for spec in out_specs):
             options["out_shardings"] = (*out_specs, None)
-        if donated:
-            options["donate_argnums"] = donated
-        if self.device is not None:
-            options["device"] = self.device
-        if self.backend is not None:
-            options["backend"] = self.backend
         if self.compiler_options is not None:
             options["compiler_options"] = dict(self.compiler_options)
+        deprecated = {"device": self.device, "backend": self.backend}
+        options |= {name: value for name, value in deprecated.items() if value is not None}
+        if donated:
+            options["donate_argnums"] = donated
         with warnings.catch_warnings():
-            if self.device is not None or self.backend is not None:
+            if any(deprecated.values()):
                 warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
             jitted = jax.jit(pure, **options)
         top_level: Callable[..., Any] = jitted
-        given = _abstract_mesh(in_specs)
-        abstract = given or _abstract_mesh(out_specs)
-        if abstract is not None:
-            top_level = needing_devices(self.name, abstract, jitted, from_arrays=given is None)
+        input_mesh = _abstract_mesh(in_specs)
+        mesh = input_mesh or _abstract_mesh(out_specs)
+        if mesh is not None:
+            top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
         return Program(staged=jitted, top_level=top_level, inline=jitted)
 
 
@@ -308,23 +222,23 @@ def jit(
             "device and backend cannot be combined with in_shardings or out_shardings: put the "
             "device into the shardings."
         )
-    transform = _Jit(
-        Specs(in_shardings),
-        Specs(out_shardings),
-        mesh,
-        keep_unused,
-        device,
-        backend,
-        inline,
-        None if compiler_options is None else tuple(compiler_options.items()),
-        on_committed,
-        on_indivisible,
-        strict,
-    )
     check_options(
         "jit",
         on_committed=(on_committed, ("error", "move")),
         on_indivisible=(on_indivisible, ON_INDIVISIBLE),
+    )
+    transform = _Jit(
+        in_specs=Specs(in_shardings),
+        out_specs=Specs(out_shardings),
+        mesh=mesh,
+        keep_unused=keep_unused,
+        device=device,
+        backend=backend,
+        inline=inline,
+        compiler_options=None if compiler_options is None else tuple(compiler_options.items()),
+        on_committed=on_committed,
+        on_indivisible=on_indivisible,
+        strict=strict,
     )
     check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)
     jax_options: dict[str, Any] = {} if device is None else {"device": device}

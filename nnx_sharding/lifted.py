@@ -6,65 +6,30 @@ import contextlib
 import copy
 import functools
 import inspect
-import operator
 import sys
 import types
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
 from . import _compat
+from .core.cache import cache_of
 from .core.call import run
+from .core.caller import Caller, called_by
 from .core.flatten import Flat, flatten
-from .core.guard.store import Guards, make_room
-from .core.plan import Plan, Transform, abstract, as_declared, make_plan
-from .core.pure import Caller, Outcome, called_by
-from .core.signature import Call, Parameters
+from .core.outcome import Outcome
+from .core.plan import Plan, abstract, as_declared, make_plan
+from .core.signature import Call, Parameters, Roles
+from .core.transform import Transform
 from .core.unflatten import unflatten
 from .diagnostics.failures import explained
 from .diagnostics.trace_limits import TraceLimit
-from .diagnostics.trace_log import TraceLog
+from .diagnostics.trace_log import Observer, TraceLog
 from .stages import Lowered, Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Bounds of the caches: plans for each set of options, and sets of options for each function.
-MAX_PLANS = 1024
-MAX_OPTIONS = 64
-
-
-class Roles(NamedTuple):
-    """Which parameters are static or donated, as the user wrote it."""
-
-    static_argnums: tuple[int, ...] | int | None = None
-    static_argnames: tuple[str, ...] | str | None = None
-    donate_argnums: tuple[int, ...] | int | None = None
-    donate_argnames: tuple[str, ...] | str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        static_argnums: int | Sequence[int] | None = None,
-        static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Sequence[int] | None = None,
-        donate_argnames: str | Iterable[str] | None = None,
-    ) -> Roles:
-        """Roles in hashable form."""
-        return cls(
-            _hashable(static_argnums),
-            _hashable(static_argnames),
-            _hashable(donate_argnums),
-            _hashable(donate_argnames),
-        )
-
-
-def _hashable(role: Any) -> Any:
-    if role is None or isinstance(role, str):
-        return role
-    return operator.index(role) if hasattr(role, "__index__") else tuple(role)
 
 
 class Lifted(Generic[P, R]):
@@ -101,8 +66,9 @@ class Lifted(Generic[P, R]):
             self._trace_limit = TraceLimit.of(max_traces, "max_traces", 1)
         self._origin: Lifted[..., Any] | None = None
         self._bound: tuple[Any, ...] = ()
-        self._parameters = Parameters(fun, *roles, bound=implicit)
-        self._cache = _cache_of(fun)
+        self._parameters = Parameters(fun, roles, bound=implicit)
+        self._cache = cache_of(fun, TraceLog)
+        self._observer = Observer(self._cache.log, self._trace_limit)
         self._plans = self._cache.plans((transform, roles, graph, updates, implicit), transform)
         self._guards = self._plans.guards
 
@@ -115,7 +81,7 @@ class Lifted(Generic[P, R]):
             call, flat = self._split(args, kwargs)
             plan, _ = self._plan(call, flat)
             return run(  # type: ignore[no-any-return]
-                plan, flat, plan.program.inline, self._fun, self._trace_limit, nested=True
+                plan, flat, plan.program.inline, self._fun, self._observer, nested=True
             )
         _compat.leave_static_cache()
         found = self._guards.find(args, kwargs)
@@ -126,7 +92,7 @@ class Lifted(Generic[P, R]):
         else:
             plan, flat = found
         program = plan.program
-        return run(plan, flat, program.top_level, self._fun, self._trace_limit)  # type: ignore[no-any-return]
+        return run(plan, flat, program.top_level, self._fun, self._observer)  # type: ignore[no-any-return]
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         if obj is None:
@@ -179,14 +145,14 @@ class Lifted(Generic[P, R]):
         return _abstract_output(outcome, arrays, flat)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Plan, Flat]:
-        """The plan for a call that is only prepared, and its arguments taken apart."""
+        """The plan for a call that is only prepared, and its arguments, flattened."""
         call, flat = self._split((*self._bound, *args), kwargs)
         return call, self._plan(call, flat)[0], flat
 
     def _tracing(self, flat: Flat) -> contextlib.AbstractContextManager[None]:
         """Traces within the block are made for these arguments."""
         nested = not _compat.trace_is_clean()
-        return called_by(Caller(self._fun, flat.objects, self._trace_limit, nested))
+        return called_by(Caller(self._fun, flat.objects, self._observer, nested))
 
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.
@@ -203,7 +169,7 @@ class Lifted(Generic[P, R]):
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
             signature = signature._replace(static=signature.static | {0})
-        call = self._transform.sort_call(self._parameters, args, kwargs, signature)
+        call = self._transform.sort_call(self._parameters, signature, args, kwargs)
         flat = flatten(call.tree, graph=self._graph, statics=call.statics, held=False)
         return call, flat
 
@@ -228,7 +194,6 @@ class Lifted(Generic[P, R]):
                 self._graph,
                 self._updates,
                 self._cache.traced,
-                self._cache.log,
             ),
         )
 
@@ -290,7 +255,7 @@ def lift(
 ) -> Lifted[..., Any]:
     """Wraps a function; a bound method of an NNX object becomes a function of that object.
 
-    ``jax_options`` are options of ``jax.jit`` on which JAX has something to say here already.
+    ``jax_options`` are options of ``jax.jit`` on which JAX may raise or warn here already.
     """
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
     jax.jit(fun, **roles._asdict(), **jax_options)
@@ -348,70 +313,3 @@ def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any
         if outcome.structure.entries[index] is None or index in static
     }
     return unflatten(outcome.structure, arrays, known).root
-
-
-class _Plans:
-    """The plans of one function with one set of options; beyond a bound the oldest go.
-
-    Without a lock: comparing keys and collecting garbage may run code of the user's.
-    """
-
-    def __init__(self, transform: Transform) -> None:
-        self.guards = Guards(transform.key if transform.has_key else None)
-        self._plans: dict[Hashable, Plan] = {}
-
-    def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
-        """The plan with this key, and whether it was made now."""
-        plan = self._plans.get(key)
-        if plan is not None:
-            return plan, False
-        plan = self._plans.setdefault(key, make())
-        make_room(self._plans, MAX_PLANS)
-        return plan, True
-
-    def clear(self) -> None:
-        self.guards.clear()
-        for plan in make_room(self._plans, 0):
-            plan.program.staged.clear_cache()
-
-
-class _FunctionCache:
-    """All that is kept for one function. Nothing in it refers to the function itself.
-
-    As in JAX, transforming the same function again traces it no more than once, so this lives
-    as long as the function does.
-    """
-
-    def __init__(self) -> None:
-        self.traced: weakref.WeakValueDictionary[Hashable, Callable[..., Any]] = (
-            weakref.WeakValueDictionary()
-        )
-        self.log = TraceLog()
-        self._plans: dict[Hashable, _Plans] = {}
-
-    def plans(self, options: Hashable, transform: Transform) -> _Plans:
-        try:
-            plans = self._plans.setdefault(options, _Plans(transform))
-        except TypeError:  # such as a filter that is a list
-            return _Plans(transform)
-        make_room(self._plans, MAX_OPTIONS)
-        return plans
-
-
-# By the identity of the function; a bound method is a new object at each lookup, so it goes by its
-# function and its object.
-_CACHES: dict[tuple[int, ...], tuple[_FunctionCache, list[Any]]] = {}
-
-
-def _cache_of(fun: Any) -> _FunctionCache:
-    parts = (fun.__func__, fun.__self__) if inspect.ismethod(fun) else (fun,)
-    key = (*map(id, parts),)
-    found = _CACHES.get(key)
-    if found is not None:
-        return found[0]
-    cache = _FunctionCache()
-    try:
-        references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
-    except TypeError:  # an object without weak references
-        return cache
-    return _CACHES.setdefault(key, (cache, references))[0]

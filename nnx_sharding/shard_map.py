@@ -4,66 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
-from .core.options import check_options, check_specs, needing_devices
-from .core.plan import OnCommitted, Program
-from .core.signature import Call, Parameters, Signature, align_specs, sort_call
-from .core.specs import Specs, is_spec
+from .core.problems import Problem, refuse
+from .core.signature import Call, Parameters, Roles, Signature, align_specs
+from .core.specs import Specs, check_specs, is_spec
 from .core.statics import Static
-from .diagnostics.specs import FitOptions
+from .core.transform import Program, Transform, check_options
 from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, only_axes
-from .lifted import Lifted, Roles, lift
+from .lifted import Lifted, lift
 
 P = ParamSpec("P")
 R = TypeVar("R")
 AxisName = Hashable
 
 
-@dataclasses.dataclass(frozen=True)
-class _ShardMap:
-    """What ``shard_map`` decides. See ``Transform`` in ``lifting/plan.py``."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ShardMap(Transform):
+    """What ``shard_map`` decides."""
 
-    in_specs: Specs
-    out_specs: Specs
-    mesh: Mesh | AbstractMesh | None
+    name: str = "shard_map"
+    in_name: str = "in_specs"
     axis_names: frozenset[AxisName]
     auto: frozenset[AxisName]
     check_vma: bool
     compiled: bool
-    committed: OnCommitted
-    on_indivisible: OnIndivisible
-    strict: bool
-    # The mesh that applies to one plan: `mesh`, or the one in context.
-    current: Mesh | AbstractMesh | None = None
 
-    name = "shard_map"
-    in_name = "in_specs"
-    passes_shardings = False
+    passes_shardings: ClassVar[bool] = False
+    divides_outputs: ClassVar[bool] = False
 
     @property
-    def on_committed(self) -> OnCommitted:
-        # Over axes that stay automatic, a layout that was chosen elsewhere is none of ours.
-        return self.committed if self._is_fully_manual() else "leave"
+    def usable_axes(self) -> frozenset[Any]:
+        """The axes over which the function is manual."""
+        names = frozenset(self.context.axis_names if self.context else ())
+        return self.axis_names or names - self.auto
 
     def sort_call(
         self,
         parameters: Parameters,
+        signature: Signature,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        signature: Signature,
     ) -> Call:
         """Like any transform, but non-arrays are static where their spec is None, as in JAX."""
-        call = sort_call(parameters, args, kwargs, signature)
+        call = super().sort_call(parameters, signature, args, kwargs)
         if not self.in_specs.may_hold_none:
             return call
-        # An argument that nobody mentions may be another number at each call: it stays dynamic.
+        # An argument that has no spec may be another number at each call: it stays dynamic.
         positional, named = align_specs(
-            self.in_specs.tree, parameters, signature, self.in_name, other=PartitionSpec()
+            self.in_specs.tree, parameters, signature, self.in_name, default=PartitionSpec()
         )
         specs: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -74,101 +67,60 @@ class _ShardMap:
             static=signature.static.union(plain.intersection(signature.dynamic)),
             static_keywords=signature.static_keywords.union(plain.intersection(named)),
         )
-        values.update(
-            (which, _fixed(specs[which], values[which])) for which in specs.keys() - plain
-        )
-        fixed = (tuple(values[i] for i in range(len(args))), {k: values[k] for k in kwargs})
-        return sort_call(parameters, *fixed, signature)
+        values |= {which: _fixed(specs[which], values[which]) for which in specs.keys() - plain}
+        args = tuple(values[i] for i in range(len(args)))
+        return super().sort_call(parameters, signature, args, {k: values[k] for k in kwargs})
+
+    @property
+    def reads_context(self) -> bool:
+        return self.mesh is None
 
     @property
     def has_key(self) -> bool:
-        inferred = self.in_specs.tree is None
-        return self.mesh is None or inferred or self._depends_on_shapes
+        return super().has_key or self.in_specs.tree is None
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        shapes = self.in_specs.value_key(leaves) if self._depends_on_shapes else None
-        return (mesh, self._inferred(leaves, mesh), shapes)
-
-    @property
-    def _depends_on_shapes(self) -> bool:
-        return self.in_specs.depend_on_values or self.on_indivisible != "error"
+        shapes = self.in_specs.value_key(leaves) if self.reads_shapes else None
+        return mesh, self._inferred(leaves, mesh), shapes
 
     def in_context(self) -> _ShardMap:
-        mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        if mesh is None:
-            raise ValueError(
-                "shard_map has no mesh: pass mesh=..., or call it within "
-                "`with jax.set_mesh(mesh):`."
-            )
-        return dataclasses.replace(self, current=mesh)
-
-    @property
-    def trace_key(self) -> Hashable:
-        return ("shard_map", dataclasses.replace(self, in_specs=Specs(None)))
-
-    @property
-    def terms(self) -> FitOptions:
-        return FitOptions(
-            name=self.name,
-            in_name=self.in_name,
-            passes_shardings=self.passes_shardings,
-            mesh=self.current,
-            usable=self._manual_axes(),
-            on_indivisible=self.on_indivisible,
-            divides_outputs=False,
-            strict=self.strict,
-        )
+        # Over axes that stay automatic, a sharding that was chosen elsewhere stays.
+        new = super().in_context()
+        is_fully_manual = new.context and new.usable_axes == frozenset(new.context.axis_names)
+        return new if is_fully_manual else dataclasses.replace(new, on_committed="leave")
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
     ) -> None:
         """Along the axes that a spec leaves out, a result has to be the same on all devices."""
-        if not self.check_vma or self.current is None:
+        if not self.check_vma or self.context is None:
             return
-        here = frozenset(self.current.axis_names).difference(_compat.manual_axes(self.current))
-        lines, missing = [], dict[Any, None]()
+        here = frozenset(self.context.axis_names).difference(_compat.manual_axes(self.context))
+        offenders = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
                 continue  # stays where it is; only its value could come out
-            named = {axis for entry in spec.partitions for axis in axes_of(entry)}
-            named |= spec.unreduced | spec.reduced
-            axes = sorted(_compat.varying_axes(leaf) & here - named, key=str)
-            if axes:
-                missing.update(dict.fromkeys(axes))
-                along = ", ".join(map(repr, axes))
-                lines.append(
-                    f"  {name}, {jax.typeof(leaf).str_short()}, {spec!r}: varies along {along}"
-                )
-        if lines:
-            axis = next(iter(missing)) if len(missing) == 1 else tuple(missing)
-            raise ValueError(
-                f"shard_map of {fun_name} cannot prove that these results are the same along the "
-                "mesh axes that their specs leave out:\n"
-                + "\n".join(lines)
-                + f"\nReduce them in the function, as in jax.lax.pmean(x, {axis!r}) or psum, pmax, "
-                "all_gather; or name the axis in the spec. If they are the same for reasons that "
-                "JAX cannot see, pass check_vma=False."
-            )
-
-    def with_spec(self, spec: Any, partition: PartitionSpec) -> Any:
-        return partition
+            used = {axis for entry in spec.partitions for axis in axes_of(entry)}
+            used |= spec.unreduced | spec.reduced
+            axes = sorted(_compat.varying_axes(leaf) & here - used, key=str)
+            offenders += [(name, leaf, spec, axes)] if axes else []
+        if offenders:
+            refuse(Problem.VARYING_OUTPUT, offenders, name=self.name, fun_name=fun_name)
 
     def spec_of(self, spec: Any) -> Any:
         if spec is None:
             return PartitionSpec()
         return spec.spec if isinstance(spec, NamedSharding) else spec
 
-    def slot_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
-        inferred = self._inferred(leaves, self.current)
+    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        inferred = self._inferred(leaves, self.context)
         if inferred is not None:
             return list(inferred)
         return [PartitionSpec() if spec is None else spec for spec in specs]
 
     def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
-        if not isinstance(self.current, Mesh):
-            return None
-        return NamedSharding(self.current, spec)
+        return NamedSharding(self.context, spec) if isinstance(self.context, Mesh) else None
 
     def compile(
         self,
@@ -177,33 +129,25 @@ class _ShardMap:
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        # Within a trace the mesh in context may have manual axes already, which only JAX sees.
-        mesh = self.current if self.mesh is None and isinstance(self.current, Mesh) else self.mesh
         mapped = jax.shard_map(
             pure,
-            mesh=mesh,
+            # Inside a trace the mesh in context may have manual axes already: JAX knows.
+            mesh=self.mesh,
             in_specs=tuple(in_specs),
             out_specs=(*out_specs, PartitionSpec()),
-            axis_names=self._manual_axes() if self.axis_names or self.auto else frozenset(),
+            axis_names=self.usable_axes if self.axis_names or self.auto else frozenset(),
             check_vma=self.check_vma,
         )
         options: dict[str, Any] = {}
-        if self._is_fully_manual() and isinstance(self.current, Mesh):
+        mesh = self.context
+        if isinstance(mesh, Mesh) and self.usable_axes == frozenset(mesh.axis_names):
             # Says nothing new, but results then have a NamedSharding like those of shard_map.
-            outputs = (NamedSharding(self.current, spec) for spec in out_specs)
-            options["out_shardings"] = (*outputs, None)
+            options["out_shardings"] = (*(NamedSharding(mesh, s) for s in out_specs), None)
         jitted = jax.jit(mapped, **options)
         top_level: Callable[..., Any] = jitted if self.compiled else mapped
-        if isinstance(self.current, AbstractMesh):
-            top_level = needing_devices(self.name, self.current, top_level, from_arrays=True)
+        if isinstance(mesh, AbstractMesh):
+            top_level = self.needing_devices(mesh, top_level, from_arrays=True)
         return Program(staged=jitted, top_level=top_level, inline=mapped)
-
-    def _manual_axes(self) -> frozenset[Any]:
-        names = frozenset(self.current.axis_names if self.current else ())
-        return self.axis_names or names - self.auto
-
-    def _is_fully_manual(self) -> bool:
-        return self._manual_axes() == frozenset(self.current.axis_names if self.current else ())
 
     def _inferred(
         self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
@@ -371,31 +315,32 @@ def shard_map(
     if isinstance(axis_names, str) or isinstance(auto, str):
         raise TypeError("axis_names and auto are sets of names, such as {'model'}, not a string.")
     checked = check_vma if check_vma is not None else check_rep
-    transform = _ShardMap(
-        Specs(in_specs),
-        Specs(out_specs),
-        mesh,
-        frozenset(axis_names),
-        frozenset(auto),
-        True if checked is None else checked,
-        jit,
-        on_committed,
-        on_indivisible,
-        strict,
-    )
     check_options(
         "shard_map",
         on_committed=(on_committed, ("error", "relayout", "move")),
         on_indivisible=(on_indivisible, ON_INDIVISIBLE),
     )
-
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"shard_map needs a Mesh or an AbstractMesh, not {mesh!r}.")
+        raise TypeError(f"shard_map: expected a Mesh or an AbstractMesh, got {mesh!r}.")
+    transform = _ShardMap(
+        in_specs=Specs(in_specs),
+        out_specs=Specs(out_specs),
+        mesh=mesh,
+        axis_names=frozenset(axis_names),
+        auto=frozenset(auto),
+        check_vma=True if checked is None else checked,
+        compiled=jit,
+        on_committed=on_committed,
+        on_indivisible=on_indivisible,
+        strict=strict,
+    )
     check_specs("shard_map", _MAPS, in_specs=transform.in_specs, out_specs=transform.out_specs)
 
     def decorate(f: Callable[..., Any]) -> Any:
         if not callable(f):
-            raise TypeError(f"shard_map needs a callable, not {f!r} of type {type(f).__name__}.")
+            raise TypeError(
+                f"shard_map: expected a callable, got {f!r} of type {type(f).__name__}."
+            )
         return lift(f, transform, Roles(), graph, graph_updates, max_traces)
 
     return decorate if f is None else decorate(f)

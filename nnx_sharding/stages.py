@@ -33,8 +33,8 @@ from .analysis.memory import Memory, memory_of
 from .core.call import run
 from .core.flatten import Flat
 from .core.guard.store import Guards
+from .core.outcome import Outcome
 from .core.plan import Plan
-from .core.pure import Outcome
 from .core.signature import Call, Signature
 from .core.statics import Static
 from .core.structure import LEAF, Child, Container, Group, StaticEntry, Structure

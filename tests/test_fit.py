@@ -258,7 +258,7 @@ class CommittedTest(parameterized.TestCase):
             shard_map(lambda m: None, mesh=mesh, on_committed="error", **options)(self.placed(mesh))
 
     def test_other_values(self):
-        with self.assertRaisesRegex(ValueError, "committed is one of 'error', 'move'"):
+        with self.assertRaisesRegex(ValueError, "on_committed: expected one of 'error', 'move'"):
             jit(lambda x: x, on_committed="leave")
 
 

@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from nnx_sharding import jit, lifted
+from nnx_sharding import jit
+from nnx_sharding.core import cache
 from nnx_sharding.core import call as run
 from nnx_sharding.errors import StrictError
 
@@ -145,7 +146,7 @@ class TestLife:
                 break
 
     def test_evicted_plans(self):
-        with mock.patch.object(lifted, "MAX_PLANS", 3):
+        with mock.patch.object(cache, "MAX_PLANS", 3):
             f = jit(lambda m: m.w[...] * m.k)
             for k in range(10):
                 f(model(k=k))

@@ -393,7 +393,7 @@ class MistakesTest(parameterized.TestCase):
         self.unchanged(ValueError, ("tree.down.kernel", "UNCONSTRAINED"), P(P.UNCONSTRAINED))
         self.unchanged(
             TypeError,
-            ("place: what stands here is no spec", "write P('data')"),
+            ("place: expected a sharding spec", "write P('data')"),
             ["data", None],
         )
         self.unchanged(ValueError, ("tree.down.kernel", "PathIn"), {"up": P()})
@@ -412,7 +412,7 @@ class MistakesTest(parameterized.TestCase):
 
     def test_options(self):
         self.unchanged(ValueError, ("copy=True keeps",), P(), copy=True, donate=True)
-        self.unchanged(ValueError, ("place: on_indivisible is one of",), P(), on_indivisible="pad")
+        self.unchanged(ValueError, ("on_indivisible: expected one of",), P(), on_indivisible="pad")
 
     def test_leaves(self):
         x = jnp.ones(8)

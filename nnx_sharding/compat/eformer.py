@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from ..analysis.parameters import parameter_table
 from ..core.flatten import flatten
-from ..core.options import check_specs
-from ..core.specs import Specs
+from ..core.specs import Specs, check_specs
 from ..fitting import describe, suggested_spec, suggestion
 from ..partition.constrain import assign, is_array, report_lost, with_sharding_constraint
 from ..partition.layout import corrected, laid_out, mesh_here, sharding_of

@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..diagnostics.failures import explain
-from ..diagnostics.specs import committed_message, fitted
-from ..diagnostics.trace_limits import TraceLimit
-from ..fitting import describe_both, is_equivalent
-from . import unflatten as merge
+from ..fitting import is_equivalent
+from . import problems
+from . import unflatten as graph
+from .caller import CALLER, Observer
+from .fit import fit_specs
 from .flatten import Flat
 from .in_flight import is_bounded, wait_for_some
+from .outcome import Outcome, OutputGroup
 from .plan import Plan, is_committed, known_variables
-from .pure import CALLER, Outcome, OutputGroup
+from .problems import Problem, refuse
 from .resolve import reach
 from .statics import Operation
 from .structure import LEAF, StaticEntry, VariableEntry
@@ -32,7 +33,7 @@ def run(
     flat: Flat,
     execute: Callable[..., Any],
     fun: Any = None,
-    limit: TraceLimit | None = None,
+    observer: Observer | None = None,
     *,
     nested: bool = False,
 ) -> Any:
@@ -43,27 +44,27 @@ def run(
 
     Args:
       plan: the plan for the structure of ``flat``.
-      flat: the arguments of this call, taken apart.
+      flat: the arguments of this call, flattened.
       execute: takes the arrays and returns the outputs: JAX's jitted function, or an
         executable compiled from it.
       fun: the user's function, in case that ``execute`` traces it.
-      limit: how often it may.
+      observer: who hears of that.
       nested: whether this is part of a trace.
 
     Raises:
       TraceContextError: the function changed objects that belong to another trace.
-      ValueError: a Variable cannot be laid out as declared.
+      ValueError: a Variable cannot be brought to its declared sharding.
     """
     leaves: Sequence[Any] = flat.leaves
     placed: Sequence[int] = ()
     if plan.placed_slots:
         leaves, placed = _place(plan, leaves)
     compiles = None if nested or fun is None else plan
-    token = CALLER.set((fun, flat.objects, limit, nested, compiles, leaves))
+    token = CALLER.set((fun, flat.objects, observer, nested, compiles, leaves))
     try:
         *groups, outcome = execute(*leaves)
     except Exception as error:
-        explain(plan, leaves, error)
+        problems.failed(plan, leaves, error)
         raise
     finally:
         CALLER.reset(token)
@@ -83,7 +84,7 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
-    """Lays Variables out as declared, those that are not laid out yet.
+    """Brings Variables to their declared shardings, those that are not there yet.
 
     Raises:
       ValueError: a Variable is committed to another sharding, or has a shape that does not fit.
@@ -98,7 +99,7 @@ def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[i
         slot
         for slot, sharding in zip(plan.placed_slots, plan.placed_shardings, strict=True)
         if not _is_placed(leaves[slot], sharding)
-        and not (plan.on_committed == "leave" and is_committed(leaves[slot]))
+        and not (plan.transform.on_committed == "leave" and is_committed(leaves[slot]))
     ]
     if not slots or not _compat.trace_is_clean():
         return leaves, ()
@@ -116,40 +117,34 @@ def _is_placed(leaf: Any, sharding: jax.sharding.Sharding) -> bool:
         return isinstance(leaf, jax.ShapeDtypeStruct) or _compat.is_ref(leaf)
     if isinstance(leaf, jax.core.Tracer):
         return True
-    own = leaf.sharding
+    current = leaf.sharding
     return (
-        own is sharding
-        or own == sharding
-        or (leaf.committed and is_equivalent(own, sharding, leaf.ndim))
+        current is sharding
+        or current == sharding
+        or (leaf.committed and is_equivalent(current, sharding, leaf.ndim))
     )
 
 
 def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> None:
-    names = [plan.names[slot] for slot in slots]
+    names, transform = [plan.names[slot] for slot in slots], plan.transform
     shapes = [jnp.shape(leaves[slot]) for slot in slots]
-    fitted(plan.terms, names, shapes, [plan.specs[slot] for slot in slots], {})
+    fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
     shardings = [plan.shardings[slot] for slot in slots]
-    reasons = [obstacle(leaves[s], own) for s, own in zip(slots, shardings, strict=True) if own]
-    lines = [f"  {n}: {why}" for n, why in zip(names, reasons, strict=True) if why is not None]
-    if lines:
-        raise ValueError(
-            f"{plan.terms.name}: these cannot be laid out as declared:\n" + "\n".join(lines)
-        )
-    if plan.on_committed == "move":
-        return
-    for slot in slots:
-        leaf, sharding = leaves[slot], plan.shardings[slot]
-        assert sharding is not None
-        if is_committed(leaf):
-            moves = leaf.sharding.device_set != sharding.device_set
-            is_same = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-            if moves or (plan.on_committed == "error" and not is_same):
-                own, declared = describe_both(leaf.sharding, sharding)
-                lines.append(
-                    f"  {plan.names[slot]}, shape {leaf.shape}: is {own}, declared {declared}"
-                )
-    if lines:
-        raise ValueError(committed_message(plan.terms.name, lines))
+    reasons = [obstacle(leaves[s], x) for s, x in zip(slots, shardings, strict=True) if x]
+    offenders = [(n, why) for n, why in zip(names, reasons, strict=True) if why is not None]
+    if offenders:
+        refuse(Problem.CANNOT_PLACE, offenders, name=transform.name)
+    committed = []
+    for name, slot, sharding in zip(names, slots, shardings, strict=True):
+        leaf = leaves[slot]
+        if sharding is None or transform.on_committed == "move" or not is_committed(leaf):
+            continue
+        moves = leaf.sharding.device_set != sharding.device_set
+        is_same = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        if moves or (transform.on_committed == "error" and not is_same):
+            committed.append((name, leaf.shape, leaf.sharding, sharding))
+    if committed:
+        refuse(Problem.COMMITTED_ELSEWHERE, committed, name=transform.name)
 
 
 class _Update:
@@ -164,9 +159,9 @@ class _Update:
         after = outcome.structure
         sources = [outcome.sources[after.slots[index][0]] for index in outcome.values]
         order = sorted(range(len(sources)), key=sources.__getitem__)
-        self._variables = merge.picker([outcome.values[i] for i in order])
+        self._variables = graph.picker([outcome.values[i] for i in order])
         self._arrays = [
-            (group, merge.picker([position for _, position in found]))
+            (group, graph.picker([position for _, position in found]))
             for group, found in itertools.groupby(
                 (sources[i] for i in order), key=operator.itemgetter(0)
             )
@@ -188,7 +183,7 @@ class _Update:
             and not outcome.nodes
             and not outcome.statics
             and len(entries) == known
-            and all(merge.is_leaf_variable(entries[index]) for index in outcome.values)
+            and all(graph.is_leaf_variable(entries[index]) for index in outcome.values)
         )
         return is_simple and cls(outcome)
 
@@ -196,8 +191,10 @@ class _Update:
         self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]
     ) -> Any:
         """What the function returned."""
-        own = [leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self._root_sources]
-        return own[0] if self._root is LEAF else merge.assemble(self._root, iter(own), objects)
+        arrays = [leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self._root_sources]
+        return (
+            arrays[0] if self._root is LEAF else graph.assemble(self._root, iter(arrays), objects)
+        )
 
     def apply(self, objects: Sequence[Any], groups: Sequence[OutputGroup]) -> None:
         """Sets the Variables, in one step that a signal cannot split."""
@@ -223,30 +220,30 @@ def _write_back(
         _check_updatable(plan, objects, outcome)
     after = outcome.structure
     arrays = outcome.arrays(leaves, groups)
-    built = merge.unflatten(after, arrays, dict(enumerate(objects)))
+    built = graph.unflatten(after, arrays, dict(enumerate(objects)))
     variables = [*outcome.values, *outcome.metadata]
     values = []
     for index in variables:
         entry = after.entries[index]
         assert isinstance(entry, VariableEntry)
-        own = (arrays[slot] for slot in after.slots[index])
-        values.append(merge.assemble(entry.value, own, built.objects))
-    attributes = merge.node_values(outcome.nodes, arrays, built.objects)
+        parts = (arrays[slot] for slot in after.slots[index])
+        values.append(graph.assemble(entry.value, parts, built.objects))
+    attributes = graph.node_values(outcome.nodes, arrays, built.objects)
     operations = _keep_placed(plan, objects, leaves, placed) if placed else []
     for index, value in zip(variables, values, strict=True):
         operations.append((_compat.set_value, objects[index], value))
     for index in outcome.metadata:
         entry = after.entries[index]
         assert isinstance(entry, VariableEntry)
-        metadata = merge.metadata_of(entry, built.objects)
+        metadata = graph.metadata_of(entry, built.objects)
         operations.append((_compat.set_metadata, objects[index], metadata))
     for change, new in zip(outcome.nodes, attributes, strict=True):
-        operations += merge.node_operations(change, new, after, arrays, built.objects)
+        operations += graph.node_operations(change, new, after, arrays, built.objects)
     for index in outcome.statics:
         entry = after.entries[index]
         assert isinstance(entry, StaticEntry)
-        operations += merge.static_operations(entry, objects[index], built.objects)
-    merge.perform(operations)
+        operations += graph.static_operations(entry, objects[index], built.objects)
+    graph.perform(operations)
     return built.root
 
 
@@ -254,11 +251,10 @@ def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> No
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
     stale = [index for index in changed if not _compat.can_update(objects[index])]
     if stale:
-        raise _compat.TraceContextError(
-            "the function changed objects that belong to another trace, where they cannot be "
-            f"updated: {', '.join(_object_names(plan, stale))}. Pass them into the transformed "
-            "function that is being traced, instead of capturing them."
-        )
+        known = known_variables(reach(plan.structure, plan.targets), {})
+        types = [getattr(plan.structure.entries[i], "type", object).__name__ for i in stale]
+        names = [known[i][0] if i in known else f"a {t}" for i, t in zip(stale, types, strict=True)]
+        refuse(Problem.FOREIGN_TRACE, [(name,) for name in names])
 
 
 def _keep_placed(
@@ -270,12 +266,6 @@ def _keep_placed(
     for index, entry in enumerate(plan.structure.entries):
         slots = plan.structure.slots[index]
         if isinstance(entry, VariableEntry) and not moved.isdisjoint(slots):
-            value = merge.assemble(entry.value, (leaves[slot] for slot in slots), objects)
+            value = graph.assemble(entry.value, (leaves[slot] for slot in slots), objects)
             operations.append((_compat.set_value, objects[index], value))
     return operations
-
-
-def _object_names(plan: Plan, indices: Sequence[int]) -> list[str]:
-    known = known_variables(reach(plan.structure, plan.targets), {})
-    types = [getattr(entry, "type", object).__name__ for entry in plan.structure.entries]
-    return [known[index][0] if index in known else f"a {types[index]}" for index in indices]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from .pure import OutputGroup
+from .outcome import OutputGroup
 
 # Without a bound 2,000 evaluation steps stop with jax 0.10.2 on 2 cores; with this one they run.
 MAX_IN_FLIGHT = 16

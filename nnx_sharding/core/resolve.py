@@ -8,58 +8,66 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from ..filters import Paths, is_opaque, misspelt, names_paths, to_predicate
-from ..fitting import OnIndivisible, describe_both
+from ..fitting import OnIndivisible
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
+from .problems import Problem, refuse, warn
 from .specs import Part, Target
 from .structure import Location, Structure
 
+SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
+
 
 class NamedLocation(NamedTuple):
-    """A place that a target reaches.
+    """A location that is reachable from a target.
 
     Attributes:
       target: the target.
       part: the part of it.
-      place: the place.
-      name: what the user would write to reach it: ``model.blocks[3].kernel``.
+      location: the location.
+      name: the expression for it: ``model.blocks[3].kernel``.
       paths: all paths from the part to it, the first one first.
     """
 
     target: Target
     part: Part
-    place: Location
+    location: Location
     name: str
     paths: Sequence[Path]
 
     def name_of(self, path: Path) -> str:
-        """What the user would write to reach it by another path."""
+        """The expression for it by another path."""
         return accessor(self.target.name, (*self.part.keys, *path))
 
+    def subject(self, objects: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        """The Variable there, or the array that is in none."""
+        index = self.location.entry
+        return leaves[self.location.slots[0]] if index is None else objects[index]
 
-def reach(structure: Structure, wanted: Sequence[Target]) -> list[NamedLocation]:
-    """All places that the targets reach, in their order; shared ones once for each part.
+
+def reach(structure: Structure, targets: Sequence[Target]) -> list[NamedLocation]:
+    """All locations in the targets, in their order; shared ones once for each part.
 
     The arrays that the targets hold outside of objects must be those of the structure's root.
     """
     slots = iter(structure.root_slots)
-    found = []
-    for goal in wanted:
-        for part in goal.parts:
+    locations = []
+    for target in targets:
+        for part in target.parts:
             aliases = structure.aliases(part.child)
-            for place in structure.walk(part.child, slots):
-                name = accessor(goal.name, (*part.keys, *place.path))
-                others = aliases.get(place.entry, ()) if place.entry is not None else ()
-                paths = dict.fromkeys((place.path, *others))
-                found.append(NamedLocation(goal, part, place, name, tuple(paths)))
-    return found
+            for location in structure.walk(part.child, slots):
+                name = accessor(target.name, (*part.keys, *location.path))
+                others = aliases.get(location.entry, ()) if location.entry is not None else ()
+                paths = tuple(dict.fromkeys((location.path, *others)))
+                locations.append(NamedLocation(target, part, location, name, paths))
+    return locations
 
 
-def slot_names(num_leaves: int, reached: Sequence[NamedLocation]) -> list[str]:
-    """For each array what the user would write to reach it, or nothing if no target does."""
+def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]:
+    """For each array the first expression for it; empty for one in no location."""
     names = [""] * num_leaves
-    for found in reached:
-        for slot in found.place.slots:
+    for found in locations:
+        for slot in found.location.slots:
             names[slot] = names[slot] or found.name
     return names
 
@@ -69,9 +77,9 @@ class Resolved(NamedTuple):
 
     Attributes:
       slots: the spec of each array, by slot.
-      variables: for each Variable or ref that was reached, its spec and where it was found.
+      variables: for each Variable or ref that was reached, its name and spec.
       on_indivisible: by slot, what the ``StateSharding`` there does on an indivisible spec.
-      uses: what each ``StateSharding`` decided about.
+      uses: the decisions of each ``StateSharding``.
     """
 
     slots: list[Any]
@@ -81,180 +89,153 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    reached: Sequence[NamedLocation],
+    locations: Sequence[NamedLocation],
     objects: Sequence[Any],
     leaves: Sequence[Any],
-    spec_of: Callable[[Any], Any],
+    spec_of: SpecOf,
     *,
     known: Mapping[int, tuple[str, Any]] | None = None,
     settled: Set[str] = frozenset(),
 ) -> Resolved:
-    """Gives every array that targets reach its spec.
+    """Gives the array at every location its spec.
 
     Args:
-      reached: what they reach.
+      locations: those of all targets.
       objects: the object of each entry.
       leaves: the arrays, by slot.
-      spec_of: turns a spec as the user wrote it into its final form.
-      known: Variables that have their spec already, and where they were found.
-      settled: names of targets that have no say about known Variables.
+      spec_of: makes the final form of a spec.
+      known: Variables that have their spec already: their names and specs.
+      settled: names of targets that do not decide about known Variables.
 
     Raises:
-      ValueError: no filter matches some Variables; or one Variable is reached with two
-        different specs.
+      ValueError: no filter matches some Variables; or one Variable has two different specs.
     """
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
     uses: dict[int, FilterUse] = {}
-    conflicts: list[str] = []
-    for found in reached:
-        place, spec = found.place, found.part.spec
-        if found.target.name in settled and known and place.entry in known:
+    conflicts: list[tuple[str, Any, str, Any]] = []
+    for found in locations:
+        spec, index, slots = found.part.spec, found.location.entry, found.location.slots
+        if found.target.name in settled and known and index in known:
             spec = None
         elif isinstance(spec, StateSharding):
             use = uses.setdefault(id(spec), FilterUse(spec))
-            index = place.entry
-            subject = leaves[place.slots[0]] if index is None else objects[index]
-            which, spec = _find(use, found, subject, spec_of, conflicts)
-            if which is None and place.slots:  # what holds no array needs no filter
-                use.unmatched.append(f"  {found.name}: {_describe(subject)}")
+            subject = found.subject(objects, leaves)
+            which, spec = use.decide(found, subject, spec_of, conflicts)
+            if which is None and slots:  # what holds no array needs no filter
+                use.unmatched.append((found.name, subject))
                 continue
             if use.rules.on_indivisible is not None:
-                result.on_indivisible.update(dict.fromkeys(place.slots, use.rules.on_indivisible))
-        _record(result, found, None if spec is None else spec_of(spec), conflicts)
-    unmatched = [use for use in uses.values() if use.unmatched]
+                result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
+        spec = None if spec is None else spec_of(spec)
+        if index is not None:
+            name, first = result.variables.get(index, ("", None))
+            if first is None:
+                result.variables[index] = (found.name, spec)
+            elif spec is not None and spec != first:
+                conflicts.append((name, first, found.name, spec))
+            spec = result.variables[index][1]
+        for slot in slots:
+            result.slots[slot] = spec
+    unmatched = [(*pair, use.rules.names) for use in uses.values() for pair in use.unmatched]
     if unmatched:
-        raise ValueError(
-            "no filter of the StateSharding matches:\n"
-            + "\n".join(use.unmatched_lines() for use in unmatched)
-            + "\nAdd a filter for them, or a last entry `...: PartitionSpec()`."
-        )
-    result.uses.extend(uses.values())
+        refuse(Problem.NO_FILTER_MATCHES, unmatched)
     if conflicts:
-        raise ValueError(
-            "Inconsistent aliasing: one Variable is reached with different shardings:\n"
-            + "\n".join(conflicts)
-            + "\nGive it the same sharding everywhere."
-        )
+        refuse(Problem.CONFLICTING_SPECS, conflicts)
+    result.uses.extend(uses.values())
     return result
 
 
-def _find(
-    use: FilterUse,
-    found: NamedLocation,
-    subject: Any,
-    spec_of: Callable[[Any], Any],
-    conflicts: list[str],
-) -> tuple[int | None, Any]:
-    """What a ``StateSharding`` says of a Variable: by the filter that names one of its paths.
-
-    A filter that does not look at paths has no say if another one names another path.
-    """
-    decisions = []
-    for own in found.paths:
-        # Inside a module paths start at the module, as in Flax.
-        path = own or found.part.below
-        which, spec = use.rules.find(path, subject)
-        use.note(which, path, subject, found.target.name)
-        decisions.append((own, which, spec))
-    named = [] if len(decisions) == 1 else [d for d in decisions if use.names_paths(d[1])]
-    for path, _, spec in named[1:]:
-        if spec_of(spec) != spec_of(named[0][2]):
-            old, new = describe_both(named[0][2], spec)
-            first, other = found.name_of(named[0][0]), found.name_of(path)
-            conflicts.append(f"  {first}: {old}\n  {other}: {new}")
-    _, which, spec = (named or decisions)[0]
-    return which, spec
-
-
 class FilterUse:
-    """What one ``StateSharding`` decided about."""
+    """The decisions of one ``StateSharding``."""
 
     def __init__(self, rules: StateSharding):
         self.rules = rules
-        self.unmatched: list[str] = []
+        self.unmatched: list[tuple[str, Any]] = []
         self._matched: set[int | None] = set()
-        self._shadowed: set[int] = set()  # matched what an earlier filter had taken
+        self._shadowed: set[int] = set()  # filters that match what an earlier one matched
         self._keys: dict[Any, None] = {}
         self._arguments: dict[str, None] = {}
 
-    def note(self, which: int | None, path: Path, subject: Any, argument: str) -> None:
-        """Notes one decision: the number of the filter, for what and in what argument."""
-        self._matched.add(which)
-        later = range(0 if which is None else which + 1, len(self.rules.filters))
-        for index in later:
-            filter_ = self.rules.filters[index]
-            if index in self._matched or index in self._shadowed or isinstance(filter_, Paths):
+    def decide(
+        self,
+        found: NamedLocation,
+        subject: Any,
+        spec_of: SpecOf,
+        conflicts: list[tuple[str, Any, str, Any]],
+    ) -> tuple[int | None, Any]:
+        """The index of the filter that decides about a location, and its spec.
+
+        Of a shared Variable all paths are tried: a filter that names one of them comes before
+        those that do not look at paths.
+        """
+        decisions = []
+        for path in found.paths:
+            # Inside a module paths start at the module, as in Flax.
+            index, spec = self.rules.find(path or found.part.below, subject)
+            self._note(index, path or found.part.below, subject, found.target.name)
+            decisions.append((path, index, spec))
+        named = [d for d in decisions if self._names_paths(d[1])] if len(decisions) > 1 else []
+        for path, _, spec in named[1:]:
+            if spec_of(spec) != spec_of(named[0][2]):
+                first = found.name_of(named[0][0])
+                conflicts.append((first, named[0][2], found.name_of(path), spec))
+        return (named or decisions)[0][1:]
+
+    def _note(self, index: int | None, path: Path, subject: Any, argument: str) -> None:
+        self._matched.add(index)
+        for later in range(0 if index is None else index + 1, len(self.rules.filters)):
+            filter_ = self.rules.filters[later]
+            if later in self._matched or later in self._shadowed or isinstance(filter_, Paths):
                 continue
             if to_predicate(filter_)(path, subject):
-                self._shadowed.add(index)
+                self._shadowed.add(later)
         self._keys.update(dict.fromkeys(path))
         self._arguments[argument] = None
 
-    def names_paths(self, which: int | None) -> bool:
-        """Whether a filter looks at paths."""
+    def _names_paths(self, index: int | None) -> bool:
         filters = self.rules.filters
-        return (
-            which is not None and which < len(filters) and names_paths(to_predicate(filters[which]))
-        )
+        in_range = index is not None and index < len(filters)
+        return in_range and names_paths(to_predicate(filters[index]))  # type: ignore[index]
 
-    def copy(self) -> FilterUse:
-        """One that can be added to."""
+    def joined(self, other: FilterUse) -> FilterUse:
+        """The decisions of both, which have equal rules."""
         new = FilterUse(self.rules)
-        new.add(self)
+        for use in (self, other):
+            new._matched |= use._matched
+            new._shadowed |= use._shadowed
+            new._keys |= use._keys
+            new._arguments |= use._arguments
         return new
 
-    def add(self, other: FilterUse) -> None:
-        """Takes in the decisions of an equal one."""
-        self._matched |= other._matched
-        self._shadowed |= other._shadowed
-        self._keys |= other._keys
-        self._arguments |= other._arguments
+    def unused(self) -> Iterator[tuple[str, list[str], str]]:
+        """The filters that decided nothing: name, arguments, and a suggestion.
 
-    def unmatched_lines(self) -> str:
-        """What no filter matched, and the filters that were tried."""
-        return "\n".join([*self.unmatched, f"The filters are {', '.join(self.rules.names)}."])
-
-    def unused_lines(self) -> Iterator[str]:
-        """The filters that decided about nothing.
-
-        Only those that look misspelt, and those behind a filter that takes all they match: others
+        Only those that look misspelt, and those after a filter that takes all they match: others
         may be meant for another argument or function.
         """
         for index, filter_ in enumerate(self.rules.filters):
-            may_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
-            if index in self._matched or may_rest or is_opaque(to_predicate(filter_)):
+            is_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
+            if index in self._matched or is_rest or is_opaque(to_predicate(filter_)):
                 continue
             near = misspelt(filter_, self._keys)
             if near or index in self._shadowed:
-                yield f"  {self.rules.names[index]}, for {', '.join(self._arguments)}{near}"
+                yield self.rules.names[index], list(self._arguments), near
 
 
-def merged(uses: Iterable[FilterUse]) -> list[FilterUse]:
-    """Uses of equal rules as one: each filter may be meant for one argument only."""
-    found: list[FilterUse] = []
+def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
+    """Warns of filters that decided nothing in any use of equal rules.
+
+    Raises:
+      StrictError: there are some, and ``strict`` is true.
+    """
+    joined: list[FilterUse] = []
     for use in uses:
-        same = next((other for other in found if other.rules == use.rules), None)
-        if same is None:
-            found.append(use.copy())
+        for position, other in enumerate(joined):
+            if other.rules == use.rules:
+                joined[position] = other.joined(use)
+                break
         else:
-            same.add(use)
-    return found
-
-
-def _record(result: Resolved, found: NamedLocation, spec: Any, conflicts: list[str]) -> None:
-    index = found.place.entry
-    if index is not None:
-        first = result.variables.get(index)
-        if first is None or first[1] is None:
-            result.variables[index] = (found.name, spec)
-        elif spec is not None and spec != first[1]:
-            old, new = describe_both(first[1], spec)
-            conflicts.append(f"  {first[0]}: {old}\n  {found.name}: {new}")
-        spec = result.variables[index][1]
-    for slot in found.place.slots:
-        result.slots[slot] = spec
-
-
-def _describe(x: Any) -> str:
-    shape = getattr(x, "shape", None)
-    return type(x).__name__ if shape is None else f"{type(x).__name__} of shape {shape}"
+            joined.append(use)
+    unused = [offender for use in joined for offender in use.unused()]
+    if unused:
+        warn(Problem.FILTER_UNUSED, unused, name=name, strict=strict)

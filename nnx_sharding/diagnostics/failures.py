@@ -17,13 +17,14 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from .. import _compat
+from ..core.fit import fit_specs, shape_of
 from ..core.plan import Plan, is_committed
+from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..errors import DonatedError, NoMeshError, is_library
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..paths import accessor
 from .captured import captured_shards, describe_captured
-from .specs import committed_message, fitted, shape_of
 
 SHOWN = 5  # names in a list of arrays that have something in common
 
@@ -116,13 +117,15 @@ def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
-    fitted(plan.terms, plan.names, [shape_of(leaf) for leaf in leaves], plan.specs, {})
+    shapes = [shape_of(leaf) for leaf in leaves]
+    fit_specs(plan.transform, plan.names, shapes, plan.specs, {})
 
 
 def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
     """On Explicit meshes the sharding is part of an array's type."""
-    terms = plan.terms
-    if not terms.passes_shardings and terms.usable != frozenset(terms.mesh.axis_names):
+    transform = plan.transform
+    mesh: Any = transform.context
+    if not transform.passes_shardings and transform.usable_axes != frozenset(mesh.axis_names):
         return
     lines = []
     for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
@@ -130,10 +133,8 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
         own = getattr(jax.typeof(leaf), "sharding", None)
         if own is None or not isinstance(partition, jax.sharding.PartitionSpec):
             continue
-        explicit = axes_of_type(
-            own.mesh if terms.passes_shardings else terms.mesh, AxisType.Explicit
-        )
-        if not explicit or (terms.passes_shardings and not is_committed(leaf)):
+        explicit = axes_of_type(own.mesh if transform.passes_shardings else mesh, AxisType.Explicit)
+        if not explicit or (transform.passes_shardings and not is_committed(leaf)):
             continue
         ndim = len(jax.typeof(leaf).shape)
         if _meaning(own.spec, ndim, explicit) != _meaning(partition, ndim, explicit):
@@ -143,10 +144,10 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> None:
             )
     if lines:
         raise ValueError(
-            f"{plan.terms.name}: on a mesh with Explicit axes an array's type says how it is "
+            f"{plan.transform.name}: on a mesh with Explicit axes an array's type says how it is "
             "sharded, and these specs say otherwise:\n"
             + "\n".join(lines)
-            + f"\nWithout {plan.terms.in_name}, the types decide."
+            + f"\nWithout {plan.transform.in_name}, the types decide."
         )
 
 
@@ -157,9 +158,9 @@ def _meaning(spec: Any, ndim: int, axes: frozenset[Any]) -> tuple[Any, ...]:
 
 
 def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
-    if not plan.terms.passes_shardings:
+    if not plan.transform.passes_shardings:
         return
-    lines: list[str] = []
+    lines: list[tuple[Any, ...]] = []
     refs: list[str] = []
     for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
         is_ref = _is_concrete_ref(leaf)
@@ -167,14 +168,16 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
             continue
         same_devices = leaf.sharding.device_set == sharding.device_set
         if (is_ref or same_devices) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            own, declared = describe_both(leaf.sharding, sharding)
-            found = refs if is_ref else lines
-            found.append(f"  {name}, shape {leaf.shape}: is {own}, declared {declared}")
+            if is_ref:
+                own, declared = describe_both(leaf.sharding, sharding)
+                refs.append(f"  {name}, shape {leaf.shape}: is {own}, declared {declared}")
+            else:
+                lines.append((name, leaf.shape, leaf.sharding, sharding))
     if lines:
-        raise ValueError(committed_message(plan.terms.name, lines))
+        refuse(Problem.COMMITTED_ELSEWHERE, lines, name=plan.transform.name)
     if refs:
         raise ValueError(
-            f"{plan.terms.name}: these references are laid out otherwise than declared, and a "
+            f"{plan.transform.name}: these references are laid out otherwise than declared, and a "
             "jax.Ref cannot be moved:\n"
             + "\n".join(refs)
             + "\nMake them of arrays that are placed there, or declare what they are."
@@ -183,7 +186,7 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
 
 def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> None:
     """Each process has an array of its own, and JAX cannot know which part of it is meant."""
-    if not plan.terms.passes_shardings:
+    if not plan.transform.passes_shardings:
         return
     lines = [
         f"  {name}, shape {leaf.shape}, {describe(sharding)}"
@@ -194,7 +197,7 @@ def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> None:
     ]
     if lines:
         raise ValueError(
-            f"{plan.terms.name}: these arrays of NumPy are declared to be cut over several "
+            f"{plan.transform.name}: these arrays of NumPy are declared to be cut over several "
             "processes, of which each has one of its own:\n"
             + "\n".join(lines)
             + "\nMake global arrays of them: with nnx_sharding.placement.shard_batches, or "
@@ -218,7 +221,7 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
         if _is_concrete_ref(leaf) or is_committed(leaf):
             add(leaf.sharding, name)
     for spec in plan.out_specs:
-        add(spec, plan.terms.out_name)
+        add(spec, plan.transform.out_name)
     if len(groups) > 1:
         lines = []
         for devices, names in groups.items():
@@ -226,8 +229,8 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> None:
             ids = ", ".join(str(device.id) for device in devices)
             lines.append(f"  {', '.join(names[:SHOWN])}{more}: {devices[0].platform} {ids}")
         raise ValueError(
-            f"{plan.terms.name}: incompatible devices. A program runs on one set of devices in one "
-            "order, but these are on, or declared for, different ones:\n"
+            f"{plan.transform.name}: incompatible devices. A program runs on one set of devices in "
+            "one order, but these are on, or declared for, different ones:\n"
             + "\n".join(lines)
             + "\nUse one mesh for all; move arrays with jax.device_put, or on_committed='move'."
         )

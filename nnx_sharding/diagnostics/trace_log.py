@@ -183,7 +183,26 @@ class TraceLog:
         if len(self._look_alikes) == 2:
             lines = "".join(f"\n  {difference.text}" for difference in found[:MAX_TOLD])
             message = f"{new.fun_name} is traced again and again for what looks the same:{lines}"
-            report(RetraceWarning, message, strict=new.pure.rules.terms.strict)
+            report(RetraceWarning, message, strict=new.pure.transform.strict)
+
+
+class Observer(NamedTuple):
+    """Hears of the traces of one wrapped function: the log of the function, and the limit."""
+
+    log: TraceLog
+    limit: TraceLimit | None
+
+    def traced(
+        self, pure: Pure, fun: Any, leaves: Sequence[Any], *, nested: bool
+    ) -> Callable[[], None]:
+        """Notes a trace; returns what forgets it."""
+        return self.log.add_trace(
+            pure, fun_name(fun), pure.names, leaves, self.limit, nested=nested
+        )
+
+    def compiled(self, plan: Plan, leaves: Sequence[Any]) -> None:
+        """Notes a compilation."""
+        self.log.add_compilation(plan, leaves)
 
 
 def _commitment(leaf: Any) -> Any:

@@ -70,7 +70,7 @@ def _structures(old: Trace, new: Trace) -> Iterator[Difference]:
 
 def _arrays(old: Trace, new: Trace) -> Iterator[Difference]:
     before = dict(zip(old.names, old.avals, strict=True))
-    per_shard = " of each shard" if new.pure.rules.name == "shard_map" else ""
+    per_shard = " of each shard" if new.pure.transform.name == "shard_map" else ""
     for name, aval in zip(new.names, new.avals, strict=True):
         if before.get(name, aval) != aval:
             yield Difference(f"{name}: {_aval_change(before[name], aval, per_shard)}")
@@ -101,13 +101,13 @@ def _mesh(mesh: Any) -> str:
 
 def _options(old: Trace, new: Trace) -> Iterator[Difference]:
     a, b = old.pure, new.pure
-    rules_a, rules_b = a.rules, b.rules
+    rules_a, rules_b = a.transform, b.transform
     if rules_a.name != rules_b.name:
         yield Difference(f"{rules_a.name} → {rules_b.name}")
     elif rules_a.trace_key != rules_b.trace_key:
-        for field in dataclasses.fields(rules_b):  # type: ignore[arg-type]
+        for field in dataclasses.fields(rules_b):
             before, after = (getattr(rules, field.name) for rules in (rules_a, rules_b))
-            one: Any = dataclasses.replace(rules_a, **{field.name: after})  # type: ignore[type-var]
+            one: Any = dataclasses.replace(rules_a, **{field.name: after})
             if before != after and one.trace_key != rules_a.trace_key:
                 is_sharding = rules_b.name == "jit" and field.name == "out_specs"
                 name = "out_shardings" if is_sharding else field.name

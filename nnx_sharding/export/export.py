@@ -11,8 +11,8 @@ import jax
 
 from .. import _compat
 from .._version import __version__
+from ..core.outcome import Outcome
 from ..core.plan import Plan, abstract, is_committed
-from ..core.pure import Outcome
 from ..core.statics import Static
 from ..core.structure import (
     Child,
@@ -198,7 +198,7 @@ def _manifest(
         labels = _labelled(labels, name, tree)
     return Manifest(
         function=plan.fun_name,
-        transform=plan.terms.name,
+        transform=plan.transform.name,
         arguments=tuple(arguments),
         static=_statics(plan),
         inputs=_arrays(plan.names, exported.in_avals, inputs, meshes),

@@ -14,11 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.options import check_specs
-from ..core.resolve import reach, resolve, slot_names
-from ..core.specs import PathFunction, Specs, is_spec, target
+from ..core.resolve import check_filters, reach, resolve, slot_names
+from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
-from ..diagnostics.specs import FitOptions, check_filters
 from ..errors import CorrectedSpecWarning, report
 from ..fitting import describe, spec_and_mesh
 from .layout import (
@@ -31,16 +29,6 @@ from .layout import (
 )
 
 _NAME = "with_sharding_constraint"
-_TERMS = FitOptions(
-    name=_NAME,
-    in_name="sharding",
-    passes_shardings=False,
-    mesh=None,
-    usable=None,
-    on_indivisible="drop",
-    divides_outputs=True,
-    strict=False,
-)
 _YES = ("1", "true", "yes", "on")
 
 
@@ -161,7 +149,7 @@ def assign(
         goals.append(Goal(name, NamedSharding(here, part, memory_kind=kind)))
     if faults:
         raise ValueError(f"{caller}: these specs cannot be used:\n" + "\n".join(faults))
-    check_filters(_TERMS._replace(name=caller, strict=strict), resolved.uses)
+    check_filters(resolved.uses, name=caller, strict=strict)
     report_lost(caller, lost, strict=strict)
     return goals
 

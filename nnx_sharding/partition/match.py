@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
-from ..diagnostics.specs import shape_of
+from ..core.fit import shape_of
 from ..errors import UnusedFilterWarning, report
 from ..fitting import axis_problems, shape_problems, suggested_spec, with_entries
 from ..paths import Path, path_key, path_string, plain_key

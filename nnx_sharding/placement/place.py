@@ -10,13 +10,13 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
-from ..core.options import check_options, check_specs
-from ..core.resolve import reach, resolve, slot_names
-from ..core.specs import Specs, target
+from ..core.resolve import check_filters, reach, resolve, slot_names
+from ..core.specs import Specs, check_specs, target
 from ..core.transfer import obstacle, transfer
+from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
-from ..diagnostics.specs import FitOptions, check_axes, check_filters, fitted, shape_of, uses_of
 from ..errors import NoMeshError
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
 from ..partition.constrain import is_array
@@ -154,23 +154,21 @@ def shardings_for(
     names = slot_names(len(flat.leaves), locations)
     declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
     if mesh is None:
-        _check_mesh(caller, names, declared)
-    fit_options = FitOptions(
+        _check_has_mesh(caller, names, declared)
+    transform = Transform(
         name=caller,
         in_name="sharding",
-        passes_shardings=True,
-        mesh=mesh,
-        usable=None,
+        in_specs=specs,
+        context=mesh,
         on_indivisible=on_indivisible,
-        divides_outputs=True,
         strict=strict,
     )
-    check_axes(fit_options, specs, Specs(None), uses_of(locations, flat.objects, flat.leaves))
+    check_mesh(transform, locations, flat.objects, flat.leaves)
     # Errors come before the warning about corrections.
     _check_leaves(caller, names, flat.leaves, declared, mesh)
     shapes = [shape_of(leaf) for leaf in flat.leaves]
-    fitting = fitted(fit_options, names, shapes, declared, resolved.on_indivisible)
-    check_filters(fit_options, resolved.uses)
+    fitting = fit_specs(transform, names, shapes, declared, resolved.on_indivisible)
+    check_filters(resolved.uses, name=caller, strict=strict)
     return [
         NamedSharding(mesh, spec) if isinstance(spec, PartitionSpec) and mesh is not None else spec
         for spec in fitting
@@ -185,7 +183,7 @@ def mesh_for(caller: str, mesh: Any) -> Any:
     return None if mesh is None else mesh_here(mesh)
 
 
-def _check_mesh(caller: str, names: Sequence[str], specs: Sequence[Any]) -> None:
+def _check_has_mesh(caller: str, names: Sequence[str], specs: Sequence[Any]) -> None:
     lines = [
         f"  {name}: {spec}"
         for name, spec in zip(names, specs, strict=True)

@@ -290,7 +290,7 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     structure = flat.structure
     seen: set[tuple[int, ...]] = {()}
     for found in reach(structure, [target("", sharding, None, structure.root)]):
-        place = found.place
+        place = found.location
         if place.slots in seen:
             continue
         seen.add(place.slots)

@@ -1,0 +1,86 @@
+"""The plans and traces that are kept for a function, shared by all transforms of it."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from .guard.store import Guards, make_room
+from .plan import Plan
+from .transform import Transform
+
+# Bounds of the caches: plans for each set of options, and sets of options for each function.
+MAX_PLANS = 1024
+MAX_OPTIONS = 64
+
+
+class Plans:
+    """The plans of one function with one set of options; beyond a bound the oldest go.
+
+    Without a lock: comparing keys and collecting garbage may run code of the user's.
+    """
+
+    def __init__(self, transform: Transform) -> None:
+        self.guards = Guards(transform.key if transform.has_key else None)
+        self._plans: dict[Hashable, Plan] = {}
+
+    def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
+        """The plan with this key, and whether it was made now."""
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan, False
+        plan = self._plans.setdefault(key, make())
+        make_room(self._plans, MAX_PLANS)
+        return plan, True
+
+    def clear(self) -> None:
+        """Drops all plans and what JAX has traced and compiled for them."""
+        self.guards.clear()
+        for plan in make_room(self._plans, 0):
+            plan.program.staged.clear_cache()
+
+
+class FunctionCache:
+    """All that is kept for one function. Nothing in it refers to the function itself.
+
+    As in JAX, transforming the same function again traces it no more than once, so this lives
+    as long as the function does.
+    """
+
+    def __init__(self, log: Any) -> None:
+        self.traced: weakref.WeakValueDictionary[Hashable, Callable[..., Any]] = (
+            weakref.WeakValueDictionary()
+        )
+        self.log = log
+        self._plans: dict[Hashable, Plans] = {}
+
+    def plans(self, options: Hashable, transform: Transform) -> Plans:
+        """The plans for one set of options."""
+        try:
+            plans = self._plans.setdefault(options, Plans(transform))
+        except TypeError:  # such as a filter that is a list
+            return Plans(transform)
+        make_room(self._plans, MAX_OPTIONS)
+        return plans
+
+
+# By the identity of the function; a bound method is a new object at each lookup, so it goes by its
+# function and its object.
+_CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
+
+
+def cache_of(fun: Any, make_log: Callable[[], Any]) -> FunctionCache:
+    """The cache of a function; made with a log of its traces at first."""
+    parts = (fun.__func__, fun.__self__) if inspect.ismethod(fun) else (fun,)
+    key = (*map(id, parts),)
+    entry = _CACHES.get(key)
+    if entry is not None:
+        return entry[0]
+    cache = FunctionCache(make_log())
+    try:
+        references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
+    except TypeError:  # an object without weak references
+        return cache
+    return _CACHES.setdefault(key, (cache, references))[0]

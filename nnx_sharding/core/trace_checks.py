@@ -1,0 +1,113 @@
+"""What a traced function may not do to the graph, because it means nothing outside of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+
+from .. import _compat
+from ..paths import Path, accessor
+from .flatten import Flat
+from .problems import Problem, refuse
+from .specs import Target
+from .statics import Static
+from .structure import (
+    Container,
+    Group,
+    NodeEntry,
+    StaticEntry,
+    Structure,
+    VariableEntry,
+    children_of,
+    identities_in,
+    parts_of,
+)
+
+
+def check_objects(
+    before: Structure,
+    after: Flat,
+    targets: Sequence[Target],
+    borrowed: Set[int],
+    *,
+    name: str,
+    updates: bool,
+) -> None:
+    """Checks what would be written back to the caller's objects.
+
+    Args:
+      before: the structure of the arguments.
+      after: the graph after the call.
+      targets: the arguments.
+      borrowed: ids of the static values that are compared by identity and were there before.
+      name: the name of the transform.
+      updates: whether changes of structure are written back.
+
+    Raises:
+      UnexpectedTracerError: a traced array is kept as a static value.
+      ValueError: an object that the function captured is returned or attached; a class was
+        changed; without graph updates, a static object was changed.
+    """
+    structure, count = after.structure, len(before.entries)
+    places: dict[Problem, list[tuple[int, Path]]] = {
+        Problem.TRACER_IN_STATIC: [],
+        Problem.CAPTURED_OBJECT: [],
+        Problem.CLASS_CHANGED: [],
+        Problem.STATIC_CHANGED: [],
+    }
+    for index, entry in enumerate(structure.entries):
+        old = before.entries[index] if index < count else None
+        places[Problem.TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, borrowed))
+        if isinstance(entry, NodeEntry | VariableEntry):
+            if old is None and not _compat.can_update(after.objects[index]):
+                places[Problem.CAPTURED_OBJECT].append((index, ()))
+            elif old is not None and old.type is not entry.type:
+                places[Problem.CLASS_CHANGED].append((index, ()))
+        elif isinstance(entry, StaticEntry) and not updates and old not in (None, entry):
+            places[Problem.STATIC_CHANGED].append((index, ()))
+    problem = next((problem for problem, found in places.items() if found), None)
+    if problem is None:
+        return
+    starts = [
+        (accessor(target.name, part.keys), part.child)
+        for target in targets
+        for part in target.parts
+    ]
+    names = structure.names([*starts, ("output", structure.root)])
+    names.update(before.names(starts))
+    offenders = [
+        (accessor(names.get(index, "an object"), path), after.objects[index])
+        for index, path in places[problem]
+    ]
+    refuse(problem, offenders, name=name)
+
+
+def check_output(after: Flat, known: Mapping[int, tuple[str, Any]], *, name: str) -> None:
+    """Without graph updates an output cannot hold a Variable of the inputs, or a captured one."""
+    offenders: list[tuple[str, str | None]] = []
+    structure = after.structure
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        index, path = location.entry, accessor("output", location.path)
+        if index is not None and index in known:
+            offenders.append((path, known[index][0]))
+        elif index is not None and not _compat.can_update(after.objects[index]):
+            offenders.append((path, None))
+    if offenders:
+        refuse(Problem.OUTPUT_IS_INPUT, offenders, name=name)
+
+
+def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
+    """The paths to traced arrays among the static values of an entry, without borrowed ones."""
+    if not any(isinstance(s.value, jax.core.Tracer) for s in identities_in(children_of(entry))):
+        return
+    stack = list(parts_of(entry).items())
+    while stack:
+        path, child = stack.pop()
+        if isinstance(child, Container):
+            stack += [(path, aux) for aux in child.aux]
+        elif isinstance(child, Group):
+            stack += [(path + key, part) for key, part in parts_of(child).items()]
+        elif isinstance(child, Static) and isinstance(child.value, jax.core.Tracer):
+            yield from [path] * (id(child.value) not in borrowed)

@@ -1,0 +1,197 @@
+"""What a transform decides: the base class of ``jit`` and ``shard_map``, with defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..fitting import OnIndivisible
+from .problems import Problem, refuse
+from .signature import Call, Parameters, Signature, sort_call
+from .specs import Specs
+
+# What is done with arrays that are committed to another sharding than declared: an error; they are
+# resharded on the same devices, or moved from wherever they are; or their own sharding counts.
+OnCommitted: TypeAlias = Literal["error", "relayout", "move", "leave"]
+
+
+NO_SPECS = Specs(None)
+
+
+class Program(NamedTuple):
+    """A pure function made ready by JAX.
+
+    Attributes:
+      staged: the form with ``trace``, ``lower`` and ``eval_shape``.
+      top_level: what a call executes outside of any trace.
+      inline: what a call executes inside another trace.
+    """
+
+    staged: Any
+    top_level: Callable[..., Any]
+    inline: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transform:
+    """What a transform decides for itself. Hashable.
+
+    Attributes:
+      name: its name in messages.
+      in_name: the name of its option for the specs of inputs.
+      in_specs: the specs of inputs as the user wrote them.
+      out_specs: the specs of outputs as the user wrote them.
+      mesh: the mesh that the user gave, or the concrete one in context when a plan is made.
+      context: the mesh that applies to one plan: ``mesh``, or the one in context.
+      on_committed: what is done with arrays committed to another sharding than declared.
+      on_indivisible: what is done with specs that do not divide a shape.
+      strict: whether warnings are errors.
+      passes_shardings: whether JAX gets the shardings of inputs as an option, not by their types.
+      divides_outputs: whether specs must divide the arrays that come out.
+    """
+
+    name: str
+    in_name: str
+    in_specs: Specs = NO_SPECS
+    out_specs: Specs = NO_SPECS
+    mesh: Mesh | AbstractMesh | None = None
+    context: Mesh | AbstractMesh | None = None
+    on_committed: OnCommitted = "error"
+    on_indivisible: OnIndivisible = "error"
+    strict: bool = False
+
+    passes_shardings: ClassVar[bool] = True
+    divides_outputs: ClassVar[bool] = True
+
+    @property
+    def out_name(self) -> str:
+        """The name of its option for the specs of outputs."""
+        return self.in_name.replace("in_", "out_")
+
+    @property
+    def usable_axes(self) -> frozenset[Any] | None:
+        """The mesh axes that specs may name; None for all."""
+        return None
+
+    def sort_call(
+        self,
+        parameters: Parameters,
+        signature: Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        """The arguments of a call by their roles, which a transform may refine."""
+        return sort_call(signature, args, kwargs)
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether a plan depends on the mesh in context."""
+        written = self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
+        return self.mesh is None and written
+
+    @property
+    def reads_shapes(self) -> bool:
+        """Whether a plan depends on shapes and dtypes."""
+        return self.in_specs.depend_on_values or self.on_indivisible != "error"
+
+    @property
+    def has_key(self) -> bool:
+        """Whether :meth:`key` is not always the same."""
+        return self.reads_context or self.reads_shapes
+
+    def key(self, leaves: Sequence[Any]) -> Hashable:
+        """What a plan depends on besides the structure of the call."""
+        mesh = _compat.context_mesh() if self.reads_context else None
+        return mesh, self.in_specs.value_key(leaves) if self.reads_shapes else None
+
+    def in_context(self) -> Self:
+        """This transform with the mesh that applies now.
+
+        Raises:
+          ValueError: there has to be one, and there is none.
+        """
+        if not self.reads_context:
+            return dataclasses.replace(self, context=self.mesh)
+        mesh = _compat.context_mesh()
+        if mesh is None:
+            refuse(Problem.NO_MESH, [], name=self.name)
+        # Inside a trace the mesh is abstract; there JAX itself resolves specs.
+        given = mesh if isinstance(mesh, Mesh) else None
+        return dataclasses.replace(self, mesh=given, context=mesh)
+
+    @property
+    def trace_key(self) -> Hashable:
+        """All options on which a trace depends."""
+        return dataclasses.replace(self, in_specs=NO_SPECS)
+
+    def spec_of(self, spec: Any) -> Any:
+        """The final, hashable form of a spec that the user wrote."""
+        if isinstance(spec, PartitionSpec) and self.mesh is not None:
+            return NamedSharding(self.mesh, spec)
+        return spec
+
+    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The specs of all inputs, with those that the user left open."""
+        return specs
+
+    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
+        """The sharding that a Variable with this final spec gets and keeps."""
+        if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
+            return None
+        return spec if isinstance(spec, jax.sharding.Sharding) else None
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        """Refuses arrays that must not come out with these specs."""
+
+    def compile(
+        self,
+        pure: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+        donated: tuple[int, ...],
+    ) -> Program:
+        """The JAX form of a pure function whose outputs come in groups of one spec each."""
+        raise NotImplementedError
+
+    def needing_devices(
+        self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool
+    ) -> Callable[..., Any]:
+        """A call at top level with an abstract mesh, refused where nothing gives the devices.
+
+        Args:
+          mesh: the mesh.
+          call: takes the arrays.
+          from_arrays: whether JAX takes the devices from arrays on a concrete mesh.
+        """
+
+        def checked(*leaves: Any) -> Any:
+            on_mesh = from_arrays and any(
+                isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
+            )
+            if not on_mesh and not isinstance(_compat.context_mesh(), Mesh):
+                refuse(Problem.NO_DEVICES, [(mesh,)], name=self.name)
+            return call(*leaves)
+
+        return checked
+
+
+def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
+    """Checks that each option has one of the values that it can have.
+
+    Raises:
+      ValueError: one has another.
+    """
+    offenders = [
+        (option, value, values)
+        for option, (value, values) in options.items()
+        if value not in values
+    ]
+    if offenders:
+        refuse(Problem.INVALID_OPTION, offenders, name=name)

@@ -1,0 +1,331 @@
+"""The words for each kind of problem: the exception, what is wrong, a line each, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import _compat, errors
+from ..core.problems import Diagnostics, Problem, install
+from ..fitting import Fit, describe, describe_both, suggestion
+from .captured import captured_shards
+from .differences import show
+from .failures import explain
+
+
+class Message(NamedTuple):
+    """The words for one kind of problem.
+
+    Attributes:
+      kind: the type of the exception or warning.
+      head: what is wrong; may name details in braces. Preceded by the name of the transform.
+      line: the line for one offender.
+      remedy: what to do.
+    """
+
+    kind: Callable[[str], BaseException] | type[errors.ShardingWarning]
+    head: str
+    line: Callable[..., str]
+    remedy: str = ""
+
+
+def _value(path: str, value: Any) -> str:
+    return f"{path}: {show(value)} of type {type(value).__name__}"
+
+
+def _object(path: str, obj: Any) -> str:
+    return f"{path}: {type(obj).__name__}"
+
+
+def _array(path: str, array: Any) -> str:
+    return f"{path}, {jax.typeof(array).str_short()}"
+
+
+def _parameters(
+    parameters: Sequence[str], static: Sequence[str], missing: Sequence[str], count: int
+) -> str:
+    dynamic = [name for name in parameters if name not in static]
+    return (
+        f"{count} {'entry' if count == 1 else 'entries'} for the {len(parameters)} positional "
+        f"parameters {', '.join(parameters)}."
+        + (f" Static, needs no entry or None: {', '.join(static)}." if static else "")
+        + (f" No entry: {', '.join(missing)}." if missing else "")
+        + f" Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names."
+    )
+
+
+def _unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
+    shape = getattr(subject, "shape", None)
+    shape_text = "" if shape is None else f" of shape {shape}"
+    return f"{path}: {type(subject).__name__}{shape_text}; filters: {', '.join(filters)}"
+
+
+def _conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
+    first, second = describe_both(spec, other)
+    return f"{path}: {first}\n  {other_path}: {second}"
+
+
+def _misfit(path: str, fit: Fit, before: Sequence[int] | None) -> str:
+    return fit.line(path, before).strip()
+
+
+def _committed(path: str, shape: Any, sharding: Any, declared: Any) -> str:
+    current, wanted = describe_both(sharding, declared)
+    return f"{path}, shape {shape}: is {current}, declared {wanted}"
+
+
+_BOTH_MODES = "graph=True and graph_updates=True"
+
+MESSAGES: dict[Problem, Message] = {
+    Problem.ARGUMENT_IS_NOT_ARRAY: Message(
+        TypeError,
+        "these arguments are not arrays:",
+        _value,
+        "Pass arrays or numbers, or make the argument static (static_argnums, static_argnames); in "
+        "a module, a static attribute (nnx.static).",
+    ),
+    Problem.RESULT_IS_NOT_ARRAY: Message(
+        TypeError, "these results are not arrays:", _value, "Return only arrays or numbers."
+    ),
+    Problem.STATIC_NOT_HASHABLE: Message(
+        ValueError,
+        "static arguments must be hashable:",
+        lambda name, value, error: f"argument {name!r} of type {type(value).__name__} ({error})",
+        "They are part of the key of the compiled function: pass a hashable value, such as a "
+        "tuple instead of a list.",
+    ),
+    Problem.STATIC_HOLDS_ARRAYS: Message(
+        ValueError,
+        "static arguments must not hold arrays, which would become constants of the program:",
+        lambda name, value: f"argument {name!r}: {type(value).__name__}",
+        "Pass it as an ordinary argument: its structure and static attributes are part of the key "
+        "of the compiled function in any case.",
+    ),
+    Problem.POSITION_OUT_OF_RANGE: Message(
+        ValueError,
+        "these negative positions are out of range:",
+        lambda option, positions, count: f"{option}={positions}, {count} positional arguments",
+    ),
+    Problem.INVALID_OPTION: Message(
+        ValueError,
+        "these options have invalid values:",
+        lambda option, value, choices: (
+            f"{option}: expected one of {', '.join(map(repr, choices))}, got {value!r}"
+        ),
+    ),
+    Problem.NOT_A_SPEC: Message(
+        TypeError,
+        "expected a sharding spec, got:",
+        lambda place, value, meant: f"{place}: {value!r}{meant}",
+        "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None.",
+    ),
+    Problem.NOT_A_PREFIX: Message(
+        ValueError,
+        "these specs are not a tree prefix of the value (modules and Variables are leaves):",
+        lambda place, mismatch: f"{place}: {mismatch}",
+    ),
+    Problem.WRONG_NUMBER_OF_SPECS: Message(
+        ValueError, "the number of entries does not match the parameters:", _parameters
+    ),
+    Problem.UNKNOWN_PARAMETER: Message(
+        ValueError,
+        "these are not parameters of the function:",
+        lambda name, names: (
+            f"{name!r}{suggestion(name, names)} (parameters: {', '.join(map(repr, names))})"
+        ),
+    ),
+    Problem.NO_FILTER_MATCHES: Message(
+        ValueError,
+        "no filter of the StateSharding matches:",
+        _unmatched,
+        "Add a filter for them, or a last entry `...: PartitionSpec()`.",
+    ),
+    Problem.CONFLICTING_SPECS: Message(
+        ValueError,
+        "Inconsistent aliasing: one Variable has different shardings under different paths:",
+        _conflict,
+        "Give it the same sharding everywhere.",
+    ),
+    Problem.SPEC_DOES_NOT_FIT_MESH: Message(
+        ValueError,
+        "these specs do not fit the mesh:",
+        lambda spec, paths, why: f"{describe(spec)} for {', '.join(paths)}: {'; '.join(why)}",
+        "The mesh has the axes {axes}.",
+    ),
+    Problem.SPEC_DOES_NOT_FIT_SHAPE: Message(
+        ValueError, "the specs of these {arrays} do not fit their shapes:", _misfit, "{remedy}"
+    ),
+    Problem.SPEC_CORRECTED: Message(
+        errors.CorrectedSpecWarning,
+        "the specs of these {arrays} do not fit their shapes and were corrected:",
+        _misfit,
+    ),
+    Problem.FILTER_UNUSED: Message(
+        errors.UnusedFilterWarning,
+        "these filters match nothing that an earlier filter does not match:",
+        lambda name, arguments, near: f"{name}, for {', '.join(arguments)}{near}",
+        "Correct or remove them, or put them before the filter that matches the same.",
+    ),
+    Problem.NO_MESH: Message(
+        errors.NoMeshError,
+        "there is no mesh to resolve a PartitionSpec against. Pass mesh=..., call within `with "
+        "jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec).",
+        str,
+    ),
+    Problem.NO_DEVICES: Message(
+        errors.NoMeshError,
+        "there are no devices to run on, because the mesh is abstract:",
+        str,
+        "Pass a jax.sharding.Mesh, or call within `with jax.set_mesh(mesh):`. Without devices, use "
+        "eval_shape or trace(...).lower(lowering_platforms=...).",
+    ),
+    Problem.CANNOT_PLACE: Message(
+        ValueError,
+        "these arrays cannot be placed as declared:",
+        lambda path, reason: f"{path}: {reason}",
+    ),
+    Problem.COMMITTED_ELSEWHERE: Message(
+        ValueError,
+        "these arrays are committed to another sharding than the declared one:",
+        _committed,
+        "Declare the sharding that they have, place them with jax.device_put, or let them be "
+        "moved: on_committed='move'.",
+    ),
+    Problem.CAPTURED_ARRAY: Message(
+        errors.CapturedArrayWarning,
+        "the function captures sharded arrays, which become constants of the program, with a copy on "
+        "every device:",
+        lambda name, array: f"{_array(name, array)}, {describe(array.sharding)}",
+        "Pass them as arguments.",
+    ),
+    Problem.TRACER_IN_STATIC: Message(
+        jax.errors.UnexpectedTracerError,
+        "these static values hold traced arrays, which do not exist outside of the function:",
+        _object,
+        "Keep them in a Variable or as an attribute of a module (nnx.data), or return them.",
+    ),
+    Problem.CAPTURED_OBJECT: Message(
+        ValueError,
+        "these objects were captured from outside of the function, and cannot be returned or "
+        "attached to its arguments:",
+        _object,
+        "Pass them as arguments, or return a copy made by nnx.clone.",
+    ),
+    Problem.CLASS_CHANGED: Message(
+        ValueError,
+        "the function assigned another __class__ to these objects:",
+        _object,
+        "Make an object of the other class instead.",
+    ),
+    Problem.STATIC_CHANGED: Message(
+        ValueError,
+        "without graph updates the function cannot change static objects, but it changed:",
+        _object,
+        f"Use {_BOTH_MODES}, or make the change outside of the function.",
+    ),
+    Problem.OUTPUT_IS_INPUT: Message(
+        ValueError,
+        "Variable aliasing is not supported without graph updates: these outputs are Variables of "
+        "the inputs, or were captured:",
+        lambda path, known: f"{path}: {'captured' if known is None else f'the input {known}'}",
+        f"Return a copy made by nnx.clone, or use {_BOTH_MODES}.",
+    ),
+    Problem.VARYING_OUTPUT: Message(
+        ValueError,
+        "JAX cannot prove that these results of {fun_name} are replicated along the mesh axes that "
+        "their specs leave out:",
+        lambda path, array, spec, axes: (
+            f"{_array(path, array)}, {spec!r}: varies along {', '.join(map(repr, axes))}"
+        ),
+        "Reduce them in the function, as in jax.lax.pmean(x, {reduced}) or psum, pmax, all_gather; "
+        "or name the axis in the spec. If they are equal for reasons that JAX cannot see, pass "
+        "check_vma=False.",
+    ),
+    Problem.DONATION_UNUSED: Message(
+        errors.StrictError,
+        "these arguments are donated, but {fun_name} has no result of their shape and dtype that "
+        "could reuse their memory:",
+        _array,
+        "Do not donate them (donate_argnums, donate_argnames).",
+    ),
+    Problem.FOREIGN_TRACE: Message(
+        _compat.TraceContextError,
+        "the function changed objects that belong to another trace, where they cannot be updated:",
+        str,
+        "Pass them into the transformed function that is being traced, instead of capturing them.",
+    ),
+}
+
+
+class Messages(Diagnostics):
+    """The diagnostics of this package."""
+
+    def error(
+        self, problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any
+    ) -> Exception:
+        """The exception for a problem, of the type that ``jax.jit`` raises for the same mistake."""
+        kind: Any = MESSAGES[problem].kind
+        text = _text(problem, offenders, **details)
+        if problem is Problem.SPEC_DOES_NOT_FIT_SHAPE and details["as_jax"]:
+            indivisible = all(fit.is_indivisible for _, fit, _ in offenders)
+            kind = _compat.IndivisibleError if indivisible else kind
+        error: Exception = kind(text)
+        return error
+
+    def warn(
+        self,
+        problem: Problem,
+        offenders: Sequence[tuple[Any, ...]],
+        *,
+        strict: bool = False,
+        **details: Any,
+    ) -> None:
+        """Warns at the user's line.
+
+        Raises:
+          StrictError: ``strict`` is true.
+        """
+        if problem is Problem.CAPTURED_ARRAY:
+            offenders = captured_shards(details.pop("fun"), [array for (array,) in offenders])
+        kind: Any = MESSAGES[problem].kind
+        errors.report(kind, _text(problem, offenders, **details), strict=strict)
+
+    def failed(self, plan: Any, leaves: Sequence[Any], error: Exception) -> None:
+        """Raises what explains an error of JAX better than itself, or adds a note to it."""
+        explain(plan, leaves, error)
+
+
+def _text(
+    problem: Problem,
+    offenders: Sequence[tuple[Any, ...]],
+    *,
+    name: str = "",
+    sizes: Mapping[Any, int] | None = None,
+    outputs: bool = False,
+    **details: Any,
+) -> str:
+    """What is wrong, a line for each offender, what to do."""
+    message = MESSAGES[problem]
+    lines = [f"  {message.line(*offender)}" for offender in offenders]
+    details["arrays"] = "results" if outputs else "arrays"
+    details["axes"] = ", ".join(f"{axis!r} ({size})" for axis, size in (sizes or {}).items())
+    if problem is Problem.SPEC_DOES_NOT_FIT_SHAPE:
+        indivisible = any(fit.is_indivisible for _, fit, _ in offenders)
+        details["remedy"] = _ON_INDIVISIBLE if indivisible else _ONE_ENTRY
+    if problem is Problem.VARYING_OUTPUT:
+        axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
+        details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)
+    head = f"{name}: {message.head}" if name else message.head
+    parts = [head.format(**details), *lines, message.remedy.format(**details)]
+    return "\n".join(filter(None, parts))
+
+
+_ON_INDIVISIBLE = (
+    "Change the shape (pad it) or the spec; or let the spec be corrected: "
+    "on_indivisible='replicate' or 'drop'."
+)
+_ONE_ENTRY = "Give each a spec with at most one entry for each dimension."
+
+install(Messages())
