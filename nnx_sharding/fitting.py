@@ -373,25 +373,3 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-# Until all callers use `fit_sharding`.
-def axis_problems(
-    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None = None
-) -> list[str]:
-    """What is wrong with a spec on this mesh, in words."""
-    return list(map(str, fit_sharding(spec, mesh, usable=usable).problems))
-
-
-def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list[str]:
-    """What is wrong with a spec that fits the mesh for an array of this shape, in words."""
-    return list(map(str, fit_sharding(spec, mesh, shape).problems))
-
-
-def fit(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
-) -> PartitionSpec:
-    """The part of a spec that divides the dimensions of an array."""
-    parts = [_parts(entry, sizes) for entry in spec.partitions]
-    divides = all(not size % count for size, count in zip(shape, parts, strict=False))
-    return spec if how == "error" or divides else _dividing(spec, shape, sizes, how)

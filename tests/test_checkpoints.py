@@ -431,15 +431,15 @@ Of another dtype (cast=True converts among floats and among integers):
         empty.mkdir()
         (self.folder / "file").write_text("hello")
         (self.folder / "begun.orbax-checkpoint-tmp").mkdir()
-        with self.assertRaisesRegex(CheckpointError, "empty is damaged, or it is no checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, "empty is damaged, or it is not a checkpoint"):
             restore(empty, model)
-        with self.assertRaisesRegex(CheckpointError, "file is damaged, or it is no checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, "file is damaged, or it is not a checkpoint"):
             restore(self.folder / "file", model)
         with self.assertRaisesRegex(FileNotFoundError, "nowhere.$"):
             restore(self.folder / "nowhere", model)
-        with self.assertRaisesRegex(NoCheckpointError, "begun, but not written to its end"):
+        with self.assertRaisesRegex(NoCheckpointError, "begun, but not written completely"):
             restore(self.folder / "begun", model)
-        with self.assertRaisesRegex(CheckpointError, "not written to its end"):
+        with self.assertRaisesRegex(CheckpointError, "not written completely"):
             restore(self.folder / "begun.orbax-checkpoint-tmp", model)
         save(self.path, trained())
         with self.assertRaisesRegex(CheckpointError, "Not in the model:\n  0/down/kernel"):
@@ -523,7 +523,7 @@ class SaveTest(FolderTest):
         save(self.path, model)
         with self.assertRaisesRegex(FileExistsError, "overwrite=True replaces it"):
             save(self.path, MLP(nnx.Rngs(1)))
-        with self.assertRaisesRegex(FileExistsError, "is no checkpoint, so it is kept"):
+        with self.assertRaisesRegex(FileExistsError, "is not a checkpoint, so it is kept"):
             save(self.folder, model, overwrite=True)
         for fault in (
             mock.patch.object(ocp.Checkpointer, "save", side_effect=OSError("full")),
@@ -610,9 +610,9 @@ class StepsTest(FolderTest):
 
         with Checkpoints(self.folder / "a") as checkpoints:
             want = train(*trained(), checkpoints, 6)
-        with Checkpoints(self.folder / "b", asynchronous=False) as checkpoints:
+        with Checkpoints(self.folder / "b", enable_async_checkpointing=False) as checkpoints:
             first = train(*trained(), checkpoints, 3)
-        with Checkpoints(self.folder / "b", keep=2) as checkpoints:
+        with Checkpoints(self.folder / "b", max_to_keep=2) as checkpoints:
             rest = train(*nnx.eval_shape(trained), checkpoints, 6)
             checkpoints.wait()
             self.assertEqual((checkpoints.steps, checkpoints.latest), ((5, 6), 6))
@@ -621,7 +621,9 @@ class StepsTest(FolderTest):
 
     def test_which_are_kept(self):
         x = nnx.Param(jnp.zeros(2))
-        with Checkpoints(self.folder, keep=1, keep_every=4, every=2) as checkpoints:
+        with Checkpoints(
+            self.folder, max_to_keep=1, keep_period=4, save_interval_steps=2
+        ) as checkpoints:
             saved = [step for step in range(1, 8) if checkpoints.save(step, x)]
             self.assertTrue(checkpoints.save(9, x, force=True))
             checkpoints.wait()
@@ -632,7 +634,7 @@ class StepsTest(FolderTest):
         x = jax.device_put(jnp.zeros((512, 512)), NamedSharding(MESH, P("data", "model")))
         host = np.zeros((512, 512))
         add = jax.jit(lambda x: x + 1, donate_argnums=0)
-        with Checkpoints(self.folder, keep=None) as checkpoints:
+        with Checkpoints(self.folder, max_to_keep=None) as checkpoints:
             for step in range(3):
                 checkpoints.save(step, {"x": x, "host": host})
                 x = add(x)
@@ -643,8 +645,10 @@ class StepsTest(FolderTest):
 
     def test_mistakes(self):
         x = nnx.Param(jnp.zeros(2))
-        with self.assertRaisesRegex(ValueError, "keep=0, every=-1 must be at least 1"):
-            Checkpoints(self.folder, keep=0, every=-1)
+        with self.assertRaisesRegex(
+            ValueError, "max_to_keep=0, save_interval_steps=-1 must be at least 1"
+        ):
+            Checkpoints(self.folder, max_to_keep=0, save_interval_steps=-1)
         with Checkpoints(self.folder / "new") as checkpoints:
             self.assertIsNone(checkpoints.resume(x))
             self.assertIsNone(checkpoints.latest)
@@ -664,7 +668,7 @@ class StepsTest(FolderTest):
         x = nnx.Param(jnp.zeros(2))
         kind = ValueError if type(step) in (int, np.int64) else TypeError
         message = re.escape(f"a step of 0 or more, got {step!r}")
-        with Checkpoints(self.folder / "new", every=3) as checkpoints:
+        with Checkpoints(self.folder / "new", save_interval_steps=3) as checkpoints:
             checkpoints.save(1, x, force=True)
             for call in checkpoints.save, lambda step, x: checkpoints.restore(x, step=step):
                 if step is not None or call == checkpoints.save:
@@ -677,7 +681,7 @@ class StepsTest(FolderTest):
         folder, x = self.folder / "steps", nnx.Param(jnp.zeros(2))
 
         def write(step):
-            with Checkpoints(folder, keep=1) as checkpoints:
+            with Checkpoints(folder, max_to_keep=1) as checkpoints:
                 checkpoints.save(step, nnx.Param(jnp.full(2, float(step))), force=True)
 
         write(1)
