@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import operator
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..analysis import parameters
+from ..analysis.device_bytes import device_bytes
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import reach
@@ -371,22 +370,7 @@ def _rule_warnings(
         yield f"rule {number}, {rules[number]}, matches {taken if by else 'nothing' + near}"
 
 
-_ID = operator.attrgetter("id")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, another one in each process
-
-
-def device_bytes(rows: Iterable[parameters.ParameterRow]) -> dict[int, int]:
-    """The bytes that each device holds by its id, or by its position in an abstract mesh."""
-    sums: Counter[Sharding] = Counter()
-    for row in rows:
-        if row.sharding is not None:
-            sums[row.sharding] += row.bytes_per_device
-    held: Counter[int] = Counter()
-    for sharding, size in sums.items():
-        abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
-        ids = range(sharding.num_devices) if abstract else map(_ID, sharding.device_set)
-        held.update(dict.fromkeys(ids, size))
-    return {device: held[device] for device in sorted(held)}
 
 
 def _cells(row: ShardingRow) -> tuple[str, ...]:
