@@ -32,7 +32,7 @@ from sharded_models import OPTIMIZERS
 
 MESH = mesh_of((2, 4), ("data", "model"))
 OTHER = mesh_of((4, 1), ("model", "data"))
-WHOLE = StateSharding({...: P()})
+REPLICATED = StateSharding({...: P()})
 
 
 class Zoo(nnx.Module):
@@ -165,9 +165,9 @@ class ShardingsTest(FolderTest):
     def check(self, tree, want):
         self.assertEqual(contents_of(tree), self.want)
         for row in parameter_table(tree):
-            self.assert_laid_out(row, want[row.path])
+            self.assert_sharded_as(row, want[row.path])
 
-    def assert_laid_out(self, row, want):
+    def assert_sharded_as(self, row, want):
         """A spec may be written in several ways; the rest of a sharding may not."""
         self.assertTrue(row.is_equivalent_to(want), row)
         self.assertEqual(row.memory_kind, want.memory_kind, row)
@@ -189,11 +189,11 @@ class ShardingsTest(FolderTest):
 
     def test_by_a_sharding(self):
         target = trained(1)
-        restore(self.path, target, (mlp_specs(), WHOLE), OTHER)
-        up, down, whole = P(None, "model"), P("model", None), P()
+        restore(self.path, target, (mlp_specs(), REPLICATED), OTHER)
+        up, down = P(None, "model"), P("model", None)
         for row in parameter_table(target):
-            spec = whole if row.path[0] == "1" else up if "up" in row.path else down
-            self.assert_laid_out(row, NamedSharding(OTHER, spec))
+            spec = P() if row.path[0] == "1" else up if "up" in row.path else down
+            self.assert_sharded_as(row, NamedSharding(OTHER, spec))
         self.assertEqual(contents_of(target), self.want)
         # And onto another mesh with the specs that they have.
         fourth = mesh_of((1, 2), ("data", "model"), "explicit")
@@ -215,7 +215,7 @@ class ShardingsTest(FolderTest):
         restore(self.path, trained(2))
 
     def test_into_an_abstract_model(self):
-        here = (mlp_specs(), WHOLE)
+        here = (mlp_specs(), REPLICATED)
         target = abstract_init(trained, here, MESH)
         want = shardings(target)
         self.assertIs(restore(self.path, target)[0], target[0])
@@ -249,7 +249,7 @@ class ShardingsTest(FolderTest):
     def test_optimizers(self, name):
         one, two = trained(0, name), trained(1, name)
         save(self.path, one, overwrite=True)
-        restore(self.path, two, WHOLE, MESH)
+        restore(self.path, two, REPLICATED, MESH)
         self.assertEqual(contents_of(two), contents_of(one))
 
     def test_bad_shardings(self):
@@ -310,7 +310,7 @@ class PartTest(FolderTest):
         ):
             restore(self.path, tree)
         self.assertEqual(contents_of(half), before)
-        back = restore(self.path, tree, WHOLE, MESH, cast=True)
+        back = restore(self.path, tree, REPLICATED, MESH, cast=True)
         self.assertEqual(back["n"].dtype, jnp.int8)
         for path, value in nnx.to_flat_state(nnx.state(half)):
             want = dict(nnx.to_flat_state(nnx.state(one)))[path][...].astype(jnp.bfloat16)
@@ -359,7 +359,7 @@ class OrbaxTest(FolderTest):
         two = Net(nnx.Rngs(1))
         restore(self.folder / "state", two)
         self.assertEqual(contents_of(two), contents_of(model))
-        both = restore(self.folder / "both", trained(1), WHOLE, MESH)
+        both = restore(self.folder / "both", trained(1), REPLICATED, MESH)
         self.assertEqual(contents_of(both), contents_of(one))
         for path in "pure", "steps/3", "steps/3/default":
             two = restore(self.folder / path, MLP(nnx.Rngs(1)))
@@ -469,7 +469,7 @@ class DamageTest(FolderTest):
         files = [f.relative_to(self.path) for f in sorted(self.path.rglob("*")) if f.is_file()]
         noticed = set()
         for file in files:
-            for harm in (flip, flip_late, cut, empty, os.unlink):
+            for harm in (flip, flip_late, truncate, empty, os.unlink):
                 copy = self.folder / "copy"
                 shutil.copytree(self.path, copy)
                 harm(copy / file)
@@ -483,10 +483,10 @@ class DamageTest(FolderTest):
                     else:
                         self.assertEqual(contents_of(model), want)
                 shutil.rmtree(copy)
-        self.assertIn(("_METADATA", cut), noticed)
+        self.assertIn(("_METADATA", truncate), noticed)
         self.assertIn(("manifest.ocdbt", flip), noticed)
         data = max(files, key=lambda f: (self.path / f).stat().st_size).name
-        for harm in flip, flip_late, cut, os.unlink:
+        for harm in flip, flip_late, truncate, os.unlink:
             self.assertIn((data, harm), noticed)
 
 
@@ -502,7 +502,7 @@ def flip_late(file):
     flip(file, 0.9)
 
 
-def cut(file):
+def truncate(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -664,7 +664,7 @@ class StepsTest(FolderTest):
                 checkpoints.resume({"x": x, "y": jnp.ones(2), "z": [3]})
 
     @parameterized.parameters(-1, np.int64(-1), True, np.bool_(True), 1.0, "1", None)
-    def test_what_is_no_step(self, step):
+    def test_invalid_steps(self, step):
         x = nnx.Param(jnp.zeros(2))
         kind = ValueError if type(step) in (int, np.int64) else TypeError
         message = re.escape(f"a step of 0 or more, got {step!r}")

@@ -218,6 +218,8 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
     Raises:
       CheckpointError: something cannot be read, or is not what was written.
     """
+    leaves: list[Any]
+    treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(stored.tree)
     items: list[Any] = [ocp.PLACEHOLDER] * len(leaves)
     options: list[Any] = [ocp.RestoreArgs()] * len(leaves)

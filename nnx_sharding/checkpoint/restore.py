@@ -26,6 +26,7 @@ from .read import Stored, key_kind, key_words, load, read
 
 _SUGGESTIONS = 40  # comparing each name with each takes too long for a model of thousands
 _NUMBERS = (bool, int, float, complex)
+_range_of: Any = jnp.iinfo
 _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these stay what they are
 
 
@@ -251,7 +252,7 @@ def _may_wrap(stored: Stored, target: Target) -> bool:
         return False
     if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (there, leaf.dtype)):
         return False
-    old, new = jnp.iinfo(there), jnp.iinfo(leaf.dtype)
+    old, new = _range_of(there), _range_of(leaf.dtype)
     return bool(old.min < new.min or old.max > new.max)
 
 
@@ -265,7 +266,7 @@ def _check_range(narrowed: Sequence[Target], values: Mapping[Name, Any]) -> None
     for array, name, _ in narrowed:
         if np.size(values[name]):
             dtype = array.leaf.dtype
-            low, high, info = int(np.min(values[name])), int(np.max(values[name])), jnp.iinfo(dtype)
+            low, high, info = int(np.min(values[name])), int(np.max(values[name])), _range_of(dtype)
             if low < info.min or high > info.max:
                 lines.append(f"  {array.path}: {low} to {high}, {dtype}")
     if lines:

@@ -59,6 +59,7 @@ class BatchSharding:
     """
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | None):
+        self._treedef: Any
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
         names = [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
         arrays: list[Any] = []

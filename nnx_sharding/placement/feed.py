@@ -72,7 +72,7 @@ class Feed(Generic[T]):
             del error  # its traceback holds this frame
 
     def stop(self, wait: float | None = 0.0) -> None:
-        """Ends the feed and drops what is ready; waits so many seconds for the thread, or for ever."""
+        """Ends the feed, drops what is ready, and waits so many seconds for the thread to end."""
         with self._change:
             self._consumer.gone = True
             self._ready.clear()

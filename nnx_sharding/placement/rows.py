@@ -132,8 +132,8 @@ def rows_by_process(
 ) -> dict[int, Rows]:
     """The rows of a batch of ``size`` rows that each process holds, in ascending order."""
     blocks: dict[int, set[tuple[int, int]]] = {}
-    for device, index in row_sharding(sharding).devices_indices_map((size,)).items():
-        assert index is not None
+    indices: dict[Any, Any] = dict(row_sharding(sharding).devices_indices_map((size,)))
+    for device, index in indices.items():
         start, end, _ = index[0].indices(size)
         process = device.process_index if process_of is None else process_of(device)
         blocks.setdefault(process, set()).add((start, end))
