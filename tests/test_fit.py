@@ -213,7 +213,7 @@ class IndivisibleTest(parameterized.TestCase):
             fun(model)
         memory.assert_unchanged()
 
-    @parameterized.parameters("Replicate", None, "cut")
+    @parameterized.parameters("Replicate", None, "keep")
     def test_other_values(self, value):
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
             jit(lambda x: x, on_indivisible=value)

@@ -1,4 +1,4 @@
-"""``check_sharding`` and ``assert_sharded``, against the arrays that are really placed."""
+"""``check_sharding`` and ``assert_sharded``, against arrays that are placed."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def trained():
 
 
 def held(array):
-    """The bytes of an array on a device, where two int4 take one."""
+    """The bytes of an array on a device, where two int4 take one byte."""
     return -(-array.nbytes // 2) if array.dtype == "int4" else array.nbytes
 
 
 class BytesTest(parameterized.TestCase):
-    """What the report says of bytes is what the devices hold."""
+    """The bytes of the report are those on the devices."""
 
     @settings(max_examples=40)
     @given(specs(), shapes, st.sampled_from(TYPES), st.sampled_from(["replicate", "drop"]))
@@ -65,8 +65,8 @@ class BytesTest(parameterized.TestCase):
         assert {(row.shard_shape, row.bytes_per_device)} == {(s.shape, held(s)) for s in shards}
         assert report.device_bytes == tuple(map(held, shards))
         assert report.bytes_total == row.bytes_total == held(array)
-        whole = held(array) if placed.is_fully_replicated else 0
-        assert report.replicated_bytes == whole
+        replicated = held(array) if placed.is_fully_replicated else 0
+        assert report.replicated_bytes == replicated
         assert (row.why is None) == (row.spec == spec)
         assert report.ok
 
@@ -90,8 +90,8 @@ class BytesTest(parameterized.TestCase):
             self.assertEqual((row.dtype, row.shape), (shard.dtype, arrays[row.path].shape))
         held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
         self.assertEqual((report.device_bytes, report.balance), ((held,) * 8, 1))
-        whole = sum(x.nbytes for x in arrays.values() if x.is_fully_replicated)
-        self.assertEqual(report.replicated_bytes, whole)
+        replicated = sum(x.nbytes for x in arrays.values() if x.is_fully_replicated)
+        self.assertEqual(report.replicated_bytes, replicated)
 
     def test_abstract_or_not(self):
         rules = mlp_specs("b")
@@ -208,8 +208,8 @@ class RulesTest(parameterized.TestCase):
     def test_none(self):
         rules = StateSharding({...: None})
         model = MLP()
-        lies = jax.device_put(model.up.kernel[...], NamedSharding(mesh24(), P("a")))
-        model.up.kernel.set_value(lies)
+        placed = jax.device_put(model.up.kernel[...], NamedSharding(mesh24(), P("a")))
+        model.up.kernel.set_value(placed)
         down, up = check_sharding(model, rules, mesh24()).rows
         self.assertEqual((up.spec, up.declared, up.bytes_per_device), (P("a"), None, 128))
         self.assertEqual((down.spec, down.bytes_per_device), (P(), 256))
@@ -236,7 +236,7 @@ class RulesTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "StateSharding"):
             check_sharding(MLP(), P("a"), ABSTRACT)
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
-            check_sharding(MLP(), rules, ABSTRACT, on_indivisible="cut")
+            check_sharding(MLP(), rules, ABSTRACT, on_indivisible="keep")
         with self.assertRaises(NoMeshError):
             check_sharding(MLP(), rules)
 

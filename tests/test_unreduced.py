@@ -234,7 +234,7 @@ def model_of(value):
 
 
 class ModelTest(parameterized.TestCase):
-    """Variables are laid out as declared, and come back so."""
+    """Variables get the declared shardings and keep them."""
 
     def setUp(self):
         super().setUp()
