@@ -66,8 +66,10 @@ class Misfit(NamedTuple):
             case "rank" if not self.shape:
                 return "a scalar has no dimension to shard; its spec is P()"
             case "rank":
-                rank = _plural(len(self.shape or ()), "dimension")
-                return f"the spec has {len(self.spec)} entries, the array {rank}"
+                dimensions = (
+                    "1 dimension" if len(self.shape) == 1 else f"{len(self.shape)} dimensions"
+                )
+                return f"the spec has {len(self.spec)} entries, the array {dimensions}"
             case "indivisible":
                 assert self.shape is not None
                 sizes, dimension = self.mesh.shape, self.dimension
@@ -85,8 +87,7 @@ class Fit(NamedTuple):
     Attributes:
       declared: the sharding as it was declared.
       shape: the shape of the array; None if only the mesh was considered.
-      sharding: the part of the declared sharding that fits, in the same form: a spec for a spec, a
-        ``NamedSharding`` for a ``NamedSharding``. Meaningful only without problems.
+      sharding: without problems the part that fits: of a spec a spec, else a ``NamedSharding``.
       corrections: what was corrected.
       problems: what cannot be corrected, or was not to be.
     """
@@ -115,10 +116,7 @@ class Fit(NamedTuple):
         return self._replace(problems=(*self.problems, problem))
 
     def line(self, name: str, before: Sequence[int] | None = None) -> str:
-        """A line of a message: ``name, shape (4, 6), P('a') → P(None,): the reasons``.
-
-        It names the shape that the array had ``before``, if it differs.
-        """
+        """A line of a message: ``name, shape (6,) (was (4,)), P('a') → P(None,): the reasons``."""
         shape = "" if self.shape is None else f", shape {self.shape}"
         was = "" if before is None or tuple(before) == self.shape else f" (was {tuple(before)})"
         new = "" if self.problems else f" → {describe(self.sharding)}"
@@ -153,7 +151,13 @@ def fit_sharding(
     declared, of_shape = sharding, None if shape is None else tuple(shape)
     parts = spec_and_mesh(sharding, mesh)
     if parts is None:
-        return Fit(declared, of_shape, sharding, (), tuple(_refused(sharding, of_shape)))
+        fit = Fit(declared, of_shape, sharding, (), ())
+        if isinstance(sharding, Sharding) and of_shape is not None:
+            try:
+                sharding.shard_shape(of_shape)
+            except ValueError as error:
+                return fit.refuse(str(error))
+        return fit
     spec, mesh = parts
     misfit = functools.partial(Misfit, mesh=mesh, shape=of_shape)
     corrections: list[Misfit] = []
@@ -207,15 +211,6 @@ def _unusable(
             yield "auto", axis
         if times > 1:
             yield "repeated", axis
-
-
-def _refused(sharding: Any, shape: tuple[int, ...] | None) -> Iterable[Misfit]:
-    """What JAX reports about a sharding that has no spec."""
-    if isinstance(sharding, Sharding) and shape is not None:
-        try:
-            sharding.shard_shape(shape)
-        except ValueError as error:
-            yield Misfit("refused", sharding, None, shape, reason=str(error))
 
 
 def _dividing(
@@ -278,15 +273,15 @@ def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
 
 def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
     """A spec with only some of the axes that it names; UNCONSTRAINED stays."""
-    entries = tuple(
-        entry
-        if entry is PartitionSpec.UNCONSTRAINED
-        else _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
-        for entry in spec.partitions
-    )
+    entries = list(spec.partitions)
+    for dimension, entry in enumerate(entries):
+        if entry is not PartitionSpec.UNCONSTRAINED:
+            entries[dimension] = _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
     if unreduced:
-        part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+        part: PartitionSpec = spec.update(
+            partitions=tuple(entries), unreduced=unreduced, reduced=reduced
+        )
         return part
     # JAX refuses to keep a kind of reduction where no axis is left to reduce over.
     return PartitionSpec(*entries, reduced=reduced)
@@ -369,7 +364,3 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
             return f"{short[0]} on {one.mesh}", f"{short[1]} on {other.mesh}"
         return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
     return str(one), str(other)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

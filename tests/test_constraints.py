@@ -329,7 +329,7 @@ class OutsideOfTracesTest(parameterized.TestCase):
     @parameterized.product(wrong=["a", 3, ("a",), ["a", None], {"x": "a"}, object()])
     def test_a_wrong_type_is_an_error(self, wrong):
         for mesh in (MESH, None):
-            with fails(TypeError, "is no spec"):
+            with fails(TypeError, "expected a sharding spec"):
                 constrain(ones(8), wrong, mesh=mesh)
         with fails(TypeError, "mesh is a jax.sharding.Mesh"):
             constrain(ones(8), P("a"), mesh="a")

@@ -98,7 +98,7 @@ _RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
 
 
 def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_constraint") -> Any:
-    """The tree with other arrays: modules and Variables are changed in place, containers are new."""
+    """The tree with other arrays: modules and Variables changed in place, in new containers."""
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
     changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]

@@ -14,8 +14,10 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis import parameters
+from .._late import late
+from ..analysis import parameters, tables
 from ..analysis.device_bytes import device_bytes
+from ..analysis.json_codec import as_data
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import reach
@@ -116,17 +118,17 @@ class ShardingReport:
         return json.dumps(self.as_dict(), indent=2)
 
     def _repr_html_(self) -> str:
-        from .page.fragment import sharding_html
-
-        return sharding_html(self)
+        html: str = late("report.page.fragment", "sharding_html")(self)
+        return html
 
     def __str__(self) -> str:
-        table = [("rule", *parameters.HEADER), *map(_cells, self.rows)]
+        header = ("rule", *parameters.HEADER)
         per_device = sum(row.bytes_per_device for row in self.rows)
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
+        table = tables.table(header, map(_cells, self.rows), numbers=2, footer=total)
         text = (
-            f"{parameters.aligned(table, total)}\n"
+            f"{tables.drawn(table)}\n"
             f"mesh {sizes or 'unknown'}; fully replicated: {self.replicated_bytes} bytes "
             f"({self.replicated_fraction:.1%}); the fullest device holds "
             f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean\nrules:\n"
@@ -368,20 +370,16 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 
 
 def _data(value: Any) -> Any:
-    """A value as data for JSON: a spec as a list with an entry for each dimension.
-
-    A spec with unreduced or reduced axes is a mapping, which has this list as ``partitions``.
-    """
+    """A value as data for JSON, the same in each process; a sharding on a mesh as its spec."""
     if isinstance(value, ShardingRow):
-        names = (f.name for f in dataclasses.fields(value) if f.name != "sharding")
+        of_programs = ("sharding", "memory_kind", "donated", "used")
+        names = (f.name for f in dataclasses.fields(value) if f.name not in of_programs)
         return {name: _data(getattr(value, name)) for name in names}
     value = value.spec if isinstance(value, NamedSharding) else value
     if isinstance(value, Mapping):
         return {str(key): _data(item) for key, item in value.items()}
     if isinstance(value, PartitionSpec):
-        summing = {"unreduced": sorted(value.unreduced), "reduced": sorted(value.reduced)}
-        entries = _data(value.partitions)
-        return {"partitions": entries, **summing} if any(summing.values()) else entries
+        return as_data(value)
     if isinstance(value, tuple | list):
         return list(map(_data, value))
     is_plain = value is None or isinstance(value, int | float)
