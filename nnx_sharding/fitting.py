@@ -31,17 +31,12 @@ MisfitKind: TypeAlias = Literal[
 
 
 class Misfit(NamedTuple):
-    """One reason why a spec does not fit a mesh or a shape; ``str`` words it.
-
-    Attributes:
-      kind: what is wrong, with which ``axes`` or which ``dimension`` of the array.
-      reason: the text of JAX, for what JAX refuses.
-    """
+    """One reason why a spec does not fit a mesh or a shape; ``str`` words it."""
 
     kind: MisfitKind
     spec: Any
     mesh: Any
-    shape: tuple[int, ...] | None
+    shape: Any
     axes: tuple[Any, ...] = ()
     dimension: int = 0
     reason: str = ""
@@ -66,12 +61,9 @@ class Misfit(NamedTuple):
             case "rank" if not self.shape:
                 return "a scalar has no dimension to shard; its spec is P()"
             case "rank":
-                dimensions = (
-                    "1 dimension" if len(self.shape) == 1 else f"{len(self.shape)} dimensions"
-                )
-                return f"the spec has {len(self.spec)} entries, the array {dimensions}"
+                rank = f"{len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
+                return f"the spec has {len(self.spec)} entries, the array {rank}"
             case "indivisible":
-                assert self.shape is not None
                 sizes, dimension = self.mesh.shape, self.dimension
                 product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in self.axes)
                 total = f" = {_parts(self.axes, sizes)}" if len(self.axes) > 1 else ""
@@ -140,9 +132,8 @@ def fit_sharding(
         without a mesh, and anything else, has no problems.
       mesh: the mesh of a spec; a ``NamedSharding`` has its own.
       shape: the shape of the array; None to consider the mesh only.
-      on_indivisible: what to do with axes that do not divide a dimension. ``"drop"`` keeps the
-        first axes of each entry, as many as divide; ``"replicate"`` replicates the array. Axes
-        over which the array is unreduced or reduced stay.
+      on_indivisible: with ``"drop"`` each entry keeps its first axes, as many as divide the
+        dimension; with ``"replicate"`` none is kept. Unreduced and reduced axes are kept.
       usable: the mesh axes that the spec may name; None for all.
       unconstrained: whether dimensions may be UNCONSTRAINED.
       lenient: whether axes that cannot be used are dropped, and a spec is truncated or padded to
@@ -311,9 +302,7 @@ def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] 
 
 def unsummed(sharding: Any) -> Any:
     """A sharding without the unreduced and reduced axes of its spec."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec = sharding.spec
+    spec = getattr(sharding, "spec", PartitionSpec())
     if not (spec.unreduced or spec.reduced):
         return sharding
     return sharding.update(spec=PartitionSpec(*spec.partitions))
@@ -338,15 +327,10 @@ def suggested_spec(x: Any) -> str:
     if isinstance(x, Layout | type(Layout.AUTO)):
         return ": write jax.experimental.layout.Format(layout, sharding)"
     names = x if isinstance(x, tuple | list) else (x,)
-    if not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
-        return ""
-    if all(n is None for n in names):  # specs that are left open
-        return ""
+    flat = [name for entry in names for name in axes_of(entry)]
+    if not flat or not all(isinstance(name, str) for name in flat):
+        return ""  # a tuple of None is a prefix, not a spec
     return f": write P({', '.join(map(repr, names))})"
-
-
-def _is_names(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(name, str) for name in x)
 
 
 def describe(sharding: Any) -> str:

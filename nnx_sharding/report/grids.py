@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from ..analysis.tables import COLOURS, axis_styles, grid, table, text
-from ..fitting import axes_of
+from ..fitting import axes_of, fit_sharding
 from .program import MeshDescription
 
 if TYPE_CHECKING:
