@@ -205,10 +205,10 @@ def _unusable(
 
 
 def _dividing(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], action: OnIndivisible
 ) -> PartitionSpec:
     """A spec without axes that do not divide the dimensions."""
-    if how == "replicate":
+    if action == "replicate":
         return with_entries(spec, ())
     return with_entries(
         spec,
@@ -219,11 +219,11 @@ def _dividing(
     )
 
 
-def variants(spec: PartitionSpec, how: OnIndivisible) -> list[PartitionSpec]:
+def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
     """All that :func:`fit_sharding` can make of a spec, by the shapes of arrays."""
-    if how == "error":
+    if action == "error":
         return []
-    if how == "replicate":
+    if action == "replicate":
         return [with_entries(spec, ())]
     choices = itertools.product(*map(_prefixes, spec.partitions))
     return [with_entries(spec, entries) for entries in choices][1:]

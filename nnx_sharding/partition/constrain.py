@@ -120,8 +120,8 @@ def assign(
             assigned.append(Assignment(name, spec if is_final else None))
             continue
         here = mesh_here(parts[1])
-        how = resolved.on_indivisible.get(slot, "drop")
-        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=how, lenient=True)
+        action = resolved.on_indivisible.get(slot, "drop")
+        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=action, lenient=True)
         if _needs_devices(leaf):
             fit = fit.refuse(obstacle(leaf, NamedSharding(here, PartitionSpec())))
         if fit.problems:

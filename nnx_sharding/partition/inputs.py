@@ -73,11 +73,11 @@ def override_specs(
 
 
 def _fitted(
-    root: str, each: NamedVariable, spec: Any, mesh: Any, how: OnIndivisible = "error"
+    root: str, each: NamedVariable, spec: Any, mesh: Any, action: OnIndivisible = "error"
 ) -> tuple[Any, list[str]]:
     """The part of a sharding that fits all arrays of a Variable, and a line for a problem."""
     for shape in each.shapes:
-        fit = fit_sharding(spec, mesh, shape, on_indivisible=how)
+        fit = fit_sharding(spec, mesh, shape, on_indivisible=action)
         if fit.problems:
             return spec, [fit.line(accessor(root, each.path))]
         spec = fit.sharding

@@ -193,10 +193,10 @@ def check_sharding(
     flat = flatten(model)
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
     decisions = list(_decisions(flat, sharding))
-    how = on_indivisible or sharding.on_indivisible or "error"
+    action = on_indivisible or sharding.on_indivisible or "error"
     fit = functools.cache(functools.partial(_fit, mesh=mesh))
     rows, indivisible = [], []
-    for row, fitted in _rows(flat, decisions, rules, fit, how):
+    for row, fitted in _rows(flat, decisions, rules, fit, action):
         rows.append(row)
         indivisible += [row.path] * fitted.is_indivisible
     idle = shadowed(len(rules), (decision.matches for decision in decisions))
@@ -291,20 +291,24 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     structure = flat.structure
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
-    for found in reach(structure, [target("", sharding, None, structure.root)]):
-        location = found.location
+    for named in reach(structure, [target("", sharding, None, structure.root)]):
+        location = named.location
         if location.slots not in seen:
             seen.add(location.slots)
-            subject = found.subject(flat.objects, flat.leaves)
-            below = tuple(map(plain_key, location.path or found.part.below))
-            path = tuple(map(plain_key, (*found.part.keys, *location.path)))
+            subject = named.subject(flat.objects, flat.leaves)
+            below = tuple(map(plain_key, location.path or named.part.below))
+            path = tuple(map(plain_key, (*named.part.keys, *location.path)))
             matches = [number for number, matches in predicates if matches(below, subject)]
             declared = sharding.shardings[matches[0]] if matches else None
             yield _Decision(location, path, below, matches, declared)
 
 
 def _rows(
-    flat: Flat, decisions: Sequence[_Decision], rules: Sequence[str], fit: Any, how: OnIndivisible
+    flat: Flat,
+    decisions: Sequence[_Decision],
+    rules: Sequence[str],
+    fit: Any,
+    action: OnIndivisible,
 ) -> Iterator[tuple[ShardingRow, Fit]]:
     for decision in decisions:
         rule, declared = decision.rule, decision.declared
@@ -312,8 +316,8 @@ def _rows(
         for path, array in parameters.arrays_at(flat, decision.location, decision.path):
             present = getattr(array, "sharding", None) if rule is not None else None
             is_placed = declared is None and isinstance(present, NamedSharding)
-            fitted = fit(present if is_placed else declared, tuple(array.shape), how=how)
-            is_fault = bool(fitted.problems or (fitted.corrections and how == "error"))
+            fitted = fit(present if is_placed else declared, tuple(array.shape), action=action)
+            is_fault = bool(fitted.problems or (fitted.corrections and action == "error"))
             why = "no rule matches" if rule is None else fitted.reasons or None
             row = parameters.row_of(
                 ShardingRow,
@@ -329,11 +333,13 @@ def _rows(
             yield row, fitted
 
 
-def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, how: OnIndivisible) -> Fit:
+def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:
     """How a sharding fits a shape, with the final sharding: replicated where it cannot be used."""
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
-    fit = fit_sharding(declared, mesh, shape, on_indivisible="drop" if how == "error" else how)
+    fit = fit_sharding(
+        declared, mesh, shape, on_indivisible="drop" if action == "error" else action
+    )
     if isinstance(fit.sharding, PartitionSpec) and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
