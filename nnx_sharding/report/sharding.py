@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -194,23 +194,22 @@ def check_sharding(
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
     decisions = list(_decisions(flat, sharding))
     action = on_indivisible or sharding.on_indivisible or "error"
-    fit = functools.cache(functools.partial(_fit, mesh=mesh))
-    rows, indivisible = [], []
-    for row, fitted in _rows(flat, decisions, rules, fit, action):
-        rows.append(row)
-        indivisible += [row.path] * fitted.is_indivisible
+    strict, kept = action == "error", "drop" if action == "error" else action
+    fit = functools.cache(functools.partial(_fit, mesh=mesh, on_indivisible=kept))
+    pairs = [pair for decision in decisions for pair in _rows(flat, decision, rules, fit, strict)]
+    rows = tuple(row for row, _ in pairs)
     idle = shadowed(len(rules), (decision.matches for decision in decisions))
     keys = {key for decision in decisions for key in decision.below}
     total = sum(row.bytes_total for row in rows)
-    replicated = sum(row.bytes_total for row in rows if _is_replicated(row))
+    replicated = sum(row.bytes_total for row in rows if is_replicated(row))
     held = tuple(device_bytes(rows).values())
     corrections = [str(row) for row in rows if row.why and not row.is_fault]
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
         rules=rules,
-        rows=tuple(rows),
+        rows=rows,
         unmatched=tuple(row.path for row in rows if row.rule is None),
-        on_indivisible=tuple(indivisible),
+        on_indivisible=tuple(row.path for row, fit in pairs if fit.is_indivisible),
         unused=tuple(number for number, by in idle.items() if not by),
         shadowed={number: by for number, by in idle.items() if by},
         bytes_total=total,
@@ -223,55 +222,6 @@ def check_sharding(
     )
 
 
-def assert_sharded(
-    model: Any, *, tolerance: float = 0.02, sharding: StateSharding | None = None, mesh: Any = None
-) -> None:
-    """Fails if much of a model is fully replicated, as after a forgotten rule.
-
-    Args:
-      model: a placed model or optimizer, or a pytree or ``nnx.state(model, nnx.Param)`` of it.
-      tolerance: the fraction of all bytes that may be replicated, from 0 to 1. Arrays on a mesh of
-        one device do not count: they cannot be sharded.
-      sharding: rules to check instead of the present shardings; the model may then be abstract.
-      mesh: the mesh of these rules.
-
-    Raises:
-      AssertionError: more is replicated; the largest of these arrays are named.
-      ValueError: ``tolerance`` is not from 0 to 1, or the rules have problems.
-
-    Example:
-      >>> from flax import nnx
-      >>> from nnx_sharding.testing import assert_sharded
-      >>> assert_sharded(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
-      Traceback (most recent call last):
-      AssertionError: 576 of 576 bytes (100.0%) are fully replicated, more than 2.0%:
-        kernel, shape (8, 16): 512 bytes
-        bias, shape (16,): 64 bytes
-      Give them specs, or raise the tolerance.
-
-    The check, and its tolerance of 2%, follow ``assert_params_sufficiently_sharded`` of MaxText.
-    """
-    if not 0 <= tolerance <= 1:
-        raise ValueError(f"tolerance is a fraction of all bytes, from 0 to 1, not {tolerance!r}.")
-    rows: Sequence[parameters.ParameterRow]
-    if sharding is None:
-        rows = parameters.parameter_table(model)
-    else:
-        report = check_sharding(model, sharding, mesh)
-        report.raise_for_problems()
-        rows = report.rows
-    replicated = sorted(filter(_is_replicated, rows), key=lambda row: -row.bytes_total)
-    held, total = (sum(row.bytes_total for row in some) for some in (replicated, rows))
-    if held > tolerance * total:
-        largest = replicated[:10]
-        lines = [f"{row.path}, shape {row.shape}: {row.bytes_total} bytes" for row in largest]
-        lines += [f"… {len(replicated) - 10} more"] if len(replicated) > 10 else []
-        raise AssertionError(
-            f"{held} of {total} bytes ({held / total:.1%}) are fully replicated, more than "
-            f"{tolerance:.1%}:\n{_indented(lines)}\nGive them specs, or raise the tolerance."
-        )
-
-
 class _Decision(NamedTuple):
     """A location, its path, the path that rules see, the rules that match it, and the sharding."""
 
@@ -280,11 +230,6 @@ class _Decision(NamedTuple):
     below: Path
     matches: list[int]
     declared: Any
-
-    @property
-    def rule(self) -> int | None:
-        """The rule that decides."""
-        return next(iter(self.matches), None)
 
 
 def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
@@ -304,42 +249,36 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
 
 
 def _rows(
-    flat: Flat,
-    decisions: Sequence[_Decision],
-    rules: Sequence[str],
-    fit: Any,
-    action: OnIndivisible,
+    flat: Flat, decision: _Decision, rules: Sequence[str], fit: Callable[..., Fit], strict: bool
 ) -> Iterator[tuple[ShardingRow, Fit]]:
-    for decision in decisions:
-        rule, declared = decision.rule, decision.declared
-        text = None if rule is None else rules[rule]
-        for path, array in parameters.arrays_at(flat, decision.location, decision.path):
-            present = getattr(array, "sharding", None) if rule is not None else None
-            is_placed = declared is None and isinstance(present, NamedSharding)
-            fitted = fit(present if is_placed else declared, tuple(array.shape), action=action)
-            is_fault = bool(fitted.problems or (fitted.corrections and action == "error"))
-            why = "no rule matches" if rule is None else fitted.reasons or None
-            row = parameters.row_of(
+    rule = next(iter(decision.matches), None)
+    for path, array in parameters.arrays_at(flat, decision.location, decision.path):
+        present = getattr(array, "sharding", None)
+        is_placed = rule is not None and isinstance(present, NamedSharding)
+        declared = decision.declared
+        fitted = fit(present if is_placed and declared is None else declared, tuple(array.shape))
+        is_fault = rule is None or bool(fitted.problems or (fitted.corrections and strict))
+        yield (
+            parameters.row_of(
                 ShardingRow,
                 path,
                 array,
                 fitted.sharding,
                 rule=rule,
-                rule_text=text,
+                rule_text=None if rule is None else rules[rule],
                 declared=declared,
-                why=why,
-                is_fault=is_fault or rule is None,
-            )
-            yield row, fitted
+                why="no rule matches" if rule is None else fitted.reasons or None,
+                is_fault=is_fault,
+            ),
+            fitted,
+        )
 
 
-def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:
+def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, on_indivisible: Any) -> Fit:
     """How a sharding fits a shape, with the final sharding: replicated where it cannot be used."""
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
-    fit = fit_sharding(
-        declared, mesh, shape, on_indivisible="drop" if action == "error" else action
-    )
+    fit = fit_sharding(declared, mesh, shape, on_indivisible=on_indivisible)
     if isinstance(fit.sharding, PartitionSpec) and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
@@ -348,7 +287,8 @@ def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisi
     return fit._replace(sharding=replicated) if fit.problems or declared is None else fit
 
 
-def _is_replicated(row: parameters.ParameterRow) -> bool:
+def is_replicated(row: parameters.ParameterRow) -> bool:
+    """Whether an array is replicated although there are several devices, or none is known."""
     one = isinstance(row.sharding, NamedSharding) and row.num_devices == 1
     return not one and row.is_fully_replicated is not False
 
