@@ -44,9 +44,9 @@ class CheckpointProcessesTest(absltest.TestCase):
         checkpoint.read(self.folder / "4")
 
     def test_a_killed_training_goes_on(self):
-        whole, killed = self.folder / "whole", self.folder / "killed"
+        complete, killed = self.folder / "complete", self.folder / "killed"
         self.launch(2, "die", killed, code=128 + signal.SIGKILL)
-        out = self.launch(2, "train", whole, killed)
+        out = self.launch(2, "train", complete, killed)
         (first, want), (start, losses) = map(json.loads, re.findall(r"^\[0\] (\[.*\])$", out, re.M))
         self.assertEqual((first, len(set(want))), (0, checkpoint.STEPS))
         self.assertIn(start, (3, 4))

@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from layouts import OPTIMIZERS
 from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit, split
 from nnx_sharding.analysis import parameter_table
@@ -29,10 +28,11 @@ from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init, sharded_init
+from sharded_models import OPTIMIZERS
 
 MESH = mesh_of((2, 4), ("data", "model"))
 OTHER = mesh_of((4, 1), ("model", "data"))
-WHOLE = StateSharding({...: P()})
+REPLICATED = StateSharding({...: P()})
 
 
 class Zoo(nnx.Module):
@@ -165,9 +165,9 @@ class ShardingsTest(FolderTest):
     def check(self, tree, want):
         self.assertEqual(contents_of(tree), self.want)
         for row in parameter_table(tree):
-            self.assert_laid_out(row, want[row.path])
+            self.assert_sharded_as(row, want[row.path])
 
-    def assert_laid_out(self, row, want):
+    def assert_sharded_as(self, row, want):
         """A spec may be written in several ways; the rest of a sharding may not."""
         self.assertTrue(row.is_equivalent_to(want), row)
         self.assertEqual(row.memory_kind, want.memory_kind, row)
@@ -189,11 +189,11 @@ class ShardingsTest(FolderTest):
 
     def test_by_a_sharding(self):
         target = trained(1)
-        restore(self.path, target, (mlp_specs(), WHOLE), OTHER)
-        up, down, whole = P(None, "model"), P("model", None), P()
+        restore(self.path, target, (mlp_specs(), REPLICATED), OTHER)
+        up, down = P(None, "model"), P("model", None)
         for row in parameter_table(target):
-            spec = whole if row.path[0] == "1" else up if "up" in row.path else down
-            self.assert_laid_out(row, NamedSharding(OTHER, spec))
+            spec = P() if row.path[0] == "1" else up if "up" in row.path else down
+            self.assert_sharded_as(row, NamedSharding(OTHER, spec))
         self.assertEqual(contents_of(target), self.want)
         # And onto another mesh with the specs that they have.
         fourth = mesh_of((1, 2), ("data", "model"), "explicit")
@@ -215,7 +215,7 @@ class ShardingsTest(FolderTest):
         restore(self.path, trained(2))
 
     def test_into_an_abstract_model(self):
-        here = (mlp_specs(), WHOLE)
+        here = (mlp_specs(), REPLICATED)
         target = abstract_init(trained, here, MESH)
         want = shardings(target)
         self.assertIs(restore(self.path, target)[0], target[0])
@@ -249,7 +249,7 @@ class ShardingsTest(FolderTest):
     def test_optimizers(self, name):
         one, two = trained(0, name), trained(1, name)
         save(self.path, one, overwrite=True)
-        restore(self.path, two, WHOLE, MESH)
+        restore(self.path, two, REPLICATED, MESH)
         self.assertEqual(contents_of(two), contents_of(one))
 
     def test_bad_shardings(self):
@@ -310,7 +310,7 @@ class PartTest(FolderTest):
         ):
             restore(self.path, tree)
         self.assertEqual(contents_of(half), before)
-        back = restore(self.path, tree, WHOLE, MESH, cast=True)
+        back = restore(self.path, tree, REPLICATED, MESH, cast=True)
         self.assertEqual(back["n"].dtype, jnp.int8)
         for path, value in nnx.to_flat_state(nnx.state(half)):
             want = dict(nnx.to_flat_state(nnx.state(one)))[path][...].astype(jnp.bfloat16)
@@ -359,7 +359,7 @@ class OrbaxTest(FolderTest):
         two = Net(nnx.Rngs(1))
         restore(self.folder / "state", two)
         self.assertEqual(contents_of(two), contents_of(model))
-        both = restore(self.folder / "both", trained(1), WHOLE, MESH)
+        both = restore(self.folder / "both", trained(1), REPLICATED, MESH)
         self.assertEqual(contents_of(both), contents_of(one))
         for path in "pure", "steps/3", "steps/3/default":
             two = restore(self.folder / path, MLP(nnx.Rngs(1)))
@@ -431,15 +431,15 @@ Of another dtype (cast=True converts among floats and among integers):
         empty.mkdir()
         (self.folder / "file").write_text("hello")
         (self.folder / "begun.orbax-checkpoint-tmp").mkdir()
-        with self.assertRaisesRegex(CheckpointError, "empty is damaged, or it is no checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, "empty is damaged, or it is not a checkpoint"):
             restore(empty, model)
-        with self.assertRaisesRegex(CheckpointError, "file is damaged, or it is no checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, "file is damaged, or it is not a checkpoint"):
             restore(self.folder / "file", model)
         with self.assertRaisesRegex(FileNotFoundError, "nowhere.$"):
             restore(self.folder / "nowhere", model)
-        with self.assertRaisesRegex(NoCheckpointError, "begun, but not written to its end"):
+        with self.assertRaisesRegex(NoCheckpointError, "begun, but not written completely"):
             restore(self.folder / "begun", model)
-        with self.assertRaisesRegex(CheckpointError, "not written to its end"):
+        with self.assertRaisesRegex(CheckpointError, "not written completely"):
             restore(self.folder / "begun.orbax-checkpoint-tmp", model)
         save(self.path, trained())
         with self.assertRaisesRegex(CheckpointError, "Not in the model:\n  0/down/kernel"):
@@ -469,7 +469,7 @@ class DamageTest(FolderTest):
         files = [f.relative_to(self.path) for f in sorted(self.path.rglob("*")) if f.is_file()]
         noticed = set()
         for file in files:
-            for harm in (flip, flip_late, cut, empty, os.unlink):
+            for harm in (flip, flip_late, truncate, empty, os.unlink):
                 copy = self.folder / "copy"
                 shutil.copytree(self.path, copy)
                 harm(copy / file)
@@ -483,10 +483,10 @@ class DamageTest(FolderTest):
                     else:
                         self.assertEqual(contents_of(model), want)
                 shutil.rmtree(copy)
-        self.assertIn(("_METADATA", cut), noticed)
+        self.assertIn(("_METADATA", truncate), noticed)
         self.assertIn(("manifest.ocdbt", flip), noticed)
         data = max(files, key=lambda f: (self.path / f).stat().st_size).name
-        for harm in flip, flip_late, cut, os.unlink:
+        for harm in flip, flip_late, truncate, os.unlink:
             self.assertIn((data, harm), noticed)
 
 
@@ -502,7 +502,7 @@ def flip_late(file):
     flip(file, 0.9)
 
 
-def cut(file):
+def truncate(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -523,7 +523,7 @@ class SaveTest(FolderTest):
         save(self.path, model)
         with self.assertRaisesRegex(FileExistsError, "overwrite=True replaces it"):
             save(self.path, MLP(nnx.Rngs(1)))
-        with self.assertRaisesRegex(FileExistsError, "is no checkpoint, so it is kept"):
+        with self.assertRaisesRegex(FileExistsError, "is not a checkpoint, so it is kept"):
             save(self.folder, model, overwrite=True)
         for fault in (
             mock.patch.object(ocp.Checkpointer, "save", side_effect=OSError("full")),
@@ -610,9 +610,9 @@ class StepsTest(FolderTest):
 
         with Checkpoints(self.folder / "a") as checkpoints:
             want = train(*trained(), checkpoints, 6)
-        with Checkpoints(self.folder / "b", asynchronous=False) as checkpoints:
+        with Checkpoints(self.folder / "b", enable_async_checkpointing=False) as checkpoints:
             first = train(*trained(), checkpoints, 3)
-        with Checkpoints(self.folder / "b", keep=2) as checkpoints:
+        with Checkpoints(self.folder / "b", max_to_keep=2) as checkpoints:
             rest = train(*nnx.eval_shape(trained), checkpoints, 6)
             checkpoints.wait()
             self.assertEqual((checkpoints.steps, checkpoints.latest), ((5, 6), 6))
@@ -621,7 +621,9 @@ class StepsTest(FolderTest):
 
     def test_which_are_kept(self):
         x = nnx.Param(jnp.zeros(2))
-        with Checkpoints(self.folder, keep=1, keep_every=4, every=2) as checkpoints:
+        with Checkpoints(
+            self.folder, max_to_keep=1, keep_period=4, save_interval_steps=2
+        ) as checkpoints:
             saved = [step for step in range(1, 8) if checkpoints.save(step, x)]
             self.assertTrue(checkpoints.save(9, x, force=True))
             checkpoints.wait()
@@ -632,7 +634,7 @@ class StepsTest(FolderTest):
         x = jax.device_put(jnp.zeros((512, 512)), NamedSharding(MESH, P("data", "model")))
         host = np.zeros((512, 512))
         add = jax.jit(lambda x: x + 1, donate_argnums=0)
-        with Checkpoints(self.folder, keep=None) as checkpoints:
+        with Checkpoints(self.folder, max_to_keep=None) as checkpoints:
             for step in range(3):
                 checkpoints.save(step, {"x": x, "host": host})
                 x = add(x)
@@ -643,8 +645,10 @@ class StepsTest(FolderTest):
 
     def test_mistakes(self):
         x = nnx.Param(jnp.zeros(2))
-        with self.assertRaisesRegex(ValueError, "keep=0, every=-1 must be at least 1"):
-            Checkpoints(self.folder, keep=0, every=-1)
+        with self.assertRaisesRegex(
+            ValueError, "max_to_keep=0, save_interval_steps=-1 must be at least 1"
+        ):
+            Checkpoints(self.folder, max_to_keep=0, save_interval_steps=-1)
         with Checkpoints(self.folder / "new") as checkpoints:
             self.assertIsNone(checkpoints.resume(x))
             self.assertIsNone(checkpoints.latest)
@@ -660,11 +664,11 @@ class StepsTest(FolderTest):
                 checkpoints.resume({"x": x, "y": jnp.ones(2), "z": [3]})
 
     @parameterized.parameters(-1, np.int64(-1), True, np.bool_(True), 1.0, "1", None)
-    def test_what_is_no_step(self, step):
+    def test_invalid_steps(self, step):
         x = nnx.Param(jnp.zeros(2))
         kind = ValueError if type(step) in (int, np.int64) else TypeError
         message = re.escape(f"a step of 0 or more, got {step!r}")
-        with Checkpoints(self.folder / "new", every=3) as checkpoints:
+        with Checkpoints(self.folder / "new", save_interval_steps=3) as checkpoints:
             checkpoints.save(1, x, force=True)
             for call in checkpoints.save, lambda step, x: checkpoints.restore(x, step=step):
                 if step is not None or call == checkpoints.save:
@@ -677,7 +681,7 @@ class StepsTest(FolderTest):
         folder, x = self.folder / "steps", nnx.Param(jnp.zeros(2))
 
         def write(step):
-            with Checkpoints(folder, keep=1) as checkpoints:
+            with Checkpoints(folder, max_to_keep=1) as checkpoints:
                 checkpoints.save(step, nnx.Param(jnp.full(2, float(step))), force=True)
 
         write(1)

@@ -285,7 +285,7 @@ class PlanningMeshTest(parameterized.TestCase):
     def test_refused(self):
         with pytest.raises(TypeError, match="sizes of its axes by name"):
             planning_mesh((8, 4))
-        with pytest.raises(TypeError, match="no integers"):
+        with pytest.raises(TypeError, match="not integers"):
             planning_mesh({"a": "8"})
         with pytest.raises(ValueError, match="size 0"):
             planning_mesh({"a": 0})

@@ -41,13 +41,13 @@ PLACES = {
     "one": CPU0,
     "other one": SingleDeviceSharding(jax.devices()[5]),
     "mesh": TARGET,
-    "whole": NamedSharding(MESH, P()),
+    "replicated": NamedSharding(MESH, P()),
     "transposed": NamedSharding(MESH, P("model", "data")),
     "both": NamedSharding(MESH, P(None, ("model", "data"))),
     "explicit": NamedSharding(mesh_of((4, 2), ("x", "y"), "explicit"), P("x", "y")),
     "other shape": on(DEVICES, (4, 2), P("a", "b")),
     "reversed": on(DEVICES[::-1], (2, 4), P("b", "a")),
-    "reversed, whole": on(DEVICES[::-1], (2, 4), P()),
+    "reversed, replicated": on(DEVICES[::-1], (2, 4), P()),
     "first half": on(DEVICES[:4], (2, 2), P("a", "b")),
     "last half": on(DEVICES[4:], (2, 2), P("a", "b")),
     "some": on(DEVICES[[6, 1]], (1, 2), P("b")),
@@ -240,7 +240,7 @@ class CountTest(parameterized.TestCase):
             place(again, P("model", "data"), MESH)
         assert compiled == []
 
-    def test_no_whole_array_is_fetched_or_kept(self):
+    def test_no_full_array_is_fetched_or_kept(self):
         """Parts of an array of other devices are put together for each device."""
         x = jax.device_put(np.ones((64, 64), np.float32), PLACES["first half"])
         before = len(jax.live_arrays())
@@ -422,7 +422,7 @@ class MistakesTest(parameterized.TestCase):
         gone.delete()
         tree = {"a": "text", "b": np.array(["x"]), "c": jax.new_ref(x), "d": object(), "x": x}
         names = ("tree['a']: a str", "tree['b']: a ndarray", "tree['c']", "tree['d']: a object")
-        with fails(TypeError, "place: these have a sharding", *names):
+        with fails(TypeError, "place: these leaves have a sharding", *names):
             place(tree, P("data"), MESH, donate=True)
         assert not x.is_deleted()
         kept = place(tree, {**dict.fromkeys("abcd"), "x": P("data")}, MESH)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from ..analysis.tables import COLOURS, axis_styles, grid, table, text
-from ..fitting import axes_of, shape_problems
+from ..fitting import axes_of, fit_sharding
 from .program import MeshDescription
 
 if TYPE_CHECKING:
@@ -89,10 +89,9 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
       ValueError: the sharding does not divide the shape.
     """
     if isinstance(sharding, NamedSharding):
-        problems = shape_problems(sharding.spec, sharding.mesh, shape)
-        if problems:
-            message = f"{sharding.spec} does not fit the shape {shape}: {'; '.join(problems)}"
-            raise ValueError(message)
+        fit = fit_sharding(sharding, None, shape)
+        if fit.problems:
+            raise ValueError(f"{sharding.spec} does not fit the shape {shape}: {fit.reasons}")
         if isinstance(sharding.mesh, AbstractMesh):
             return dict(_positions(shape, sharding))
     held: dict[Spans, list[str]] = {}

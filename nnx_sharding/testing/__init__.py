@@ -1,6 +1,5 @@
 """For tests: assertions about programs, and several processes on one machine."""
 
-from ..report.sharding import assert_sharded
 from .assertions import (
     assert_bytes_sent_below,
     assert_collectives,
@@ -9,6 +8,7 @@ from .assertions import (
     assert_peak_below,
 )
 from .launcher import launch
+from .sharded import assert_sharded
 
 __all__ = [
     "assert_bytes_sent_below",

@@ -36,8 +36,8 @@ def of(numbers):
 
 def everywhere(x):
     """A global array as NumPy, on each process."""
-    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
-    return np.asarray(whole.addressable_data(0))
+    full = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
+    return np.asarray(full.addressable_data(0))
 
 
 def raised(kind, call):
@@ -53,7 +53,7 @@ def specs_of(spec):
 
 
 def rows_are_those_of_jax():
-    """What ``process_rows`` says goes, through JAX's own function, to where it belongs."""
+    """JAX puts the rows of ``process_rows`` where they belong."""
     for (name, mesh), spec in itertools.product(MESHES.items(), SPECS):
         rows = process_rows(spec, SIZE, mesh=mesh)
         batch = of(np.arange(SIZE)[rows])
@@ -134,7 +134,7 @@ def errors_are_everywhere():
 
     mixed = {"id": P("data"), "x": P()}
     text = raised(ValueError, lambda: list(shard_batches([of(np.arange(8))], mixed, BY_PROCESS)))
-    assert "batch['x'], cut by no axis" in text, text
+    assert "batch['x'], by no axis" in text, text
 
     indivisible = shard_batches([of(np.arange(7))], P("data"), BY_PROCESS)
     assert "batch_size=16" in raised(ValueError, lambda: list(indivisible))
@@ -161,7 +161,7 @@ def a_loader_that_fails(process):
 
 
 def one_that_stops_early(process):
-    """What both have agreed on still comes, then the others hear of it."""
+    """Batches that both agreed on still come, then the other process gets an error."""
     batches = iter(shard_batches([of(np.arange(8))] * 20, P("data"), BY_PROCESS))
     next(batches)
     if process == RANK:
@@ -178,7 +178,7 @@ def one_that_does_not_come():
         time.sleep(3)
         iterator.close()
     else:
-        assert "process 0 said nothing" in raised(TimeoutError, lambda: list(iterator))
+        assert "process 0 sent nothing" in raised(TimeoutError, lambda: list(iterator))
 
 
 def a_pause_is_no_fault():

@@ -65,7 +65,7 @@ def words(x):
 
 
 def assert_same(model, other):
-    """All of two models that this process holds is the same, and lies in the same places."""
+    """What this process holds of two models has the same values and shardings."""
     ours, theirs = (dict(nnx.to_flat_state(nnx.state(m))) for m in (model, other))
     assert set(ours) == set(theirs)
     for path in ours:

@@ -1,4 +1,4 @@
-"""What a batch may consist of, as arrays that JAX takes without another copy."""
+"""Leaves of a batch as arrays that JAX takes without another copy."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from ..diagnostics.differences import show
 
 
 def host_array(x: Any) -> Any:
-    """An array with the memory of ``x``, where that can be; numbers become arrays.
+    """An array that shares the memory of ``x`` where possible; numbers become arrays.
 
     Raises:
-      TypeError: ``x`` is no array, and why.
+      TypeError: ``x`` is not an array, and why.
     """
     if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
         return np.asarray(x, jnp.result_type(type(x)))
     if isinstance(x, jax.Array):
         return x
-    if not isinstance(x, np.ndarray | np.generic):
-        x = _converted(x)
-    array = np.asarray(x)
+    array = np.asarray(x if isinstance(x, np.ndarray | np.generic) else _converted(x))
     if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
         raise TypeError(f"an array of dtype {array.dtype}")
     return array
 
 
 def _converted(x: Any) -> Any:
-    """A foreign array, such as a tensor of PyTorch, as one of NumPy."""
+    """A foreign array, such as a tensor of PyTorch, as a NumPy array."""
     try:
         if hasattr(x, "__array__"):
             try:
@@ -39,23 +37,23 @@ def _converted(x: Any) -> Any:
                 if not hasattr(x, "__dlpack__"):
                     raise
         if hasattr(x, "__dlpack__"):
-            return np.asarray(jax.dlpack.from_dlpack(x))  # knows bfloat16, unlike NumPy
+            return np.asarray(jax.dlpack.from_dlpack(x))  # supports bfloat16, unlike NumPy
     except Exception as error:  # of another library, which may raise anything
         raise TypeError(f"a {type(x).__name__} that gives no array: {error}") from error
     raise TypeError(f"{show(x)} of type {type(x).__name__}")
 
 
-def padded(array: Any, rows: int, other: Any) -> Any:
-    """The array with ``rows`` rows, of which its last one fills those that it lacks; one copy.
+def padded(array: Any, rows: int, filler: Any) -> Any:
+    """The array with ``rows`` rows: its last row, or ``filler`` if it has none, is repeated.
 
-    If it has none, ``other`` does. A row that was loaded is one that a model can compute with;
-    zeros might become NaN, which no mask takes out of a sum.
+    A loaded row is one that a model can compute with; zeros might become NaN, which no mask removes
+    from a sum.
     """
     count = len(array)
     if count == rows:
         return array
-    own = np.asarray(array)
-    result = np.empty((rows, *own.shape[1:]), own.dtype)
-    result[:count] = own
-    result[count:] = own[-1] if count else other
+    source = np.asarray(array)
+    result = np.empty((rows, *source.shape[1:]), source.dtype)
+    result[:count] = source
+    result[count:] = source[-1:] if count else filler
     return result
