@@ -13,14 +13,12 @@ import json
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
 from .. import _compat
 from .feed import Consumer
-
-Message: TypeAlias = dict[str, Any]
 
 # After each of these intervals of waiting, it is checked whether the consumer has gone.
 _INTERVAL_MS = 250
@@ -39,13 +37,8 @@ class Agreement:
     The first process collects the messages and answers with all of them at once: three messages for
     each process, not one for each pair.
 
-    Args:
-      processes: the indices of the processes that take part, in ascending order.
-      timeout: seconds to wait for another process while the consumer waits, too.
-      consumer: the consumer of this process.
-
-    Raises:
-      RuntimeError: there are several processes, and no coordination service.
+    ``processes`` are those that take part, in ascending order; ``timeout`` is in seconds, of which
+    only those count in which the consumer waits.
     """
 
     def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
@@ -68,7 +61,7 @@ class Agreement:
         group = zlib.crc32(repr(self.processes).encode())
         self._prefix = f"nnx_sharding/batches/{group:08x}/{number}"
 
-    def exchange(self, message: Message) -> list[Message]:
+    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages of all processes at this turn, in their order.
 
         Raises:
