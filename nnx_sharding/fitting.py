@@ -31,16 +31,11 @@ MisfitKind: TypeAlias = Literal[
 
 
 class Misfit(NamedTuple):
-    """One reason why a sharding does not fit a mesh or a shape; ``str`` words it.
+    """One reason why a spec does not fit a mesh or a shape; ``str`` words it.
 
     Attributes:
-      kind: what is wrong.
-      spec: the spec, or the sharding if it has none.
-      mesh: the mesh; None for a sharding without a spec.
-      shape: the shape of the array, if it was considered.
-      axes: the mesh axes concerned.
-      dimension: the dimension concerned.
-      reason: the text, for what JAX refuses.
+      kind: what is wrong, with which ``axes`` or which ``dimension`` of the array.
+      reason: the text of JAX, for what JAX refuses.
     """
 
     kind: MisfitKind
@@ -75,15 +70,11 @@ class Misfit(NamedTuple):
                 return f"the spec has {len(self.spec)} entries, the array {rank}"
             case "indivisible":
                 assert self.shape is not None
-                sizes = self.mesh.shape
+                sizes, dimension = self.mesh.shape, self.dimension
                 product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in self.axes)
-                parts = math.prod(sizes[axis] for axis in self.axes)
-                total = f" = {parts}" if len(self.axes) > 1 else ""
-                size = self.shape[self.dimension]
-                return (
-                    f"dimension {self.dimension} of size {size} is not divisible by "
-                    f"{product}{total}"
-                )
+                total = f" = {_parts(self.axes, sizes)}" if len(self.axes) > 1 else ""
+                size = f"dimension {dimension} of size {self.shape[dimension]}"
+                return f"{size} is not divisible by {product}{total}"
             case _:
                 return self.reason
 
@@ -116,12 +107,17 @@ class Fit(NamedTuple):
         """The problems in words; if there are none, the corrections."""
         return "; ".join(map(str, self.problems or self.corrections))
 
+    def refuse(self, reason: str | None) -> Fit:
+        """The same with a further problem, unless it is None."""
+        if reason is None:
+            return self
+        problem = Misfit("refused", self.declared, None, self.shape, reason=reason)
+        return self._replace(problems=(*self.problems, problem))
+
     def line(self, name: str, before: Sequence[int] | None = None) -> str:
         """A line of a message: ``name, shape (4, 6), P('a') → P(None,): the reasons``.
 
-        Args:
-          name: what the message calls the array.
-          before: the shape that the array had before, to be named if it differs.
+        It names the shape that the array had ``before``, if it differs.
         """
         shape = "" if self.shape is None else f", shape {self.shape}"
         was = "" if before is None or tuple(before) == self.shape else f" (was {tuple(before)})"
@@ -142,8 +138,8 @@ def fit_sharding(
     """The part of a sharding that fits a mesh and a shape, and what does not fit.
 
     Args:
-      sharding: a spec or a sharding. Of a sharding without a spec JAX decides whether it fits;
-        of a spec without a mesh, and of anything else, nothing is wrong.
+      sharding: a spec or a sharding. JAX decides whether a sharding without a spec fits; a spec
+        without a mesh, and anything else, has no problems.
       mesh: the mesh of a spec; a ``NamedSharding`` has its own.
       shape: the shape of the array; None to consider the mesh only.
       on_indivisible: what to do with axes that do not divide a dimension. ``"drop"`` keeps the
@@ -159,63 +155,58 @@ def fit_sharding(
     if parts is None:
         return Fit(declared, of_shape, sharding, (), tuple(_refused(sharding, of_shape)))
     spec, mesh = parts
+    misfit = functools.partial(Misfit, mesh=mesh, shape=of_shape)
     corrections: list[Misfit] = []
     if lenient and of_shape is not None:
         rank = len(of_shape)
         if any(map(axes_of, spec.partitions[rank:])):
-            corrections.append(Misfit("rank", spec, mesh, of_shape))
+            corrections.append(misfit("rank", spec))
         spec = with_entries(spec, (*spec.partitions[:rank], *[None] * (rank - len(spec))))
-    problems = list(_axis_misfits(spec, mesh, of_shape, usable, lenient))
+    problems = [
+        misfit(kind, spec, axes=(axis,)) for kind, axis in _unusable(spec, mesh, usable, lenient)
+    ]
     if lenient:
-        unusable = [misfit for misfit in problems if misfit.kind != "repeated"]
-        dropped = {axis for misfit in unusable for axis in misfit.axes}
-        corrections += unusable
-        problems = [misfit for misfit in problems if dropped.isdisjoint(misfit.axes)]
+        corrections += [problem for problem in problems if problem.kind != "repeated"]
+        dropped = {axis for correction in corrections for axis in correction.axes}
+        problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = only_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
-        problems += [
-            Misfit("unconstrained", spec, mesh, of_shape, dimension=dimension)
-            for dimension, entry in enumerate(spec.partitions)
-            if entry is PartitionSpec.UNCONSTRAINED
-        ]
+        open_ = (d for d, x in enumerate(spec.partitions) if x is PartitionSpec.UNCONSTRAINED)
+        problems += [misfit("unconstrained", spec, dimension=d) for d in open_]
     if of_shape is not None and not problems:
-        misfits = list(_shape_misfits(spec, mesh, of_shape))
-        if on_indivisible == "error" or len(spec) > len(of_shape):
-            problems = misfits
-        elif misfits:
-            corrections += misfits
+        if len(spec) > len(of_shape):
+            problems = [misfit("rank", spec)]
+        indivisible = [
+            misfit("indivisible", spec, axes=axes_of(entry), dimension=d)
+            for d, (size, entry) in enumerate(zip(of_shape, spec.partitions, strict=False))
+            if size % _parts(entry, mesh.shape) and not problems
+        ]
+        if on_indivisible == "error":
+            problems += indivisible
+        elif indivisible:
+            corrections += indivisible
             spec = _dividing(spec, of_shape, mesh.shape, on_indivisible)
-    if spec is not parts[0]:
-        sharding = like(sharding, spec)
+    sharding = sharding if spec is parts[0] else like(sharding, spec)
     return Fit(declared, of_shape, sharding, tuple(corrections), tuple(problems))
 
 
-def _axis_misfits(
-    spec: PartitionSpec, mesh: Any, shape: Any, usable: Collection[Any] | None, lenient: bool
-) -> Iterable[Misfit]:
-    misfit = functools.partial(Misfit, spec=spec, mesh=mesh, shape=shape)
+def _unusable(
+    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None, lenient: bool
+) -> Iterable[tuple[MisfitKind, Any]]:
+    """The axes that a spec cannot use, with the reasons."""
     mapped = axes_of_type(mesh, AxisType.Manual) if lenient else ()
-    summed = axes_of_type(mesh, AxisType.Auto) & (spec.unreduced | spec.reduced)
+    auto = axes_of_type(mesh, AxisType.Auto) & (spec.unreduced | spec.reduced)
     for axis, times in Counter(spec_axes(spec)).items():
         if axis not in mesh.axis_names:
-            yield misfit("unknown", axes=(axis,))
+            yield "unknown", axis
         elif usable is not None and axis not in usable:
-            yield misfit("unmapped", axes=(axis,))
+            yield "unmapped", axis
         elif axis in mapped:
-            yield misfit("mapped", axes=(axis,))
-        elif axis in summed:
-            yield misfit("auto", axes=(axis,))
+            yield "mapped", axis
+        elif axis in auto:
+            yield "auto", axis
         if times > 1:
-            yield misfit("repeated", axes=(axis,))
-
-
-def _shape_misfits(spec: PartitionSpec, mesh: Any, shape: tuple[int, ...]) -> Iterable[Misfit]:
-    if len(spec) > len(shape):
-        yield Misfit("rank", spec, mesh, shape)
-        return
-    for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
-        if size % _parts(entry, mesh.shape):
-            yield Misfit("indivisible", spec, mesh, shape, axes_of(entry), dimension)
+            yield "repeated", axis
 
 
 def _refused(sharding: Any, shape: tuple[int, ...] | None) -> Iterable[Misfit]:
@@ -382,25 +373,3 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-# Until all callers use `fit_sharding`.
-def axis_problems(
-    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None = None
-) -> list[str]:
-    """What is wrong with a spec on this mesh, in words."""
-    return list(map(str, fit_sharding(spec, mesh, usable=usable).problems))
-
-
-def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list[str]:
-    """What is wrong with a spec that fits the mesh for an array of this shape, in words."""
-    return list(map(str, _shape_misfits(spec, mesh, tuple(shape))))
-
-
-def fit(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
-) -> PartitionSpec:
-    """The part of a spec that divides the dimensions of an array."""
-    parts = [_parts(entry, sizes) for entry in spec.partitions]
-    divides = all(not size % count for size, count in zip(shape, parts, strict=False))
-    return spec if how == "error" or divides else _dividing(spec, shape, sizes, how)

@@ -136,25 +136,25 @@ def jit(
 ) -> Any:
     """Compiles a function whose arguments and results may be NNX modules.
 
-    Modules, optimizers, metrics, ``nnx.Rngs`` and bare Variables stand anywhere in the
-    arguments and in the result, next to arrays. What the function does to them it does to the
-    caller's own objects: updated Variables, changed static attributes, added and removed
-    submodules. Objects that are shared, or form cycles, stay so. A function without NNX
-    objects behaves as under ``jax.jit``.
+    Modules, optimizers, metrics, ``nnx.Rngs`` and bare Variables may be anywhere in the
+    arguments and in the result, next to arrays. Changes that the function makes to them are
+    made to the caller's own objects: updated Variables, changed static attributes, added and
+    removed submodules. Shared references and cycles are kept. A function without NNX objects
+    behaves as under ``jax.jit``.
 
-    Use it as ``jit(f)``, ``@jit`` or ``@jit(...)``; on a function, on a method in a class
+    Use it as ``jit(f)``, ``@jit`` or ``@jit(...)``: on a function, on a method in a class
     body (``model.method.lower(x)`` then works), or on a bound method (``jit(model.method)``),
-    whose positions and specs count without ``self``.
+    whose positions and specs do not count ``self``.
 
     Args:
       fun: the function.
-      in_shardings: where the arguments live. One spec for all; a tuple with one for each
+      in_shardings: the shardings of the arguments. One spec for all; a tuple with one for each
         positional parameter (static ones left out, or None); or a mapping from parameter
-        names. Each is a prefix of its argument, in which modules and Variables are leaves. A
-        spec is a ``Sharding``, a ``PartitionSpec``, a :class:`~nnx_sharding.StateSharding`
-        over a module, an ``nnx.State`` of specs over a module, or None for "as it comes".
-        Variables without a committed layout are laid out as declared at the first call, and
-        stay so.
+        names. Each is a pytree prefix of its argument, in which modules and Variables are
+        leaves. A spec is a ``Sharding``, a ``PartitionSpec``, a
+        :class:`~nnx_sharding.StateSharding` or an ``nnx.State`` of specs for a module, or None
+        to keep the sharding of the argument. Uncommitted Variables are placed as declared at
+        the first call, and keep that sharding.
       out_shardings: likewise for the result. A new module is created sharded.
       mesh: resolves every ``PartitionSpec``; without it, the mesh in context does.
       static_argnums: positions of static arguments, hashable and part of the cache key.
@@ -166,24 +166,24 @@ def jit(
       device: deprecated in JAX; not together with shardings.
       backend: deprecated in JAX; not together with shardings.
       inline: inline into enclosing jaxprs.
-      abstracted_axes: gone from JAX; only None is accepted.
+      abstracted_axes: removed from JAX; only None is accepted.
       compiler_options: passed to XLA.
-      on_committed: what to do with arrays that are committed to another layout than
-        ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` them. A Variable then
-        stays where it was moved to; an array that is no Variable is moved at each call.
-      on_indivisible: what to do with specs that do not divide the shapes they are for:
-        ``"error"``; ``"replicate"`` these arrays; or ``"drop"`` the mesh axes that do not divide.
-        The latter two warn with a list of what they changed. A
-        :class:`~nnx_sharding.StateSharding` may say otherwise for its part.
-      strict: whether everything that the library would warn of is an error, and a donated
-        buffer that cannot be used, too.
-      max_traces: how often the function may be traced through this wrapper: the call that would
-        trace it once more raises instead, and says what differs. A trace for what was traced
-        before, as after ``jax.clear_caches()``, does not count. None is no limit.
-      graph: None takes Flax's global flag as it is now. False treats modules as pytrees:
+      on_committed: what to do with arrays that are committed to another sharding than
+        ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` them. A moved Variable
+        keeps the new sharding; other arrays are moved at each call.
+      on_indivisible: what to do with specs that do not divide the shape of an array:
+        ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide it.
+        The latter two warn with a list of the corrections. A
+        :class:`~nnx_sharding.StateSharding` may override it for its part.
+      strict: make every warning of this library an error, and a donated buffer that cannot be
+        reused, too.
+      max_traces: how often the function may be traced through this wrapper: a call that would
+        trace it once more raises instead, with what differs. A trace for arguments that were
+        traced before, as after ``jax.clear_caches()``, does not count. None for no limit.
+      graph: None uses Flax's global flag at decoration. False treats modules as pytrees:
         shared references are an error, and only the values of Variables are updated.
-      graph_updates: None takes Flax's global flag as it is now. False keeps sharing but updates
-        only the values and metadata of Variables.
+      graph_updates: None uses Flax's global flag at decoration. False keeps shared references,
+        but updates only the values and metadata of Variables.
 
     Returns:
       A :class:`~nnx_sharding.Lifted`: the function, with ``trace``, ``lower``, ``eval_shape``
@@ -191,10 +191,10 @@ def jit(
 
     Raises:
       TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``,
-        or something else stands where a spec belongs; at a call, an argument is no array.
-      ValueError: an option has another value than those above; at a call, a static argument is
+        or something that is not a spec is given as one; at a call, an argument is not an array.
+      ValueError: an option has a value other than those above; at a call, a static argument is
         not hashable or holds arrays, specs do not fit the arguments or the mesh, a
-        ``PartitionSpec`` has no mesh, or arrays cannot be laid out as declared.
+        ``PartitionSpec`` has no mesh, or arrays cannot be placed as declared.
       StrictError: at a call, with ``strict``.
       RetraceError: at a call that would have to trace once more than ``max_traces`` allows.
 

@@ -208,7 +208,7 @@ class _Options(TypedDict, total=False):
     check_rep: bool | None
     auto: Set[AxisName]
     jit: bool
-    on_committed: Literal["error", "relayout", "move"]
+    on_committed: Literal["error", "reshard", "move"]
     on_indivisible: OnIndivisible
     strict: bool
     max_traces: int | None
@@ -236,7 +236,7 @@ def shard_map(
     check_rep: bool | None = None,
     auto: Set[AxisName] = frozenset(),
     jit: bool = True,
-    on_committed: Literal["error", "relayout", "move"] = "relayout",
+    on_committed: Literal["error", "reshard", "move"] = "reshard",
     on_indivisible: OnIndivisible = "error",
     strict: bool = False,
     max_traces: int | None = None,
@@ -246,47 +246,46 @@ def shard_map(
     """Maps a function over shards of its arguments, which may be NNX modules.
 
     Inside, each Variable holds one device's shard, and collectives such as ``jax.lax.psum``
-    reach the other devices. Everything said at :func:`~nnx_sharding.jit` about modules as
-    arguments and results holds here too. Called at top level the function is compiled once,
-    not run operation by operation.
+    communicate with the other devices. Modules as arguments and results work as with
+    :func:`~nnx_sharding.jit`. Called at top level the function is compiled once, not run
+    operation by operation.
 
     Args:
       f: the function.
-      out_specs: how the shards of the result are put together: a prefix of
+      out_specs: how the shards of the result are concatenated: a pytree prefix of
         ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`.
-      in_specs: how the arguments are cut, given as ``in_shardings`` of
-        :func:`~nnx_sharding.jit`. Updated Variables are put together by the same specs. A
-        spec None makes a non-array static: a whole argument, or parts of one if the None
-        stands in a pytree. An array or module with it is replicated, and so is an argument that
-        ``in_specs`` does not mention. Without ``in_specs`` at all they are read from the types of
-        the arrays, on meshes whose axes are Explicit.
+      in_specs: how the arguments are sharded, in the form of ``in_shardings`` of
+        :func:`~nnx_sharding.jit`. Updated Variables leave with the same specs. A spec None makes
+        a Python value static: an argument, or a part of one if the None is in a pytree. An array
+        or module with spec None is replicated, and so is an argument that ``in_specs`` does not
+        mention. Without ``in_specs`` the specs are those in the types of the arrays, on meshes
+        whose axes are Explicit.
       mesh: the mesh; without it, the one in context. May be an ``AbstractMesh``.
       axis_names: the axes over which ``f`` is manual; empty means all.
       check_vma: check what the specs claim about replication. Default True.
       check_rep: the older name of ``check_vma``.
-      auto: the older way to say ``axis_names``: the axes that stay automatic.
+      auto: the complement of ``axis_names``, its older form: the axes that stay automatic.
       jit: False runs operation by operation at top level, to debug with prints and
         breakpoints.
-      on_committed: what to do with Variables that are committed to another layout than
-        ``in_specs`` declares: ``"relayout"`` them on the devices where they are, as JAX does for
-        arrays; ``"move"`` also arrays, and from other devices; or ``"error"``.
+      on_committed: what to do with Variables that are committed to another sharding than
+        ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does for arrays;
+        ``"move"`` also arrays, and from other devices; or ``"error"``.
       on_indivisible: as in :func:`~nnx_sharding.jit`, for arguments. The function then sees the
-        whole of a dimension where it would have seen a part, and must do without the axis.
-      strict: as in :func:`~nnx_sharding.jit`.
-      max_traces: as in :func:`~nnx_sharding.jit`.
-      graph: as in :func:`~nnx_sharding.jit`.
-      graph_updates: as in :func:`~nnx_sharding.jit`.
+        full dimension in place of a shard.
+      strict: make every warning of this library an error.
+      max_traces: how often the function may be traced through this wrapper; None for no limit.
+      graph: False treats modules as pytrees, without shared references; None uses Flax's flag.
+      graph_updates: False updates only values and metadata of Variables; None uses Flax's flag.
 
     Returns:
       A :class:`~nnx_sharding.Lifted`, with the same staging methods as ``jit`` gives.
 
     Raises:
-      TypeError: ``f`` is not callable, or something else stands where a mesh or a spec
-        belongs; at a call, no ``in_specs`` on a mesh that is not
-        Explicit.
-      ValueError: both names of one option are given, or an option has another value than those
+      TypeError: ``f`` is not callable, or the mesh or a spec has another type; at a call, no
+        ``in_specs`` on a mesh that is not Explicit.
+      ValueError: both names of one option are given, or an option has a value other than those
         above; at a call, there is no mesh, the specs do not fit the mesh or the arguments, or
-        it cannot be proved that a result is as replicated as its spec says.
+        JAX cannot prove that a result is as replicated as its spec declares.
       StrictError: at a call, with ``strict``.
       RetraceError: at a call that would have to trace once more than ``max_traces`` allows.
 
@@ -317,7 +316,7 @@ def shard_map(
     checked = check_vma if check_vma is not None else check_rep
     check_options(
         "shard_map",
-        on_committed=(on_committed, ("error", "relayout", "move")),
+        on_committed=(on_committed, ("error", "reshard", "move")),
         on_indivisible=(on_indivisible, ON_INDIVISIBLE),
     )
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):

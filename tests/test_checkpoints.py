@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from layouts import OPTIMIZERS
 from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit, split
 from nnx_sharding.analysis import parameter_table
@@ -29,6 +28,7 @@ from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init, sharded_init
+from sharded_models import OPTIMIZERS
 
 MESH = mesh_of((2, 4), ("data", "model"))
 OTHER = mesh_of((4, 1), ("model", "data"))

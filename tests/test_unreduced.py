@@ -19,7 +19,7 @@ from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.constraints import get_names_from_partition_spec, match_partition_rules
 from nnx_sharding.errors import CorrectedSpecWarning
 from nnx_sharding.export import export
-from nnx_sharding.fitting import fit, variants
+from nnx_sharding.fitting import fit_sharding, variants
 from nnx_sharding.partition import (
     LogicalRules,
     from_metadata,
@@ -234,7 +234,7 @@ def model_of(value):
 
 
 class ModelTest(parameterized.TestCase):
-    """Variables are laid out as declared, and come back so."""
+    """Variables get the declared shardings and keep them."""
 
     def setUp(self):
         super().setUp()
@@ -324,7 +324,7 @@ class ModelTest(parameterized.TestCase):
         with self.assertWarnsRegex(CorrectedSpecWarning, "no axis 'gone'; the mesh has no axis 'n"):
             ours = with_sharding_constraint(W, spec)
         self.assertEqual(ours.sharding.spec, P("x", None, unreduced={"y"}))
-        message = "'x' is of type Auto; only Explicit"
+        message = "only axes of type Explicit can be .*; 'x' is of type Auto"
         with jax.set_mesh(mesh24("auto")), self.assertWarnsRegex(CorrectedSpecWarning, message):
             ours = with_sharding_constraint(W, SUMMANDS)
         self.assertEqual(ours.sharding.spec, P(None, "y"))
@@ -413,9 +413,12 @@ class DescriptionTest(absltest.TestCase):
 
     def test_specs_are_kept(self):
         spec = P(("x", "y"), None, unreduced={"z"})
-        sizes = {"x": 2, "y": 4, "z": 2}
-        self.assertEqual(fit(spec, (2, 2), sizes, "drop"), P("x", None, unreduced={"z"}))
-        self.assertEqual(fit(spec, (3, 2), sizes, "replicate"), P(unreduced={"z"}))
+        types = (jax.sharding.AxisType.Explicit,) * 3
+        mesh = jax.sharding.AbstractMesh((2, 4, 2), ("x", "y", "z"), axis_types=types)
+        dropped = fit_sharding(spec, mesh, (2, 2), on_indivisible="drop").sharding
+        self.assertEqual(dropped, P("x", None, unreduced={"z"}))
+        replicated = fit_sharding(spec, mesh, (3, 2), on_indivisible="replicate").sharding
+        self.assertEqual(replicated, P(unreduced={"z"}))
         for part in variants(spec, "drop"):
             self.assertEqual(part.unreduced, {"z"})
         rules = [(".*", P(None, None, None, reduced={"x"}))]

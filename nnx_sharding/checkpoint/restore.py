@@ -19,8 +19,8 @@ from ..core.transfer import transfer
 from ..errors import CheckpointError
 from ..filters import to_predicate
 from ..fitting import describe, fit_sharding, suggestion, unsummed
+from ..partition.apply import has_memory, rebuilt, sharding_of
 from ..partition.constrain import assign
-from ..partition.layout import has_memory, rebuilt, sharding_of
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
 from .read import Stored, key_kind, key_words, load, read
 

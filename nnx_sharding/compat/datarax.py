@@ -18,8 +18,8 @@ from ..analysis.device_bytes import device_bytes
 from ..analysis.parameters import parameter_table
 from ..core.flatten import flatten
 from ..core.specs import Specs
+from ..partition.apply import apply_shardings, rebuilt, sharding_of
 from ..partition.constrain import is_array
-from ..partition.layout import laid_out, rebuilt, sharding_of
 from ..partition.logical import LogicalRules
 from ..paths import path_string
 from ..placement.place import shardings_for, trimmed
@@ -296,7 +296,7 @@ class ArraySharder(nnx.Module):
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
         # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
-        [value] = laid_out([make(self.rngs.params(), shape)], [sharding])
+        [value] = apply_shardings([make(self.rngs.params(), shape)], [sharding])
         param = nnx.Param(value)
         # Given to Param as arguments, they would shard the value once more.
         param.set_metadata(metadata)
@@ -486,7 +486,7 @@ _RULES = "sharding_rules"
 def _shard(caller: str, batch: Any, sharding: Any) -> Any:
     flat = flatten(batch)
     shardings = shardings_for(batch, sharding, None, caller, flat=flat, adapt=trimmed)
-    return rebuilt(flat, laid_out(flat.leaves, shardings), caller)
+    return rebuilt(flat, apply_shardings(flat.leaves, shardings), caller)
 
 
 def _statistics(stats: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from .specs import Specs
 
 # What is done with arrays that are committed to another sharding than declared: an error; they are
 # resharded on the same devices, or moved from wherever they are; or their own sharding counts.
-OnCommitted: TypeAlias = Literal["error", "relayout", "move", "leave"]
+OnCommitted: TypeAlias = Literal["error", "reshard", "move", "leave"]
 
 
 NO_SPECS = Specs(None)

@@ -195,7 +195,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.CAPTURED_ARRAY: Message(
         errors.CapturedArrayWarning,
-        "the function captures sharded arrays, which become constants of the program, with a copy on "
+        "the function captures sharded arrays, which become constants of the program, copied to "
         "every device:",
         lambda name, array: f"{_array(name, array)}, {describe(array.sharding)}",
         "Pass them as arguments.",

@@ -19,8 +19,8 @@ from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
 from ..errors import NoMeshError
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
+from ..partition.apply import finished_on_cpu, mesh_here, rebuilt
 from ..partition.constrain import is_array
-from ..partition.layout import finished_on_cpu, mesh_here, rebuilt
 
 
 @_compat.api_boundary

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from ..fitting import axes_of, shape_problems
+from ..fitting import axes_of, fit_sharding
 
 Slices: TypeAlias = tuple[slice, ...]
 
@@ -47,11 +47,9 @@ def parts_of(shape: Sequence[int], sharding: Sharding) -> list[Part]:
 
 def _held(shape: tuple[int, ...], sharding: Sharding) -> list[tuple[Slices, str]]:
     if isinstance(sharding, NamedSharding):
-        problems = shape_problems(sharding.spec, sharding.mesh, shape)
-        if problems:
-            raise ValueError(
-                f"{sharding.spec} does not fit the shape {shape}: {'; '.join(problems)}"
-            )
+        fit = fit_sharding(sharding, None, shape)
+        if fit.problems:
+            raise ValueError(f"{sharding.spec} does not fit the shape {shape}: {fit.reasons}")
         return _held_on_mesh(shape, sharding)
     found: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     whole = (slice(None),) * len(shape)

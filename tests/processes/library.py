@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layouts import MLP
 from nnx_sharding import StateSharding, explain_retraces, jit, limit_traces, merge, shard_map, split
 from nnx_sharding.analysis import format_table, parameter_table
 from nnx_sharding.compat.datarax import ArraySharder
@@ -29,6 +28,7 @@ from nnx_sharding.partition import (
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
 from nnx_sharding.testing import assert_sharded
+from sharded_models import MLP
 
 MESH = mesh_of()
 RULES = StateSharding(

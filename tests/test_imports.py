@@ -1,0 +1,86 @@
+"""The imports of the package: no cycle, and none from the core to what is above it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nnx_sharding
+
+ROOT = Path(nnx_sharding.__file__).parent
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """The modules of the package that a file imports, in functions and for type checkers too."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *(node.module or "").split(".")]).strip(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                if full in FILES or base in FILES:
+                    yield full if full in FILES else base
+
+
+IMPORTS = {name: set(imported(name, path)) - {name} for name, path in FILES.items()}
+# The package itself names everything.
+del IMPORTS["nnx_sharding"]
+
+
+def package_of(name: str) -> str:
+    """The folder directly below the package, or the file if there is none."""
+    return ".".join(name.split(".")[:2])
+
+
+def check_acyclic(graph: dict[str, set[str]]) -> None:
+    try:
+        list(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail("import cycle: " + " -> ".join(reversed(error.args[1])))
+
+
+def test_no_cycle_between_files():
+    packages = {name for name, path in FILES.items() if path.name == "__init__.py"}
+    check_acyclic({name: targets - packages for name, targets in IMPORTS.items()})
+
+
+def test_no_cycle_between_packages():
+    graph: dict[str, set[str]] = {}
+    for name, targets in IMPORTS.items():
+        graph.setdefault(package_of(name), set()).update(map(package_of, targets))
+    check_acyclic({name: targets - {name, "nnx_sharding"} for name, targets in graph.items()})
+
+
+def test_core_imports_only_what_is_below_it():
+    below = {"_compat", "errors", "paths", "filters", "fitting", "state_sharding", "core"}
+    for name, targets in IMPORTS.items():
+        if package_of(name) == "nnx_sharding.core":
+            above = {t for t in targets if package_of(t).partition(".")[2] not in below}
+            assert not above, name
+
+
+def test_files_are_short():
+    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert [(name, length) for name, length in lengths.items() if length > 350] == []
+
+
+def test_private_names_of_jax_are_in_one_file():
+    for path in ROOT.rglob("*.py"):
+        if path.name != "_compat.py":
+            assert not re.search(r"jax\._src|\bjaxlib\.", path.read_text(encoding="utf-8")), path
