@@ -106,8 +106,8 @@ def restore(
     values = load("restore", stored, wanted | {target.name: None for target in narrowed})
     _check_range(narrowed, values)
     leaves, references = list(flat.leaves), []
-    for array, name, goal in targets:
-        value = _like(values[name], array.leaf, goal)
+    for array, name, array_sharding in targets:
+        value = _like(values[name], array.leaf, array_sharding)
         if is_reference(array.leaf):
             references.append((array.leaf, value))
         else:
@@ -153,24 +153,22 @@ def _shardings(
     if sharding is not None:
         assigned = assign(tree, flat, sharding, mesh=mesh, strict=False, caller="restore")
         declared = [goal.sharding for goal in assigned]
-    result, problems = {}, []
-    for array in arrays:
-        leaf = array.leaf
-        result[array.slot] = goal = (
-            None if isinstance(leaf, _ON_HOST) else declared[array.slot] or _present(leaf)
-        )
-        if not isinstance(goal, NamedSharding):
-            continue
-        onto = goal.mesh if sharding is not None or mesh is None else mesh
-        fit = fit_sharding(goal.spec, onto, leaf.shape)
-        if isinstance(onto, AbstractMesh):
-            what = f"{array.path}, shape {tuple(leaf.shape)}, {describe(goal)}"
-            problems.append(f"  {what}: the mesh is abstract, without devices; give a mesh")
-        elif fit.problems:
-            problems.append(fit.line(array.path))
-        elif onto != goal.mesh:
-            kind = goal.memory_kind if has_memory(goal) else None
-            result[array.slot] = NamedSharding(onto, goal.spec, memory_kind=kind)
+    result: dict[int, Any] = {}
+    problems = []
+    for slot, leaf, *_, path, _, _ in arrays:
+        target = None if isinstance(leaf, _ON_HOST) else declared[slot] or _present(leaf)
+        if isinstance(target, NamedSharding):
+            onto = target.mesh if sharding is not None or mesh is None else mesh
+            fit = fit_sharding(target.spec, onto, leaf.shape)
+            if isinstance(onto, AbstractMesh):
+                what = f"{path}, shape {tuple(leaf.shape)}, {describe(target)}"
+                problems.append(f"  {what}: the mesh is abstract, without devices; give a mesh")
+            elif fit.problems:
+                problems.append(fit.line(path))
+            elif onto != target.mesh:
+                kind = target.memory_kind if has_memory(target) else None
+                target = NamedSharding(onto, target.spec, memory_kind=kind)
+        result[slot] = target
     if problems:
         raise ValueError("restore: these shardings cannot be used:\n" + "\n".join(problems))
     return result

@@ -100,14 +100,14 @@ class Rounds(Iterator[Round]):
             self._state = copy.deepcopy(self._source.get_state())
         if self._sharding is None:
             self._sharding = BatchSharding(batch, self._options.specs, self._options.mesh)
-        arrays = self._sharding.arrays(batch)
+        arrays: list[Any] = self._sharding.arrays(batch)
         if self._options.copy:
             pairs = zip(arrays, self._sharding.leaves, strict=True)
             arrays = [x if leaf.sharding is None else np.array(x) for x, leaf in pairs]
         return arrays
 
     def _count_rows(self, arrays: Sequence[Any]) -> int:
-        rows = self._sharding.count(arrays)
+        rows: int = self._sharding.count(arrays)
         if len(self._agreement.processes) > 1 and (rows or not self._fillers):
             # If this process ends before others do, its rows are copies of these.
             self._fillers = [

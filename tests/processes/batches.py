@@ -62,9 +62,9 @@ def rows_are_those_of_jax():
         [(ours, mask)] = shard_batches([batch], specs_of(spec), mesh)
         assert ours["x"].sharding == plain.sharding == sharding
         expected = of(np.arange(SIZE))
-        for found, own in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
+        for found, key in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
             for shard in found.addressable_shards:
-                part = expected[own][shard.index]
+                part = expected[key][shard.index]
                 np.testing.assert_array_equal(shard.data, part, f"{name}, {spec}")
         assert ours["id"].dtype == np.int32, ours["id"].dtype
         assert mask.shape == (SIZE,) and all(s.data.all() for s in mask.addressable_shards)
@@ -84,8 +84,8 @@ def every_row_once(counts, *, prefetch=2, mesh=BY_PROCESS, spec=ROWS):
         number += 1
     assert number == max(-(-count // 8) for count in counts), number
     for process, count in enumerate(counts):
-        own = [i - 1000 * process for i in seen if i // 1000 == process]
-        assert own == list(range(count)), own
+        ids_of_process = [i - 1000 * process for i in seen if i // 1000 == process]
+        assert ids_of_process == list(range(count)), ids_of_process
     assert len(seen) == sum(counts)
 
 
