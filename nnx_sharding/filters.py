@@ -15,11 +15,7 @@ Predicate = Callable[[tuple[Any, ...], Any], bool]
 
 
 def to_predicate(filter_: Any) -> Predicate:
-    """The predicate ``(path, value) -> bool`` for a filter.
-
-    Raises:
-      TypeError: it is not an NNX filter.
-    """
+    """The predicate ``(path, value) -> bool`` for a filter."""
     try:
         predicate: Predicate = nnx.filterlib.to_predicate(filter_)
     except (TypeError, ValueError):  # Flax fails while it formats its message
@@ -48,12 +44,7 @@ def _words(filter_: Any) -> list[str]:
 
 
 def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """The filters that decide about nothing, each with the earlier ones that match the same.
-
-    Args:
-      count: the number of filters, of which the first that matches decides.
-      matches: for each Variable the filters that match it, in order.
-    """
+    """The filters that decide about nothing, each with the earlier ones that match the same."""
     deciding: dict[int, set[int]] = {number: set() for number in range(count)}
     for numbers in matches:
         for number in numbers:

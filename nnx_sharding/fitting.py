@@ -31,17 +31,12 @@ MisfitKind: TypeAlias = Literal[
 
 
 class Misfit(NamedTuple):
-    """One reason why a spec does not fit a mesh or a shape; ``str`` words it.
-
-    Attributes:
-      kind: what is wrong, with which ``axes`` or which ``dimension`` of the array.
-      reason: the text of JAX, for what JAX refuses.
-    """
+    """One reason why a spec does not fit a mesh or a shape; ``str`` words it."""
 
     kind: MisfitKind
     spec: Any
     mesh: Any
-    shape: tuple[int, ...] | None
+    shape: Any
     axes: tuple[Any, ...] = ()
     dimension: int = 0
     reason: str = ""
@@ -66,10 +61,9 @@ class Misfit(NamedTuple):
             case "rank" if not self.shape:
                 return "a scalar has no dimension to shard; its spec is P()"
             case "rank":
-                rank = _plural(len(self.shape or ()), "dimension")
+                rank = f"{len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
                 return f"the spec has {len(self.spec)} entries, the array {rank}"
             case "indivisible":
-                assert self.shape is not None
                 sizes, dimension = self.mesh.shape, self.dimension
                 product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in self.axes)
                 total = f" = {_parts(self.axes, sizes)}" if len(self.axes) > 1 else ""
@@ -85,8 +79,7 @@ class Fit(NamedTuple):
     Attributes:
       declared: the sharding as it was declared.
       shape: the shape of the array; None if only the mesh was considered.
-      sharding: the part of the declared sharding that fits, in the same form: a spec for a spec, a
-        ``NamedSharding`` for a ``NamedSharding``. Meaningful only without problems.
+      sharding: without problems the part that fits: of a spec a spec, else a ``NamedSharding``.
       corrections: what was corrected.
       problems: what cannot be corrected, or was not to be.
     """
@@ -115,10 +108,7 @@ class Fit(NamedTuple):
         return self._replace(problems=(*self.problems, problem))
 
     def line(self, name: str, before: Sequence[int] | None = None) -> str:
-        """A line of a message: ``name, shape (4, 6), P('a') → P(None,): the reasons``.
-
-        It names the shape that the array had ``before``, if it differs.
-        """
+        """A line of a message: ``name, shape (6,) (was (4,)), P('a') → P(None,): the reasons``."""
         shape = "" if self.shape is None else f", shape {self.shape}"
         was = "" if before is None or tuple(before) == self.shape else f" (was {tuple(before)})"
         new = "" if self.problems else f" → {describe(self.sharding)}"
@@ -142,9 +132,8 @@ def fit_sharding(
         without a mesh, and anything else, has no problems.
       mesh: the mesh of a spec; a ``NamedSharding`` has its own.
       shape: the shape of the array; None to consider the mesh only.
-      on_indivisible: what to do with axes that do not divide a dimension. ``"drop"`` keeps the
-        first axes of each entry, as many as divide; ``"replicate"`` replicates the array. Axes
-        over which the array is unreduced or reduced stay.
+      on_indivisible: with ``"drop"`` each entry keeps its first axes, as many as divide the
+        dimension; with ``"replicate"`` none is kept. Unreduced and reduced axes are kept.
       usable: the mesh axes that the spec may name; None for all.
       unconstrained: whether dimensions may be UNCONSTRAINED.
       lenient: whether axes that cannot be used are dropped, and a spec is truncated or padded to
@@ -153,7 +142,13 @@ def fit_sharding(
     declared, of_shape = sharding, None if shape is None else tuple(shape)
     parts = spec_and_mesh(sharding, mesh)
     if parts is None:
-        return Fit(declared, of_shape, sharding, (), tuple(_refused(sharding, of_shape)))
+        fit = Fit(declared, of_shape, sharding, (), ())
+        if isinstance(sharding, Sharding) and of_shape is not None:
+            try:
+                sharding.shard_shape(of_shape)
+            except ValueError as error:
+                return fit.refuse(str(error))
+        return fit
     spec, mesh = parts
     misfit = functools.partial(Misfit, mesh=mesh, shape=of_shape)
     corrections: list[Misfit] = []
@@ -209,20 +204,11 @@ def _unusable(
             yield "repeated", axis
 
 
-def _refused(sharding: Any, shape: tuple[int, ...] | None) -> Iterable[Misfit]:
-    """What JAX reports about a sharding that has no spec."""
-    if isinstance(sharding, Sharding) and shape is not None:
-        try:
-            sharding.shard_shape(shape)
-        except ValueError as error:
-            yield Misfit("refused", sharding, None, shape, reason=str(error))
-
-
 def _dividing(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], action: OnIndivisible
 ) -> PartitionSpec:
     """A spec without axes that do not divide the dimensions."""
-    if how == "replicate":
+    if action == "replicate":
         return with_entries(spec, ())
     return with_entries(
         spec,
@@ -233,11 +219,11 @@ def _dividing(
     )
 
 
-def variants(spec: PartitionSpec, how: OnIndivisible) -> list[PartitionSpec]:
+def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
     """All that :func:`fit_sharding` can make of a spec, by the shapes of arrays."""
-    if how == "error":
+    if action == "error":
         return []
-    if how == "replicate":
+    if action == "replicate":
         return [with_entries(spec, ())]
     choices = itertools.product(*map(_prefixes, spec.partitions))
     return [with_entries(spec, entries) for entries in choices][1:]
@@ -278,15 +264,15 @@ def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
 
 def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
     """A spec with only some of the axes that it names; UNCONSTRAINED stays."""
-    entries = tuple(
-        entry
-        if entry is PartitionSpec.UNCONSTRAINED
-        else _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
-        for entry in spec.partitions
-    )
+    entries = list(spec.partitions)
+    for dimension, entry in enumerate(entries):
+        if entry is not PartitionSpec.UNCONSTRAINED:
+            entries[dimension] = _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
     if unreduced:
-        part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+        part: PartitionSpec = spec.update(
+            partitions=tuple(entries), unreduced=unreduced, reduced=reduced
+        )
         return part
     # JAX refuses to keep a kind of reduction where no axis is left to reduce over.
     return PartitionSpec(*entries, reduced=reduced)
@@ -316,9 +302,7 @@ def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] 
 
 def unsummed(sharding: Any) -> Any:
     """A sharding without the unreduced and reduced axes of its spec."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec = sharding.spec
+    spec = getattr(sharding, "spec", PartitionSpec())
     if not (spec.unreduced or spec.reduced):
         return sharding
     return sharding.update(spec=PartitionSpec(*spec.partitions))
@@ -343,15 +327,10 @@ def suggested_spec(x: Any) -> str:
     if isinstance(x, Layout | type(Layout.AUTO)):
         return ": write jax.experimental.layout.Format(layout, sharding)"
     names = x if isinstance(x, tuple | list) else (x,)
-    if not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
-        return ""
-    if all(n is None for n in names):  # specs that are left open
-        return ""
+    flat = [name for entry in names for name in axes_of(entry)]
+    if not flat or not all(isinstance(name, str) for name in flat):
+        return ""  # a tuple of None is a prefix, not a spec
     return f": write P({', '.join(map(repr, names))})"
-
-
-def _is_names(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(name, str) for name in x)
 
 
 def describe(sharding: Any) -> str:
@@ -369,7 +348,3 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
             return f"{short[0]} on {one.mesh}", f"{short[1]} on {other.mesh}"
         return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
     return str(one), str(other)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

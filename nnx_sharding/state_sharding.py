@@ -150,8 +150,8 @@ class StateSharding:
     def __repr__(self) -> str:
         pairs = zip(self.names, self._shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
-        how = self._on_indivisible
-        option = "" if how is None else f", on_indivisible={how!r}"
+        action = self._on_indivisible
+        option = "" if action is None else f", on_indivisible={action!r}"
         return f"StateSharding({{{inside}}}{option})"
 
     def __eq__(self, other: object) -> bool:

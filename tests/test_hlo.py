@@ -14,9 +14,11 @@ from jax import lax
 
 from models import P, mesh_of
 from nnx_sharding.analysis import Cost, collectives_of
-from nnx_sharding.analysis.hlo import Shape, arrays, parse, read_groups, read_shape
+from nnx_sharding.analysis.device_groups import read_groups
+from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.loops import with_loops
 from nnx_sharding.analysis.memory import memory_of
+from nnx_sharding.analysis.shapes import Shape, arrays, read_shape
 
 SHAPES = {
     "scalar": ("f32[]", Shape("f32", (), 4)),
@@ -284,7 +286,7 @@ class ReadTest(parameterized.TestCase):
     )
     def test_bytes(self, text, size, sent):
         [found] = collectives_of(f"%r = {text}", {"x": 8})
-        assert (found.bytes, found.bytes_moved) == (size, sent)
+        assert (found.bytes, found.bytes_sent) == (size, sent)
 
     def test_frames(self):
         plain = TABLES + "1 {file_location_id=1}\n2 {file_location_id=2 parent_frame_id=1}\n"

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..analysis.units import bytes_text
-from ..report.comparison import Comparison, Failure, attempt
-from ..report.comparison import compare as compare_strategies
+from ..report.comparison import Comparison, Failure
+from ..report.strategies import attempt
+from ..report.strategies import compare as compare_strategies
 from .output import say_error
 from .programs import (
     add_options,

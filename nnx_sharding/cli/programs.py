@@ -12,10 +12,10 @@ import jax
 from jax.sharding import Mesh
 
 from ..analysis.hardware import Device, device
+from ..analysis.units import read_bytes
 from ..jit import jit
 from ..lifted import Lifted
 from ..partition.virtual import MOST_DEVICES, planning_mesh
-from ..report.limits import read_bytes
 from ..report.page import write_html
 from ..report.program import ProgramReport
 from ..report.terminal import show_report
@@ -130,7 +130,7 @@ def compiled(target: str, found: Any, wanted: Device | None) -> ProgramReport:
       UsersError: it is nothing that can be compiled, or it cannot be compiled.
     """
     if isinstance(found, ProgramReport):
-        return found if wanted is None else found.with_bounds(wanted)
+        return found if wanted is None else found.with_roofline(wanted)
     try:
         lower = _lowering(found)
     except TypeError as error:

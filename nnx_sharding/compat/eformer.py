@@ -225,8 +225,8 @@ def analyze_sharding_strategy(
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
       >>> from nnx_sharding.constraints import analyze_sharding_strategy
       >>> mesh = AbstractMesh((4,), ("data",))
-      >>> found = analyze_sharding_strategy(np.ones(8, "float32"), P("data"), mesh)
-      >>> found["memory_per_device"]
+      >>> numbers = analyze_sharding_strategy(np.ones(8, "float32"), P("data"), mesh)
+      >>> numbers["memory_per_device"]
       {0: 8, 1: 8, 2: 8, 3: 8}
     """
     partition_specs = _as_prefix(pytree, partition_specs)

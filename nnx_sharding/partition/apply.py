@@ -41,18 +41,12 @@ def without_unconstrained(
     present = sharding_of(leaf)
     is_known = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
     old = (*(present.spec.partitions if is_known else ()), *[None] * len(spec))
-    used = set(spec_axes(spec))
-    return with_entries(
-        spec,
-        (
-            new
-            if new is not PartitionSpec.UNCONSTRAINED
-            else None
-            if used.intersection(axes_of(entry))
-            else entry
-            for new, entry in zip(spec.partitions, old, strict=False)
-        ),
-    )
+    entries, used = list(spec.partitions), set(spec_axes(spec))
+    for dimension, entry in enumerate(entries):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            is_free = used.isdisjoint(axes_of(old[dimension]))
+            entries[dimension] = old[dimension] if is_free else None
+    return with_entries(spec, entries)
 
 
 def apply_shardings(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
@@ -104,11 +98,7 @@ _RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
 
 
 def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_constraint") -> Any:
-    """The tree with other arrays: modules and Variables are changed in place, containers are new.
-
-    Raises:
-      TraceContextError: an object to change belongs to another trace.
-    """
+    """The tree with other arrays: modules and Variables changed in place, in new containers."""
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
     changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]

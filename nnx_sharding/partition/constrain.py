@@ -103,11 +103,7 @@ def assign(
     strict: bool,
     caller: str = _NAME,
 ) -> list[Assignment]:
-    """The sharding of each array of a tree, corrected to fit.
-
-    The arguments and errors are those of :func:`with_sharding_constraint`; ``flat`` is the
-    flattened tree, and ``caller`` the name of the function in messages.
-    """
+    """The sharding of each array of a tree, as in :func:`with_sharding_constraint`."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
     mesh = _compat.context_mesh() if mesh is None else mesh
@@ -124,8 +120,8 @@ def assign(
             assigned.append(Assignment(name, spec if is_final else None))
             continue
         here = mesh_here(parts[1])
-        how = resolved.on_indivisible.get(slot, "drop")
-        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=how, lenient=True)
+        action = resolved.on_indivisible.get(slot, "drop")
+        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=action, lenient=True)
         if _needs_devices(leaf):
             fit = fit.refuse(obstacle(leaf, NamedSharding(here, PartitionSpec())))
         if fit.problems:
@@ -146,11 +142,7 @@ def assign(
 
 
 def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:
-    """Warns of specs that were corrected, if there are any.
-
-    Raises:
-      StrictError: there are some, and ``strict`` is true.
-    """
+    """Warns of specs that were corrected, if there are any."""
     if lines:
         message = f"{name}: these specs do not fit, and were corrected:\n" + "\n".join(lines)
         report(CorrectedSpecWarning, message, strict=strict)

@@ -16,12 +16,7 @@ from .variables import NamedVariable
 def shard_dimension(
     spec: Any, shape: Sequence[int] | None, dimension: int, axes: Sequence[Any], mesh: Any
 ) -> PartitionSpec | None:
-    """A spec that shards a dimension over further axes.
-
-    Returns:
-      The new spec, with one entry for each dimension; None if the array has no such dimension, the
-      axes do not divide it, one of them is used already, or ``spec`` is not a spec.
-    """
+    """A spec with a dimension sharded over further axes; None where that is not possible."""
     if shape is None or not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
         return None
     if not -len(shape) <= dimension < len(shape) or not set(axes).isdisjoint(spec_axes(spec)):
@@ -39,11 +34,7 @@ def shard_dimension(
 def shard_largest(
     sharding: Any, variable: NamedVariable, axes: Sequence[Any], mesh: Any, min_size: int
 ) -> Any:
-    """The sharding of a Variable with its largest dimension sharded over axes not used yet.
-
-    Dimensions that are not sharded come first, of equal ones the last. Where the axes together
-    divide no dimension, only the first of them are used.
-    """
+    """A sharding with the largest dimension sharded over axes not used yet, as in ``fsdp``."""
     shape = variable.shape
     if not isinstance(sharding, PartitionSpec) or isinstance(variable.variable, nnx.RngState):
         return sharding

@@ -16,13 +16,7 @@ from .variables import NamedVariable, variables
 
 
 def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
-    """The mesh, or the one in context, and the axes of it that a strategy uses.
-
-    Raises:
-      NoMeshError: there is no mesh.
-      TypeError: ``mesh`` is not a mesh.
-      ValueError: the mesh does not have the axes, or ``axis`` names none or one twice.
-    """
+    """The mesh, or the one in context, and the axes of it that a strategy uses, checked."""
     mesh = _compat.context_mesh() if mesh is None else mesh
     if mesh is None:
         raise NoMeshError(
@@ -41,12 +35,7 @@ def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh,
 def base_specs(
     name: str, model: Any, base: StateSharding | None, mesh: Mesh | AbstractMesh
 ) -> dict[Path, Any]:
-    """The sharding that ``base`` has for each path of a model; ``P()`` where it has none.
-
-    Raises:
-      TypeError: ``base`` is not a ``StateSharding``.
-      ValueError: specs do not fit the mesh or the shapes.
-    """
+    """The sharding that ``base`` has for each path of a model; ``P()`` where it has none."""
     if base is None:
         return {each.path: PartitionSpec() for each in variables(model)}
     if not isinstance(base, StateSharding):
@@ -64,19 +53,7 @@ def base_specs(
 def override_specs(
     name: str, root: str, tree: Any, specs: dict[Path, Any], overrides: Any, mesh: Any = None
 ) -> dict[Path, Any]:
-    """Shardings by path, with those that the filters of the user choose instead.
-
-    Args:
-      name: the function that was called, for messages.
-      root: the argument that holds the tree, for messages.
-      tree: the model or optimizer.
-      specs: the shardings that the strategy chose.
-      overrides: a ``StateSharding`` or the argument of one; None for no override.
-      mesh: the mesh that they have to fit, if it is known.
-
-    Raises:
-      ValueError: an override does not fit the mesh or the shape of its array.
-    """
+    """Shardings by path, with those that the filters of the user choose instead."""
     if overrides is None:
         return specs
     rules = overrides if isinstance(overrides, StateSharding) else StateSharding(overrides)
@@ -96,11 +73,11 @@ def override_specs(
 
 
 def _fitted(
-    root: str, each: NamedVariable, spec: Any, mesh: Any, how: OnIndivisible = "error"
+    root: str, each: NamedVariable, spec: Any, mesh: Any, action: OnIndivisible = "error"
 ) -> tuple[Any, list[str]]:
     """The part of a sharding that fits all arrays of a Variable, and a line for a problem."""
     for shape in each.shapes:
-        fit = fit_sharding(spec, mesh, shape, on_indivisible=how)
+        fit = fit_sharding(spec, mesh, shape, on_indivisible=action)
         if fit.problems:
             return spec, [fit.line(accessor(root, each.path))]
         spec = fit.sharding
@@ -113,11 +90,7 @@ def _refuse(message: str, lines: Sequence[str]) -> None:
 
 
 def union(model: Mapping[Path, Any], optimizer: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The shardings of a model and of its optimizer in one table.
-
-    Raises:
-      ValueError: they have different ones for the same path.
-    """
+    """The shardings of a model and of its optimizer in one table."""
     common = [path for path in model if path in optimizer and model[path] != optimizer[path]]
     if common:
         lines: Iterable[str] = (

@@ -129,11 +129,7 @@ class LogicalRules:
         ]
 
     def check(self, names: Any, shape: Sequence[int] | None = None) -> None:
-        """Checks logical names.
-
-        Raises:
-          ValueError: names have no rule or are not strings, or their number is not the rank.
-        """
+        """Checks logical names."""
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
         flat = [name for entry in _entries(names) for name in axes_of(entry)]

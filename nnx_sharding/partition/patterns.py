@@ -13,11 +13,7 @@ PatternKind: TypeAlias = Literal["regex", "glob"]
 
 
 def read_pairs(caller: str, pairs: Any) -> list[tuple[Any, Any]]:
-    """The pairs of a mapping or of an iterable of pairs.
-
-    Raises:
-      TypeError: it is neither.
-    """
+    """The pairs of a mapping or of an iterable of pairs."""
     items = pairs.items() if isinstance(pairs, Mapping) else pairs
     items = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in items):
@@ -28,12 +24,7 @@ def read_pairs(caller: str, pairs: Any) -> list[tuple[Any, Any]]:
 def read_patterns(
     caller: str, pairs: Any, kind: PatternKind
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The filters of pairs, strings among them read as patterns for paths, and the values.
-
-    Raises:
-      TypeError: these are not pairs.
-      ValueError: ``kind`` is invalid, or patterns are; all of them are named.
-    """
+    """The filters of pairs, strings among them read as patterns for paths, and the values."""
     if kind not in get_args(PatternKind):
         raise ValueError(f"kind is one of {get_args(PatternKind)}, not {kind!r}.")
     filters, wrong = [], []

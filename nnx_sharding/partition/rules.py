@@ -170,12 +170,7 @@ def from_metadata(
 
 
 def _annotated(each: NamedVariable, rules: LogicalRules, mesh: Any) -> Any:
-    """The sharding in the metadata of a Variable.
-
-    Raises:
-      TypeError: it is not a sharding.
-      ValueError: it does not fit the array or the mesh.
-    """
+    """The sharding in the metadata of a Variable."""
     annotation, shape = each.annotation, each.shape
     if annotation is None or isinstance(annotation, Sharding | Format):
         return PartitionSpec() if annotation is None else annotation

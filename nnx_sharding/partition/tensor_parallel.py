@@ -227,10 +227,7 @@ def _styled(
     axes: Sequence[Any],
     mesh: Any,
 ) -> dict[Path, Any]:
-    """The specs of the parameters of a layer in the first style that can be used.
-
-    Without one, the parameters that the styles name have the specs that they had before.
-    """
+    """The specs of the parameters of a layer in the first usable style, else those of before."""
     usable = [style for style in styles if next(iter(style)) in parameters]
     for count, style in itertools.product(range(len(axes), 0, -1), usable):
         specs = {

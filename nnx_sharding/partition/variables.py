@@ -103,18 +103,7 @@ def from_variables(
     shown: Callable[[NamedVariable], Any],
     hint: str = "",
 ) -> StateSharding:
-    """The shardings that a function chooses for the Variables of a model.
-
-    Args:
-      title: the first line of the error.
-      model: the model.
-      spec_of: the function; the text of its TypeError or ValueError says why there is none.
-      shown: what the error names instead of a sharding.
-      hint: the last line of the error.
-
-    Raises:
-      ValueError: there are Variables without a sharding; all of them are named.
-    """
+    """The shardings that a function chooses for Variables; its errors are all raised in one."""
     specs, lines = {}, []
     for each in variables(model):
         try:

@@ -14,8 +14,10 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis import parameters
+from .._late import late
+from ..analysis import parameters, tables
 from ..analysis.device_bytes import device_bytes
+from ..analysis.json_codec import as_data
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import reach
@@ -116,17 +118,17 @@ class ShardingReport:
         return json.dumps(self.as_dict(), indent=2)
 
     def _repr_html_(self) -> str:
-        from .page.fragment import sharding_html
-
-        return sharding_html(self)
+        html: str = late("report.page.fragment", "sharding_html")(self)
+        return html
 
     def __str__(self) -> str:
-        table = [("rule", *parameters.HEADER), *map(_cells, self.rows)]
+        header = ("rule", *parameters.HEADER)
         per_device = sum(row.bytes_per_device for row in self.rows)
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
+        table = tables.table(header, map(_cells, self.rows), numbers=2, footer=total)
         text = (
-            f"{parameters.aligned(table, total)}\n"
+            f"{tables.drawn(table)}\n"
             f"mesh {sizes or 'unknown'}; fully replicated: {self.replicated_bytes} bytes "
             f"({self.replicated_fraction:.1%}); the fullest device holds "
             f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean\nrules:\n"
@@ -191,10 +193,10 @@ def check_sharding(
     flat = flatten(model)
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
     decisions = list(_decisions(flat, sharding))
-    how = on_indivisible or sharding.on_indivisible or "error"
+    action = on_indivisible or sharding.on_indivisible or "error"
     fit = functools.cache(functools.partial(_fit, mesh=mesh))
     rows, indivisible = [], []
-    for row, fitted in _rows(flat, decisions, rules, fit, how):
+    for row, fitted in _rows(flat, decisions, rules, fit, action):
         rows.append(row)
         indivisible += [row.path] * fitted.is_indivisible
     idle = shadowed(len(rules), (decision.matches for decision in decisions))
@@ -289,20 +291,24 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     structure = flat.structure
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
-    for found in reach(structure, [target("", sharding, None, structure.root)]):
-        location = found.location
+    for named in reach(structure, [target("", sharding, None, structure.root)]):
+        location = named.location
         if location.slots not in seen:
             seen.add(location.slots)
-            subject = found.subject(flat.objects, flat.leaves)
-            below = tuple(map(plain_key, location.path or found.part.below))
-            path = tuple(map(plain_key, (*found.part.keys, *location.path)))
+            subject = named.subject(flat.objects, flat.leaves)
+            below = tuple(map(plain_key, location.path or named.part.below))
+            path = tuple(map(plain_key, (*named.part.keys, *location.path)))
             matches = [number for number, matches in predicates if matches(below, subject)]
             declared = sharding.shardings[matches[0]] if matches else None
             yield _Decision(location, path, below, matches, declared)
 
 
 def _rows(
-    flat: Flat, decisions: Sequence[_Decision], rules: Sequence[str], fit: Any, how: OnIndivisible
+    flat: Flat,
+    decisions: Sequence[_Decision],
+    rules: Sequence[str],
+    fit: Any,
+    action: OnIndivisible,
 ) -> Iterator[tuple[ShardingRow, Fit]]:
     for decision in decisions:
         rule, declared = decision.rule, decision.declared
@@ -310,8 +316,8 @@ def _rows(
         for path, array in parameters.arrays_at(flat, decision.location, decision.path):
             present = getattr(array, "sharding", None) if rule is not None else None
             is_placed = declared is None and isinstance(present, NamedSharding)
-            fitted = fit(present if is_placed else declared, tuple(array.shape), how=how)
-            is_fault = bool(fitted.problems or (fitted.corrections and how == "error"))
+            fitted = fit(present if is_placed else declared, tuple(array.shape), action=action)
+            is_fault = bool(fitted.problems or (fitted.corrections and action == "error"))
             why = "no rule matches" if rule is None else fitted.reasons or None
             row = parameters.row_of(
                 ShardingRow,
@@ -327,11 +333,13 @@ def _rows(
             yield row, fitted
 
 
-def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, how: OnIndivisible) -> Fit:
+def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:
     """How a sharding fits a shape, with the final sharding: replicated where it cannot be used."""
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
-    fit = fit_sharding(declared, mesh, shape, on_indivisible="drop" if how == "error" else how)
+    fit = fit_sharding(
+        declared, mesh, shape, on_indivisible="drop" if action == "error" else action
+    )
     if isinstance(fit.sharding, PartitionSpec) and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
@@ -368,20 +376,16 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 
 
 def _data(value: Any) -> Any:
-    """A value as data for JSON: a spec as a list with an entry for each dimension.
-
-    A spec with unreduced or reduced axes is a mapping, which has this list as ``partitions``.
-    """
+    """A value as data for JSON, the same in each process; a sharding on a mesh as its spec."""
     if isinstance(value, ShardingRow):
-        names = (f.name for f in dataclasses.fields(value) if f.name != "sharding")
+        of_programs = ("sharding", "memory_kind", "donated", "used")
+        names = (f.name for f in dataclasses.fields(value) if f.name not in of_programs)
         return {name: _data(getattr(value, name)) for name in names}
     value = value.spec if isinstance(value, NamedSharding) else value
     if isinstance(value, Mapping):
         return {str(key): _data(item) for key, item in value.items()}
     if isinstance(value, PartitionSpec):
-        summing = {"unreduced": sorted(value.unreduced), "reduced": sorted(value.reduced)}
-        entries = _data(value.partitions)
-        return {"partitions": entries, **summing} if any(summing.values()) else entries
+        return as_data(value)
     if isinstance(value, tuple | list):
         return list(map(_data, value))
     is_plain = value is None or isinstance(value, int | float)

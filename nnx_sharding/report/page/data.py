@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import comparison, program
@@ -44,12 +44,20 @@ def reports_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def spec_axes(spec: Any) -> tuple[str, ...]:
     """The mesh axes that a spec in JSON form names, each once."""
-    return tuple(dict.fromkeys(axis for entry in spec or () for axis in entry_axes(entry)))
+    entries = spec_entries(spec)
+    return tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))
+
+
+def spec_entries(spec: Any) -> Sequence[Any]:
+    """The entries of a spec in JSON form; with unreduced or reduced axes it is a mapping."""
+    return (spec["partitions"] if isinstance(spec, Mapping) else spec) or ()
 
 
 def summing_text(row: Mapping[str, Any]) -> str:
-    """The axes over which an array is unreduced or reduced; reports of older releases have none."""
-    found = {kind: row.get(kind) or () for kind in ("unreduced", "reduced")}
+    """The axes over which an array is unreduced or reduced."""
+    spec = row.get("spec")
+    spec = spec if isinstance(spec, Mapping) else {}
+    found = {kind: spec.get(kind) or () for kind in ("unreduced", "reduced")}
     words = (
         f", {kind} over {' and '.join(map(str, axes))}" for kind, axes in found.items() if axes
     )
@@ -66,7 +74,7 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 def moved(collective: Mapping[str, Any]) -> int:
     """What one device sends for a collective in one call; once in a loop of unknown length."""
     times = collective.get("times")
-    return int(collective.get("bytes_moved") or 0) * (1 if times is None else int(times))
+    return int(collective.get("bytes_sent") or 0) * (1 if times is None else int(times))
 
 
 class Sent(NamedTuple):
@@ -76,13 +84,13 @@ class Sent(NamedTuple):
       kind: the kind.
       axes: the mesh axes; None if no set of axes explains the groups.
       number: how many instructions they are.
-      bytes_moved: the bytes that one device sends in one call.
+      bytes_sent: the bytes that one device sends in one call.
     """
 
     kind: str
     axes: tuple[str, ...] | None
     number: int
-    bytes_moved: int
+    bytes_sent: int
 
 
 def sent_by_kind(collectives: Iterable[Mapping[str, Any]]) -> list[Sent]:
@@ -98,8 +106,8 @@ def sent_by_kind(collectives: Iterable[Mapping[str, Any]]) -> list[Sent]:
 
 def bound_time(report: Mapping[str, Any]) -> float | None:
     """The longest of the three times that bound a program from below, in seconds."""
-    bounds = report.get("bounds") or {}
-    times = (bounds.get(f"{kind}_s") for kind in ("compute", "memory", "interconnect"))
+    roofline = report.get("roofline") or {}
+    times = (roofline.get(f"{kind}_s") for kind in ("compute", "memory", "interconnect"))
     return max((time for time in times if time is not None), default=None)
 
 
