@@ -18,7 +18,7 @@ from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
 from ..errors import CheckpointError
 from ..filters import to_predicate
-from ..fitting import describe, fit_sharding, suggestion, unsummed
+from ..fitting import fit_sharding, suggestion, unsummed
 from ..partition.apply import has_memory, rebuilt, sharding_of
 from ..partition.constrain import assign
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
@@ -152,7 +152,7 @@ def _shardings(
     declared: list[Any] = [None] * len(flat.leaves)
     if sharding is not None:
         assigned = assign(tree, flat, sharding, mesh=mesh, strict=False, caller="restore")
-        declared = [goal.sharding for goal in assigned]
+        declared = [assignment.sharding for assignment in assigned]
     result: dict[int, Any] = {}
     problems = []
     for slot, leaf, *_, path, _, _ in arrays:
@@ -161,9 +161,8 @@ def _shardings(
             onto = target.mesh if sharding is not None or mesh is None else mesh
             fit = fit_sharding(target.spec, onto, leaf.shape)
             if isinstance(onto, AbstractMesh):
-                what = f"{path}, shape {tuple(leaf.shape)}, {describe(target)}"
-                problems.append(f"  {what}: the mesh is abstract, without devices; give a mesh")
-            elif fit.problems:
+                fit = fit.refuse("the mesh is abstract, without devices; give a mesh")
+            if fit.problems:
                 problems.append(fit.line(path))
             elif onto != target.mesh:
                 kind = target.memory_kind if has_memory(target) else None

@@ -71,15 +71,17 @@ class Agreement:
         """
         if len(self.processes) == 1:
             return [message]
+        turn = self._turn
         if self._process == self._leader:
-            messages = [message, *(self._receive(p, p) for p in self.processes[1:])]
+            messages = [message, *(self._receive(turn, p, p) for p in self.processes[1:])]
             self._send("all", messages)
-            if self._turn:  # all have received the last turn's messages before they sent these
-                self._store.key_value_delete(f"{self._prefix}/{self._turn - 1}")
+            if turn:  # all have received the last turn's messages before they sent these
+                self._store.key_value_delete(f"{self._prefix}/{turn - 1}")
+            self._turn += 1
         else:
             self._send(self._process, message)
-            messages = self._receive("all", self._leader)
-        self._turn += 1
+            self._turn += 1  # if it leaves now, its note is for the next turn
+            messages = self._receive(turn, "all", self._leader)
         left = [m["left"] for m in messages if "left" in m]
         if left:
             self._is_over = True
@@ -106,11 +108,11 @@ class Agreement:
     def _send(self, key: int | str, message: Any) -> None:
         self._store.key_value_set(f"{self._prefix}/{self._turn}/{key}", json.dumps(message))
 
-    def _receive(self, key: int | str, sender: int) -> Any:
+    def _receive(self, turn: int, key: int | str, sender: int) -> Any:
         began = time.monotonic()
         while True:
             try:
-                path = f"{self._prefix}/{self._turn}/{key}"
+                path = f"{self._prefix}/{turn}/{key}"
                 return json.loads(self._store.blocking_key_value_get(path, _INTERVAL_MS))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):

@@ -171,6 +171,25 @@ def one_that_stops_early(process):
     assert f"process {process} closed its iteration" in text, text
 
 
+def one_that_leaves_while_it_waits():
+    """A process that closes while it waits for another one still informs it."""
+
+    def loader():
+        yield of(np.arange(8))
+        time.sleep(3 if RANK == 0 else 0)
+        while True:
+            yield of(np.arange(8))
+
+    batches = iter(shard_batches(loader(), P("data"), BY_PROCESS, timeout=20.0))
+    next(batches)
+    if RANK == 1:
+        time.sleep(1)  # its thread then waits for process 0
+        batches.close()
+    else:
+        text = raised(RuntimeError, lambda: list(batches))
+        assert "process 1 closed its iteration" in text, text
+
+
 def one_that_does_not_come():
     batches = shard_batches([of(np.arange(8))], P("data"), BY_PROCESS, timeout=1.0)
     iterator = iter(batches)
@@ -229,6 +248,7 @@ def main():
     for process in (0, 1):
         a_loader_that_fails(process)
         one_that_stops_early(process)
+    one_that_leaves_while_it_waits()
     training()
     a_pause_is_no_fault()
     own_devices_only()
