@@ -23,13 +23,13 @@ from jax.sharding import Mesh
 
 from . import _compat
 from .analysis.arguments import Parameter, mesh_of, parameter
-from .analysis.bounds import Bounds, bounds_of
 from .analysis.collectives import Collectives, collectives_of
 from .analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from .analysis.hardware import Device
 from .analysis.hlo import parse
 from .analysis.loops import with_loops
 from .analysis.memory import Memory, memory_of
+from .analysis.roofline import Roofline, roofline_of
 from .core.call import run
 from .core.flatten import Flat
 from .core.guard.store import Guards
@@ -340,7 +340,7 @@ class Compiled(Stage):
         text = self.as_text()
         return None if text is None else collectives_of(text, self._mesh())
 
-    def bounds(self, device: Device | str) -> Bounds:
+    def roofline(self, device: Device | str) -> Roofline:
         """The least time that a call can take, the bodies of loops counted as often as they run.
 
         Args:
@@ -351,8 +351,8 @@ class Compiled(Stage):
           ValueError: there is no device of this name in the table.
           TypeError: it is neither a device nor a name.
         """
-        sent = (self.collectives() or Collectives()).bytes_moved
-        return bounds_of(self.cost(loops=True), sent, device)
+        sent = (self.collectives() or Collectives()).bytes_sent
+        return roofline_of(self.cost(loops=True), sent, device)
 
     def report(
         self, name: str | None = None, *, device: Device | str | None = None
@@ -361,8 +361,8 @@ class Compiled(Stage):
 
         Args:
           name: what to call it; None for the name of the function.
-          device: for the bounds; None for the device that it was compiled for if the table has
-            that, and no bounds otherwise.
+          device: for the roofline; None for the device that it was compiled for if the table has
+            that, and no roofline otherwise.
 
         Raises:
           ValueError: there is no device of this name in the table.

@@ -76,7 +76,7 @@ def collective(kind, name, axes, size, **more):
         "dtype": "f32",
         "shapes": [[8, 64]],
         "bytes": size,
-        "bytes_moved": size // 2,
+        "bytes_sent": size // 2,
         "group_size": 4,
         "num_groups": 2,
         "axes": axes,
@@ -131,7 +131,7 @@ def report(layers=3, **more):
             collective("all-gather", "all-gather.7", ["data"], 4096, times=3, in_loop=True),
             collective("all-gather", "all-gather.8", None, 100, times=None, in_loop=True),
         ],
-        "bounds": {
+        "roofline": {
             "device": "TPU v5e",
             "compute_s": 2.1e-8,
             "memory_s": 1.8e-6,
@@ -154,6 +154,7 @@ def comparison(**more):
         "format": "nnx_sharding.comparison",
         "version": 1,
         "memory_limit": 2**20,
+        "best": dict.fromkeys(("peak", "arguments", "bytes_sent", "flops", "roofline"), "tp"),
         "reports": {"tp": small, "dp": large, "pp": {"error": "ValueError: no axis 'stage'"}},
         **more,
     }
@@ -161,7 +162,7 @@ def comparison(**more):
 
 def empty(**more):
     """A report in which everything that can be unknown is."""
-    parts = ("mesh", "memory", "bounds", "hlo")
+    parts = ("mesh", "memory", "roofline", "hlo")
     lists = {"parameters": [], "collectives": []}
     cost = {"lowered": None, "compiled": None, "executed": None}
     return report(**dict.fromkeys(parts), **lists, cost=cost, **more)
@@ -182,7 +183,7 @@ def nasty():
         "collectives": [
             collective(text, text, [text], 8, operation=text, source=text) for text in NASTY
         ],
-        "bounds": {**found["bounds"], "device": NASTY[2], "source": NASTY[9]},
+        "roofline": {**found["roofline"], "device": NASTY[2], "source": NASTY[9]},
         "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),
     }
     return found

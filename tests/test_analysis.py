@@ -22,17 +22,17 @@ from models import MLP, P, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit, shard_map
 from nnx_sharding.analysis import (
     DEVICES,
-    Bounds,
     Collectives,
     Cost,
     Device,
     Memory,
-    bounds_of,
+    Roofline,
     collectives_of,
     cost_of,
     device,
     memory_of,
     parameter_table,
+    roofline_of,
 )
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
 from nnx_sharding.checkpoint import contents, save
@@ -56,7 +56,7 @@ def moved(found):
     sums = {}
     for one in found:
         key = (one.kind, one.axes)
-        sums[key] = sums.get(key, 0) + one.total_moved
+        sums[key] = sums.get(key, 0) + one.total_bytes_sent
     return {key: sent for key, sent in sums.items() if sent}
 
 
@@ -198,8 +198,8 @@ class CollectivesTest(parameterized.TestCase):
         sizes = {one.group_size for one in found if one.axes == axes}
         assert sizes == {total}
         assert all(one.group_size * one.num_groups == total for one in found)
-        assert found.bytes_moved == sum(expected.values())
-        assert sum(found.by_kind().values()) == sum(found.by_axes().values()) == found.bytes_moved
+        assert found.bytes_sent == sum(expected.values())
+        assert sum(found.by_kind().values()) == sum(found.by_axes().values()) == found.bytes_sent
         assert len(found.of("all-reduce", *reversed(axes))) == 1
         assert not found.of("all-gather", first)
 
@@ -242,7 +242,7 @@ class CollectivesTest(parameterized.TestCase):
         activations = batch // 2 * features * F32
         [found] = compiled(forward, model, x, **options).collectives()
         assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("model",), activations)
-        assert found.bytes_moved == 2 * activations * 3 // 4
+        assert found.bytes_sent == 2 * activations * 3 // 4
         assert (found.times, found.in_loop) == (1, False)
         assert found.operation.endswith("dot_general")
         both = compiled(gradient, model, x, **options).collectives()
@@ -306,7 +306,7 @@ class CollectivesTest(parameterized.TestCase):
         }
         block = 4 * 4 * F32
         assert found.has_unknown_times
-        assert found.bytes_moved == 15 * (2 * block * 3 // 4) + 5 * block + block
+        assert found.bytes_sent == 15 * (2 * block * 3 // 4) + 5 * block + block
         assert "or more" in str(found)
 
     def test_source_is_the_line_of_the_user_also_through_flax(self):
@@ -468,22 +468,22 @@ class MemoryTest(parameterized.TestCase):
 class BoundsTest(parameterized.TestCase):
     def test_by_hand(self):
         own = Device("own", 1e12, 2**30, 1e11, 1e10)
-        found = bounds_of(Cost(4e12, 1e11, 0.0, "s"), 1e10, own)
-        expected = Bounds("own", 4.0, 1.0, 1.0, "compute", 40.0, "")
+        found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), 1e10, own)
+        expected = Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, "")
         assert found == expected and found.seconds == 4.0
-        assert bounds_of(Cost(1.0, 1e12, 0.0, "s"), 0, own).bound_by == "memory"
-        assert bounds_of(None, 1e10, own).bound_by == "interconnect"
-        assert bounds_of(None, 1e10, own).compute_s is None
+        assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), 0, own).bound_by == "memory"
+        assert roofline_of(None, 1e10, own).bound_by == "interconnect"
+        assert roofline_of(None, 1e10, own).compute_s is None
         assert "bound by compute" in str(found)
 
     def test_of_a_program(self):
         result = compiled(jnp.matmul, abstract(64, 32), abstract(32, 48))
-        found = result.bounds("tpu v5e")
+        found = result.roofline("tpu v5e")
         assert found.compute_s == 2 * 64 * 32 * 48 / 197e12
         assert found.interconnect_s == 0
         assert found.source == DEVICES["TPU v5e"].source
-        assert result.report(device="H200").bounds.device == "H200"
-        assert result.report().bounds is None
+        assert result.report(device="H200").roofline.device == "H200"
+        assert result.report().roofline is None
 
     def test_table(self):
         for name, found in DEVICES.items():
@@ -502,7 +502,7 @@ class BoundsTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "not positive: flops = 0, memory_bandwidth = nan"):
             Device("own", 0, 1, math.nan, 1.0)
         with self.assertRaisesRegex(TypeError, "a Device or the name of one, not 3"):
-            bounds_of(None, 0, 3)
+            roofline_of(None, 0, 3)
 
 
 def small_report():
@@ -545,7 +545,7 @@ class ReportTest(parameterized.TestCase):
         assert data["cost"]["compiled"]["flops"] == 4 * 4
         assert "by_path" not in data["memory"]
         assert data["hlo"].startswith("HloModule")
-        assert data["bounds"]["device"] == "TPU v4"
+        assert data["roofline"]["device"] == "TPU v4"
         text = str(report)
         for part in ("run: 8 × cpu, mesh 'data' (2) × 'model' (4)", "no collectives", "TPU v4"):
             assert part in text
@@ -555,7 +555,7 @@ class ReportTest(parameterized.TestCase):
             dataclasses.replace(self.report.parameters[0], path=f"model.p{i}") for i in range(30)
         )
         report = dataclasses.replace(
-            self.report, parameters=rows, memory=None, mesh=None, bounds=None
+            self.report, parameters=rows, memory=None, mesh=None, roofline=None
         )
         text = str(report)
         assert "… and 18 more" in text and "the backend does not tell" in text
@@ -585,7 +585,7 @@ class ReportTest(parameterized.TestCase):
         data["parameters"][0]["spec"] = 7
         del data["memory"]["peak"]
         data["cost"]["compiled"]["flops"] = "many"
-        data["bounds"]["bound_by"] = "luck"
+        data["roofline"]["bound_by"] = "luck"
         data["collectives"] = [{"kind": "all-reduce"}]
         with self.assertRaises(ValueError) as caught:
             ProgramReport.from_dict(data)
@@ -597,7 +597,7 @@ class ReportTest(parameterized.TestCase):
             "parameters[0].spec: 7 is no list",
             "memory.peak: missing",
             "cost.compiled.flops: 'many' is no number",
-            "bounds.bound_by: 'luck' is no one of",
+            "roofline.bound_by: 'luck' is no one of",
             "collectives[0].bytes: missing",
         ):
             assert line in str(caught.exception), line

@@ -18,11 +18,11 @@ from nnx_sharding import jit
 from nnx_sharding.analysis import Collectives
 from nnx_sharding.partition import replicated, tensor_parallel
 from nnx_sharding.testing import (
+    assert_bytes_sent_below,
     assert_collectives,
     assert_no_collective,
     assert_no_parameter_replicated,
     assert_peak_below,
-    assert_sent_below,
 )
 
 F32 = 4
@@ -101,10 +101,10 @@ class CollectiveTest(parameterized.TestCase):
     def test_sent(self):
         sent = 2 * OUTPUT * 3 // 4
         for program in programs():
-            assert_sent_below(program, sent)
-            assert_sent_below(program, "3 KiB")
-            assert_sent_below(program, 0, axes="data")
-            told = message(assert_sent_below, program, sent - 1, axes="model")
+            assert_bytes_sent_below(program, sent)
+            assert_bytes_sent_below(program, "3 KiB")
+            assert_bytes_sent_below(program, 0, axes="data")
+            told = message(assert_bytes_sent_below, program, sent - 1, axes="model")
             assert told.startswith(
                 "forward sends 3.00 KiB from each device over 'model' in a call; the limit is "
             )
@@ -119,16 +119,16 @@ class CollectiveTest(parameterized.TestCase):
         assert "over unknown axes" in message(assert_no_collective, unknown, axes="data")
         assert "over unknown axes: 1, expected 0" in message(assert_collectives, unknown, {})
         endless = dataclasses.replace(report, collectives=Collectives([in_loop]))
-        told = message(assert_sent_below, endless, "1 GiB")
+        told = message(assert_bytes_sent_below, endless, "1 GiB")
         assert "or more, as a loop is of unknown length," in told
         assert "in a loop of unknown length: " in told
         often = dataclasses.replace(report, collectives=Collectives([one] * 25))
         assert message(assert_no_collective, often).count("\n  all-reduce") == 10
         assert "… 15 more" in message(assert_no_collective, often)
 
-    @parameterized.parameters(assert_no_collective, assert_sent_below)
+    @parameterized.parameters(assert_no_collective, assert_bytes_sent_below)
     def test_unknown_axes(self, function):
-        options = {"limit": 1} if function is assert_sent_below else {}
+        options = {"limit": 1} if function is assert_bytes_sent_below else {}
         for program in programs():
             with pytest.raises(ValueError, match="no axis 'modle'; did you mean 'model'"):
                 function(program, axes=("data", "modle"), **options)
@@ -145,12 +145,12 @@ class CollectiveTest(parameterized.TestCase):
             with pytest.raises(TypeError, match="expected is a mapping"):
                 assert_collectives(program, wrong)
         with pytest.raises(ValueError, match="is no size"):
-            assert_sent_below(program, "much")
+            assert_bytes_sent_below(program, "much")
 
     @parameterized.parameters(
         assert_no_collective,
         lambda program: assert_collectives(program, {}),
-        lambda program: assert_sent_below(program, 1),
+        lambda program: assert_bytes_sent_below(program, 1),
         lambda program: assert_peak_below(program, 1),
     )
     def test_what_is_not_compiled(self, function):

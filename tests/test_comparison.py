@@ -92,13 +92,13 @@ class CompareTest(parameterized.TestCase):
         }
 
     def test_collectives_are_those_worked_out_by_hand(self):
-        sent = planned().sent_by_axes
+        sent = planned().bytes_sent_by_axes
         assert sent["dp"] == {}
         # One sum of the output, over rings of 4: each device sends 2 · 3/4 of its rows.
         own_rows = ROWS // 64 * WIDTH * F32
         assert sent["tp"] == {("model",): 2 * own_rows * 3 // 4}
         assert set(sent["fsdp"]) == {("data",)}
-        assert planned().figures["tp"]["sent"] == sent["tp"]["model",]
+        assert planned().figures["tp"]["bytes_sent"] == sent["tp"]["model",]
 
     def test_which_fit(self):
         found = planned()
@@ -107,8 +107,8 @@ class CompareTest(parameterized.TestCase):
         assert found.figures["fsdp"]["arguments"] < 2000 and KERNELS < 150 * 1024
         assert [found.fits(name) for name in found.reports] == [True, False, True, False]
         assert found.fitting == ("dp", "tp")
-        assert found.best("sent") == "dp" and found.best("arguments") == "tp"
-        assert found.best("bound") is None  # nobody named a device
+        assert found.best("bytes_sent") == "dp" and found.best("arguments") == "tp"
+        assert found.best("roofline") is None  # nobody named a device
         one = dataclasses.replace(found, memory_limit=1)
         assert one.fitting == () and one.best("peak") is None
         assert dataclasses.replace(found, memory_limit=None).fitting == ("dp", "fsdp", "tp")
@@ -164,10 +164,10 @@ class CompareTest(parameterized.TestCase):
         own = device("TPU v5e")
         assert found.memory_limit == own.memory_bytes and found.fitting == ("dp", "fsdp", "tp")
         for name, figures in found.figures.items():
-            bounds = found.reports[name].bounds
-            assert bounds.compute_s == figures["flops"] / own.flops
-            assert bounds.interconnect_s == figures["sent"] / own.interconnect_bandwidth
-            assert figures["bound"] == bounds.seconds > 0
+            roofline = found.reports[name].roofline
+            assert roofline.compute_s == figures["flops"] / own.flops
+            assert roofline.interconnect_s == figures["bytes_sent"] / own.interconnect_bandwidth
+            assert figures["roofline"] == roofline.seconds > 0
         assert found.judged(memory_limit="1 KB").memory_limit == 1000
         assert "the least time on TPU v5e" in str(found)
 
@@ -421,7 +421,7 @@ class ExampleTest(parameterized.TestCase):
         # Parameters and two moments of each, two counts of steps, and a part of the tokens.
         count = plan_7b.size_of(self.CONFIG)
         assert arguments["dp"] == 12 * count + 2 * 4 + 17 * 4
-        assert found.sent_by_axes["dp"]["data",] > 0
+        assert found.bytes_sent_by_axes["dp"]["data",] > 0
         # What the loop over the layers sends counts as often as it runs.
         assert {one.times for one in found.reports["dp"].collectives} == {1, 2}
         # What donated arguments take is not needed twice; all else is in the peak.

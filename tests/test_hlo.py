@@ -284,7 +284,7 @@ class ReadTest(parameterized.TestCase):
     )
     def test_bytes(self, text, size, sent):
         [found] = collectives_of(f"%r = {text}", {"x": 8})
-        assert (found.bytes, found.bytes_moved) == (size, sent)
+        assert (found.bytes, found.bytes_sent) == (size, sent)
 
     def test_frames(self):
         plain = TABLES + "1 {file_location_id=1}\n2 {file_location_id=2 parent_frame_id=1}\n"

@@ -104,9 +104,9 @@ def test_nasty_text_ends_nothing(text):
 
 
 def test_numbers_that_json_has_not():
-    bounds = {**reports.report()["bounds"], "compute_s": float("inf"), "memory_s": float("nan")}
-    page = Parsed(html_page(reports.report(bounds=bounds)))
-    assert json.loads(page.scripts[0])["bounds"]["compute_s"] is None
+    roofline = {**reports.report()["roofline"], "compute_s": float("inf"), "memory_s": float("nan")}
+    page = Parsed(html_page(reports.report(roofline=roofline)))
+    assert json.loads(page.scripts[0])["roofline"]["compute_s"] is None
 
 
 def test_same_page_each_time():

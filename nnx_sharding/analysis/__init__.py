@@ -1,16 +1,15 @@
 """What a compiled program costs: memory, operations, collectives, and the least time it takes."""
 
 from .arguments import Parameter
-from .bounds import Bounds, bounds_of
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device
 from .memory import Memory, memory_of
 from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
+from .roofline import Roofline, roofline_of
 
 __all__ = [
     "DEVICES",
-    "Bounds",
     "Collective",
     "CollectiveKind",
     "Collectives",
@@ -21,11 +20,12 @@ __all__ = [
     "Parameter",
     "ParameterRow",
     "ParameterTable",
-    "bounds_of",
+    "Roofline",
     "collectives_of",
     "cost_of",
     "device",
     "format_table",
     "memory_of",
     "parameter_table",
+    "roofline_of",
 ]

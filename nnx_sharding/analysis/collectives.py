@@ -41,7 +41,7 @@ class Collective:
       dtype: the dtype of the arrays, as HLO writes it; several are joined by ``+``.
       shapes: the shapes of its results on one device.
       bytes: of the larger of operand and result on one device.
-      bytes_moved: what one device sends to others in one run; of devices that differ, the most.
+      bytes_sent: what one device sends to others in one run; of devices that differ, the most.
       group_size: how many devices take part together; of groups that differ, the most.
       num_groups: how many such groups there are.
       axes: the mesh axes that it runs over, in the order of the mesh; axes of size 1 are not
@@ -59,7 +59,7 @@ class Collective:
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     bytes: int
-    bytes_moved: int
+    bytes_sent: int
     group_size: int
     num_groups: int
     axes: tuple[str, ...] | None
@@ -69,9 +69,9 @@ class Collective:
     source: str | None
 
     @property
-    def total_moved(self) -> int:
+    def total_bytes_sent(self) -> int:
         """What one device sends in all runs; in a loop of unknown length in one."""
-        return self.bytes_moved * (1 if self.times is None else self.times)
+        return self.bytes_sent * (1 if self.times is None else self.times)
 
     def __str__(self) -> str:
         return printable("  ".join(text for text in _cells(self) if text))
@@ -131,9 +131,9 @@ class Collectives(Sequence[Collective]):
         )
 
     @property
-    def bytes_moved(self) -> int:
+    def bytes_sent(self) -> int:
         """What one device sends in one call; loops of unknown length count once."""
-        return sum(one.total_moved for one in self._found)
+        return sum(one.total_bytes_sent for one in self._found)
 
     @property
     def has_unknown_times(self) -> bool:
@@ -144,14 +144,14 @@ class Collectives(Sequence[Collective]):
         """What one device sends in one call, by kind."""
         sums: dict[Kind, int] = {}
         for one in self._found:
-            sums[one.kind] = sums.get(one.kind, 0) + one.total_moved
+            sums[one.kind] = sums.get(one.kind, 0) + one.total_bytes_sent
         return sums
 
     def by_axes(self) -> dict[tuple[str, ...] | None, int]:
         """What one device sends in one call, by mesh axes; None for what no axes explain."""
         sums: dict[tuple[str, ...] | None, int] = {}
         for one in self._found:
-            sums[one.axes] = sums.get(one.axes, 0) + one.total_moved
+            sums[one.axes] = sums.get(one.axes, 0) + one.total_bytes_sent
         return sums
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class Collectives(Sequence[Collective]):
         ]
         more = " or more, as a loop is of unknown length" if self.has_unknown_times else ""
         return "\n".join(
-            [*lines, f"sent by one device in one call: {bytes_text(self.bytes_moved)}{more}"]
+            [*lines, f"sent by one device in one call: {bytes_text(self.bytes_sent)}{more}"]
         )
 
 
@@ -180,7 +180,7 @@ def _cells(one: Collective) -> tuple[str, ...]:
         one.kind,
         "?" if one.axes is None else ",".join(one.axes) or "-",
         bytes_text(one.bytes),
-        bytes_text(one.bytes_moved),
+        bytes_text(one.bytes_sent),
         "?" if one.times is None else str(one.times),
         one.operation or "",
         one.source or "",
@@ -203,7 +203,7 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
       >>> from nnx_sharding.analysis import collectives_of
       >>> hlo = "%a = f32[64]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add"
       >>> [found] = collectives_of(hlo, {"data": 2, "model": 4})
-      >>> found.kind, found.bytes, found.bytes_moved, found.axes
+      >>> found.kind, found.bytes, found.bytes_sent, found.axes
       ('all-reduce', 256, 384, ('model',))
     """
     module = parse(hlo) if isinstance(hlo, str) else hlo
@@ -250,7 +250,7 @@ def _collective(
         dtype="+".join(dict.fromkeys(shape.dtype for shape in results)),
         shapes=tuple(shape.dims for shape in results),
         bytes=larger,
-        bytes_moved=_moved(kind, larger, size),
+        bytes_sent=_moved(kind, larger, size),
         group_size=size,
         num_groups=len(groups) if groups is not None else 1,
         axes=axes if sizes else None,

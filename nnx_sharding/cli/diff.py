@@ -35,7 +35,7 @@ def add(subparsers: Any, **common: Any) -> None:
         "--fail-above",
         type=_percent,
         metavar="PERCENT",
-        help="fail only if memory, cost, bounds or collectives grew by more than this",
+        help="fail only if memory, cost, roofline or collectives grew by more than this",
     )
     add_outputs(parser)
     parser.set_defaults(run=run, parser=parser)

@@ -130,7 +130,7 @@ def compiled(target: str, found: Any, wanted: Device | None) -> ProgramReport:
       UsersError: it is nothing that can be compiled, or it cannot be compiled.
     """
     if isinstance(found, ProgramReport):
-        return found if wanted is None else found.with_bounds(wanted)
+        return found if wanted is None else found.with_roofline(wanted)
     try:
         lower = _lowering(found)
     except TypeError as error:

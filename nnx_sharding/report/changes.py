@@ -18,7 +18,7 @@ from .json_form import json_text
 from .program import ProgramReport
 from .reading import as_data
 
-Kind: TypeAlias = Literal["program", "memory", "cost", "bound", "collective", "parameter"]
+Kind: TypeAlias = Literal["program", "memory", "cost", "roofline", "collective", "parameter"]
 Value: TypeAlias = float | str | None
 Given: TypeAlias = "ProgramReport | Comparison | str | os.PathLike[str]"
 
@@ -132,7 +132,7 @@ def diff(before: Given, after: Given, *, threshold: float = 0.0) -> Changes:
         left out.
 
     Returns:
-      The changes of memory, cost, bounds, collectives and arguments; other versions of JAX, Flax
+      The changes of memory, cost, roofline, collectives and arguments; other versions of JAX, Flax
       and Python are told with them, but are no changes themselves.
 
     Raises:
@@ -247,18 +247,18 @@ def _cost(report: ProgramReport) -> dict[str, Value]:
     return {} if cost is None else {k: v for k, v in as_data(cost).items() if k != "stage"}
 
 
-def _bound(report: ProgramReport) -> dict[str, Value]:
-    bounds = report.bounds
-    if bounds is None:
+def _roofline(report: ProgramReport) -> dict[str, Value]:
+    roofline = report.roofline
+    if roofline is None:
         return {}
-    return {f"least time on {bounds.device}": bounds.seconds, "bound by": bounds.bound_by}
+    return {f"least time on {roofline.device}": roofline.seconds, "bound by": roofline.bound_by}
 
 
 def _collectives(report: ProgramReport) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for one in report.collectives:
         axes = "unknown axes" if one.axes is None else "+".join(one.axes) or "no axes"
-        for what, count in (("number", 1), ("bytes", one.total_moved)):
+        for what, count in (("number", 1), ("bytes", one.total_bytes_sent)):
             name = f"{one.kind} over {axes}: {what}"
             so_far = found.get(name, 0)
             assert isinstance(so_far, int)
@@ -281,7 +281,7 @@ _FIGURES: dict[Kind, Callable[[ProgramReport], dict[str, Value]]] = {
     "program": _program,
     "memory": _memory,
     "cost": _cost,
-    "bound": _bound,
+    "roofline": _roofline,
     "collective": _collectives,
     "parameter": _parameters,
 }
@@ -323,7 +323,7 @@ _HEADINGS: dict[Kind, str] = {
     "program": "program",
     "memory": "memory of one device",
     "cost": "cost of one device",
-    "bound": "bounds",
+    "roofline": "roofline",
     "collective": "collectives",
     "parameter": "arguments",
 }
@@ -343,4 +343,4 @@ def _text_of(kind: Kind, name: str) -> Callable[[Value], str]:
     return show
 
 
-_TEXTS: dict[Kind, Callable[[float], str]] = {"memory": bytes_text, "bound": time_text}
+_TEXTS: dict[Kind, Callable[[float], str]] = {"memory": bytes_text, "roofline": time_text}

@@ -30,7 +30,7 @@ FORMAT = "nnx_sharding.comparison"
 VERSION = 1
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh | Mapping[str, int]
-Column: TypeAlias = Literal["peak", "arguments", "sent", "flops", "bound", "planning"]
+Column: TypeAlias = Literal["peak", "arguments", "bytes_sent", "flops", "roofline", "planning"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Comparison(JsonForm):
     def figures(self) -> dict[str, dict[Column, float | None]]:
         """For each strategy that was compiled the figures of one device; None if not known.
 
-        ``peak``, ``arguments`` and ``sent`` (by collectives in one call) are in bytes, ``bound``
-        (the least time on the device that was named) and ``planning`` in seconds.
+        ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
+        ``roofline`` (the least time on the device that was named) and ``planning`` in seconds.
         """
         return {name: self._figures(name, report) for name, report in self._compiled.items()}
 
     @property
-    def sent_by_axes(self) -> dict[str, dict[tuple[str, ...] | None, int]]:
+    def bytes_sent_by_axes(self) -> dict[str, dict[tuple[str, ...] | None, int]]:
         """For each strategy that was compiled the bytes that one device sends, by mesh axes."""
         return {name: report.collectives.by_axes() for name, report in self._compiled.items()}
 
@@ -142,6 +142,14 @@ class Comparison(JsonForm):
         }
         return min(known, key=known.__getitem__) if known else None
 
+    @property
+    def marked(self) -> dict[Column, str]:
+        """:meth:`best` of each column, as tables mark it; empty for a single strategy."""
+        if len(self._compiled) < 2:
+            return {}
+        named = ((column, self.best(column)) for column in get_args(Column))
+        return {column: name for column, name in named if name is not None}
+
     def judged(
         self, *, memory_limit: int | str | None = None, device: Device | str | None = None
     ) -> Comparison:
@@ -150,7 +158,7 @@ class Comparison(JsonForm):
         Args:
           memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None takes
             that of ``device``, else the old one.
-          device: for the bounds; None leaves them as they are.
+          device: for the roofline; None leaves it as it is.
 
         Raises:
           ValueError: the limit cannot be read, or there is no such device in the table.
@@ -162,7 +170,7 @@ class Comparison(JsonForm):
         own = device_named(device) if isinstance(device, str) else device
         limit = own.memory_bytes if memory_limit is None else limit
         reports = {
-            name: found.with_bounds(own) if isinstance(found, ProgramReport) else found
+            name: found.with_roofline(own) if isinstance(found, ProgramReport) else found
             for name, found in self.reports.items()
         }
         return Comparison(reports, limit, self.seconds)
@@ -179,6 +187,7 @@ class Comparison(JsonForm):
         return {
             "memory_limit": self.memory_limit,
             "seconds": dict(self.seconds),
+            "best": self.marked,
             "reports": reports,
         }
 
@@ -204,9 +213,9 @@ class Comparison(JsonForm):
         return {
             "peak": None if memory is None else memory.peak,
             "arguments": None if memory is None else memory.arguments,
-            "sent": report.collectives.bytes_moved,
+            "bytes_sent": report.collectives.bytes_sent,
             "flops": None if cost is None else cost.flops,
-            "bound": None if report.bounds is None else report.bounds.seconds,
+            "roofline": None if report.roofline is None else report.roofline.seconds,
             "planning": self.seconds.get(name),
         }
 
@@ -238,7 +247,7 @@ def compare(
         context.
       memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None takes
         that of ``device``.
-      device: for the bounds: the peak figures of a device, or its name, such as ``"TPU v5e"``.
+      device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
@@ -359,7 +368,7 @@ def _checked_parts(data: dict[str, Any]) -> tuple[int | None, dict[str, float], 
     """
     limit, reports = data.get("memory_limit"), data.get("reports")
     seconds = data.get("seconds", {})
-    known = ("memory_limit", "seconds", "reports")
+    known = ("memory_limit", "seconds", "best", "reports")
     problems = [f"{key}: not known" for key in data if key not in known]
     if limit is not None and type(limit) is not int:
         problems.append(f"memory_limit: {limit!r} is no integer")
@@ -404,23 +413,23 @@ def _header(comparison: Comparison) -> list[str]:
     over = [f"over {_axes(axes)}" for axes in _all_axes(comparison)]
     fits = [] if comparison.memory_limit is None else ["fits"]
     marked = [f"{name}  " for name in ("peak", "arguments", "sent")]
-    return ["strategy", "mesh", *marked, *over, "flops  ", "bound  ", "planned", *fits]
+    return ["strategy", "mesh", *marked, *over, "flops  ", "roofline  ", "planned", *fits]
 
 
 def _rows(comparison: Comparison) -> Iterator[list[str]]:
+    best = comparison.marked
     for name, own in comparison.figures.items():
         report = comparison.reports[name]
         assert isinstance(report, ProgramReport)
         texts = {key: _TEXTS[key](value) for key, value in own.items()}
         for key in _MARKED:
-            is_least = len(comparison.fitting) > 1 and comparison.best(key) == name
-            texts[key] += " *" if is_least else "  "
+            texts[key] += " *" if best.get(key) == name else "  "
         by_axes = report.collectives.by_axes()
         over = [bytes_text(by_axes.get(axes, 0)) for axes in _all_axes(comparison)]
-        by = "" if report.bounds is None else f"{report.bounds.bound_by} "
-        bound = f"{by}{texts['bound']}"
-        row = [name, _mesh(report), texts["peak"], texts["arguments"], texts["sent"], *over]
-        row += [texts["flops"], bound, texts["planning"]]
+        by = "" if report.roofline is None else f"{report.roofline.bound_by} "
+        roofline = f"{by}{texts['roofline']}"
+        row = [name, _mesh(report), texts["peak"], texts["arguments"], texts["bytes_sent"], *over]
+        row += [texts["flops"], roofline, texts["planning"]]
         if comparison.memory_limit is not None:
             row.append({True: "yes", False: "no", None: "?"}[comparison.fits(name)])
         yield row
@@ -430,16 +439,16 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     limit = comparison.memory_limit
     reports = comparison._compiled.values()
     fits = "" if limit is None else f"; a device has {bytes_text(limit)}"
-    marked = "; * is the least of those that fit" if len(comparison.fitting) > 1 else ""
+    marked = "; * is the least of those that fit" if comparison.marked else ""
     yield f"for one device and one call{fits}{marked}"
-    devices = {report.bounds.device for report in reports if report.bounds is not None}
+    devices = {report.roofline.device for report in reports if report.roofline is not None}
     if devices:
-        yield f"bound: the least time on {', '.join(sorted(devices))}, at its peak figures"
+        yield f"roofline: the least time on {', '.join(sorted(devices))}, at its peak figures"
 
 
 def _all_axes(comparison: Comparison) -> list[tuple[str, ...] | None]:
     """The sets of axes over which any strategy sends; what no axes explain comes last."""
-    found = dict.fromkeys(axes for own in comparison.sent_by_axes.values() for axes in own)
+    found = dict.fromkeys(axes for own in comparison.bytes_sent_by_axes.values() for axes in own)
     return sorted(found, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
 
 
@@ -456,13 +465,13 @@ def _mesh(report: ProgramReport) -> str:
 _TEXTS: dict[Column, Callable[[float | None], str]] = {
     "peak": bytes_text,
     "arguments": bytes_text,
-    "sent": bytes_text,
+    "bytes_sent": bytes_text,
     "flops": count_text,
-    "bound": time_text,
+    "roofline": time_text,
     "planning": time_text,
 }
 
-_MARKED: tuple[Column, ...] = ("peak", "arguments", "sent", "flops", "bound")
+_MARKED: tuple[Column, ...] = ("peak", "arguments", "bytes_sent", "flops", "roofline")
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from .._version import __version__
 from ..analysis.arguments import Parameter, device_of
-from ..analysis.bounds import Bounds, bounds_of
 from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import Cost, Costs
 from ..analysis.hardware import Device, known
 from ..analysis.hlo import parse
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory
+from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.units import bytes_text, printable
 from .json_form import JsonForm
 from .reading import as_data, read
@@ -94,7 +94,7 @@ class ProgramReport(JsonForm):
       memory: what it takes on one device; None if the backend does not tell.
       cost: what it computes.
       collectives: what the devices exchange.
-      bounds: the least time on a device, with loops multiplied out; None if none was asked for.
+      roofline: the least time on a device, with loops multiplied out; None if none was asked for.
       hlo: the text of the compiled program; None if the backend does not tell.
 
     Example:
@@ -119,7 +119,7 @@ class ProgramReport(JsonForm):
     memory: Memory | None
     cost: Costs
     collectives: Collectives
-    bounds: Bounds | None
+    roofline: Roofline | None
     hlo: str | None
 
     _FORMAT = FORMAT
@@ -138,8 +138,8 @@ class ProgramReport(JsonForm):
         by_path = {row.path: row.bytes_per_device for row in found.parameters if row.used}
         return dataclasses.replace(found, memory=dataclasses.replace(found.memory, by_path=by_path))
 
-    def with_bounds(self, device: Device | str) -> ProgramReport:
-        """The same report with the bounds of another device.
+    def with_roofline(self, device: Device | str) -> ProgramReport:
+        """The same report with the roofline of another device.
 
         Args:
           device: its peak figures, or its name, such as ``"TPU v5e"``.
@@ -148,8 +148,8 @@ class ProgramReport(JsonForm):
           ValueError: there is no device of this name in the table.
           TypeError: it is neither a device nor a name.
         """
-        bounds = bounds_of(self.cost.executed, self.collectives.bytes_moved, device)
-        return dataclasses.replace(self, bounds=bounds)
+        roofline = roofline_of(self.cost.executed, self.collectives.bytes_sent, device)
+        return dataclasses.replace(self, roofline=roofline)
 
     def __str__(self) -> str:
         return printable("\n".join(_summary(self)), kept="\n")
@@ -183,7 +183,7 @@ def describe(
       lowered: what it computes, before optimisation.
       compiled: what it computes, after it.
       hlo: its text.
-      device: for the bounds; None for its own if the table has that.
+      device: for the roofline; None for its own if the table has that.
 
     Raises:
       ValueError: there is no device of this name in the table.
@@ -207,7 +207,7 @@ def describe(
         memory=memory,
         cost=Costs(lowered, compiled, executed),
         collectives=found,
-        bounds=None if device is None else bounds_of(executed, found.bytes_moved, device),
+        roofline=None if device is None else roofline_of(executed, found.bytes_sent, device),
         hlo=hlo,
     )
 
@@ -247,8 +247,8 @@ def _summary(report: ProgramReport) -> list[str]:
         if cost is not None:
             lines += [f"cost {cost.stage}", *_indented(str(cost).partition("\n")[2]), ""]
     lines += ["collectives", *_indented(str(report.collectives))]
-    if report.bounds is not None:
-        lines += ["", "bounds", *_indented(str(report.bounds))]
+    if report.roofline is not None:
+        lines += ["", "roofline", *_indented(str(report.roofline))]
     return lines
 
 

@@ -414,12 +414,14 @@ def _figures(data: Mapping[str, Any]) -> Table:
     table.add_row(
         "sent to other devices", bytes_text(sum(map(moved, data.get("collectives") or [])))
     )
-    bounds = data.get("bounds")
-    if bounds:
+    roofline = data.get("roofline")
+    if roofline:
         for kind in ("compute", "memory", "interconnect"):
-            bound = "  ← the bound" if kind == bounds.get("bound_by") else ""
-            least = f"{kind} on {bounds.get('device')} takes at least{bound}"
-            table.add_row(_text(least, "bold" if bound else ""), time_text(bounds.get(f"{kind}_s")))
+            bound = "  ← the bound" if kind == roofline.get("bound_by") else ""
+            least = f"{kind} on {roofline.get('device')} takes at least{bound}"
+            table.add_row(
+                _text(least, "bold" if bound else ""), time_text(roofline.get(f"{kind}_s"))
+            )
     return table
 
 
@@ -430,7 +432,7 @@ def _sent(collectives: Sequence[Mapping[str, Any]], colours: _Colours) -> Table:
         axes = _text("no axes fit" if sent.axes is None else "" if sent.axes else "none")
         for axis in sent.axes or ():
             axes.append_text(_text(axis, colours(axis))).append(" ")
-        table.add_row(_text(sent.kind), axes, str(sent.number), bytes_text(sent.bytes_moved))
+        table.add_row(_text(sent.kind), axes, str(sent.number), bytes_text(sent.bytes_sent))
     return table
 
 

@@ -2,20 +2,20 @@
 
 from ..report.sharding import assert_sharded
 from .assertions import (
+    assert_bytes_sent_below,
     assert_collectives,
     assert_no_collective,
     assert_no_parameter_replicated,
     assert_peak_below,
-    assert_sent_below,
 )
 from .launcher import launch
 
 __all__ = [
+    "assert_bytes_sent_below",
     "assert_collectives",
     "assert_no_collective",
     "assert_no_parameter_replicated",
     "assert_peak_below",
-    "assert_sent_below",
     "assert_sharded",
     "launch",
 ]

@@ -116,7 +116,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
         raise AssertionError(f"{_name(program)} has other collectives:\n" + "\n".join(lines))
 
 
-def assert_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
+def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
     """Fails if one device sends more than a limit to others in one call.
 
     Args:
@@ -135,12 +135,12 @@ def assert_sent_below(program: Program, limit: int | str, axes: Axes | None = No
       >>> import jax
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import jit
-      >>> from nnx_sharding.testing import assert_sent_below
+      >>> from nnx_sharding.testing import assert_bytes_sent_below
       >>> from nnx_sharding.partition import make_mesh
       >>> mesh = make_mesh({"data": 2, "model": 4})
       >>> fun = jit(lambda x: x.sum(1), in_shardings=P("data", "model"), mesh=mesh)
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
-      >>> assert_sent_below(compiled, "1 KiB")
+      >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
     most, sizes = read_bytes(limit), _axis_sizes(program)
     wanted = None if axes is None else _checked_axes(axes, sizes)
@@ -149,12 +149,12 @@ def assert_sent_below(program: Program, limit: int | str, axes: Axes | None = No
         for one in _collectives(program)
         if wanted is None or one.axes is None or wanted & {*one.axes}
     )
-    if found.bytes_moved > most or found.has_unknown_times:
-        largest = sorted(found, key=lambda one: -one.total_moved)
+    if found.bytes_sent > most or found.has_unknown_times:
+        largest = sorted(found, key=lambda one: -one.total_bytes_sent)
         more = " or more, as a loop is of unknown length," if found.has_unknown_times else ""
         over = "" if wanted is None else f" over {', '.join(map(repr, sorted(wanted)))}"
         raise AssertionError(
-            f"{_name(program)} sends {bytes_text(found.bytes_moved)}{more} from each device"
+            f"{_name(program)} sends {bytes_text(found.bytes_sent)}{more} from each device"
             f"{over} in a call; the limit is {bytes_text(most)}. Most is in:\n{_listed(largest)}"
         )
 
@@ -368,7 +368,7 @@ def _line(one: Collective) -> str:
     times = {1: "", None: ", in a loop of unknown length"}.get(one.times, f", {one.times} times")
     from_ = ", ".join(part for part in (one.operation, one.source) if part) or one.name
     return (
-        f"{one.kind} over {axes}, {bytes_text(one.bytes)}, sends {bytes_text(one.bytes_moved)}"
+        f"{one.kind} over {axes}, {bytes_text(one.bytes)}, sends {bytes_text(one.bytes_sent)}"
         f"{times}: {from_}"
     )
 

@@ -66,7 +66,7 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 def moved(collective: Mapping[str, Any]) -> int:
     """What one device sends for a collective in one call; once in a loop of unknown length."""
     times = collective.get("times")
-    return int(collective.get("bytes_moved") or 0) * (1 if times is None else int(times))
+    return int(collective.get("bytes_sent") or 0) * (1 if times is None else int(times))
 
 
 class Sent(NamedTuple):
@@ -76,13 +76,13 @@ class Sent(NamedTuple):
       kind: the kind.
       axes: the mesh axes; None if no set of axes explains the groups.
       number: how many instructions they are.
-      bytes_moved: the bytes that one device sends in one call.
+      bytes_sent: the bytes that one device sends in one call.
     """
 
     kind: str
     axes: tuple[str, ...] | None
     number: int
-    bytes_moved: int
+    bytes_sent: int
 
 
 def sent_by_kind(collectives: Iterable[Mapping[str, Any]]) -> list[Sent]:
@@ -98,8 +98,8 @@ def sent_by_kind(collectives: Iterable[Mapping[str, Any]]) -> list[Sent]:
 
 def bound_time(report: Mapping[str, Any]) -> float | None:
     """The longest of the three times that bound a program from below, in seconds."""
-    bounds = report.get("bounds") or {}
-    times = (bounds.get(f"{kind}_s") for kind in ("compute", "memory", "interconnect"))
+    roofline = report.get("roofline") or {}
+    times = (roofline.get(f"{kind}_s") for kind in ("compute", "memory", "interconnect"))
     return max((time for time in times if time is not None), default=None)
 
 

@@ -86,7 +86,7 @@ def _styled(body: str) -> str:
 
 
 def _report(data: Mapping[str, Any]) -> str:
-    memory, bounds = data.get("memory") or {}, data.get("bounds") or {}
+    memory, roofline = data.get("memory") or {}, data.get("roofline") or {}
     cost = (data.get("cost") or {}).get("executed") or {}
     collectives = data.get("collectives") or []
     axes = ((data.get("mesh") or {}).get("axes") or {}).items()
@@ -100,9 +100,9 @@ def _report(data: Mapping[str, Any]) -> str:
         ("Floating point operations of each device", count_text(cost.get("flops"))),
         ("Sent by each device", bytes_text(sum(map(moved, collectives)))),
     ]
-    if bounds:
-        least = f"{time_text(bound_time(data))}, bound by {bounds.get('bound_by')}"
-        facts.append((f"Takes at least, on {bounds.get('device')}", least))
+    if roofline:
+        least = f"{time_text(bound_time(data))}, bound by {roofline.get('bound_by')}"
+        facts.append((f"Takes at least, on {roofline.get('device')}", least))
     return _facts(facts) + _sent(collectives) + _parameters(data.get("parameters") or [])
 
 
@@ -134,7 +134,7 @@ def _sent(collectives: Iterable[Mapping[str, Any]]) -> str:
             escaped(sent.kind),
             "no axes fit" if sent.axes is None else escaped(" + ".join(sent.axes) or "none"),
             str(sent.number),
-            bytes_text(sent.bytes_moved),
+            bytes_text(sent.bytes_sent),
         ]
         for sent in sums
     ]

@@ -103,7 +103,7 @@ function comparisonTable(data, show) {
           el(
             "span",
             { class: "small muted" },
-            row.report.bounds ? `${row.report.bounds.bound_by}, ${row.report.bounds.device}` : "",
+            row.report.roofline ? `${row.report.roofline.bound_by}, ${row.report.roofline.device}` : "",
           ),
         plain(least),
       ),

@@ -1,4 +1,4 @@
-// Memory, cost, and the time that bounds it.
+// Memory, cost, and its roofline.
 
 const MEMORY_PARTS = [
   ["arguments", "Arguments"],
@@ -86,35 +86,35 @@ function costSection(report) {
   );
 }
 
-function boundsSection(report) {
-  const { bounds } = report;
-  if (!bounds) return null;
-  const isUrl = /^https?:\/\//i.test(bounds.source ?? "");
+function rooflineSection(report) {
+  const { roofline } = report;
+  if (!roofline) return null;
+  const isUrl = /^https?:\/\//i.test(roofline.source ?? "");
   return section(
-    "bounds",
-    `Least time on ${bounds.device}`,
+    "roofline",
+    `Least time on ${roofline.device}`,
     el(
       "div",
       { class: "stack" },
       bars(
-        boundTimes(bounds).map(([kind, s]) => [
-          kind === bounds.bound_by ? el("strong", {}, `${kind} (the bound)`) : kind,
+        boundTimes(roofline).map(([kind, s]) => [
+          kind === roofline.bound_by ? el("strong", {}, `${kind} (the bound)`) : kind,
           s,
           time,
-          kind === bounds.bound_by ? "strong" : null,
+          kind === roofline.bound_by ? "strong" : null,
         ]),
       ),
       el(
         "p",
         { class: "muted small" },
         "Arithmetic intensity ",
-        figure(bounds.arithmetic_intensity, digits, String),
+        figure(roofline.arithmetic_intensity, digits, String),
         " operations per byte. ",
-        !bounds.source
+        !roofline.source
           ? null
           : isUrl
-            ? el("a", { href: bounds.source, rel: "noopener noreferrer" }, "Figures of the device")
-            : `Figures of the device: ${bounds.source}`,
+            ? el("a", { href: roofline.source, rel: "noopener noreferrer" }, "Figures of the device")
+            : `Figures of the device: ${roofline.source}`,
       ),
     ),
   );

@@ -54,23 +54,23 @@ function width(node, part) {
 }
 
 // How often a collective runs is not known in some loops; then it counts once.
-const moved = (c) => (c.bytes_moved ?? 0) * (c.times ?? 1);
+const moved = (c) => (c.bytes_sent ?? 0) * (c.times ?? 1);
 const totalMoved = (report) => (report.collectives ? sum(report.collectives, moved) : null);
 const axesOf = (c) => (Array.isArray(c.axes) ? axisSet(c.axes.map(String)) : null);
 
-function boundTimes(bounds) {
-  if (!bounds) return [];
-  return ["compute", "memory", "interconnect"].map((kind) => [kind, bounds[`${kind}_s`]]);
+function boundTimes(roofline) {
+  if (!roofline) return [];
+  return ["compute", "memory", "interconnect"].map((kind) => [kind, roofline[`${kind}_s`]]);
 }
 function boundTime(report) {
-  const known = boundTimes(report.bounds)
+  const known = boundTimes(report.roofline)
     .map(([, s]) => s)
     .filter(isNumber);
   return known.length ? Math.max(...known) : null;
 }
 
 function overview(report) {
-  const { memory, bounds } = report;
+  const { memory, roofline } = report;
   const parameters = listOf(report.parameters);
   const inLoop = listOf(report.collectives).some((c) => c.times === null);
   const flops = report.cost?.executed?.flops ?? null;
@@ -91,7 +91,7 @@ function overview(report) {
     [
       "Takes at least",
       time(boundTime(report)),
-      bounds ? `${bounds.device}, bound by ${bounds.bound_by}` : "no device was given",
+      roofline ? `${roofline.device}, bound by ${roofline.bound_by}` : "no device was given",
     ],
   ]);
 }

@@ -5,7 +5,7 @@ function reportNodes(report) {
   return [
     overview(report),
     el("div", { class: "pair" }, meshSection(report), memorySection(report)),
-    el("div", { class: "pair" }, costSection(report), boundsSection(report)),
+    el("div", { class: "pair" }, costSection(report), rooflineSection(report)),
     parametersSection(report),
     collectivesSection(report, (name) => program.find(`${name} =`)),
     program.node,

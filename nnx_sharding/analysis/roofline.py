@@ -13,7 +13,7 @@ Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bounds:
+class Roofline:
     """Times that a call takes at least, each as if the device did nothing else.
 
     The largest of the three is a lower bound, for a device whose parts work at once and at their
@@ -53,12 +53,12 @@ class Bounds:
         return printable(f"{self.device}: at least {told}; bound by {self.bound_by}")
 
 
-def bounds_of(cost: Cost | None, bytes_moved: float, device_or_name: Device | str) -> Bounds:
+def roofline_of(cost: Cost | None, bytes_sent: float, device_or_name: Device | str) -> Roofline:
     """The least times of a program.
 
     Args:
       cost: what one device does in one call; None where XLA does not tell.
-      bytes_moved: the bytes that one device sends in one call.
+      bytes_sent: the bytes that one device sends in one call.
       device_or_name: the peak figures of the device, or its name in the table.
 
     Raises:
@@ -66,8 +66,8 @@ def bounds_of(cost: Cost | None, bytes_moved: float, device_or_name: Device | st
       TypeError: it is neither a device nor a name.
 
     Example:
-      >>> from nnx_sharding.analysis import Cost, bounds_of
-      >>> found = bounds_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), 2e10, "TPU v5e")
+      >>> from nnx_sharding.analysis import Cost, roofline_of
+      >>> found = roofline_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), 2e10, "TPU v5e")
       >>> found.compute_s, found.memory_s, found.interconnect_s, found.bound_by
       (1.0, 0.1, 0.1, 'compute')
     """
@@ -79,10 +79,10 @@ def bounds_of(cost: Cost | None, bytes_moved: float, device_or_name: Device | st
     times: dict[Resource, float | None] = {
         "compute": None if flops is None else flops / own.flops,
         "memory": None if accessed is None else accessed / own.memory_bandwidth,
-        "interconnect": bytes_moved / own.interconnect_bandwidth,
+        "interconnect": bytes_sent / own.interconnect_bandwidth,
     }
     known: dict[Resource, float] = {key: time for key, time in times.items() if time is not None}
-    return Bounds(
+    return Roofline(
         device=own.name,
         compute_s=times["compute"],
         memory_s=times["memory"],
