@@ -275,7 +275,7 @@ class RoundTripTest(Case):
         self.assertEqual(int(output), 30)
         self.assertEqual(jax.tree.map(int, updates["b"]), {"count": 3})
         loaded.call(nnx.state(a), nnx.state(b))
-        with self.assertRaisesRegex(TypeError, "(?s)once.*b.count: is a.count, given as another"):
+        with self.assertRaisesRegex(TypeError, "(?s)once.*b.count: is a.count, passed as another"):
             loaded.call(Counter(2), {"own": 1.0, "count": np.array(2)})
 
     def test_added_variables_and_arrays(self):
@@ -408,9 +408,9 @@ class ManifestTest(Case):
         )
         specs = {info.name: (info.shape, info.dtype, info.spec) for info in manifest.inputs}
         expected = {
-            "model.down.kernel": ((16, 4), "float32", ("model", None)),
-            "model.up.kernel": ((4, 16), "float32", (None, "model")),
-            "x": ((8, 4), "float32", ("data",)),
+            "model.down.kernel": ((16, 4), "float32", P("model", None)),
+            "model.up.kernel": ((4, 16), "float32", P(None, "model")),
+            "x": ((8, 4), "float32", P("data")),
         }
         self.assertEqual(specs, expected)
         self.assertEqual(manifest.versions["jax"], jax.__version__)
@@ -480,7 +480,7 @@ class MistakesTest(Case):
             lambda: loaded.call(modle=MLP(), n=3),
         )
         self.check(TypeError, ("3 positional", "takes 2"), lambda: loaded.call(MLP(), X, 3))
-        self.check(TypeError, ("x: given twice",), lambda: loaded.call(MLP(), X, x=X))
+        self.check(TypeError, ("x: passed twice",), lambda: loaded.call(MLP(), X, x=X))
 
     def test_wide_types(self):
         with jax.enable_x64(True):
@@ -619,25 +619,25 @@ class FileTest(Case):
     def test_truncated_at_any_byte(self):
         size = len(self.data)
         for end in {*range(100), *range(100, size, 211), *range(size - 100, size)}:
-            self.refuse(self.data[:end], "no file of|damaged")
+            self.refuse(self.data[:end], "not a file of|damaged")
 
     def test_any_changed_byte(self):
         size = len(self.data)
         for place in {*range(100), *range(100, size, 211), *range(size - 150, size)}:
             changed = bytearray(self.data)
             changed[place] ^= 1 << (place % 8)
-            self.refuse(bytes(changed), "no file of|damaged")
+            self.refuse(bytes(changed), "not a file of|damaged")
 
     def test_longer_than_written(self):
         self.refuse(self.data + b"0", "damaged")
-        self.refuse(b"0" + self.data, "no file of")
+        self.refuse(b"0" + self.data, "not a file of")
 
     def test_other_files(self):
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as archive:
             archive.writestr("word/document.xml", "<xml/>")
         for data in (b"", b"hello", b"\x80\x04", b"PK\x03\x04", buffer.getvalue()):
-            self.refuse(data, "no file of nnx_sharding.export")
+            self.refuse(data, "not a file of nnx_sharding.export")
         with self.assertRaises(FileNotFoundError):
             export.load(self.folder / "missing.zip")
 
@@ -655,11 +655,11 @@ class FileTest(Case):
         self.refuse(bomb, "compressed")
         with absltest.mock.patch.object(files, "MAX_MANIFEST", 100):
             self.refuse(self.data, "its manifest has")
-        self.refuse(self.forged(b"[" * 100_000), "no file of")
+        self.refuse(self.forged(b"[" * 100_000), "not a file of")
 
     @parameterized.parameters(
         (8, 1, "encrypted"), (20, 0x7FFFFFFF, "larger than the file"), (24, 1 << 31, "larger"),
-        (42, 0x7FFFFFFF, "no file of"), (10, 99, "compressed"),
+        (42, 0x7FFFFFFF, "not a file of"), (10, 99, "compressed"),
     )  # fmt: skip
     def test_heads_of_entries(self, place, value, text):
         # What the directory says of the first and of the last entry, in fields of 2 or 4 bytes.
@@ -716,7 +716,7 @@ class FileTest(Case):
 
     def test_another_program(self):
         own = self.forged({"program": {"sha256": "0" * 64, "bytes": len(self.program)}})
-        self.refuse(own, "digest of its program")
+        self.refuse(own, "its program is .* its manifest says")
         (self.folder / "g").mkdir()
         export.export(jit(apply))(MLP(), X).save(self.folder / "g" / "f.zip")
         with zipfile.ZipFile(self.folder / "g" / "f.zip") as archive:
@@ -733,9 +733,9 @@ class FileTest(Case):
         if isinstance(manifest, dict) and "program" in self.manifest:
             own = {key: value for key, value in self.manifest.items() if key != "program"}
             with absltest.mock.patch.object(self, "manifest", own):
-                self.refuse(self.forged(manifest), "manifest|no file of|format")
+                self.refuse(self.forged(manifest), "manifest|not a file of|format")
         else:
-            self.refuse(self.forged(manifest), "manifest|no file of|format")
+            self.refuse(self.forged(manifest), "manifest|not a file of|format")
 
 
 LOADER = """
@@ -774,8 +774,8 @@ class OtherProcessTest(Case):
         weights = {"/".join(path): np.asarray(value.get_raw_value()) for path, value in flat}
         np.savez(self.folder / "weights.npz", **weights)
         np.save(self.folder / "x.npy", X)
-        environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-        environment.pop("PYTHONPATH", None)
+        root = str(pathlib.Path(__file__).parents[1])
+        environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root}
         ran = subprocess.run(
             [sys.executable, "-W", "error", "-c", LOADER, str(self.folder)],
             cwd=self.folder,
