@@ -25,7 +25,7 @@ os.environ["PATH"] = os.pathsep.join([*map(str, PYENV.glob("3.*/bin")), os.envir
 
 
 @nox.session(python=nox.project.python_versions(PROJECT))
-@nox.parametrize("releases", REQUIREMENTS, ids=REQUIREMENTS)
+@nox.parametrize("releases", list(REQUIREMENTS), ids=list(REQUIREMENTS))
 def tests(session: nox.Session, releases: str) -> None:
     """Run the tests."""
     session.install("--upgrade", "--editable", ".[tests]", *REQUIREMENTS[releases])
