@@ -1,4 +1,4 @@
-"""The demo: the whole of it as a user runs it, its checks, and the parts that choose devices."""
+"""The demo: as a user runs it, its checks, and how it chooses devices."""
 
 from __future__ import annotations
 
