@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -12,31 +12,19 @@ from flax.traverse_util import unflatten_dict
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..core.structure import (
-    Container,
-    Location,
-    Structure,
-    VariableEntry,
-    container_keys,
-    holds_objects,
-)
 from ..fitting import suggestion
-from ..paths import Path, accessor, path_string, plain_key
+from ..paths import Path, accessor, path_string
 from .manifest import ArrayInfo, Manifest
+from .trees import leaves, tree_of
 
 # Puts arrays by path into the form in which an argument was passed.
 Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
 
 
-class Bound(NamedTuple):
-    """The arrays of one call by position, and for each argument its form."""
-
-    arrays: list[Any]
-    forms: dict[str, Form]
-
-
-def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
-    """Finds the arrays of a call.
+def bind(
+    manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Form]]:
+    """The arrays of a call by position, and for each argument its form.
 
     Raises:
       TypeError: arguments or arrays are missing or unknown, or have other types than those of the
@@ -45,10 +33,8 @@ def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     arguments = _arguments(manifest, args, kwargs)
     arrays: dict[int, tuple[str, Any]] = {}
     forms: dict[str, Form] = {}
-    missing: list[str] = []
-    unknown: list[str] = []
-    types: list[str] = []
-    shared: list[str] = []
+    shared = "One array in the exported function, to be passed once"
+    faults = {kind: list[str]() for kind in ("Missing", "Unknown", "Of another type", shared)}
     for argument in manifest.arguments:
         is_flat = False
         for path, array in _arrays(arguments[argument.name]):
@@ -59,33 +45,23 @@ def bind(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             if leaf is None:
                 name = accessor(argument.name, path)
                 names = [other.name for other in argument.leaves]
-                unknown.append(f"{name}{suggestion(name, names)}")
+                faults["Unknown"].append(f"{name}{suggestion(name, names)}")
                 continue
             name, first = arrays.setdefault(leaf.position, (leaf.name, array))
             if first is not array:
-                shared.append(f"{leaf.name}: is {name}, passed as another array")
+                faults[shared].append(f"{leaf.name}: is {name}, passed as another array")
         forms[argument.name] = _form(arguments[argument.name], is_flat)
     for position, info in enumerate(manifest.inputs):
         if position in arrays:
-            types += _type_faults(*arrays[position], info)
+            faults["Of another type"] += _type_faults(*arrays[position], info)
         else:
-            missing.append(f"{info.name}, {info}")
-    faults = {
-        "Missing": missing,
-        "Unknown": unknown,
-        "Of another type": types,
-        "One array in the exported function, to be passed once": shared,
-    }
-    lines = [
-        line
-        for kind, listed in faults.items()
-        for line in (f"{kind}:", *(f"  {fault}" for fault in listed))
-        if listed
-    ]
-    if lines:
-        lines.insert(0, f"{manifest.function} was exported for other arrays than these.")
+            faults["Missing"].append(f"{info.name}, {info}")
+    if any(faults.values()):
+        lines = [f"{manifest.function} was exported for other arrays than these."]
+        for kind, listed in faults.items():
+            lines += [f"{kind}:", *(f"  {fault}" for fault in listed)] if listed else []
         raise TypeError("\n".join(lines))
-    return Bound([arrays[i][1] for i in range(len(manifest.inputs))], forms)
+    return [arrays[i][1] for i in range(len(manifest.inputs))], forms
 
 
 def _arguments(
@@ -126,20 +102,8 @@ def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from _arrays(part, (*path, *(key if isinstance(key, tuple) else (key,))))
     else:
         flat = flatten(value)
-        structure = flat.structure
-        for location in structure.walk(structure.root, iter(structure.root_slots)):
-            for inner, slot in array_paths(structure, location):
-                yield (*path, *map(plain_key, inner)), flat.leaves[slot]
-
-
-def array_paths(structure: Structure, location: Location) -> Iterator[tuple[Path, int]]:
-    """The path and slot of each array of a location: several in a Variable that holds a pytree."""
-    entry = None if location.entry is None else structure.entries[location.entry]
-    keys: Sequence[Path] = [()]
-    if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
-        keys = keys if holds_objects(entry) else container_keys(entry.value.treedef)
-    for key, slot in zip(keys, location.slots, strict=True):
-        yield location.path + key, slot
+        for inner, _, slot in leaves(tree_of(flat.structure, lambda slot: {"input": slot})):
+            yield path + inner, flat.leaves[slot]
 
 
 def _form(value: Any, is_flat: bool) -> Form:

@@ -22,13 +22,11 @@ from ..core.structure import (
     RefEntry,
     Structure,
     VariableEntry,
-    container_keys,
 )
 from ..diagnostics.differences import differences, show, show_child
 from ..diagnostics.failures import explained
 from ..lifted import Lifted
-from ..paths import Path, accessor
-from .bind import array_paths
+from ..paths import accessor
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, MeshInfo, meshes_of
 from .trees import Tree, leaves, state_tree, tree_of
@@ -98,7 +96,6 @@ def export(
             lowered = explained(plan, types, lower)
         count = lowered.out_tree.num_leaves
         *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))
-        _check_expressible(plan, outcome)
         # Only arrays go into the file; the manifest says what they mean.
         program = dataclasses.replace(lowered, out_tree=jax.tree_util.tree_structure((0,) * count))
         return Exported(_manifest(plan, outcome, groups, program), program)
@@ -127,7 +124,23 @@ def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
     return abstract(leaf, sharding)
 
 
-def _check_expressible(plan: Plan, outcome: Outcome) -> None:
+def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
+    """The arguments after the call; its own slots are those of the outcome, others are inverted."""
+    before, after = plan.structure, outcome.structure
+    old = [
+        (entry, _inverted(slots)) for entry, slots in zip(before.entries, before.slots, strict=True)
+    ]
+    new = zip(after.entries, after.slots, strict=True)
+    table = [old[i] if part[0] is None else part for i, part in enumerate(new)]
+    entries, slots = zip(*table, strict=True) if table else ((), ())
+    return Structure(entries, before.root, slots, _inverted(before.root_slots), before.statics)
+
+
+def _inverted(slots: Sequence[int]) -> tuple[int, ...]:
+    return tuple(~slot for slot in slots)
+
+
+def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> None:
     """Rejects changes of the arguments that arrays by path cannot express."""
     before, after = plan.structure, outcome.structure
     changes = [(change.node, *changed) for change in outcome.nodes for changed in change.changed]
@@ -137,9 +150,6 @@ def _check_expressible(plan: Plan, outcome: Outcome) -> None:
         for node, key, child, _ in changes
     ):
         return
-    arguments = Structure(
-        after.entries, before.root, after.slots, before.root_slots, before.statics
-    )
     lines = differences((plan.signature, before), (plan.signature, arguments))
     raise ValueError(
         f"{plan.fun_name} cannot be exported, because it changes more than arrays:\n"
@@ -171,13 +181,21 @@ def _manifest(
     plan: Plan, outcome: Outcome, groups: Sequence[Any], program: jax.export.Exported
 ) -> Manifest:
     def source(slot: int) -> Tree:
-        group, position = outcome.sources[slot]
+        group, position = outcome.sources[slot] if slot >= 0 else (-1, ~slot)
         return {"input": position} if group < 0 else {"output": groups[group].arrays[position]}
 
+    before = tree_of(plan.structure, lambda slot: {"input": slot})
+    after = _arguments_after(plan, outcome)
+    _check_expressible(plan, outcome, after)
+    updates = {}
+    for argument in _arguments(plan, tree_of(after, source)):
+        found = leaves(argument.tree)
+        changed = [(path, {kind: i}) for path, kind, i in found if kind == "output"]
+        if changed:
+            updates[argument.name] = state_tree(changed)
+    result = tree_of(outcome.structure, source)
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
-    result = tree_of(outcome.structure, source)
-    updates = _updates(plan, outcome, source)
     names = {
         position: accessor(name, path)
         for name, tree in (("result", result), *updates.items())
@@ -193,7 +211,7 @@ def _manifest(
     return Manifest(
         function=plan.fun_name,
         transform=plan.terms.name,
-        arguments=tuple(_arguments(plan)),
+        arguments=tuple(_arguments(plan, before)),
         static=_statics(plan),
         inputs=arrays(plan.names, program.in_avals, inputs),
         outputs=arrays(output_names, program.out_avals, outputs),
@@ -211,9 +229,9 @@ def _manifest(
     )
 
 
-def _arguments(plan: Plan) -> Iterator[Argument]:
+def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
     signature = plan.signature
-    positional, keywords = tree_of(plan.structure, lambda slot: {"input": slot})["tuple"]
+    positional, keywords = tree["tuple"]
     for index, tree in zip(signature.dynamic, positional["tuple"], strict=True):
         yield Argument(signature.names[index], False, index in signature.donated, tree)
     for name, tree in keywords["dict"]:
@@ -229,31 +247,3 @@ def _statics(plan: Plan) -> dict[str, str]:
         if isinstance(value, set | frozenset):  # in the same order in each process
             texts[name] = f"{type(value).__name__}({{{', '.join(sorted(map(show, value)))}}})"
     return texts
-
-
-def _updates(plan: Plan, outcome: Outcome, source: Callable[[int], Tree]) -> dict[str, Tree]:
-    """For each argument its arrays that the function changed or added, by path."""
-    root = plan.structure.root
-    assert isinstance(root, Container)
-    names = [plan.signature.names[i] for i in plan.signature.dynamic]
-    updates: dict[str, list[tuple[Path, Tree]]] = {}
-    for keys, child in zip(container_keys(root.treedef), root.children, strict=True):
-        if not isinstance(child, int):
-            continue
-        name = names[keys[1]] if keys[0] == 0 else str(keys[1])
-        for path, slot in _slots_after(plan.structure, outcome.structure, child):
-            origin = source(slot)
-            if "output" in origin:
-                updates.setdefault(name, []).append(((*keys[2:], *path), origin))
-    return {name: state_tree(items) for name, items in updates.items()}
-
-
-def _slots_after(before: Structure, after: Structure, child: int) -> Iterator[tuple[Path, int]]:
-    """The arrays of one object of the arguments after the call, each with its path."""
-    is_described = after.entries[child] is not None  # else no module changes: no graph updates
-    for location in (after if is_described else before).walk(child, iter(())):
-        if location.entry is not None:
-            location = location._replace(slots=after.slots[location.entry])
-        elif not is_described:
-            continue
-        yield from array_paths(after, location)

@@ -40,13 +40,15 @@ class Exported:
 
     Attributes:
       manifest: how it is called, and what it was made with; ``str`` of it is a table.
+      jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
     """
 
     manifest: Manifest
+    jax_exported: jax.export.Exported
 
     def __init__(self, manifest: Manifest, program: jax.export.Exported, data: bytes | None = None):
         self.manifest = manifest
-        self._program = program
+        self.jax_exported = program
         self._data = data  # the program as it was read; JAX would write other bytes
         self._compiled: dict[Mesh | None, tuple[Any, Shardings]] = {}
 
@@ -56,19 +58,14 @@ class Exported:
 
         A module is an ``nnx.State``. A declared sharding has an ``AbstractMesh``.
         """
-        shardings, _ = _compat.exported_shardings(self._program)
+        shardings, _ = _compat.exported_shardings(self.jax_exported)
         arrays = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-            for aval, sharding in zip(self._program.in_avals, shardings, strict=True)
+            for aval, sharding in zip(self.jax_exported.in_avals, shardings, strict=True)
         ]
         infos = [(a, trees.build(a.tree, {"input": arrays})) for a in self.manifest.arguments]
         positional = tuple(info for argument, info in infos if not argument.keyword)
         return positional, {a.name: info for a, info in infos if a.keyword}
-
-    @property
-    def jax_exported(self) -> jax.export.Exported:
-        """The program alone, over flat arrays in the order of ``manifest.inputs``."""
-        return self._program
 
     @_compat.api_boundary
     def call(self, *args: Any, **kwargs: Any) -> Result:
@@ -93,11 +90,10 @@ class Exported:
           ExportError: this machine has another platform or too few devices, or the mesh in context
             is not like the exported one.
         """
-        bound = bind(self.manifest, args, kwargs)
-        arrays = bound.arrays
-        program: Any = self._program.call
+        arrays, forms = bind(self.manifest, args, kwargs)
+        program: Any = self.jax_exported.call
         if _compat.trace_is_clean():
-            mesh = mesh_for(self.manifest, self._program)
+            mesh = mesh_for(self.manifest, self.jax_exported)
             if mesh not in self._compiled:
                 self._compiled[mesh] = self._compile(mesh)
             program, shardings = self._compiled[mesh]
@@ -106,7 +102,7 @@ class Exported:
         updates = {}
         for name, tree in self.manifest.updates.items():
             flat = {path: known[kind][i] for path, kind, i in trees.leaves(tree)}
-            updates[name] = bound.forms[name](flat)
+            updates[name] = forms[name](flat)
         return Result(trees.build(self.manifest.result, known), updates)
 
     def save(self, path: str | os.PathLike[str], *, vjp_order: int = 0) -> None:
@@ -123,7 +119,7 @@ class Exported:
             many arrays.
         """
         try:
-            program = self._data or bytes(self._program.serialize(vjp_order=vjp_order))
+            program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
         except ImportError:
             raise ImportError(_NO_FLATBUFFERS) from None
         except KeyError as error:  # of JAX, for a dtype that it has no number for
@@ -133,13 +129,13 @@ class Exported:
         files.write(path, self.manifest.to_json(), program)
 
     def _compile(self, mesh: Mesh | None) -> tuple[Any, Shardings]:
-        inputs, outputs = shardings_on(mesh, self._program)
+        inputs, outputs = shardings_on(mesh, self.jax_exported)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
         positions = sorted({leaf.position for argument in donated for leaf in argument.leaves})
         options: dict[str, Any] = {"donate_argnums": positions}
         if mesh is not None:
             options |= {"in_shardings": inputs, "out_shardings": outputs}
-        return jax.jit(self._program.call, **options), inputs
+        return jax.jit(self.jax_exported.call, **options), inputs
 
     def __str__(self) -> str:
         return str(self.manifest)
