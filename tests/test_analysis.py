@@ -77,7 +77,7 @@ class CostTest(parameterized.TestCase):
         lowered = fun.lower(abstract(m, k), abstract(k, n))
         # XLA counts -1 for each annotation of a sharding.
         assert 0 <= 2 * m * k * n - lowered.cost().flops <= 3
-        assert lowered.cost().stage == "before optimisation, whole program"
+        assert lowered.cost().stage == "before optimisation, all devices"
         own = lowered.compile().cost()
         assert own.flops == 2 * (m // 2) * k * (n // 4)
         assert own.bytes_accessed == F32 * (m // 2 * k + k * n // 4 + m // 2 * n // 4)
@@ -341,7 +341,7 @@ class CollectivesTest(parameterized.TestCase):
         assert found != Collectives() and found != 1
         assert str(Collectives()) == "no collectives"
         assert "all-gather" in str(found) and "Collectives(" in repr(found)
-        with self.assertRaisesRegex(ValueError, "'allreduce' is no kind of collective"):
+        with self.assertRaisesRegex(ValueError, "'allreduce' is not a kind of collective"):
             found.of("allreduce")
 
 
@@ -405,9 +405,9 @@ class MemoryTest(parameterized.TestCase):
         rows = {row.path: row for row in result.report().parameters}
         assert not rows["unused"].used and not rows["unused"].donated
         assert rows["model.up.kernel"].donated and rows["model.up.kernel"].used
-        assert rows["model.up.kernel"].spec == (None, "model")
+        assert rows["model.up.kernel"].spec == P(None, "model")
         assert rows["model.up.kernel"].shard_shape == (4, 4)
-        assert rows["x"].spec == ("data", None)
+        assert rows["x"].spec == P("data", None)
 
     def test_peak_is_what_has_to_be_free(self):
         class Analysis:
@@ -428,7 +428,7 @@ class MemoryTest(parameterized.TestCase):
         del Analysis.alias_size_in_bytes, Analysis.peak_memory_in_bytes
         assert memory_of(Analysis()).peak is None
         assert memory_of(None) is None
-        assert str(Memory()) == "the backend does not tell"
+        assert "unknown" in str(Memory())
 
     def test_no_mesh_and_no_arrays(self):
         result = compiled(lambda: jnp.ones(4))
@@ -547,7 +547,7 @@ class ReportTest(parameterized.TestCase):
         assert data["hlo"].startswith("HloModule")
         assert data["roofline"]["device"] == "TPU v4"
         text = str(report)
-        for part in ("run: 8 × cpu, mesh 'data' (2) × 'model' (4)", "no collectives", "TPU v4"):
+        for part in ("run: 8 × cpu, mesh data 2 × model 4", "no collectives", "TPU v4"):
             assert part in text
 
     def test_summary_of_many_arguments(self):
@@ -558,12 +558,12 @@ class ReportTest(parameterized.TestCase):
             self.report, parameters=rows, memory=None, mesh=None, roofline=None
         )
         text = str(report)
-        assert "… and 18 more" in text and "the backend does not tell" in text
+        assert "… and 18 more" in text and "memory: unknown" in text
 
     @parameterized.parameters(
-        ("[", "it is no JSON"),
-        ("[" * 100_000, "it is no JSON"),
-        ("[]", "it has no format, not 'nnx_sharding.report'"),
+        ("[", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[]", "it has no format, expected 'nnx_sharding.report'"),
         ('{"format": "x"}', "its format is 'x'"),
         (
             '{"format": "nnx_sharding.report", "version": 2}',
@@ -590,14 +590,14 @@ class ReportTest(parameterized.TestCase):
         with self.assertRaises(ValueError) as caught:
             ProgramReport.from_dict(data)
         for line in (
-            "extra: not known",
-            "name: 3 is no string",
-            "num_devices: True is no integer",
-            "parameters[0].shape[1]: '4' is no integer",
-            "parameters[0].spec: 7 is no list",
+            "extra: unknown",
+            "name: 3 is not a string",
+            "num_devices: True is not an integer",
+            "parameters[0].shape[1]: '4' is not an integer",
+            "parameters[0].spec: 7 is not a list or a string",
             "memory.peak: missing",
-            "cost.compiled.flops: 'many' is no number",
-            "roofline.bound_by: 'luck' is no one of",
+            "cost.compiled.flops: 'many' is not a number",
+            "roofline.bound_by: 'luck' is not one of",
             "collectives[0].bytes: missing",
         ):
             assert line in str(caught.exception), line
@@ -617,7 +617,7 @@ class ReportTest(parameterized.TestCase):
             with self.assertRaises(FileNotFoundError):
                 ProgramReport.load(path)
             path.write_text("{}")
-            with self.assertRaisesRegex(ValueError, "report.json: this is no report"):
+            with self.assertRaisesRegex(ValueError, "report.json: not a report"):
                 ProgramReport.load(path)
 
     def test_units(self):

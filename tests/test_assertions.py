@@ -93,7 +93,7 @@ class CollectiveTest(parameterized.TestCase):
             expected = {("all-gather", "model"): 2, ("all-reduce", ("model", "data")): 1}
             told = message(assert_collectives, program, expected)
             assert "  all-gather over 'model': 0, expected 2\n" in told
-            assert "  all-reduce over 'data' and 'model': 0, expected 1\n" in told
+            assert "  all-reduce over 'data', 'model': 0, expected 1\n" in told
             assert (
                 "  all-reduce over 'model': 1, expected 0\n    all-reduce over model, 2.0" in told
             )
@@ -135,16 +135,16 @@ class CollectiveTest(parameterized.TestCase):
 
     def test_bad_arguments(self):
         program = compiled()
-        with pytest.raises(ValueError, match="'all-gathre' is no kind"):
+        with pytest.raises(ValueError, match="'all-gathre' is not a kind"):
             assert_no_collective(program, "all-gathre")
-        with pytest.raises(ValueError, match="'all-gathre' is no kind"):
+        with pytest.raises(ValueError, match="'all-gathre' is not a kind"):
             assert_collectives(program, {("all-gathre", "model"): 1})
         with pytest.raises(ValueError, match="no axis 'x'"):
             assert_collectives(program, {("all-gather", "x"): 1})
         for wrong in ({"all-reduce": 1}, [("all-reduce", "model")], 3):
             with pytest.raises(TypeError, match="expected is a mapping"):
                 assert_collectives(program, wrong)
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(ValueError, match="is not a size"):
             assert_bytes_sent_below(program, "much")
 
     @parameterized.parameters(
@@ -174,7 +174,7 @@ class PeakTest(parameterized.TestCase):
 
     def test_unknown(self):
         report = dataclasses.replace(compiled().report(), memory=None)
-        with pytest.raises(ValueError, match="does not tell the memory of forward"):
+        with pytest.raises(ValueError, match="does not report the memory of forward"):
             assert_peak_below(report, 1)
         with pytest.raises(TypeError, match="a size is"):
             assert_peak_below(compiled(), 1.5)
@@ -189,12 +189,12 @@ class ReplicatedTest(parameterized.TestCase):
             assert_no_parameter_replicated(program, allowed="kernel$")
             told = message(assert_no_parameter_replicated, program, allowed=["up/|up.k"])
             assert told == (
-                "1 of 3 arrays lies whole on each device:\n"
-                "  model.down.kernel, shape (256, 64): 64.0 KiB, spec (None, None)\n"
-                "Give it a spec that cuts it, or allow it by allowed=... or min_size=..."
+                "1 of 3 arrays is fully replicated:\n"
+                "  model.down.kernel, shape (256, 64): 64.0 KiB, spec P(None, None)\n"
+                "Partition them by specs, or allow it by allowed=... or min_size=..."
             )
             told = message(assert_no_parameter_replicated, program)
-            assert told.startswith("2 of 3 arrays lie whole on each device:\n  model.")
+            assert told.startswith("2 of 3 arrays are fully replicated:\n  model.")
 
     def test_placed_models(self):
         model = make()
@@ -211,7 +211,7 @@ class ReplicatedTest(parameterized.TestCase):
     def test_bad_arguments(self):
         with pytest.raises(ValueError, match=r"'modle' matches no path, such as model\.down"):
             assert_no_parameter_replicated(compiled(), allowed=["modle"])
-        with pytest.raises(ValueError, match="is no regular expression"):
+        with pytest.raises(ValueError, match="is not a regular expression"):
             assert_no_parameter_replicated(compiled(), allowed=["("])
         for wrong in (-1, 1.5, True, None):
             with pytest.raises(ValueError, match="min_size is a number"):

@@ -174,7 +174,7 @@ class CommandTest(parameterized.TestCase):
             "forward", "--mesh", "data=32", "--html", page, "--json", data, "--device", "tpu v5e"
         )
         assert (code, error) == (0, "")
-        assert out.startswith("apply: 32 × ") and "model.kernel  64×256" in out
+        assert out.startswith("apply: 32 × ") and "model.kernel  (64,256)" in out
         report = ProgramReport.load(data)
         assert report.num_devices == 32 and report.roofline.device == "TPU v5e"
         kernel, bias, rows = 64 * 256 * 4, 256 * 4, 128 // 32 * 64 * 4
@@ -307,7 +307,7 @@ class CommandTest(parameterized.TestCase):
         (["inspect", "{path}:f", "--devices", "0"], "must be from 1 to 10000, not 0"),
         (["inspect", "{path}:f", "--devices", "9"], "JAX runs in this process already, with 8"),
         (["inspect", "{path}:f", "--device", "TPU v5q"], "Did you mean"),
-        (["compare", "{path}:f", "--memory-limit", "much"], "'much' is"),
+        (["compare", "{path}:f", "--memory-limit", "much"], "'much' is not a size"),
         (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),
         (["diff", "{path}", "{path}", "--threshold", "x%"], "must be a percentage"),
         (["diff", "missing.json", "{path}"], "missing.json"),

@@ -21,9 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from models import MLP, P, mesh_of
 from nnx_sharding import _compat, jit
 from nnx_sharding.analysis import device
+from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, planning_mesh, replicated, sharded_init, tensor_parallel
 from nnx_sharding.report import Change, Changes, Comparison, Failure, Strategy, compare, diff
-from nnx_sharding.report.limits import read_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -182,12 +182,25 @@ class CompareTest(parameterized.TestCase):
         found.save(file)
         assert Comparison.load(file) == found
 
+    def test_marks(self):
+        """Text, JSON and ``best`` agree, and mark nothing that does not fit the memory."""
+        found = planned()
+        data = found.as_dict()
+        assert (
+            data["best"] == found.marked == {column: found.best(column) for column in data["best"]}
+        )
+        assert data["best"]["arguments"] == "tp"  # fsdp has less, and does not fit
+        [fsdp_line] = [line for line in str(found).splitlines() if line.startswith("fsdp")]
+        assert "*" not in fsdp_line
+        one = Comparison({"dp": found.reports["dp"]})
+        assert one.marked == {} and "*" not in str(one)
+
     def test_text(self):
         lines = str(planned()).splitlines()
         assert lines[0].split()[:5] == ["strategy", "mesh", "peak", "arguments", "sent"]
-        assert lines[1].startswith("dp        data 256") and lines[1].endswith("yes")
-        assert lines[2].startswith("fsdp      data 256") and lines[2].endswith("no")
-        assert lines[3].startswith("tp        data 64 × model 4") and " * " in lines[3]
+        assert lines[2].startswith("dp        data 256") and lines[2].endswith("yes")
+        assert lines[3].startswith("fsdp      data 256") and lines[3].endswith("no")
+        assert lines[4].startswith("tp        data 64 × model 4") and " * " in lines[4]
         only = Comparison({"a": Failure("ValueError: x\ny")})
         assert str(only) == "a failed: ValueError: x\n  y"
 
@@ -196,19 +209,21 @@ class CompareTest(parameterized.TestCase):
         assert "typo" in html and "fsdp" in html
 
     @parameterized.named_parameters(
-        ("no_json", "{", "no JSON"),
+        ("no_json", "{", "not JSON"),
         ("no_object", "[]", "it has no format"),
         ("report", '{"format": "nnx_sharding.report"}', "its format is 'nnx_sharding.report'"),
         ("version", '{"format": "nnx_sharding.comparison", "version": 2}', "reads version 1"),
         ("bool", '{"format": "nnx_sharding.comparison", "version": true}', "version True"),
         (
             "parts",
-            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": "x", "more": 1}',
-            "more: not known\n  memory_limit: 'x' is no integer\n  reports: missing",
+            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": "x", "more": 1, '
+            '"seconds": {}}',
+            "best: missing\n  reports: missing\n  more: unknown\n  memory_limit: 'x' is not an int",
         ),
         (
             "damaged",
             '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": null, '
+            '"seconds": {}, "best": {}, '
             '"reports": {"dp": {"format": "nnx_sharding.report", "version": 1}}}',
             "reports.dp: ",
         ),
@@ -224,19 +239,19 @@ class CompareTest(parameterized.TestCase):
         assert str(caught.value).startswith(f"{file}: ")
 
     @parameterized.named_parameters(
-        ("no_mapping", [dp], {}, TypeError, "are a mapping"),
+        ("no_mapping", [dp], {}, TypeError, "is a mapping"),
         ("none", {}, {}, ValueError, "no strategies"),
-        ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is no size"),
+        ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is not a size"),
         ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size is"),
         ("device", {"dp": dp}, {"device": "TPU v5q"}, ValueError, "Did you mean"),
-        ("shardings", {"dp": dp}, {"in_shardings": None}, TypeError, "of its own"),
+        ("shardings", {"dp": dp}, {"in_shardings": None}, TypeError, "leave out in_shardings"),
     )
     def test_bad_arguments(self, strategies, options, error, message):
         with pytest.raises(error, match=message):
             compare(strategies, apply, None, X, **options)
 
     def test_bad_function(self):
-        with pytest.raises(TypeError, match="give the function itself"):
+        with pytest.raises(TypeError, match="pass the function itself"):
             compare({"dp": dp}, jit(apply), None, X)
         with pytest.raises(TypeError, match="needs a function"):
             compare({"dp": dp}, 3, None, X)
@@ -296,7 +311,7 @@ class LimitsTest(parameterized.TestCase):
 
     @parameterized.parameters("", "GiB", "-1", "1 XB", "1 GiB 2", "1e3", "nan", -3, "1,5 GB")
     def test_refused(self, text):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(ValueError, match="is not a size"):
             read_bytes(text)
 
     @parameterized.parameters(1.5, None, True, b"1")
@@ -392,9 +407,9 @@ class DiffTest(parameterized.TestCase):
 
     @parameterized.parameters(-0.1, float("nan"), "5%")
     def test_bad_threshold(self, threshold):
-        with pytest.raises(ValueError, match="threshold is a part"):
+        with pytest.raises(ValueError, match="threshold is a fraction"):
             diff(planned(), planned(), threshold=threshold)
-        with pytest.raises(ValueError, match="threshold is a part"):
+        with pytest.raises(ValueError, match="threshold is a fraction"):
             Changes([Change("memory", "peak", 1, 2)]).grown(threshold)
 
     def test_bad_types(self):

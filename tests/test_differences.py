@@ -176,8 +176,8 @@ class TestStatics:
                 model = outer
             return model
 
-        layout = Parameters(lambda model: None).layout(1, ())
-        old, new = ((layout, nnx_sharding.split(((nested(s),), {}))[0]) for s in (1, 2))
+        signature = Parameters(lambda model: None).signature(1, ())
+        old, new = ((signature, nnx_sharding.split(((nested(s),), {}))[0]) for s in (1, 2))
         (line,) = differences(old, new)
         assert line.endswith(".child.static: 1 → 2")
         assert len(line) < 300

@@ -86,7 +86,7 @@ class BytesTest(parameterized.TestCase):
             self.assertEqual(row.sharding, arrays[row.path].sharding)
             shard = arrays[row.path].addressable_shards[0].data
             self.assertEqual((row.shard_shape, row.bytes_per_device), (shard.shape, shard.nbytes))
-            self.assertEqual((row.dtype, row.shape), (shard.dtype, arrays[row.path].shape))
+            self.assertEqual((row.dtype, row.shape), (str(shard.dtype), arrays[row.path].shape))
         held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
         self.assertEqual((report.device_bytes, report.balance), ((held,) * 8, 1))
         whole = sum(x.nbytes for x in arrays.values() if x.is_fully_replicated)

@@ -1,6 +1,5 @@
-"""What a compiled program costs: memory, operations, collectives, and the least time it takes."""
+"""What a compiled program costs: memory, operations, collectives, and its roofline."""
 
-from .arguments import Parameter
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device
@@ -17,7 +16,6 @@ __all__ = [
     "Costs",
     "Device",
     "Memory",
-    "Parameter",
     "ParameterRow",
     "ParameterTable",
     "Roofline",

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 
 from .cost import Cost
-from .hlo import Computation, Instruction, Module, Shape, arrays
+from .hlo import Computation, Instruction, Module
+from .shapes import Shape, arrays
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 

@@ -14,14 +14,14 @@ import jax
 from jax.sharding import Mesh
 
 from ..analysis.hardware import Device, device
-from ..analysis.units import bytes_text
+from ..analysis.units import bytes_text, read_bytes
 from ..jit import jit
 from ..lifted import Lifted
 from ..partition.virtual import planning_mesh
-from ..report.comparison import Comparison, Failure, attempt, compare
-from ..report.limits import read_bytes
+from ..report.comparison import Comparison, Failure
 from ..report.page import write_html
 from ..report.program import ProgramReport
+from ..report.strategies import attempt, compare
 from ..report.terminal import show_report
 from ..stages import Compiled, Lowered, Traced
 from .options import UsageError, UserError, count, mesh_sizes, option, say, say_error, user_code

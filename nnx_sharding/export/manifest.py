@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..analysis.json_codec import as_data, read
+from ..analysis.parameters import spec_text
 from ..analysis.units import printable
 from ..paths import Path, accessor, path_string
 from . import trees
@@ -58,8 +59,7 @@ class ArrayInfo:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     def __str__(self) -> str:
-        spec = "" if self.spec is None else f" {self.spec}".replace("PartitionSpec", "P")
-        return self.type + spec
+        return self.type if self.spec is None else f"{self.type} {spec_text(self.spec)}"
 
 
 @dataclasses.dataclass(frozen=True)

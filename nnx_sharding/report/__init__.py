@@ -1,10 +1,11 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
+from ..analysis.collectives import count_collectives as collectives
 from .changes import Change, Changes, diff
-from .comparison import Comparison, Failure, Strategy, compare
-from .hlo import collectives
+from .comparison import Comparison, Failure
 from .program import MeshDescription, ProgramReport, Versions
 from .sharding import ShardingReport, ShardingRow, check_sharding
+from .strategies import Strategy, compare
 
 __all__ = [
     "Change",

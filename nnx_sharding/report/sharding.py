@@ -16,7 +16,8 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..analysis import parameters
+from .._late import late
+from ..analysis import parameters, tables
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import reach
@@ -125,17 +126,17 @@ class ShardingReport:
         return json.dumps(self.as_dict(), indent=2)
 
     def _repr_html_(self) -> str:
-        from .page.fragment import sharding_html
-
-        return sharding_html(self)
+        html: str = late("report.page.fragment", "sharding_html")(self)
+        return html
 
     def __str__(self) -> str:
-        lines = [("rule", *parameters.HEADER), *map(_cells, self.rows)]
+        header = ("rule", *parameters.HEADER)
         per_device = sum(row.bytes_per_device for row in self.rows)
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
+        table = tables.table(header, map(_cells, self.rows), numbers=2, footer=total)
         text = (
-            f"{parameters.aligned(lines, total)}\n"
+            f"{tables.drawn(table)}\n"
             f"mesh {sizes or 'unknown'}; whole on each device: {self.replicated_bytes} bytes "
             f"({self.replicated_fraction:.1%}); the fullest device holds "
             f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean\nrules:\n"
@@ -401,7 +402,8 @@ def _data(value: Any) -> Any:
     With unreduced or reduced axes it is a mapping, which has this list as ``partitions``.
     """
     if isinstance(value, ShardingRow):
-        names = (f.name for f in dataclasses.fields(value) if f.name != "sharding")
+        of_programs = ("sharding", "memory_kind", "donated", "used")
+        names = (f.name for f in dataclasses.fields(value) if f.name not in of_programs)
         return {name: _data(getattr(value, name)) for name in names}
     value = value.spec if isinstance(value, NamedSharding) else value
     if isinstance(value, Mapping):

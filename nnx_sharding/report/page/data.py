@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import comparison, program
@@ -44,12 +44,20 @@ def reports_of(data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def spec_axes(spec: Any) -> tuple[str, ...]:
     """The mesh axes that a spec in JSON form names, each once."""
-    return tuple(dict.fromkeys(axis for entry in spec or () for axis in entry_axes(entry)))
+    entries = spec_entries(spec)
+    return tuple(dict.fromkeys(axis for entry in entries for axis in entry_axes(entry)))
+
+
+def spec_entries(spec: Any) -> Sequence[Any]:
+    """The entries of a spec in JSON form; with unreduced or reduced axes it is a mapping."""
+    return (spec["partitions"] if isinstance(spec, Mapping) else spec) or ()
 
 
 def summing_text(row: Mapping[str, Any]) -> str:
-    """The axes over which an array is unreduced or reduced; reports of older releases have none."""
-    found = {kind: row.get(kind) or () for kind in ("unreduced", "reduced")}
+    """The axes over which an array is unreduced or reduced."""
+    spec = row.get("spec")
+    spec = spec if isinstance(spec, Mapping) else {}
+    found = {kind: spec.get(kind) or () for kind in ("unreduced", "reduced")}
     words = (
         f", {kind} over {' and '.join(map(str, axes))}" for kind, axes in found.items() if axes
     )

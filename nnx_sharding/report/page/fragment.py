@@ -6,10 +6,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import PartitionSpec
-
+from ...analysis.json_codec import as_data
 from ...analysis.units import bytes_text, count_text, time_text
-from ...fitting import axes_of
 from .data import (
     COMPARISON,
     bound_time,
@@ -19,6 +17,7 @@ from .data import (
     report_data,
     reports_of,
     sent_by_kind,
+    spec_entries,
     summing_text,
 )
 
@@ -143,21 +142,8 @@ def _sent(collectives: Iterable[Mapping[str, Any]]) -> str:
 
 def row_data(row: ParameterRow) -> dict[str, Any]:
     """A row in the form that reports have in JSON."""
-    spec: Any = row.spec
-    summing: dict[str, Any] = {"unreduced": (), "reduced": ()}
-    if isinstance(spec, PartitionSpec):
-        summing = {"unreduced": sorted(spec.unreduced), "reduced": sorted(spec.reduced)}
-        spec = [list(axes_of(entry)) or None for entry in spec.partitions]
-    return {
-        "path": row.path or "(the root)",
-        "shape": row.shape,
-        "dtype": row.dtype,
-        "spec": spec,
-        **summing,
-        "shard_shape": row.shard_shape,
-        "bytes_per_device": row.bytes_per_device,
-        "bytes_total": row.bytes_total,
-    }
+    names = ("shape", "dtype", "spec", "shard_shape", "bytes_per_device", "bytes_total")
+    return {"path": row.path or "(the root)"} | {n: as_data(getattr(row, n)) for n in names}
 
 
 def _parameters(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -186,7 +172,7 @@ def _layout(row: Mapping[str, Any], axes: dict[str, int]) -> str:
     shape, spec = row["shape"], row["spec"]
     if spec is None or isinstance(spec, str):
         return f"{' × '.join(map(str, shape)) or 'scalar'} {escaped(spec or 'no spec')}"
-    entries = [*spec, *[None] * len(shape)]
+    entries = [*spec_entries(spec), *[None] * len(shape)]
     texts = []
     for size, entry in zip(shape, entries, strict=False):
         chips = (

@@ -8,7 +8,9 @@ function axisClass(axis) {
 const listOf = (value) => (Array.isArray(value) ? value : []);
 const entryAxes = (entry) =>
   entry === null || entry === undefined ? [] : [entry].flat().map(String);
-const specAxes = (spec) => [...new Set(listOf(spec).flatMap(entryAxes))];
+// With unreduced or reduced axes a spec is an object with these and its entries.
+const specEntries = (spec) => listOf(spec?.partitions ?? spec);
+const specAxes = (spec) => [...new Set(specEntries(spec).flatMap(entryAxes))];
 const axisSet = (axes) => [...axes].sort((a, b) => axisNumbers.get(a) - axisNumbers.get(b));
 const axisKey = (axes) => (axes === null ? "?" : axes.length ? axes.join(" + ") : "");
 const axisSize = (mesh, axis) => mesh?.axes?.[axis];

@@ -17,12 +17,14 @@ function layoutOf(row, mesh) {
       ? shape.map((size, i) => [
           i ? " × " : "",
           String(size),
-          entryAxes(row.spec[i]).map((axis) => [" ", chip(axis, axisSize(mesh, axis))]),
+          entryAxes(specEntries(row.spec)[i]).map((axis) => [" ", chip(axis, axisSize(mesh, axis))]),
         ])
       : "scalar",
     ["unreduced", "reduced"]
-      .filter((kind) => listOf(row[kind]).length)
-      .map((kind) => el("span", { class: "muted" }, `, ${kind} over ${row[kind].join(" and ")}`)),
+      .filter((kind) => listOf(row.spec[kind]).length)
+      .map((kind) =>
+        el("span", { class: "muted" }, `, ${kind} over ${row.spec[kind].join(" and ")}`),
+      ),
   );
 }
 
@@ -30,7 +32,7 @@ function slicesAt(row, mesh, at) {
   const names = Object.keys(mesh.axes);
   return listOf(row.shape).map((size, i) => {
     let [part, parts] = [0, 1];
-    for (const axis of entryAxes(row.spec?.[i])) {
+    for (const axis of entryAxes(specEntries(row.spec)[i])) {
       const n = mesh.axes[axis] ?? 1;
       [part, parts] = [part * n + (at[names.indexOf(axis)] ?? 0), parts * n];
     }
