@@ -298,7 +298,7 @@ class FailureTest(Case):
         script = self.script(
             f"""
             time.sleep(0.3 * rank)
-            subprocess.Popen(["sleep", "{mark}"], start_new_session=True, env=dict(os.environ))
+            subprocess.Popen(["sleep", "{mark}"], start_new_session=True, env={{}})
             sys.exit(0)
             """
         )

@@ -38,9 +38,9 @@ def bind(
     for argument in manifest.arguments:
         is_flat = False
         for path, array in _arrays(arguments[argument.name]):
-            leaf = argument.by_keys.get(tuple(map(str, path)))
+            leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
-                leaf = argument.by_text.get(path_string(path))
+                leaf = argument.by_path.get(path_string(path))
                 is_flat = is_flat or leaf is not None
             if leaf is None:
                 name = accessor(argument.name, path)

@@ -18,10 +18,10 @@ from ..core.structure import (
     LEAF,
     Child,
     Container,
-    NodeEntry,
     RefEntry,
     Structure,
     VariableEntry,
+    parts_of,
 )
 from ..diagnostics.differences import differences, show, show_child
 from ..diagnostics.failures import explained
@@ -125,15 +125,14 @@ def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
 
 
 def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
-    """The arguments after the call; its own slots are those of the outcome, others are inverted."""
+    """The arguments after the call; an object that the outcome leaves out has inverted slots."""
     before, after = plan.structure, outcome.structure
-    old = [
-        (entry, _inverted(slots)) for entry, slots in zip(before.entries, before.slots, strict=True)
-    ]
-    new = zip(after.entries, after.slots, strict=True)
-    table = [old[i] if part[0] is None else part for i, part in enumerate(new)]
-    entries, slots = zip(*table, strict=True) if table else ((), ())
-    return Structure(entries, before.root, slots, _inverted(before.root_slots), before.statics)
+    entries, slots = list(after.entries), list(after.slots)
+    for index, entry in enumerate(before.entries):
+        if entries[index] is None:
+            entries[index], slots[index] = entry, _inverted(before.slots[index])
+    root_slots = _inverted(before.root_slots)
+    return Structure(tuple(entries), before.root, tuple(slots), root_slots, before.statics)
 
 
 def _inverted(slots: Sequence[int]) -> tuple[int, ...]:
@@ -146,7 +145,7 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
     changes = [(change.node, *changed) for change in outcome.nodes for changed in change.changed]
     if not (outcome.metadata or outcome.statics or any(c.removed for c in outcome.nodes)) and all(
         key == _compat.STATUSES
-        or _is_expressible(_attribute(before, node, key), child, before, after)
+        or _is_expressible(parts_of(before.entries[node]).get((key,)), child, before, after)
         for node, key, child, _ in changes
     ):
         return
@@ -157,12 +156,6 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
         + "\nOnly values of Variables, and added Variables, are returned by a program in a file. "
         "Make these changes outside of the function, or keep what changes in a Variable."
     )
-
-
-def _attribute(structure: Structure, index: int, key: Any) -> Child | None:
-    entry = structure.entries[index]
-    assert isinstance(entry, NodeEntry)
-    return dict(zip(entry.keys, entry.children, strict=True)).get(key)
 
 
 def _is_expressible(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:

@@ -133,16 +133,15 @@ class Argument:
         return tuple(LeafInfo(path, accessor(self.name, path), i) for path, _, i in found)
 
     @functools.cached_property
-    def by_keys(self) -> dict[tuple[str, ...], LeafInfo]:
-        """Its arrays by the keys of their paths, as text."""
-        return {tuple(map(str, leaf.path)): leaf for leaf in self.leaves}
-
-    @functools.cached_property
-    def by_text(self) -> dict[str, LeafInfo]:
-        """Its arrays by paths such as ``up/kernel``, where these are unambiguous."""
+    def by_path(self) -> dict[tuple[str, ...] | str, LeafInfo]:
+        """Its arrays by paths such as ``("up", "kernel")`` and, if unambiguous, ``up/kernel``."""
         counts = Counter(path_string(leaf.path) for leaf in self.leaves)
-        named = {path_string(leaf.path): leaf for leaf in self.leaves}
-        return {text: leaf for text, leaf in named.items() if counts[text] == 1}
+        by_path: dict[tuple[str, ...] | str, LeafInfo] = {}
+        for leaf in self.leaves:
+            by_path[tuple(map(str, leaf.path))] = leaf
+            if counts[path_string(leaf.path)] == 1:
+                by_path[path_string(leaf.path)] = leaf
+        return by_path
 
 
 @dataclasses.dataclass(frozen=True)
