@@ -35,28 +35,27 @@ def launch(
 ) -> int:
     """Runs a Python program in several processes on this machine, and waits for them.
 
-    In each, ``jax.distributed.initialize()`` needs no arguments. Their output is shown line by
-    line, with the number of the process before it. If one fails, the others are ended: first they
-    are asked to, then killed. The message says which one failed and ends with what it wrote to
-    stderr; what the others had to say after that comes last. No process is left, also none that
-    the program started, and not if this process is killed either (on Linux; elsewhere none that
-    stayed in the process group of its parent).
+    In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
+    by line, prefixed with the number of the process. If one fails, the others are asked to end, then
+    killed. A message names the process that failed, with the end of its stderr; the output of the
+    others after the failure follows. On Linux no process is left that the program started, even if
+    this process is killed; elsewhere none in the process group of the program.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
-      processes: how many.
-      devices_per_process: how many devices each has: virtual ones on the CPU; of others, those
+      processes: the number of processes.
+      devices_per_process: the number of devices of each: virtual ones on the CPU; of others, those
         with the numbers from ``rank * devices_per_process`` on.
-      platform: what ``JAX_PLATFORMS`` is set to.
-      timeout: end all after so many seconds; None for never.
-      grace: how many seconds a process has that is asked to end.
+      platform: the value of ``JAX_PLATFORMS``.
+      timeout: the seconds after which all processes are ended; None for no limit.
+      grace: the seconds between asking a process to end and killing it.
 
     Returns:
-      0 if all processes returned that. Else the exit code of the first that failed, 128 + n for
-      one that signal n ended; 124 after the timeout; 128 + n after signal n to this process.
+      0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if signal
+      n ended it; 124 after the timeout; 128 + n after signal n to this process.
 
     Raises:
-      ValueError: there is no program, or a number is too small or too large.
+      ValueError: ``program`` is empty, or a number is too small or too large.
       OSError: a process could not be started.
 
     Example:
