@@ -36,10 +36,10 @@ def launch(
     """Runs a Python program in several processes on this machine, and waits for them.
 
     In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
-    by line, prefixed with the number of the process. If one fails, the others are asked to end, then
-    killed. A message names the process that failed, with the end of its stderr; the output of the
-    others after the failure follows. On Linux no process is left that the program started, even if
-    this process is killed; elsewhere none in the process group of the program.
+    by line, prefixed with the number of the process. If one fails, the others are asked to end,
+    then killed. A message names the process that failed, with the end of its stderr; the output of
+    the others after the failure follows. On Linux no process is left that the program started,
+    even if this process is killed; elsewhere none in the process group of the program.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
@@ -51,8 +51,8 @@ def launch(
       grace: the seconds between asking a process to end and killing it.
 
     Returns:
-      0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if signal
-      n ended it; 124 after the timeout; 128 + n after signal n to this process.
+      0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if
+      signal n ended it; 124 after the timeout; 128 + n after signal n to this process.
 
     Raises:
       ValueError: ``program`` is empty, or a number is too small or too large.
