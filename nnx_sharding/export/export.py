@@ -29,7 +29,7 @@ from ..lifted import Lifted
 from ..paths import accessor
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, MeshInfo, meshes_of
-from .trees import Tree, leaves, state_tree, tree_of
+from .trees import Tree, leaves, tree_from, tree_of
 
 
 def export(
@@ -185,7 +185,7 @@ def _manifest(
         found = leaves(argument.tree)
         changed = [(path, {kind: i}) for path, kind, i in found if kind == "output"]
         if changed:
-            updates[argument.name] = state_tree(changed)
+            updates[argument.name] = tree_from("state", changed)
     result = tree_of(outcome.structure, source)
     inputs, outputs = _compat.exported_shardings(program)
     meshes = meshes_of((*inputs, *outputs))
@@ -224,10 +224,10 @@ def _manifest(
 
 def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
     signature = plan.signature
-    positional, keywords = tree["tuple"]
-    for index, tree in zip(signature.dynamic, positional["tuple"], strict=True):
+    (_, positional), (_, keywords) = tree["tuple"]
+    for index, (_, tree) in zip(signature.dynamic, positional["tuple"], strict=True):
         yield Argument(signature.names[index], False, index in signature.donated, tree)
-    for name, tree in keywords["dict"]:
+    for (name,), tree in keywords["dict"]:
         yield Argument(name, True, name in signature.donated_keywords, tree)
 
 

@@ -2,12 +2,12 @@
 
 A tree is one of ::
 
-    {"input": 3}, {"output": 0}          an array, by its position in the program
-    null                                 None
-    {"tuple": [tree, ...]}, {"list": [tree, ...]}
-    {"dict": [[key, tree], ...]}
-    {"state": [[path, tree], ...]}       a module, or an nnx.State
-    {"object": [[key, tree], ...], "type": name}     any other class: comes back as a dict
+    {"input": 3}, {"output": 0}      an array, by its position in the program
+    null                             None
+    {kind: [[path, tree], ...]}      a container with its parts
+
+where the kind is "tuple", "list", "dict", "state" (a module, or an nnx.State) or "object" (any
+other class, which becomes a dict), and a path is a list of keys: one, except in a "state".
 """
 
 from __future__ import annotations
@@ -53,23 +53,22 @@ def _tree(
         value = entry.value if isinstance(entry, VariableEntry) else LEAF
         items.append((location.path, _tree(structure, value, iter(location.slots), array)))
     is_variable = isinstance(structure.entries[child], VariableEntry)
-    return items[0][1] if is_variable and items else state_tree(items)
+    return items[0][1] if is_variable and items else tree_from("state", items)
 
 
 def _container(treedef: PyTreeDef, parts: Iterator[Tree]) -> Tree:
     if is_leaf_treedef(treedef):
         return next(parts)
-    kind, data = treedef.node_data()
+    type_, data = treedef.node_data()
     children = [_container(child, parts) for child in treedef.children()]
-    if kind is type(None):
+    if type_ is type(None):
         return None
-    if kind is tuple or kind is list:
-        return {kind.__name__: children}
-    keys = map(_plain, data if kind is dict else _keys(treedef))
-    items = [[key, child] for key, child in zip(keys, children, strict=True)]
-    if kind is nnx.State:
-        return state_tree(((key,), child) for key, child in items)
-    return {"dict": items} if kind is dict else {"object": items, "type": kind.__name__}
+    kind = _KINDS.get(type_, "object")
+    keys = data if kind == "dict" else _keys(treedef)
+    return tree_from(kind, (((key,), child) for key, child in zip(keys, children, strict=True)))
+
+
+_KINDS = {tuple: "tuple", list: "list", dict: "dict", nnx.State: "state"}
 
 
 def _keys(treedef: PyTreeDef) -> Iterator[Any]:
@@ -80,13 +79,14 @@ def _keys(treedef: PyTreeDef) -> Iterator[Any]:
         yield inner[0][0] if inner and inner[0] else index
 
 
-def state_tree(items: Iterable[tuple[Path, Tree]]) -> Tree:
-    """The tree of a State from paths and trees; a State in it becomes part of it."""
-    flat = []
+def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:
+    """The tree of a container from paths and trees; a State in a State becomes part of it."""
+    parts = []
     for path, tree in items:
-        inner = tree["state"] if isinstance(tree, dict) and "state" in tree else [[[], tree]]
-        flat += [[[*map(_plain, path), *more], below] for more, below in inner]
-    return {"state": flat}
+        is_state = kind == "state" and isinstance(tree, dict) and "state" in tree
+        inner = tree["state"] if is_state else [[[], tree]]
+        parts += [[[*map(_plain, path), *more], below] for more, below in inner]
+    return {kind: parts}
 
 
 def _plain(key: Any) -> str | int:
@@ -94,33 +94,24 @@ def _plain(key: Any) -> str | int:
     return key if type(key) in (str, int) else str(key)
 
 
-def _items(kind: str, content: list[Any]) -> list[tuple[Path, Tree]]:
-    """The parts of a tree, each with its path."""
-    if kind in ("tuple", "list"):
-        return [((index,), part) for index, part in enumerate(content)]
-    return [(tuple(key) if kind == "state" else (key,), part) for key, part in content]
-
-
 def leaves(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
     """Every array in a tree: its path, ``"input"`` or ``"output"``, and its position."""
-    if tree is None:
-        return
-    kind, content = next(iter(tree.items()))
-    if kind in ("input", "output"):
-        yield path, kind, content
-        return
-    for keys, part in _items(kind, content):
-        yield from leaves(part, path + keys)
+    for kind, content in (tree or {}).items():
+        if kind in ("input", "output"):
+            yield path, kind, content
+        else:
+            for keys, part in content:
+                yield from leaves(part, (*path, *keys))
 
 
 def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
     """The pytree with these arrays for ``"input"`` and ``"output"``, by position."""
     if tree is None:
         return None
-    kind, content = next(iter(tree.items()))
+    [(kind, content)] = tree.items()
     if kind in arrays:
         return arrays[kind][content]
-    parts = {path: build(part, arrays) for path, part in _items(kind, content)}
+    parts = {tuple(path): build(part, arrays) for path, part in content}
     if kind == "state":
         return nnx.from_flat_state(parts)
     if kind in ("tuple", "list"):
@@ -132,26 +123,20 @@ def check(tree: Tree, counts: Mapping[str, int]) -> None:
     """Raises a ValueError for what is not a tree of so many ``"input"`` and ``"output"`` arrays."""
     if tree is None:
         return
-    kind, content = next(iter(tree.items())) if isinstance(tree, dict) and tree else ("", None)
+    is_tree = isinstance(tree, dict) and len(tree) == 1
+    kind, content = next(iter(tree.items())) if is_tree else ("", None)
     if type(content) is int and 0 <= content < counts.get(kind, 0):
         return
-    if not isinstance(content, list) or not (
-        kind in ("tuple", "list") or (kind in _KEYED and all(_is_item(kind, x) for x in content))
-    ):
+    is_container = kind in ("object", *_KINDS.values()) and isinstance(content, list)
+    if not is_container or not all(_is_item(kind, item) for item in content):
         raise ValueError(f"{tree!r:.100} is not a tree")
-    for _, part in _items(kind, content):
+    for _, part in content:
         check(part, counts)
 
 
-_KEYED = ("dict", "object", "state")
-
-
 def _is_item(kind: str, item: Any) -> bool:
-    if (
-        not isinstance(item, list)
-        or len(item) != 2
-        or isinstance(item[0], list) != (kind == "state")
-    ):
-        return False
-    keys = item[0] if kind == "state" else item[:1]
-    return all(type(key) in (str, int) for key in keys)
+    match item:
+        case [[*path], _]:
+            has_keys = all(type(key) in (str, int) for key in path)
+            return has_keys and (kind == "state" or len(path) == 1)
+    return False
