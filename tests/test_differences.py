@@ -1,4 +1,4 @@
-"""What is told of two calls of which the second is traced anew."""
+"""Explanations of two calls of which the second is traced again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_retraces import REMEDY, Block, Model, NoEq, last_of, scaled
 
 
 def last(before, after, **options):
-    """What is told of a second call."""
+    """The explanation of the second call."""
     f = jit(lambda *args, **kwargs: jnp.zeros(()), **options)
     for args, kwargs in (before, after):
         f(*args, **kwargs)
@@ -38,19 +38,19 @@ class BadRepr(NoEq):
 
 class TestArguments:
     @pytest.mark.parametrize(
-        ("before", "after", "told"),
+        ("before", "after", "shown"),
         [
             ((32, 64), (31, 64), "args[0]: shape (32, 64) → (31, 64)"),
             (jnp.float32, jnp.bfloat16, "args[0]: dtype float32 → bfloat16"),
             (1.0, jnp.float32(1), "a weak type, as Python numbers have → a strong type"),
         ],
     )
-    def test_arrays(self, before, after, told):
+    def test_arrays(self, before, after, shown):
         def make(x):
             return jnp.ones(x) if isinstance(x, tuple) else jnp.ones(3, x) if callable(x) else x
 
         (line,) = last(one(make(before)), one(make(after)))
-        assert line.endswith(told)
+        assert line.endswith(shown)
 
     def test_names_are_those_of_the_parameters(self):
         f = jit(lambda model, x: x)
@@ -63,7 +63,7 @@ class TestArguments:
         f(1, 1.0), f(2, 1.0)
         assert last_of(f) == ["static argument n: 1 → 2"]
 
-    def test_other_ways_to_call(self):
+    def test_other_call_signatures(self):
         f = jit(lambda model, x=1.0, train=True: x)
         f(1.0, 2.0), f(1.0, 2.0, train=2.0)
         assert last_of(f) == ["arguments (model, x) → (model, x, train=)"]
@@ -102,9 +102,9 @@ class TestArguments:
 
         jit(f)(1.0)
         jit(f, out_shardings=P(), mesh=mesh_of((8,), ("a",)))(1.0)
-        told = last_of(jit(f))
-        assert f"out_shardings: None → {P()}" in told
-        assert "mesh: none → ('a': 8)" in told
+        shown = last_of(jit(f))
+        assert f"out_shardings: None → {P()}" in shown
+        assert "mesh: none → ('a': 8)" in shown
         jit(f, graph=False)(1.0)
         assert "graph: True → False" in last_of(jit(f))
 
@@ -118,7 +118,7 @@ class TestArguments:
             f(x)
         assert last_of(f) == ["mesh in context: none → ('a': 8)"]
 
-    def test_nothing_that_we_see(self):
+    def test_no_visible_difference(self):
         f = jit(lambda x: x + 1)
         f(1.0)
         jax.clear_caches()
@@ -129,44 +129,47 @@ class TestArguments:
 
 
 class TestStatics:
-    """Two values of a static attribute, and what is told of them."""
+    """Explanations of two values of a static attribute."""
 
-    def told(self, a, b):
+    def explained(self, a, b):
         found = last(one(Block(a)), one(Block(b)))
         return "\n".join(line.removeprefix("args[0].static") for line in found)
 
     def test_parts(self):
-        assert self.told((1, 2), (1, 3)) == "[1]: 2 → 3"
-        assert self.told({"a": [1]}, {"a": [True]}) == "['a'][0]: 1 → True"
-        assert self.told(scaled(1), scaled(2)) == ", its variable rate: 1 → 2"
-        assert self.told(functools.partial(max, 1), functools.partial(max, 2)) == ".args[0]: 1 → 2"
-        assert self.told(NoEq(1), NoEq(2)) == ".rate: 1 → 2"
-        assert self.told(nnx.relu, nnx.gelu) == ": relu → gelu"
-        assert self.told([1], [1, 2]) == "[1]: missing → 2"
-        assert self.told(optax.adam(0.1), optax.adam(0.2)).endswith("step_size: -0.1 → -0.2")
+        assert self.explained((1, 2), (1, 3)) == "[1]: 2 → 3"
+        assert self.explained({"a": [1]}, {"a": [True]}) == "['a'][0]: 1 → True"
+        assert self.explained(scaled(1), scaled(2)) == ", its variable rate: 1 → 2"
+        assert (
+            self.explained(functools.partial(max, 1), functools.partial(max, 2))
+            == ".args[0]: 1 → 2"
+        )
+        assert self.explained(NoEq(1), NoEq(2)) == ".rate: 1 → 2"
+        assert self.explained(nnx.relu, nnx.gelu) == ": relu → gelu"
+        assert self.explained([1], [1, 2]) == "[1]: missing → 2"
+        assert self.explained(optax.adam(0.1), optax.adam(0.2)).endswith("step_size: -0.1 → -0.2")
 
     @pytest.mark.parametrize(
         ("make", "kind"),
         [(NoEq, "NoEq"), (lambda: scaled(1), "function"), (lambda: optax.adam(0.1), "function")],
     )
     def test_look_alikes(self, make, kind):
-        told = self.told(make(), make())
-        assert "is a new object each call, though it looks the same" in told
-        assert f"{kind} has no __eq__ of its own" in told
-        assert REMEDY in told
+        shown = self.explained(make(), make())
+        assert "is a new object each call, though it looks the same" in shown
+        assert f"{kind} has no __eq__ of its own" in shown
+        assert REMEDY in shown
 
     def test_the_part_is_named(self):
-        lines = self.told(optax.sgd(0.1), optax.sgd(0.1)).splitlines()
+        lines = self.explained(optax.sgd(0.1), optax.sgd(0.1)).splitlines()
         assert [line.split()[0] for line in lines] == [".init", ".update"]
 
     def test_long_and_bad_reprs(self):
-        assert len(self.told("x" * 9000, "y" * 9000)) < 300
-        assert "whose repr raises RuntimeError" in self.told(BadRepr(BadRepr()), BadRepr(1))
+        assert len(self.explained("x" * 9000, "y" * 9000)) < 300
+        assert "whose repr raises RuntimeError" in self.explained(BadRepr(BadRepr()), BadRepr(1))
 
     def test_cycles(self):
         a, b = NoEq(), NoEq()
         a.rate, b.rate = a, b
-        assert "looks the same" in self.told(a, b)
+        assert "looks the same" in self.explained(a, b)
 
     def test_deep_models(self):
         def nested(static):

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, TypeAlias, cast, get_args, overload
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
@@ -79,33 +79,8 @@ class Collective:
         return printable("  ".join(cell for cell in _cells(self) if cell))
 
 
-class Collectives(Sequence[Collective], Pictured):
-    """The collectives of a program; ``print`` shows them as a table.
-
-    Args:
-      collectives: the collectives in the order of the program.
-    """
-
-    def __init__(self, collectives: Iterable[Collective] = ()):
-        self._all = tuple(collectives)
-
-    @overload
-    def __getitem__(self, index: int) -> Collective: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Collectives: ...
-
-    def __getitem__(self, index: int | slice) -> Collective | Collectives:
-        return Collectives(self._all[index]) if isinstance(index, slice) else self._all[index]
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Collectives) and self._all == other._all
-
-    def __hash__(self) -> int:
-        return hash(self._all)
+class Collectives(tuple[Collective, ...], Pictured):
+    """The collectives of a program, in its order; ``print`` shows them as a table."""
 
     def of(self, kind: Kind | None = None, *axes: str) -> Collectives:
         """Those of one kind, of the kind and exactly these mesh axes, or of the axes alone.
@@ -142,30 +117,24 @@ class Collectives(Sequence[Collective], Pictured):
         """Whether one is in a loop of unknown length, so that there may be more."""
         return any(one.times is None for one in self)
 
+    def counts(self) -> dict[CollectiveKind, int]:
+        """The number of instructions of each kind, zeros included; one in a loop counts once."""
+        counts = Counter(one.kind for one in self)
+        return {kind: counts[kind] for kind in get_args(CollectiveKind)}
+
     def by_kind(self) -> dict[Kind, int]:
         """What one device sends in one call, by kind."""
-        sums: Counter[Kind] = Counter()
-        for one in self:
-            sums[one.kind] += one.total_bytes_sent
-        return dict(sums)
+        return _sums((one.kind, one.total_bytes_sent) for one in self)
 
     def by_axes(self) -> dict[MeshAxes, int]:
         """What one device sends in one call, by mesh axes; None if no axes have the groups."""
-        sums: Counter[MeshAxes] = Counter()
-        for one in self:
-            sums[one.axes] += one.total_bytes_sent
-        return dict(sums)
+        return _sums((one.axes, one.total_bytes_sent) for one in self)
 
     def totals(self) -> dict[tuple[Kind, MeshAxes], tuple[int, int]]:
         """By kind and mesh axes the number of instructions, and what one device sends for them."""
-        sums: dict[tuple[Kind, MeshAxes], tuple[int, int]] = {}
-        for one in self:
-            number, sent = sums.get((one.kind, one.axes), (0, 0))
-            sums[one.kind, one.axes] = number + 1, sent + one.total_bytes_sent
-        return sums
-
-    def __repr__(self) -> str:
-        return f"Collectives({list(self)!r})"
+        numbers = Counter((one.kind, one.axes) for one in self)
+        sent = _sums(((one.kind, one.axes), one.total_bytes_sent) for one in self)
+        return {key: (number, sent[key]) for key, number in numbers.items()}
 
     def _pictures(self, width: int) -> Iterable[Any]:
         if not self:
@@ -176,6 +145,16 @@ class Collectives(Sequence[Collective], Pictured):
         )
         more = " or more, as a loop is of unknown length" if self.has_unknown_times else ""
         yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{more}")
+
+
+K = TypeVar("K")
+
+
+def _sums(figures: Iterable[tuple[K, int]]) -> dict[K, int]:
+    sums: dict[K, int] = {}
+    for key, figure in figures:
+        sums[key] = sums.get(key, 0) + figure
+    return sums
 
 
 def axes_text(axes: MeshAxes) -> str:
@@ -223,31 +202,6 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
         for instruction in computation.instructions
         if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
     )
-
-
-def count_collectives(hlo_text: str) -> dict[CollectiveKind, int]:
-    """Counts the collectives in a compiled program.
-
-    An asynchronous collective is a pair of instructions (``all-gather-start`` and
-    ``all-gather-done``) and counts once. Each instruction counts once, also in the body of a
-    loop. Lines that are not HLO instructions are skipped, so any text will do; StableHLO,
-    which is not yet partitioned and names its operations differently, gives zeros.
-
-    Args:
-      hlo_text: HLO after compilation: ``function.lower(...).compile().as_text()``.
-
-    Returns:
-      The number of collectives of each kind, zeros included. ``Compiled.collectives()`` has their
-      bytes, mesh axes and source lines.
-
-    Example:
-      >>> from nnx_sharding.report import collectives
-      >>> hlo = "ROOT %psum.7 = f32[64]{0} all-reduce(%dot.2), channel_id=1, to_apply=%add"
-      >>> collectives(hlo)["all-reduce"]
-      1
-    """
-    counts = Counter(one.kind for one in collectives_of(hlo_text))
-    return {kind: counts[kind] for kind in get_args(CollectiveKind)}
 
 
 def _collective(

@@ -20,19 +20,9 @@ _MAX_DEVICES = 1 << 22
 def read_groups(text: str) -> Groups | None:
     """Reads groups of devices in each form that XLA writes.
 
-    Args:
-      text: ``{{0,1},{2,3}}``, ``[2,4]<=[8]``, ``[4,2]<=[2,4]T(1,0)``, or
-        ``mesh['data'=2,'model'=4] {'model'}``, with ``device_ids=(...)`` and parts of axes such
-        as ``'z':(2)4``.
-
-    Returns:
-      The groups; empty if they are written as empty, which means all devices. None if the text is
-      not understood.
-
-    Example:
-      >>> from nnx_sharding.analysis.device_groups import read_groups
-      >>> read_groups("[4,2]<=[2,4]T(1,0)")
-      ((0, 4), (1, 5), (2, 6), (3, 7))
+    These are ``{{0,1},{2,3}}``, ``[2,4]<=[8]``, ``[4,2]<=[2,4]T(1,0)``, and
+    ``mesh['data'=2,'model'=4] {'model'}``, with ``device_ids=(...)`` and parts of axes such as
+    ``'z':(2)4``. Empty groups mean all devices; None means that the text is not understood.
     """
     try:
         if text.startswith("mesh["):
@@ -100,16 +90,7 @@ def _tuples(groups: np.ndarray) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """The mesh axes over which groups of devices run.
-
-    Args:
-      groups: positions in the order of the mesh's devices.
-      sizes: the axes of the mesh with their sizes, major first.
-
-    Returns:
-      The axes in the order of the mesh, without those of size 1; None if no set of axes has these
-      groups.
-    """
+    """The mesh axes over which groups of devices run, without those of size 1; None if none do."""
     dims = tuple(size for _, size in sizes)
     count = math.prod(dims)
     if sorted(device for group in groups for device in group) != list(range(count)):

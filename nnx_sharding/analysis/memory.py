@@ -108,18 +108,7 @@ def _size(value: Any) -> int | None:
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """The bytes of an array as XLA stores it: elements of less than 8 bits are packed.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype, possibly that of PRNG keys.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding.analysis.memory import array_bytes
-      >>> array_bytes((3, 5), jnp.dtype("int4")), array_bytes((3, 5), jnp.dtype("int8"))
-      (8, 15)
-    """
+    """The bytes of an array as XLA stores it: elements of less than 8 bits are packed."""
     bits: int = 8 * dtype.itemsize
     for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):

@@ -205,11 +205,11 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       >>> from nnx_sharding.analysis import format_table, parameter_table
       >>> model = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> print(format_table(parameter_table(model)))
-      path  shape    dtype   spec shard shape bytes/device bytes
-      ----- -------- ------- ---- ----------- ------------ -----
-      up    (64,256) float32 -    (64,256)           65536 65536
-      ----- -------- ------- ---- ----------- ------------ -----
-      total                                          65536 65536
+      path   shape     dtype    spec  shard shape  bytes/device  bytes
+      ------ --------- -------- ----- ------------ ------------- -----
+      up     (64,256)  float32  -     (64,256)            65536  65536
+      ------ --------- -------- ----- ------------ ------------- -----
+      total                                               65536  65536
     """
     rows = list(rows)
     sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
@@ -239,13 +239,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = _MAX_ROWS) -> Any:
-    """The table for consoles: axes in colours, bytes with units; without shard shapes if narrow.
-
-    Args:
-      rows: the rows.
-      width: the columns of the console.
-      most: how many rows are shown.
-    """
+    """The table for consoles: axes in colours, bytes with units; without shard shapes if narrow."""
     styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
     quoted = {repr(axis): style for axis, style in styles.items()}
     columns = [i for i, name in enumerate(HEADER) if width >= 100 or name != "shard shape"]

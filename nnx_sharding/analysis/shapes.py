@@ -32,13 +32,7 @@ Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
 
 
 def read_shape(text: str) -> Shapes:
-    """Reads a shape; what is not understood of it is left out.
-
-    Example:
-      >>> from nnx_sharding.analysis.shapes import read_shape
-      >>> read_shape("(bf16[8,64]{1,0:T(8,128)}, u32[])")[0].bytes
-      1024
-    """
+    """Reads a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``, as far as it is understood."""
     levels: list[list[Shapes]] = [[]]
 
     def close() -> None:
@@ -58,13 +52,7 @@ def read_shape(text: str) -> Shapes:
 
 
 def arrays(shape: Shapes) -> Iterator[Shape]:
-    """The arrays of a shape, in order.
-
-    Example:
-      >>> from nnx_sharding.analysis.shapes import arrays, read_shape
-      >>> [array.dtype for array in arrays(read_shape("((f32[2]), s8[3])"))]
-      ['f32', 's8']
-    """
+    """The arrays of a shape, in order."""
     stack = [shape]
     while stack:
         top = stack.pop()

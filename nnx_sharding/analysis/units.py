@@ -30,19 +30,11 @@ def time_text(seconds: float | None) -> str:
 
 
 def read_bytes(limit: int | str) -> int:
-    """A number of bytes.
-
-    Args:
-      limit: the number, or a text such as ``"16 GiB"`` (1024³) or ``"16 GB"`` (1000³).
+    """A number of bytes, or of a text such as ``"16 GiB"`` (1024³) or ``"16 GB"`` (1000³).
 
     Raises:
       ValueError: it is negative, or cannot be read.
       TypeError: it is neither an integer nor a text.
-
-    Example:
-      >>> from nnx_sharding.analysis.units import read_bytes
-      >>> read_bytes("1.5 MiB"), read_bytes("2GB"), read_bytes(512)
-      (1572864, 2000000000, 512)
     """
     if isinstance(limit, bool) or not isinstance(limit, int | str):
         raise TypeError(f"a size is a number of bytes or a text such as '16 GiB', not {limit!r}.")
@@ -62,20 +54,10 @@ _SIZE = re.compile(
 def printable(
     text: Any, kept: str = "", escape: Callable[[str], str] = lambda c: ascii(c)[1:-1]
 ) -> str:
-    r"""A text whose control characters are escaped, so that a terminal only shows it.
+    """A text whose control characters are escaped, so that a terminal only shows it.
 
     All that is printed passes through here: names of modules, axes, files and functions may
-    contain anything.
-
-    Args:
-      text: the text, or an object with one.
-      kept: characters that are kept, such as the newline of a text of several lines.
-      escape: what replaces the others; as in Python by default.
-
-    Example:
-      >>> from nnx_sharding.analysis.units import printable
-      >>> print(printable("red \x1b[31m, naïve"))
-      red \x1b[31m, naïve
+    contain anything. The characters in ``kept`` stay, such as newlines.
     """
 
     def shown(char: re.Match[str]) -> str:

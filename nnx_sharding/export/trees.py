@@ -124,6 +124,7 @@ def check(tree: Tree, counts: Mapping[str, int]) -> None:
     if tree is None:
         return
     is_tree = isinstance(tree, dict) and len(tree) == 1
+    content: Any
     kind, content = next(iter(tree.items())) if is_tree else ("", None)
     if type(content) is int and 0 <= content < counts.get(kind, 0):
         return

@@ -1,6 +1,5 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
-from ..analysis.collectives import count_collectives as collectives
 from .changes import Change, Changes, diff
 from .comparison import Comparison, Failure
 from .program import MeshDescription, ProgramReport, Versions
@@ -19,7 +18,6 @@ __all__ = [
     "Strategy",
     "Versions",
     "check_sharding",
-    "collectives",
     "compare",
     "diff",
 ]

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias
 
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow
@@ -65,35 +66,14 @@ class Change:
 _FIGURE_TEXTS: dict[Kind, Callable[[float], str]] = {"memory": bytes_text, "roofline": time_text}
 
 
-class Changes(Sequence[Change]):
+class Changes(tuple[Change, ...]):
     """What :func:`diff` returns; empty if nothing changed. ``print`` shows it.
 
-    Args:
-      changes: the changes.
+    Attributes:
       made_with: for each version that differs the one before and the one after.
     """
 
-    def __init__(
-        self,
-        changes: Iterable[Change] = (),
-        made_with: Mapping[str, tuple[str, str]] | None = None,
-    ):
-        self._all = tuple(changes)
-        self.made_with = dict(made_with or {})
-
-    @overload
-    def __getitem__(self, index: int) -> Change: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Changes: ...
-
-    def __getitem__(self, index: int | slice) -> Change | Changes:
-        if isinstance(index, slice):
-            return Changes(self._all[index], self.made_with)
-        return self._all[index]
-
-    def __len__(self) -> int:
-        return len(self._all)
+    made_with: Mapping[str, tuple[str, str]] = types.MappingProxyType({})
 
     def grown(self, threshold: float = 0.0) -> Changes:
         """The figures that grew by more than a fraction of the one before.
@@ -106,7 +86,7 @@ class Changes(Sequence[Change]):
         """
         _check_threshold(threshold)
         grown = (one for one in self if one.relative is not None and one.relative > threshold)
-        return Changes(grown, self.made_with)
+        return _changes(grown, self.made_with)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as data for JSON."""
@@ -114,15 +94,12 @@ class Changes(Sequence[Change]):
             "format": "nnx_sharding.diff",
             "version": 1,
             "made_with": {name: list(pair) for name, pair in self.made_with.items()},
-            "changes": as_data(self._all),
+            "changes": as_data(tuple(self)),
         }
 
     def to_json(self) -> str:
         """:meth:`as_dict` as text."""
         return json_text(self.as_dict())
-
-    def __repr__(self) -> str:
-        return f"Changes({list(self)!r})"
 
     def __str__(self) -> str:
         return printable("\n".join(self._lines()), kept="\n")
@@ -201,7 +178,13 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
     some = (one for one in changes if one.relative is None or abs(one.relative) > threshold)
     made_with, made_with_new = _made_with(old), _made_with(new)
     pairs = {name: (made_with[name], version) for name, version in made_with_new.items()}
-    return Changes(some, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
+    return _changes(some, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
+
+
+def _changes(changes: Iterable[Change], made_with: Mapping[str, tuple[str, str]]) -> Changes:
+    result = Changes(changes)
+    result.made_with = made_with
+    return result
 
 
 def load(source: Source) -> ProgramReport | Comparison:

@@ -128,9 +128,9 @@ class Comparison(JsonForm):
 
     @property
     def marked(self) -> dict[Column, str]:
-        """:meth:`best` of each column, as tables mark it; empty for a single strategy."""
-        columns = get_args(Column) if len(self.compiled) > 1 else ()
-        best = {column: self.best(column) for column in columns}
+        """:meth:`best` of each figure, as tables mark it; empty for a single strategy."""
+        columns = [column for column in get_args(Column) if column != "planning"]
+        best = {column: self.best(column) for column in columns if len(self.compiled) > 1}
         return {column: name for column, name in best.items() if name is not None}
 
     def judged(

@@ -66,10 +66,10 @@ def array_pictures(
     fits = columns == 1 or (columns + 1) * (max(map(len, shown.values())) + 2) <= width
     if len(split) <= 2 and fits:
         cells = {}
-        for spans, holders in shown.items():
+        for spans, cell in shown.items():
             row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
             only_rows = split == [0] and len(shape) > 1
-            cells[(column, row) if only_rows else (row, column or "full array")] = holders
+            cells[(column, row) if only_rows else (row, column or "full array")] = cell
         rows, heads = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
         body = [[row, *(cells[row, head] for head in heads)] for row in rows]
         yield grid([["", *heads], *body] if any(heads) else body)

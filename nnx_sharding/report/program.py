@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import flax
@@ -68,8 +68,11 @@ class MeshDescription:
     device_ids: DeviceIds
 
     def __post_init__(self) -> None:
-        sizes = [*self.axes.values()]
-        if self.device_ids is not None and not _is_nested(self.device_ids, sizes):
+        if self.device_ids is None:
+            return
+        ids = np.array(self.device_ids, object)  # keeps ragged lists and types apart
+        is_nested = ids.shape == (*self.axes.values(),)
+        if not is_nested or any(type(number) is not int for number in ids.flat):
             raise ValueError(f"device_ids are not integers nested like the mesh {self.axes}.")
 
     @classmethod
@@ -85,14 +88,6 @@ class MeshDescription:
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
-
-
-def _is_nested(ids: Any, sizes: Sequence[int]) -> bool:
-    """Whether ids are integers in lists of these sizes."""
-    if not sizes:
-        return type(ids) is int
-    has_size = isinstance(ids, list) and len(ids) == sizes[0]
-    return has_size and all(_is_nested(part, sizes[1:]) for part in ids)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..analysis.collectives import Collective, Collectives, Kind
-from ..analysis.parameters import ParameterRow, mesh_of, parameter_table
+from ..analysis.parameters import ParameterRow, parameter_table
 from ..analysis.units import bytes_text, read_bytes
 from ..fitting import suggestion
 from ..report.program import ProgramReport
@@ -60,12 +60,13 @@ def assert_no_collective(
         all-reduce over model, 128 B, sends 192 B: jit(<lambda>)/reduce_sum, <doctest ...>:1
       ...
     """
-    of_kind, wanted = _collectives(program).of(kind), _checked_axes(program, axes)
-    hits = _over(of_kind, wanted)
+    report = _report(program)
+    collectives, wanted = _collectives(report).of(kind), _checked_axes(report, axes)
+    hits = _over(collectives, wanted)
     if hits:
         what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}"
         raise AssertionError(
-            f"{_name(program)} has {what}{_over_text(wanted)}:\n{_listed(hits)}\n"
+            f"{report.name} has {what}{_over_text(wanted)}:\n{_listed(hits)}\n"
             "Change the shardings, or constrain intermediate values "
             "(nnx_sharding.partition.with_sharding_constraint)."
         )
@@ -91,8 +92,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
       >>> from nnx_sharding import jit
       >>> from nnx_sharding.testing import assert_collectives
       >>> from nnx_sharding.partition import make_mesh
-      >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> fun = jit(lambda x: x.sum(1), in_shardings=P("data", "model"), mesh=mesh)
+      >>> fun = jit(lambda x: x.sum(1), in_shardings=P(None, "model"), mesh=make_mesh({"model": 8}))
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_collectives(compiled, {("all-reduce", "model"): 1})
     """
@@ -103,11 +103,12 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
             "expected is a mapping such as {('all-reduce', 'model'): 2} from kind and axes to a "
             f"number, not {expected!r}."
         )
-    collectives = _collectives(program)
+    report = _report(program)
+    collectives = _collectives(report)
     wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
-        wanted[kind, _checked_axes(program, axes)] += count
+        wanted[kind, _checked_axes(report, axes)] += count
     counts = Counter(map(_key, collectives))
     lines: list[str] = []
     for key in dict.fromkeys([*wanted, *counts]):
@@ -117,7 +118,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
             same = [one for one in collectives if _key(one) == key]
             lines += [f"  {line}" for line in _listed(same).splitlines()]
     if lines:
-        raise AssertionError(f"{_name(program)} has other collectives:\n" + "\n".join(lines))
+        raise AssertionError(f"{report.name} has other collectives:\n" + "\n".join(lines))
 
 
 def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
@@ -141,18 +142,18 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       >>> from nnx_sharding import jit
       >>> from nnx_sharding.testing import assert_bytes_sent_below
       >>> from nnx_sharding.partition import make_mesh
-      >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> fun = jit(lambda x: x.sum(1), in_shardings=P("data", "model"), mesh=mesh)
+      >>> fun = jit(lambda x: x.sum(1), in_shardings=P(None, "model"), mesh=make_mesh({"model": 8}))
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
-    most, wanted = read_bytes(limit), _checked_axes(program, axes)
-    some = _over(_collectives(program), wanted)
+    most, report = read_bytes(limit), _report(program)
+    collectives, wanted = _collectives(report), _checked_axes(report, axes)
+    some = _over(collectives, wanted)
     if some.bytes_sent > most or some.has_unknown_times:
         largest = sorted(some, key=lambda one: -one.total_bytes_sent)
         more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
         raise AssertionError(
-            f"{_name(program)} sends {bytes_text(some.bytes_sent)}{more} from each device"
+            f"{report.name} sends {bytes_text(some.bytes_sent)}{more} from each device"
             f"{_over_text(wanted)} in a call; the limit is {bytes_text(most)}. Most is in:\n"
             f"{_listed(largest)}"
         )
@@ -281,22 +282,11 @@ def _key(one: Collective) -> _Key:
     return one.kind, None if one.axes is None else frozenset(one.axes)
 
 
-def _collectives(program: Program) -> Collectives:
+def _report(program: Any) -> ProgramReport:
     if isinstance(program, ProgramReport):
-        return program.collectives
-    collectives = _compiled(program).collectives()
-    if collectives is None:
-        raise ValueError(f"the backend does not report the collectives of {_name(program)}.")
-    return collectives
-
-
-def _report(program: Program) -> ProgramReport:
-    return program if isinstance(program, ProgramReport) else _compiled(program).report()
-
-
-def _compiled(program: Any) -> Compiled:
-    if isinstance(program, Compiled):
         return program
+    if isinstance(program, Compiled):
+        return program.report()
     hint = "; compile it first: lowered.compile()" if isinstance(program, Lowered) else ""
     hint = "; lower and compile it first" if isinstance(program, Traced) else hint
     raise TypeError(
@@ -304,20 +294,18 @@ def _compiled(program: Any) -> Compiled:
     )
 
 
-def _name(program: Program) -> str:
-    return program.name if isinstance(program, ProgramReport) else program._plan.fun_name
+def _collectives(report: ProgramReport) -> Collectives:
+    if report.hlo is None and not report.collectives:
+        raise ValueError(f"the backend does not report the collectives of {report.name}.")
+    return report.collectives
 
 
-def _checked_axes(program: Program, axes: Axes | None) -> frozenset[str] | None:
+def _checked_axes(report: ProgramReport, axes: Axes | None) -> frozenset[str] | None:
     """Axes of the mesh of the program; None for all."""
     if axes is None:
         return None
     wanted = frozenset([axes] if isinstance(axes, str) else axes)
-    if isinstance(program, ProgramReport):
-        names = [] if program.mesh is None else [*program.mesh.axes]
-    else:
-        mesh = mesh_of(_compiled(program).shardings())
-        names = [] if mesh is None else [*map(str, mesh.axis_names)]
+    names = {} if report.mesh is None else report.mesh.axes
     unknown = [f"{axis!r}{suggestion(axis, names)}" for axis in sorted(wanted - {*names})]
     if unknown:
         known = ", ".join(map(repr, names)) or "none"

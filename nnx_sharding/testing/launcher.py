@@ -188,7 +188,7 @@ def _explanation(end: _End, output: Output, seconds: float) -> str:
 
 @contextlib.contextmanager
 def _signals_to(ends: queue.SimpleQueue[_End]) -> Iterator[None]:
-    """Makes events of the signals that ask this process to end."""
+    """Puts signals that ask this process to end into a queue."""
 
     def handle(number: int, _: Any) -> None:
         ends.put(_End(128 + number))
