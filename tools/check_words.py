@@ -1,7 +1,7 @@
-"""Finds words to avoid: ``python tools/check_words.py [FILE_OR_FOLDER ...]`` (part of ``make lint``).
+"""Finds words to avoid: ``python tools/check_words.py [FILE_OR_FOLDER ...]`` (``make lint``).
 
-The project uses the terms of JAX's documentation: shard, replicate, partition, reshard, leaf, pytree
-prefix, trace, retrace, cache hit, donate, upper bound, roofline.
+The project uses the terms of JAX's documentation: shard, replicate, partition, reshard, leaf,
+pytree prefix, trace, retrace, cache hit, donate, upper bound, roofline.
 """
 
 import re
