@@ -25,7 +25,7 @@ from .core.transform import Transform
 from .core.unflatten import unflatten
 from .diagnostics.failures import explained
 from .diagnostics.trace_log import Observer, TraceLimit, TraceLog
-from .stages import Lowered, Traced
+from .stages import Lowered, Origin, Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -128,7 +128,7 @@ class Lifted(Generic[P, R]):
     def _trace(self, plan: Plan, call: Call, flat: Flat, leaves: Sequence[Any]) -> Traced:
         with self._tracing(flat):
             traced = explained(plan, leaves, plan.program.staged.trace)
-        return Traced(traced, plan, self._split, self._bound, call.statics)
+        return Traced(traced, Origin(plan, self._split, self._bound, call.statics))
 
     @_compat.api_boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:

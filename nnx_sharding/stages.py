@@ -5,20 +5,18 @@ A :class:`Traced` holds the jaxpr for certain shapes and structures; lowering it
 :class:`Compiled`, which can be inspected and called. They are those of ``jax.stages``, with
 every pytree in the form of the user's arguments and result: ``(positional, keywords)`` for
 inputs, without static arguments, and the function's own result for outputs. In both a module
-is an ``nnx.State`` by path, and a bare Variable stands for its value. Variables that the
-function left alone are no outputs of the program; where an output holds them, what is said of
-them is what was said of the input.
+is an ``nnx.State`` by path, and a bare Variable is its value. Variables that the function did not
+change are not outputs of the program: an output that holds them has the information of the input.
 
-What a backend cannot answer is None.
+Whatever a backend does not provide is None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from . import _compat
 from ._late import late
@@ -36,12 +34,9 @@ from .core.guard.store import Guards
 from .core.outcome import Outcome
 from .core.plan import Plan
 from .core.signature import Call, Signature
-from .core.statics import Static
-from .core.structure import LEAF, Child, Container, Group, StaticEntry, Structure
-from .core.unflatten import value_at
+from .core.user_tree import user_tree
 from .diagnostics.differences import arguments_of, differences
 from .diagnostics.failures import explained
-from .paths import plain_key
 
 if TYPE_CHECKING:
     from .report.program import ProgramReport
@@ -49,30 +44,29 @@ if TYPE_CHECKING:
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 
 
-class Stage:
-    """What all stages have in common: the JAX stage, and the shape of the user's arguments.
+class Origin(NamedTuple):
+    """What a stage was made from.
 
-    Args:
-      stage: the object of ``jax.stages``.
-      plan: what it was made from.
-      split: takes the arguments of a call apart.
+    Attributes:
+      plan: the plan of the call.
+      split: flattens the arguments of a call.
       bound: the objects to which the function is bound: its first arguments.
-      statics: the static arguments that it was made for.
+      statics: the static arguments.
     """
 
-    def __init__(
-        self,
-        stage: Any,
-        plan: Plan,
-        split: Split,
-        bound: tuple[Any, ...],
-        statics: tuple[Any, ...],
-    ):
+    plan: Plan
+    split: Split
+    bound: tuple[Any, ...]
+    statics: tuple[Any, ...]
+
+
+class Stage:
+    """What all stages have in common: the JAX stage, in the form of the user's arguments."""
+
+    def __init__(self, stage: Any, origin: Origin):
         self._stage = stage
-        self._plan = plan
-        self._split = split
-        self._bound = bound
-        self._statics = statics
+        self._origin = origin
+        self._plan = origin.plan
         self._guards = Guards()
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
@@ -126,21 +120,21 @@ class Stage:
                 if group >= 0:
                     found[slot] = groups[group].arrays[position]
         values = [found.get(slot) for slot in range(self._plan.structure.num_leaves)]
-        return _user_tree(self._plan.structure, values, keep=lambda slots: slots[0] in found)
+        return user_tree(self._plan.structure, values, keep=lambda slots: slots[0] in found)
 
     def _inputs(self, per_argument: Any) -> Any:
-        return _user_tree(self._plan.structure, _arguments(per_argument))
+        return user_tree(self._plan.structure, _arguments(per_argument))
 
     def _outputs(self, per_output: Any, per_argument: Sequence[Any] | None) -> Any:
-        """What JAX says of its outputs, or a 0 for each, in the form of the result."""
+        """What JAX reports for its outputs, or a 0 for each, in the form of the result."""
         sources = self._outcome.sources
         if per_output is None or per_argument is None:
-            return _user_tree(self._outcome.structure, [0] * len(sources))
+            return user_tree(self._outcome.structure, [0] * len(sources))
         values = self._outcome.arrays(per_argument, per_output[:-1])
-        return _user_tree(self._outcome.structure, values)
+        return user_tree(self._outcome.structure, values)
 
     def __getattr__(self, name: str) -> Any:
-        # What else a release of JAX has on this stage speaks of flat arrays, and is given as it is.
+        # Further attributes of the JAX stage are about flat arrays, and passed through.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._stage, name)
@@ -159,7 +153,7 @@ class Traced(Stage):
 
     @property
     def arg_names(self) -> tuple[str, ...]:
-        """For each argument of the jaxpr what the user would write: ``model.up.kernel``."""
+        """The expression for each argument of the jaxpr: ``model.up.kernel``."""
         return tuple(self._plan.names)
 
     @property
@@ -179,9 +173,9 @@ class Traced(Stage):
         """Lowers to the compiler's input.
 
         Args:
-          lowering_platforms: platforms to lower for, such as ``("tpu",)``, if not the one at
-            hand.
-          **unknown: refused; ``jax.export.export`` asks for more than there is here.
+          lowering_platforms: platforms to lower for, such as ``("tpu",)``; None for the current
+            one.
+          **unknown: refused; ``jax.export.export`` passes more.
 
         Raises:
           TypeError: there are other options.
@@ -197,7 +191,7 @@ class Traced(Stage):
         leaves = list(map(_shape_of, avals))
         platforms = lowering_platforms
         lowered = explained(self._plan, leaves, lambda *_: lower(lowering_platforms=platforms))
-        return Lowered(lowered, self._plan, self._split, self._bound, self._statics)
+        return Lowered(lowered, self._origin)
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +209,7 @@ class Lowered(Stage):
         *,
         device_assignment: Sequence[jax.Device] | None = None,
     ) -> Compiled:
-        """Compiles for the devices at hand.
+        """Compiles for the devices of the shardings.
 
         Args:
           compiler_options: options for XLA.
@@ -223,7 +217,7 @@ class Lowered(Stage):
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
         compiled = self._stage.compile(compiler_options, **options)
-        return Compiled(compiled, self._plan, self._split, self._bound, self._statics, self._stage)
+        return Compiled(compiled, self._origin, self._stage)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text.
@@ -250,16 +244,8 @@ class Lowered(Stage):
 class Compiled(Stage):
     """A compiled function. Calling it updates modules in place, like the function itself."""
 
-    def __init__(
-        self,
-        stage: Any,
-        plan: Plan,
-        split: Split,
-        bound: tuple[Any, ...],
-        statics: tuple[Any, ...],
-        lowered: Any = None,
-    ):
-        super().__init__(stage, plan, split, bound, statics)
+    def __init__(self, stage: Any, origin: Origin, lowered: Any = None):
+        super().__init__(stage, origin)
         self._lowered = lowered
 
     @_compat.api_boundary
@@ -404,12 +390,10 @@ class Compiled(Stage):
 
 
 def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plan = stage._plan
-    if stage._statics:
-        args, kwargs = _with_statics(
-            plan.signature, stage._statics, args, kwargs, len(stage._bound)
-        )
-    args = (*stage._bound, *args)
+    plan, _, bound, statics = stage._origin
+    if statics:
+        args, kwargs = _with_statics(plan.signature, statics, args, kwargs, len(bound))
+    args = (*bound, *args)
     if not _compat.trace_is_clean():
         return run(plan, _split_as_planned(stage, args, kwargs)[1], stage._stage)
     found = stage._guards.find(args, kwargs)
@@ -425,14 +409,17 @@ def _split_as_planned(
     stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Call, Flat]:
     plan = stage._plan
-    call, flat = stage._split(args, kwargs)
-    if (call.signature, flat.structure) != (plan.signature, plan.structure):
-        changed = list(_changes(plan, call.signature, flat.structure))
-        raise TypeError(
-            f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
-            "called with now:\n  " + "\n  ".join(changed) + "\nLower it again for these."
-        )
-    return call, flat
+    call, flat = stage._origin.split(args, kwargs)
+    before, after = (plan.signature, plan.structure), (call.signature, flat.structure)
+    if before == after:
+        return call, flat
+    changes = differences(before, after)
+    if before[0] != after[0]:
+        changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
+    raise TypeError(
+        f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
+        "called with now:\n  " + "\n  ".join(changes) + "\nLower it again for these."
+    )
 
 
 def _with_statics(
@@ -446,20 +433,12 @@ def _with_statics(
     rest = iter(values)
     statics = {i: next(rest) for i in sorted(signature.static)}
     keywords = {name: next(rest) for name in sorted(signature.static_keywords)}
-    own = {i: value for i, value in statics.items() if i >= bound}
-    if own and len(args) == len(signature.names) - bound - len(own):
-        given = iter(args)
-        count = len(signature.names)
-        args = tuple(own[i] if i in own else next(given) for i in range(bound, count))
+    unbound = {i: value for i, value in statics.items() if i >= bound}
+    count = len(signature.names)
+    if unbound and len(args) == count - bound - len(unbound):
+        dynamic = iter(args)
+        args = tuple(unbound[i] if i in unbound else next(dynamic) for i in range(bound, count))
     return args, {**keywords, **kwargs}
-
-
-def _changes(plan: Plan, signature: Signature, structure: Structure) -> Iterator[str]:
-    """In what a call differs from what its stage was made for."""
-    before = plan.signature
-    if before != signature:
-        yield f"arguments {arguments_of(before)} → {arguments_of(signature)}"
-    yield from differences((before, plan.structure), (signature, structure))
 
 
 def _shape_of(aval: Any) -> Any:
@@ -471,37 +450,5 @@ def _shape_of(aval: Any) -> Any:
 
 
 def _arguments(per_argument: Any) -> list[Any]:
-    """What JAX says of each flat argument, by slot."""
+    """What JAX reports for each flat argument, by slot."""
     return list(per_argument[0])
-
-
-def _user_tree(
-    structure: Structure, values: Sequence[Any], keep: Callable[[Any], bool] = lambda _: True
-) -> Any:
-    """Values by slot in the form of the structure's root, modules as States."""
-    return _user_child(structure, structure.root, values, iter(structure.root_slots), keep)
-
-
-def _is_static(structure: Structure, child: Child) -> bool:
-    return isinstance(child, int) and isinstance(structure.entries[child], StaticEntry)
-
-
-def _user_child(
-    structure: Structure, child: Child, values: Sequence[Any], slots: Any, keep: Any
-) -> Any:
-    if child is LEAF:
-        slot = next(slots)
-        return values[slot] if keep((slot,)) else None
-    if isinstance(child, Static | Group) or _is_static(structure, child):
-        return None
-    if isinstance(child, Container):
-        parts = [_user_child(structure, c, values, slots, keep) for c in child.children]
-        return jax.tree_util.tree_unflatten(child.treedef, parts)
-    assert isinstance(child, int)
-    flat: dict[Any, Any] = {}
-    for place in structure.walk(child, slots):
-        if keep(place.slots):
-            flat[tuple(map(plain_key, place.path))] = value_at(structure, place, values)
-    if () in flat:
-        return flat[()]
-    return nnx.from_flat_state(flat)

@@ -1,0 +1,49 @@
+"""Values by slot → the user's own pytree, in which a module is an ``nnx.State`` by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..paths import plain_key
+from .statics import Static
+from .structure import LEAF, Child, Container, Group, StaticEntry, Structure
+from .unflatten import value_at
+
+
+def user_tree(
+    structure: Structure,
+    values: Sequence[Any],
+    keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
+) -> Any:
+    """Values in the form of the structure's root.
+
+    Args:
+      structure: the structure.
+      values: one value for each slot.
+      keep: whether the value with these slots is in the tree; None is in its place otherwise.
+    """
+
+    def build(child: Child, slots: Iterator[int]) -> Any:
+        if child is LEAF:
+            slot = next(slots)
+            return values[slot] if keep((slot,)) else None
+        if isinstance(child, Container):
+            parts = [build(part, slots) for part in child.children]
+            return jax.tree_util.tree_unflatten(child.treedef, parts)
+        if isinstance(child, Static | Group):
+            return None
+        assert isinstance(child, int)
+        if isinstance(structure.entries[child], StaticEntry):
+            return None
+        flat = {
+            tuple(map(plain_key, location.path)): value_at(structure, location, values)
+            for location in structure.walk(child, slots)
+            if keep(location.slots)
+        }
+        return flat[()] if () in flat else nnx.from_flat_state(flat)
+
+    return build(structure.root, iter(structure.root_slots))
