@@ -347,15 +347,15 @@ def many(model: Model, x: jax.Array, flag: bool, *more: jax.Array) -> jax.Array:
     "too few specs, in `jit`",
     ValueError,
     "2 entries",
-    "4 positional parameters: model, x, flag, more[0]",
-    "flag: static",
-    "more[0]: no entry",
+    "4 positional parameters model, x, flag, more[0]",
+    "needs no entry or None: flag",
+    "No entry: more[0]",
 )
 def few_specs(lib: Library) -> Any:
     return lib.jit(many, in_shardings=(None, None), static_argnums=2)(Model(), X, True, X)
 
 
-@mistake(5, "too many specs", ValueError, "4 entries", "2 positional parameters: model, x")
+@mistake(5, "too many specs", ValueError, "4 entries", "2 positional parameters model, x")
 def many_specs(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, None, named(), named()))(Model(), X)
 
@@ -365,7 +365,7 @@ def many_specs(lib: Library) -> Any:
     "a spec for a static argument",
     ValueError,
     "3 entries",
-    "flag: static, and needs no entry, or None",
+    "needs no entry or None: flag",
 )
 def static_spec(lib: Library) -> Any:
     def switch(model, x, flag):
@@ -375,7 +375,7 @@ def static_spec(lib: Library) -> Any:
     return f(Model(), X, True)
 
 
-@mistake(5, "too few specs, in `shard_map`", ValueError, "1 entry", "x: no entry")
+@mistake(5, "too few specs, in `shard_map`", ValueError, "1 entry", "No entry: x")
 def few_specs_shards(lib: Library) -> Any:
     return lib.shard_map(forward, mesh=grid(), in_specs=(P(),), out_specs=P())(Model(), X)
 
@@ -384,7 +384,8 @@ def few_specs_shards(lib: Library) -> Any:
     5,
     "a spec for a parameter that does not exist",
     ValueError,
-    "in_shardings names 'modle'; did you mean 'model'?",
+    "in_shardings: these are not parameters of the function",
+    "'modle'; did you mean 'model'?",
     "'model', 'x'",
 )
 def named_spec(lib: Library) -> Any:
@@ -497,7 +498,7 @@ def explicit_shards(lib: Library) -> Any:
     8,
     "a returned array",
     ValueError,
-    "shard_map of loss",
+    "results of loss",
     "output['loss'], float32[]",
     "varies along 'data'",
     "jax.lax.pmean(x, 'data')",
@@ -515,7 +516,7 @@ def varying(lib: Library) -> Any:
     8,
     "an updated Variable",
     ValueError,
-    "shard_map of count",
+    "results of count",
     "model.blocks[0].count",
     "varies along 'data'",
     "jax.lax.pmean(x, 'data')",
@@ -543,7 +544,7 @@ def table_on(mesh: Mesh) -> jax.Array:
     "a sharded array",
     CapturedArrayWarning,
     "table, float32[4,4], P('model',)",
-    "on every device",
+    "every device",
     "Pass them as arguments",
 )
 def captured(lib: Library) -> Any:
@@ -712,8 +713,8 @@ def unhashable(lib: Library) -> Any:
     12,
     "a module as a static argument",
     Exception,
-    "'model' is static",
-    "Model with arrays",
+    "static arguments must not hold arrays",
+    "argument 'model': Model",
     "Pass it as an ordinary argument",
 )
 def static_module(lib: Library) -> Any:
