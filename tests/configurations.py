@@ -23,8 +23,8 @@ def skip(items: list[pytest.Item]) -> None:
             continue
         for reason, patterns in CANNOT_RUN[name].items():
             for item in items:
-                own = item.nodeid.removeprefix("tests/test_")
-                if any(fnmatch.fnmatchcase(own, pattern) for pattern in patterns):
+                test = item.nodeid.removeprefix("tests/test_")
+                if any(fnmatch.fnmatchcase(test, pattern) for pattern in patterns):
                     item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
 
 
@@ -43,7 +43,7 @@ _OPTIONS = {
 # By option and reason: tests, as `file::class::test` without the `test_` of the file.
 CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
     "tree mode": {
-        "the arguments share objects, have cycles, or are no pytrees": (
+        "the arguments share objects, have cycles, or are not pytrees": (
             "arguments.py::KindsTest::test_three_calls_*_rngs",
             "arguments.py::PassingTest::test_shared_by_positional_and_keyword",
             "arguments.py::PassingTest::test_variadic",
@@ -84,7 +84,7 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "shard_map.py::UpdatesTest::test_added_and_removed_parts",
             "shard_map.py::UpdatesTest::test_static_attribute",
             "shardings.py::DonationTest::test_donated_variable_that_is_removed",
-            "statics.py::StaticsTest::test_change_inside_reaches_the_caller_and_nothing_else",
+            "statics.py::StaticsTest::test_change_inside_is_written_back_to_the_caller_only",
         ),
         "inputs are returned": (
             "composition.py::ProgramsTest::*_same_object_in_nested",
@@ -100,7 +100,7 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "stages.py::TreesTest::test_returned_input",
             "stages.py::UntouchedTest::test_by_*",
         ),
-        "Flax's own transforms take and give something else": (
+        "Flax's own transforms take and return something else": (
             "composition.py::ProgramsTest::*_grad_with_respect_to_a_filter",
             "composition.py::ProgramsTest::*_value_and_grad_*",
             "composition.py::ShardedTest::test_flax_shard_map_inside_of_ours",

@@ -1,4 +1,4 @@
-"""Random graphs of NNX objects, random programs over them, and snapshots to compare them by.
+"""Random graphs of NNX objects, random programs over them, and snapshots to compare them.
 
 A graph and a program are plain data (tuples of names and small numbers), so that the same
 graph can be built any number of times, and the same program run eagerly and under a
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 
 class Node(nnx.Module):
-    """A module without attributes of its own."""
+    """A module without attributes."""
 
 
 class Other(nnx.Module):
@@ -26,11 +26,11 @@ class Other(nnx.Module):
 
 
 class Loose(nnx.Module, pytree=False):
-    """A module that only graph mode knows."""
+    """A module that only graph mode accepts."""
 
 
 class Tag(nnx.Variable):
-    """A Variable type of the user's."""
+    """A user-defined Variable type."""
 
 
 NODES: dict[str, Callable[[], Any]] = {
@@ -49,22 +49,22 @@ STATICS = (0, 1, 1.0, True, False, None, "one", (1, "two"), -0.0, 0.0)
 
 
 def snapshot(tree: Any) -> list[Any]:
-    """Everything that can be seen of a graph: types, values, statics, metadata, sharing.
+    """Everything that is observable in a graph: types, values, statics, metadata, sharing.
 
     Objects are numbered in the order of discovery, so two graphs have equal snapshots if and
-    only if they are alike in content and in who is shared with whom.
+    only if their content and their sharing are equal.
     """
     numbers: dict[int, int] = {}
-    found: list[Any] = []
+    contents: list[Any] = []
     keep_alive: list[Any] = []
 
     def of(x: Any) -> Any:
         if isinstance(x, nnx.Variable | nnx.Pytree) or is_ref(x):
             if id(x) not in numbers:
                 keep_alive.append(x)
-                numbers[id(x)] = len(found)
-                found.append(None)
-                found[numbers[id(x)]] = (type(x).__name__, content(x))
+                numbers[id(x)] = len(contents)
+                contents.append(None)
+                contents[numbers[id(x)]] = (type(x).__name__, content(x))
             return f"#{numbers[id(x)]}"
         if isinstance(x, jax.Array | np.ndarray):
             return ("array", str(x.dtype), x.shape, np.asarray(x).tolist())
@@ -86,7 +86,7 @@ def snapshot(tree: Any) -> list[Any]:
             if key != "_pytree__state"
         )
 
-    return [of(tree), found]
+    return [of(tree), contents]
 
 
 def is_ref(x: Any) -> bool:
@@ -94,7 +94,7 @@ def is_ref(x: Any) -> bool:
 
 
 class Memory:
-    """The exact state of objects: which Python objects they hold, and what those contain."""
+    """The exact state of objects: the Python objects that they hold, and their content."""
 
     def __init__(self, *trees: Any):
         self.trees = trees
@@ -109,21 +109,21 @@ class Memory:
 
     def assert_unchanged(self) -> None:
         for x, before in self.held:
-            now = self._holds(x)
-            assert now.keys() == before.keys(), (x, now.keys(), before.keys())
+            after = self._holds(x)
+            assert after.keys() == before.keys(), (x, after.keys(), before.keys())
             for key, value in before.items():
-                assert now[key] is value, f"{type(x).__name__}.{key} is another object now"
+                assert after[key] is value, f"{type(x).__name__}.{key} is another object"
         assert snapshot(self.trees) == self.content
 
 
 def reachable(tree: Any) -> list[Any]:
     """All modules and Variables, each once, in an order that depends on content alone."""
-    found: list[Any] = []
+    contents: list[Any] = []
 
     def visit(x: Any) -> None:
         if isinstance(x, nnx.Variable | nnx.Pytree):
-            if not any(x is y for y in found):
-                found.append(x)
+            if not any(x is y for y in contents):
+                contents.append(x)
                 if isinstance(x, nnx.Pytree):
                     for key in sorted(vars(x)):
                         if not key.startswith("_pytree__"):
@@ -136,14 +136,14 @@ def reachable(tree: Any) -> list[Any]:
                 visit(x[key])
 
     visit(tree)
-    return found
+    return contents
 
 
 # Graphs
 
 
 class Graph(NamedTuple):
-    """A recipe for arguments of a function.
+    """A recipe for the arguments of a function.
 
     Attributes:
       variables: for each Variable its type, kind of value, and value.
@@ -214,7 +214,7 @@ def put(node: Any, key: int, value: Any) -> None:
 
 
 def assign(node: Any, name: str, value: Any) -> None:
-    """``setattr``, also where it turns a static attribute into data or the other way round."""
+    """``setattr`` that may turn a static attribute into data and data into a static attribute."""
     data = _is_data(value)
     if isinstance(node, Loose):
         setattr(node, name, value)
@@ -225,7 +225,7 @@ def assign(node: Any, name: str, value: Any) -> None:
 
 
 def _is_data(value: Any) -> bool:
-    # Flax takes a tracer that is set as a new attribute for static, unless it is told better.
+    # Flax takes a tracer in a new attribute as static, unless it is marked as data.
     return isinstance(value, list | jax.Array) or nnx.is_data(value)
 
 
@@ -255,7 +255,7 @@ Operation = tuple[str, int, int, int]
 
 
 class Program:
-    """A function that changes the objects it is given, and returns some of them."""
+    """A function that changes its arguments, and returns some objects of them."""
 
     def __init__(self, operations: Sequence[Operation]):
         self.operations = operations

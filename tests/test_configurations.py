@@ -1,4 +1,4 @@
-"""The tests that ``make test-modes`` skips exist, and its files and those of the oldest line do."""
+"""The tests that ``make test-modes`` skips exist, and so do the files of ``CORE``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ METHOD = re.compile(r"^    def (test_\w+)", re.MULTILINE)
 
 class ConfigurationsTest(absltest.TestCase):
     def test_what_is_skipped_exists(self):
-        patterns = [p for own in CANNOT_RUN.values() for listed in own.values() for p in listed]
+        patterns = [
+            p for reasons in CANNOT_RUN.values() for listed in reasons.values() for p in listed
+        ]
         for pattern in patterns:
             file, name, *method = pattern.split("::")
             text = (TESTS / f"test_{file}").read_text(encoding="utf-8")
             classes = CLASS.split(text)[1:]
-            own = dict(zip(classes[::2], classes[1::2], strict=True))
+            bodies = dict(zip(classes[::2], classes[1::2], strict=True))
             if name == "*":
                 continue
-            self.assertIn(name, own, pattern)
+            self.assertIn(name, bodies, pattern)
             # Cases of a parameterized test have its name and theirs.
             start = method[0].split("*")[0]
-            found = [m for m in METHOD.findall(own[name]) if start.startswith(m) or start in m]
-            self.assertTrue(found, pattern)
+            methods = METHOD.findall(bodies[name])
+            self.assertTrue(any(start.startswith(m) or start in m for m in methods), pattern)
 
     def test_core_tests_exist(self):
         makefile = TESTS.with_name("Makefile").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Graphs and errors as programs of others have them: each was once wrong in silence, or hidden."""
+"""Regression tests: results that were silently wrong, and errors that were hidden."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model():
 
 
 class TestNestedVariables:
-    """A Variable in the value of another one is a Variable: with a spec, a path, and a buffer."""
+    """A Variable in the value of another one has a spec, a path, and buffers to donate."""
 
     def nested(self):
         return nnx.Dict(v=nnx.Param([nnx.Param(jnp.arange(8.0)), jnp.ones(8)]))
@@ -42,21 +42,21 @@ class TestNestedVariables:
 
     def test_a_filter_finds_them_by_path(self):
         specs = StateSharding({nnx.PathContains(0): P("x"), ...: P()})
-        own = self.nested()
-        jit(lambda m: None, in_shardings=specs, mesh=mesh_of_8())(own)
-        outer, inner = own.v.get_raw_value()[1], self.inner(own).get_raw_value()
+        module = self.nested()
+        jit(lambda m: None, in_shardings=specs, mesh=mesh_of_8())(module)
+        outer, inner = module.v.get_raw_value()[1], self.inner(module).get_raw_value()
         assert (outer.sharding.spec, inner.sharding.spec) == (P(), P("x"))
 
     def test_donation_and_stages(self):
-        own = self.nested()
-        before = self.inner(own).get_raw_value()
+        module = self.nested()
+        before = self.inner(module).get_raw_value()
         call = jit(lambda m: self.inner(m)[...] * 2, donate_argnums=0)
-        lowered = call.lower(own)
+        lowered = call.lower(module)
         infos = jax.tree.leaves(lowered.args_info)
         assert [info.donated for info in infos] == [True, True]
-        np.testing.assert_array_equal(lowered.compile()(own), np.arange(8.0) * 2)
+        np.testing.assert_array_equal(lowered.compile()(module), np.arange(8.0) * 2)
         assert before.is_deleted()
-        np.testing.assert_array_equal(self.inner(own)[...], np.arange(8.0))
+        np.testing.assert_array_equal(self.inner(module)[...], np.arange(8.0))
 
     def test_split_and_merge(self):
         structure, state = split(self.nested())
@@ -71,10 +71,10 @@ class TestNestedVariables:
         def step(m):
             self.inner(m)[...] += 1
 
-        own = self.nested()
+        module = self.nested()
         for _ in range(3):
-            step(own)
-        np.testing.assert_array_equal(self.inner(own)[...], np.arange(8.0) + 3)
+            step(module)
+        np.testing.assert_array_equal(self.inner(module)[...], np.arange(8.0) + 3)
 
 
 class Pair:
@@ -91,10 +91,10 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def test_children_with_equal_keys():
-    own = nnx.Dict(d=nnx.data(Pair(jnp.float32(1), jnp.float32(2))))
-    again = merge(*split(own))
+    module = nnx.Dict(d=nnx.data(Pair(jnp.float32(1), jnp.float32(2))))
+    again = merge(*split(module))
     assert (float(again.d.a), float(again.d.b)) == (1.0, 2.0)
-    swap = jit(lambda m: Pair(m.d.b, m.d.a))(own)
+    swap = jit(lambda m: Pair(m.d.b, m.d.a))(module)
     assert (float(swap.a), float(swap.b)) == (2.0, 1.0)
 
 
@@ -105,14 +105,14 @@ class TestObjectsOfAnotherTrace:
             jit(lambda m: captured)(model())
 
     def test_a_captured_module_is_attached(self):
-        captured, own = model(), model()
+        captured, module = model(), model()
 
         def attach(m):
             m.child = captured
 
         with pytest.raises(ValueError, match=r"captured from outside.*\n  m\.child: Dict"):
-            jit(attach)(own)
-        assert not hasattr(own, "child")
+            jit(attach)(module)
+        assert not hasattr(module, "child")
 
     def test_a_captured_variable(self):
         captured = nnx.Param(jnp.ones(()))
@@ -129,10 +129,10 @@ class TestObjectsOfAnotherTrace:
         def change(m):
             m.__class__ = Two
 
-        own = One()
+        module = One()
         with pytest.raises(ValueError, match=r"another __class__.*\n  m: One|\n  m: Two"):
-            jit(change)(own)
-        assert type(own) is One
+            jit(change)(module)
+        assert type(module) is One
 
     @pytest.mark.parametrize(
         ("leak", "where"),
@@ -143,7 +143,7 @@ class TestObjectsOfAnotherTrace:
         ],
     )
     def test_traced_arrays_in_static_values(self, leak, where):
-        own = nnx.Dict(w=nnx.Param(jnp.ones(())), words=nnx.static([]))
+        module = nnx.Dict(w=nnx.Param(jnp.ones(())), words=nnx.static([]))
 
         @jit
         def step(m, x):
@@ -155,8 +155,8 @@ class TestObjectsOfAnotherTrace:
 
         for _ in range(2):
             with pytest.raises(jax.errors.UnexpectedTracerError, match=where.split(r"\[0\]\[")[0]):
-                step(own, 1.0)
-            assert own.words == [] and "last" not in own.w.get_metadata()
+                step(module, 1.0)
+            assert module.words == [] and "last" not in module.w.get_metadata()
 
 
 class TestAliases:
@@ -165,9 +165,9 @@ class TestAliases:
         return nnx.Dict(embed=nnx.Dict(table=table), head=nnx.Dict(table=table))
 
     def spec(self, rules):
-        own = self.tied()
-        jit(lambda m: None, in_shardings=StateSharding(rules), mesh=mesh_of_8())(own)
-        return own.embed.table.get_raw_value().sharding.spec
+        module = self.tied()
+        jit(lambda m: None, in_shardings=StateSharding(rules), mesh=mesh_of_8())(module)
+        return module.embed.table.get_raw_value().sharding.spec
 
     def test_two_filters_that_name_both_paths(self):
         rules = {nnx.PathContains("embed"): P("x"), nnx.PathContains("head"): P(None, "x")}
@@ -182,59 +182,59 @@ class TestAliases:
         assert self.spec(both) == P("x")
 
     def test_cycles(self):
-        own = self.tied()
-        own.embed.up = own
+        module = self.tied()
+        module.embed.up = module
         specs = StateSharding({nnx.PathContains("head"): P("x"), ...: P()})
-        jit(lambda m: None, in_shardings=specs, mesh=mesh_of_8())(own)
-        assert own.embed.table.get_raw_value().sharding.spec == P("x")
+        jit(lambda m: None, in_shardings=specs, mesh=mesh_of_8())(module)
+        assert module.embed.table.get_raw_value().sharding.spec == P("x")
 
 
 def test_deep_models():
-    own = model()
+    module = model()
     for _ in range(2000):
-        own = nnx.Dict(child=own)
-    structure, state = split(own)
+        module = nnx.Dict(child=module)
+    structure, state = split(module)
     assert split(merge(structure, state))[0] == structure
 
 
 def test_hijax_variables_in_stages():
-    own = nnx.Dict(v=nnx.Param(jnp.ones(3), hijax=True))
-    lowered = jit(lambda m: m.v[...] * 2).lower(own)
+    module = nnx.Dict(v=nnx.Param(jnp.ones(3), hijax=True))
+    lowered = jit(lambda m: m.v[...] * 2).lower(module)
     if jax.__version_info__ >= (0, 12):  # jax 0.10 counts what is in them among the results
         assert lowered.out_info.shape == (3,)
     compiled = lowered.compile()
-    np.testing.assert_array_equal(compiled(own), [2.0] * 3)
+    np.testing.assert_array_equal(compiled(module), [2.0] * 3)
     assert compiled.memory().by_path["m.v"] == 12
     assert compiled.report().name
 
 
-class TestErrorsStay:
+class TestErrorsOfTheUser:
     """The error of the user's function, or of the program, is what the user sees."""
 
     def chain(self, error):
-        found = []
+        errors = []
         while error is not None:
-            found.append(error)
+            errors.append(error)
             error = error.__cause__
-        return found
+        return errors
 
     def test_of_jax_before_the_function_is_called(self):
-        own = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        module = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
         call = jit(lambda m, x: m(x), in_shardings=(P(), P("x")), mesh=mesh_of_8())
-        call(own, jnp.ones((8, 8)))
-        with pytest.raises(ValueError, match=r"\n  x, shape \(6, 8\)") as found:
-            call(own, jnp.ones((6, 8)))
-        assert found.value.__cause__ is not None
+        call(module, jnp.ones((8, 8)))
+        with pytest.raises(ValueError, match=r"\n  x, shape \(6, 8\)") as caught:
+            call(module, jnp.ones((6, 8)))
+        assert caught.value.__cause__ is not None
 
     def test_of_the_function_where_an_argument_was_deleted(self):
-        own = nnx.Dict(w=nnx.Param(jnp.ones(2)), unused=nnx.Param(jnp.ones(2)))
-        own.unused.get_raw_value().delete()
+        module = nnx.Dict(w=nnx.Param(jnp.ones(2)), unused=nnx.Param(jnp.ones(2)))
+        module.unused.get_raw_value().delete()
 
         def step(m):
-            raise RuntimeError("the user's own")
+            raise RuntimeError("of the user")
 
-        with pytest.raises(RuntimeError, match="the user's own"):
-            jit(step)(own)
+        with pytest.raises(RuntimeError, match="of the user"):
+            jit(step)(module)
 
     def test_out_of_memory_under_donation(self):
         def step(m):
@@ -246,27 +246,27 @@ class TestErrorsStay:
 
     def test_of_a_callback(self):
         def fails(x):
-            raise ValueError("the callback's own")
+            raise ValueError("of the callback")
 
         @jit
         def step(m):
             return jax.pure_callback(fails, jax.ShapeDtypeStruct((), jnp.float32), m.w[...])
 
-        with pytest.raises(Exception, match="the callback's own") as found:
+        with pytest.raises(Exception, match="of the callback") as caught:
             jax.block_until_ready(step(model()))
-        assert not isinstance(found.value, DonatedError | StrictError)
+        assert not isinstance(caught.value, DonatedError | StrictError)
 
     def test_an_explanation_has_the_error_of_jax_as_its_cause(self):
         x = jnp.ones(4)
         x.delete()
-        with pytest.raises(DonatedError) as found:
+        with pytest.raises(DonatedError) as caught:
             jit(lambda x: x)(x)
-        assert [type(error) for error in self.chain(found.value)][1:] != []
-        assert "".join(traceback.format_exception(found.value)).count("DonatedError") == 1
+        assert [type(error) for error in self.chain(caught.value)][1:] != []
+        assert "".join(traceback.format_exception(caught.value)).count("DonatedError") == 1
 
 
 class Lazy:
-    """A proxy that loads what it stands for when somebody looks at its class."""
+    """A proxy that loads its target when its class is read."""
 
     @property
     def __class__(self):
@@ -281,9 +281,9 @@ SHARDED: list[jax.Array] = []
 
 
 class TestCaptured:
-    """Only what a program really captures is told of."""
+    """Only arrays that the program uses are reported as captured."""
 
-    def test_a_global_that_is_only_mentioned(self):
+    def test_a_global_whose_value_is_not_used(self):
         mesh = mesh_of_8()
         SHARDED[:] = [jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, P("x")))]
         table = SHARDED[0]
@@ -300,15 +300,15 @@ class TestCaptured:
             call = jit(lambda m: m.w[...] if m is not both else 0)
             assert float(call(model())) == 2.0
 
-    def test_what_is_used_is_named(self):
+    def test_a_captured_array_is_named(self):
         table = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh_of_8(), P("x")))
         with pytest.raises(StrictError, match=r"\n  table, float32\[8\]"):
             jit(lambda x: table * x, strict=True)(1.0)
 
 
 def test_a_state_may_be_a_dict_of_specs():
-    own = nnx.Dict(a=nnx.Param(jnp.ones(8)), b=nnx.Dict(c=nnx.Param(jnp.ones((8, 8)))))
+    module = nnx.Dict(a=nnx.Param(jnp.ones(8)), b=nnx.Dict(c=nnx.Param(jnp.ones((8, 8)))))
     specs = {"a": P("x"), "b": {"c": P(None, "x")}}
-    jit(lambda m: None, in_shardings=(specs,), mesh=mesh_of_8())(own)
-    assert own.a.get_raw_value().sharding.spec == P("x")
-    assert own.b.c.get_raw_value().sharding.spec == P(None, "x")
+    jit(lambda m: None, in_shardings=(specs,), mesh=mesh_of_8())(module)
+    assert module.a.get_raw_value().sharding.spec == P("x")
+    assert module.b.c.get_raw_value().sharding.spec == P(None, "x")

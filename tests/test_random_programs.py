@@ -1,4 +1,4 @@
-"""Random programs on random graphs: ``jit`` does what Python itself and ``nnx.jit`` do."""
+"""Random programs on random graphs: ``jit`` does what Python and ``nnx.jit`` do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = ("node", "other", "list", "dict")
 
 
 def outcome(function: Callable[..., Any], roots: tuple[Any, ...]) -> Any:
-    """All that a caller can see: the result, the arguments, and objects held from before."""
+    """All that a caller can observe: the result, the arguments, and all objects in them before."""
     held = reachable(roots)
     result = function(*roots)
     return snapshot({"result": result, "roots": roots, "held": held})
@@ -63,7 +63,7 @@ class RandomProgramsTest(parameterized.TestCase):
             lifted = nnx_sharding.jit(program.__call__)
             expected = outcome(program, build(graph))
             assert outcome(lifted, build(graph)) == expected
-            # The second call has the plan of the first, and other values.
+            # The second call has the plan of the first one, and other values.
             assert outcome(lifted, build(graph, 3)) == outcome(program, build(graph, 3))
             seen["examples"] += 1
             try:
@@ -73,6 +73,6 @@ class RandomProgramsTest(parameterized.TestCase):
             seen["alike"] += reference == visible(program, build(graph))
 
         check()
-        # Where nnx.jit differs from Python, Python is right. It must stay a rare case.
+        # nnx.jit differs from Python in a few cases, in which Python is right.
         assert seen["alike"] >= 0.8 * EXAMPLES, seen
         assert seen["examples"] >= EXAMPLES, seen

@@ -1,4 +1,4 @@
-"""Reference semantics: ``jit`` does to the caller's objects what Python would have done."""
+"""Reference semantics: under ``jit`` a function changes the caller's objects as without it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def double(variable: nnx.Variable) -> None:
     variable[...] = variable[...] * 2
 
 
-# Graphs to start from. Each makes the arguments of a call.
+# Graphs to start with. Each function makes the arguments of a call.
 
 
 def two_blocks():
@@ -87,7 +87,7 @@ def references():
     return node(w=nnx.Param(array(1), ref=True)), nnx.BatchStat(array(2), ref=True)
 
 
-# What functions do to them. Each is run eagerly, by ours and by nnx.jit.
+# Functions that change them. Each is run eagerly, by nnx_sharding.jit and by nnx.jit.
 
 
 def update_values(m):
@@ -310,7 +310,7 @@ CASES = [
 
 
 def effect(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """All that can be seen after a call, booleans and numbers in results taken as arrays."""
+    """All that is observable after a call; booleans and numbers in results become arrays."""
     result = jax.tree.map(
         lambda x: x if isinstance(x, nnx.Module | nnx.Variable) else jnp.asarray(x),
         function(*args),
@@ -324,7 +324,7 @@ class SameAsPythonTest(parameterized.TestCase):
     def test_one_call(self, make, change):
         assert effect(nnx_sharding.jit(change), make()) == effect(change, make())
 
-    # nnx.jit loses changed metadata: the test above has Python's word for that.
+    # nnx.jit loses changed metadata; the test above compares that with Python.
     @parameterized.named_parameters(*(case for case in CASES if case[2] is not set_metadata))
     def test_nnx_jit_agrees(self, make, change):
         assert effect(nnx_sharding.jit(change), make()) == effect(nnx.jit(change), make())
@@ -446,7 +446,7 @@ class IdentityTest(parameterized.TestCase):
         assert model.kept is kept
         assert model.number == 3
 
-    def test_new_array_attribute_is_no_leaked_tracer(self):
+    def test_new_array_attribute_is_not_a_leaked_tracer(self):
         def change(m):
             m.raw = m.w[...] * 2
 
@@ -521,7 +521,7 @@ class ReferenceModeTest(parameterized.TestCase):
 
 
 class StateOfLibraryObjectsTest(parameterized.TestCase):
-    """Objects of Flax that keep state of their own."""
+    """Stateful objects of Flax."""
 
     def compare(self, make: Callable[[], Any], step: Callable[..., Any], calls: int = 3) -> None:
         ours, eager, theirs = make(), make(), make()
@@ -770,10 +770,10 @@ class MethodTest(parameterized.TestCase):
         assert float(model.count[...]) == 5
 
         @nnx_sharding.jit
-        def own(m, x):
+        def nested(m, x):
             return m.step(x) + Base.shift(m.step(x), 1.0)
 
-        assert float(own(model, 2.0)) == 7 + 9 + 1
+        assert float(nested(model, 2.0)) == 7 + 9 + 1
         assert float(model.count[...]) == 9
 
     def test_gradient_of_a_jitted_loss(self):
@@ -803,7 +803,7 @@ class CopiesTest(parameterized.TestCase):
         assert copy.deepcopy({"f": module_level})["f"] is module_level
 
     def test_deepcopy_of_a_bound_method_follows_its_object(self):
-        # As Python does it: deepcopy([model, model.plain]) binds the copy's method to the copy.
+        # As in Python: deepcopy([model, model.plain]) binds the method of the copy to the copy.
         model = Base()
         twin, step = copy.deepcopy([model, model.step])
         step(1.0)

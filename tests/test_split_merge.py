@@ -1,4 +1,4 @@
-"""``split`` and ``merge``: round trips, groups, errors, and what structures are equal."""
+"""``split`` and ``merge``: round trips, groups, errors, and the equality of structures."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class RoundTripTest(parameterized.TestCase):
         ("nothing", lambda: {}),
         ("dict", lambda: {"a": param(1), "b": [jnp.ones(1), node(c=param(2))]}),
         ("loose", lambda: _loose()),
+        ("empty_dict_variable", lambda: nnx.Variable({})),
         ("list", lambda: nnx.List([param(1), 3, nnx.Dict(a=param(4))])),
         ("boxed", lambda: node(boxed=nnx.data([node(w=param()), {"k": (param(2), jnp.ones(1))}]))),
         ("scalar_data", lambda: _with(3)),
@@ -282,7 +283,7 @@ class MergeIntoTest(parameterized.TestCase):
         assert target.a is a and target.b is b
         assert (float(a.w[...]), float(b.w[...])) == (2, 1)
 
-    def test_other_root_type_is_made_anew(self):
+    def test_root_of_another_type_is_new(self):
         target = nnx.Dict(a=param(1))
         memory = Memory(target)
         new = merge(*split(small()), into=target)
@@ -346,10 +347,10 @@ class StructureTest(parameterized.TestCase):
         assert one == again and hash(one) == hash(again)
         assert one != two
 
-    def test_not_a_number_equals_itself(self):
+    def test_nan_equals_itself(self):
         assert split(node(x=float("nan")))[0] == split(node(x=float("nan")))[0]
 
-    def test_of_a_cycle_and_of_its_unrolled_form(self):
+    def test_a_cycle_and_its_unrolled_form_are_different(self):
         loop = node(w=param())
         loop.next = loop
         longer = node(w=param(), next=node(w=param()))

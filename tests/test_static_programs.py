@@ -1,7 +1,7 @@
 """Random programs over static objects of every kind: with `jit` they do what Python does.
 
-Two worlds are built alike and go through the same steps: one calls functions under `jit`, the other
-calls them as they are. After each step both look the same, and so do the results.
+Two equal worlds go through the same steps: one calls functions under `jit`, the other without it.
+After each step, the worlds and the results are equal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Slim:
 
 
 class Lax:
-    """Equal to every other one, by its own word."""
+    """Claims to be equal to every other one."""
 
     def __init__(self, one: Any):
         self.one = one
@@ -117,7 +117,7 @@ ATOMS: list[Callable[[], Any]] = [
 ]
 
 
-# What cannot be changed itself, and has no identity that counts.
+# Not mutable themselves, and not compared by identity.
 FIXED = (
     *(tuple, frozenset, slice, np.generic, np.dtype, Frozen),
     *(functools.partial, types.MethodType, types.MappingProxyType),
@@ -125,7 +125,7 @@ FIXED = (
 
 
 def value(r: random.Random, depth: int = 3) -> Any:
-    """A random value, new in all of its parts that can be changed."""
+    """A random value; all of its mutable parts are new."""
     if depth == 0 or r.random() < 0.3:
         return r.choice(ATOMS)()
     make: Callable[[], Any] = functools.partial(value, r, depth - 1)
@@ -164,29 +164,29 @@ def with_attribute(x: Any, attribute: Any) -> Any:
 
 
 def parts(x: Any) -> list[Any]:
-    """What is in an object, keys and attributes included, in order."""
-    found: list[Any] = []
+    """The parts of an object in order, keys and attributes included."""
+    items: list[Any] = []
     if isinstance(x, dict | types.MappingProxyType):
-        found += [part for item in x.items() for part in item]
+        items += [part for item in x.items() for part in item]
     elif isinstance(x, set | frozenset):
-        found += sorted(x, key=repr)  # their order depends on how they came to be
+        items += sorted(x, key=repr)  # the order depends on the history of the set
     elif isinstance(x, list | tuple | collections.deque):
-        found += x
+        items += x
     elif isinstance(x, functools.partial):
-        found += [x.func, *x.args]
+        items += [x.func, *x.args]
     elif isinstance(x, types.MethodType):
-        found += [x.__func__, x.__self__]
+        items += [x.__func__, x.__self__]
     elif isinstance(x, np.ndarray) and x.dtype == object:
-        found += x.ravel().tolist()
+        items += x.ravel().tolist()
     elif isinstance(x, Slim):
-        found += [x.one, x.two]
+        items += [x.one, x.two]
     if not isinstance(x, types.FunctionType | type | enum.Enum | np.ufunc) and not callable(x):
-        found += [part for item in getattr(x, "__dict__", {}).items() for part in item]
-    return found
+        items += [part for item in getattr(x, "__dict__", {}).items() for part in item]
+    return items
 
 
 def seen(x: Any, numbers: dict[int, int], kept: list[Any]) -> Any:
-    """All that Python can see of a value, who is who included."""
+    """All that Python code can observe of a value, shared objects included."""
     kind = type(x).__qualname__
     if isinstance(x, str | bytes | int | float | complex | type(None) | type(...) | enum.Enum):
         return (kind, repr(x))
@@ -197,34 +197,34 @@ def seen(x: Any, numbers: dict[int, int], kept: list[Any]) -> Any:
     if not isinstance(x, FIXED):
         numbers[id(x)] = len(numbers)
     kept.append(x)
-    own: list[Any] = [kind]
+    described: list[Any] = [kind]
     if isinstance(x, np.ndarray) and x.dtype != object:
-        own += [str(x.dtype), x.shape, np.asarray(x).tobytes(), str(getattr(x, "mask", ""))]
+        described += [str(x.dtype), x.shape, np.asarray(x).tobytes(), str(getattr(x, "mask", ""))]
     elif isinstance(x, np.generic | np.dtype | slice | bytearray | array.array):
-        own.append(repr(x))
+        described.append(repr(x))
     elif isinstance(x, collections.defaultdict):
-        own.append(repr(x.default_factory))
+        described.append(repr(x.default_factory))
     elif isinstance(x, collections.deque):
-        own.append(x.maxlen)
-    return (*own, *[seen(part, numbers, kept) for part in parts(x)])
+        described.append(x.maxlen)
+    return (*described, *[seen(part, numbers, kept) for part in parts(x)])
 
 
 def changeable(roots: list[Any]) -> list[Any]:
     """The objects that can be changed in place, each once, in a fixed order."""
-    found: dict[int, Any] = {}
+    items: dict[int, Any] = {}
     stack = list(reversed(roots))
     while stack:
         x = stack.pop()
         if isinstance(x, str | bytes | int | float | complex | type(None) | type | enum.Enum):
             continue
-        if id(x) in found or (
+        if id(x) in items or (
             callable(x) and not isinstance(x, functools.partial | types.MethodType)
         ):
             continue
-        found[id(x)] = x
+        items[id(x)] = x
         if not isinstance(x, Plain):
             stack += reversed(parts(x))
-    return [x for x in found.values() if not isinstance(x, FIXED)]
+    return [x for x in items.values() if not isinstance(x, FIXED)]
 
 
 def change(x: Any, r: random.Random) -> None:
@@ -297,14 +297,14 @@ def read(model: Any) -> Any:
 
 
 def write(model: Any, seed: int) -> Any:
-    """Changes static objects where the function is traced."""
+    """Changes static objects while the function is traced."""
     r = random.Random(seed)
     before = number(model)
-    found = changeable(roots(model))
-    if found and r.random() < 0.8:
-        change(r.choice(found), r)
+    items = changeable(roots(model))
+    if items and r.random() < 0.8:
+        change(r.choice(items), r)
     else:
-        set_static(model.two, r.choice([[1], Config(), [*found[:1]], "new"]))
+        set_static(model.two, r.choice([[1], Config(), [*items[:1]], "new"]))
     model.one.w[...] += 1
     return model.one.w[...] * before
 
@@ -322,9 +322,9 @@ class World:
             return float(self.read(model))
         if choice == 3:
             return float(self.write(model, seed=r.randrange(4)))
-        found = changeable(roots(model))
-        if choice < 6 and found:
-            change(r.choice(found), r)
+        items = changeable(roots(model))
+        if choice < 6 and items:
+            change(r.choice(items), r)
         elif choice == 6:
             set_static(model.one, value(r))
         else:
@@ -333,11 +333,11 @@ class World:
         return None
 
 
-def as_it_is(fun: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+def without_jit(fun: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     return fun
 
 
-def ours(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def with_jit(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return nnx_sharding.jit(fun, graph=True, graph_updates=True, **options)
 
 
@@ -346,7 +346,7 @@ def ours(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def test_random_programs(kind, batch):
     with mock.patch.object(guard, "Walk", getattr(walk, kind)):
         for seed in range(batch, PROGRAMS // 2, BATCHES):
-            mine, python = World(seed, ours), World(seed, as_it_is)
+            mine, python = World(seed, with_jit), World(seed, without_jit)
             for step in range(STEPS):
                 results = mine.step(), python.step()
                 assert results[0] == results[1], (seed, step)

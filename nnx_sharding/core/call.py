@@ -24,7 +24,7 @@ from .plan import Plan, is_committed, known_variables
 from .problems import Problem, refuse
 from .resolve import reach
 from .statics import Operation
-from .structure import LEAF, StaticEntry, VariableEntry
+from .structure import LEAF, VariableEntry
 from .transfer import obstacle, transfer
 
 
@@ -221,28 +221,11 @@ def _write_back(
     after = outcome.structure
     arrays = outcome.arrays(leaves, groups)
     built = graph.unflatten(after, arrays, dict(enumerate(objects)))
-    variables = [*outcome.values, *outcome.metadata]
-    values = []
-    for index in variables:
-        entry = after.entries[index]
-        assert isinstance(entry, VariableEntry)
-        parts = (arrays[slot] for slot in after.slots[index])
-        values.append(graph.assemble(entry.value, parts, built.objects))
-    attributes = graph.node_values(outcome.nodes, arrays, built.objects)
+    values = [*outcome.values, *outcome.metadata]
     operations = _keep_placed(plan, objects, leaves, placed) if placed else []
-    for index, value in zip(variables, values, strict=True):
-        operations.append((_compat.set_value, objects[index], value))
-    for index in outcome.metadata:
-        entry = after.entries[index]
-        assert isinstance(entry, VariableEntry)
-        metadata = graph.metadata_of(entry, built.objects)
-        operations.append((_compat.set_metadata, objects[index], metadata))
-    for change, new in zip(outcome.nodes, attributes, strict=True):
-        operations += graph.node_operations(change, new, after, arrays, built.objects)
-    for index in outcome.statics:
-        entry = after.entries[index]
-        assert isinstance(entry, StaticEntry)
-        operations += graph.static_operations(entry, objects[index], built.objects)
+    operations += graph.update(
+        after, arrays, built.objects, values, outcome.metadata, outcome.nodes, outcome.statics
+    )
     graph.perform(operations)
     return built.root
 
@@ -261,11 +244,10 @@ def _keep_placed(
     plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], placed: Sequence[int]
 ) -> list[Operation]:
     """What lets Variables hold the placed arrays, so that the next call finds nothing to move."""
-    moved = set(placed)
-    operations: list[Operation] = []
-    for index, entry in enumerate(plan.structure.entries):
-        slots = plan.structure.slots[index]
-        if isinstance(entry, VariableEntry) and not moved.isdisjoint(slots):
-            value = graph.assemble(entry.value, (leaves[slot] for slot in slots), objects)
-            operations.append((_compat.set_value, objects[index], value))
-    return operations
+    moved, structure = set(placed), plan.structure
+    variables = [
+        index
+        for index, slots in enumerate(structure.slots)
+        if isinstance(structure.entries[index], VariableEntry) and not moved.isdisjoint(slots)
+    ]
+    return graph.update(structure, leaves, objects, variables)

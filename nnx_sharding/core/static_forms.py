@@ -1,0 +1,252 @@
+"""Static objects to kinds and parts, and back.
+
+The parts of an object are the items of the built-in class that it derives from, then the values of
+its attributes. Its kind is everything else, and hashable.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+import struct
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+Operation: TypeAlias = tuple[Any, ...]  # a function and its arguments
+
+
+class Kind(NamedTuple):
+    """All of a static object but its parts."""
+
+    type: type
+    detail: Hashable  # what its form keeps besides items, such as the bytes of an array
+    names: tuple[str, ...]  # of its attributes, whose values are the last parts
+
+
+class Form(NamedTuple):
+    """How objects of a built-in class are opened, and made or assigned to.
+
+    What is fixed is made with all of its items. Anything else is made empty, by ``__new__`` where
+    there is no function for it, and is then assigned to.
+    """
+
+    open: Callable[[Any], tuple[Hashable, Sequence[Any]]]  # object to detail and items
+    make: Callable[[Any, Any, Sequence[Any]], Any] | None = None  # class, detail, items to object
+    assign: Callable[[Any, Any, Sequence[Any]], list[Operation]] = lambda *_: []
+    empty: Callable[[type, Any], Any] | None = None  # class and detail to object
+
+
+def _pairs(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
+    return [part for item in items for part in item]
+
+
+# Methods are those of the built-in class: subclasses may override them.
+
+
+def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
+    return lambda x: (None, list(base.__iter__(x)))
+
+
+def _scalar(base: Any, plain: Callable[[Any], Any]) -> Form:
+    return Form(lambda x: (None, (plain(x),)), lambda kind, _, items: base.__new__(kind, *items))
+
+
+def _mapping(base: Any) -> Form:
+    return Form(
+        lambda x: (None, _flat(base.items(x))),
+        assign=lambda x, _, items: [(base.clear, x), (base.update, x, _pairs(items))],
+    )
+
+
+def _open_array(x: Any) -> tuple[Hashable, Sequence[Any]]:
+    plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else np.asarray(x)
+    if plain.dtype.hasobject:
+        return (plain.dtype, plain.shape), plain.ravel().tolist()
+    return (plain.dtype, plain.shape, plain.tobytes()), ()
+
+
+def _empty_array(kind: type, detail: Any) -> Any:
+    zeros = np.zeros(detail[1], detail[0])
+    return zeros[()] if issubclass(kind, np.void) else zeros.view(kind)
+
+
+def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
+    dtype, shape, *data = detail
+    plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else x
+    if plain.shape != shape or plain.dtype != dtype:
+        raise TypeError("the shape or dtype of a NumPy array was changed in place")
+    if data:
+        content = np.frombuffer(bytearray(data[0]), dtype)
+    else:
+        content = np.empty(len(items), dtype)
+        content[:] = items
+    return [(type(plain).__setitem__, plain, ..., content.reshape(shape))]
+
+
+# By what strings and numbers of a subclass become plain ones.
+SCALARS: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    bytes: bytes.__bytes__,
+}
+_FORMS: dict[type, Form] = {
+    **{base: _scalar(base, plain) for base, plain in SCALARS.items()},
+    tuple: Form(_iterate(tuple), lambda kind, _, items: tuple.__new__(kind, items)),
+    frozenset: Form(_iterate(frozenset), lambda kind, _, items: frozenset.__new__(kind, items)),
+    types.MappingProxyType: Form(
+        lambda x: (None, _flat(x.items())), lambda kind, _, items: kind(dict(_pairs(items)))
+    ),
+    types.MethodType: Form(
+        lambda x: (None, (x.__func__, x.__self__)), lambda kind, _, items: kind(*items)
+    ),
+    functools.partial: Form(
+        lambda x: (len(x.args) + 1, [x.func, *x.args, *_flat(x.keywords.items())]),
+        lambda kind, count, items: functools.partial.__new__(
+            kind, *items[:count], **dict(_pairs(items[count:]))
+        ),
+    ),
+    list: Form(
+        lambda x: (None, list.__getitem__(x, slice(None))),
+        assign=lambda x, _, items: [(list.__setitem__, x, slice(None), items)],
+    ),
+    set: Form(_iterate(set), assign=lambda x, _, items: [(set.__init__, x, items)]),
+    collections.deque: Form(
+        lambda x: (x.maxlen, list(x)),
+        assign=lambda x, maxlen, items: [(collections.deque.__init__, x, items, maxlen)],
+    ),
+    dict: _mapping(dict),
+    collections.OrderedDict: _mapping(collections.OrderedDict),
+    bytearray: Form(
+        lambda x: (bytes(x), ()),
+        assign=lambda x, data, _: [(bytearray.__setitem__, x, slice(None), data)],
+    ),
+    array.array: Form(
+        lambda x: ((x.typecode, x.tobytes()), ()),
+        assign=lambda x, data, _: [
+            (array.array.__setitem__, x, slice(None), array.array(*data)),
+        ],
+        empty=lambda kind, data: array.array.__new__(kind, data[0]),
+    ),
+    np.ndarray: Form(_open_array, assign=_assign_array, empty=_empty_array),
+    np.void: Form(_open_array, assign=_assign_array, empty=_empty_array),
+    object: Form(lambda x: (None, ())),
+}
+
+
+def _base_of(kind: type) -> type:
+    """The built-in class in the table that a class derives from, if only ``object``."""
+    return next(base for base in kind.__mro__ if base in _FORMS)
+
+
+def is_builtin(kind: type) -> bool:
+    """Whether a class is, or derives from, a built-in one in the table."""
+    return _base_of(kind) is not object
+
+
+def is_fixed(kind: Kind) -> bool:
+    """Whether an object of this kind cannot be changed itself, only what it holds."""
+    return not kind.names and _FORMS[_base_of(kind.type)].make is not None
+
+
+def open_object(value: Any) -> tuple[Kind, list[Any]]:
+    """The kind and the parts of an object."""
+    cls = type(value)
+    detail, items = _FORMS[_base_of(cls)].open(value)
+    attributes = _instance_dict(value)
+    slots = {name: getattr(value, name) for name in _slots(cls) if hasattr(value, name)}
+    names = (*attributes, *slots)
+    return Kind(cls, detail, names), [*items, *attributes.values(), *slots.values()]
+
+
+def make_fixed(kind: Kind, parts: Sequence[Any]) -> Any:
+    """A new object of a kind that cannot be changed."""
+    make: Any = _FORMS[_base_of(kind.type)].make
+    return make(kind.type, kind.detail, parts)
+
+
+def make_empty(kind: Kind) -> Any:
+    """A new object without its parts."""
+    base: Any = _base_of(kind.type)
+    form = _FORMS[base]
+    if form.make is not None:
+        raise TypeError(f"cannot make a {kind.type.__name__} object that has attributes")
+    return form.empty(kind.type, kind.detail) if form.empty else base.__new__(kind.type)
+
+
+def assign(value: Any, kind: Kind, parts: Sequence[Any]) -> list[Operation]:
+    """The operations that give an existing object this kind and these parts."""
+    if type(value) is not kind.type or is_fixed(kind):
+        raise TypeError(f"a {type(value).__name__} cannot become a {kind.type.__name__}")
+    count = len(parts) - len(kind.names)
+    operations = _FORMS[_base_of(kind.type)].assign(value, kind.detail, parts[:count])
+    attributes = dict(zip(kind.names, parts[count:], strict=True))
+    for name in _slots(kind.type):
+        if name in attributes:
+            operations.append((object.__setattr__, value, name, attributes.pop(name)))
+        elif hasattr(value, name):
+            operations.append((object.__delattr__, value, name))
+    if kind.type.__dictoffset__:
+        content = _instance_dict(value)
+        operations += [(dict.clear, content), (dict.update, content, attributes)]
+    return operations
+
+
+# Attributes
+
+
+def has_state(kind: type) -> bool:
+    """Whether objects of a class can have attributes."""
+    return bool(kind.__dictoffset__) or bool(_slots(kind))
+
+
+def has_only_dict(value: Any) -> bool:
+    """Whether all content of an object is in its ``__dict__``."""
+    kind = type(value)
+    return bool(kind.__dictoffset__) and not is_builtin(kind) and not _slots(kind)
+
+
+def has_hidden_state(kind: type) -> bool:
+    """Whether objects of a class have content that Python does not show, as those of C may.
+
+    The size shows it, as it does where ``object.__reduce_ex__`` refuses to pickle such an object.
+    """
+    # Offsets are negative where the interpreter manages the dict or the weak references.
+    pointers = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
+
+
+def _instance_dict(value: Any) -> dict[str, Any]:
+    """The ``__dict__`` of an object, past any ``__getattribute__`` of its class."""
+    if not type(value).__dictoffset__:
+        return {}
+    content: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    return content
+
+
+# ``default_factory`` is an attribute of the same kind.
+_SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of the slots that classes written in Python gave their objects."""
+    names = _SLOTS.get(kind)
+    if names is None:
+        names = _SLOTS[kind] = tuple(
+            name
+            for base in kind.__mro__
+            if "__slots__" in vars(base) or base is collections.defaultdict
+            for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType)
+        )
+    return names
