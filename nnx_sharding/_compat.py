@@ -412,16 +412,22 @@ _TRACE_OPTIONS = (
     "jax_default_device",
     "jax_disable_jit",
 )
+_CONTEXT_LABELS = {
+    "abstract_mesh_context_manager": "mesh in context",
+    "mesh_context_manager": "mesh in context (`with mesh:`)",
+    "axis_env_state": "named axes in context",
+}
 
 
 def trace_context() -> dict[str, Any]:
-    """What in JAX's configuration and contexts a trace depends on, by name."""
+    """What in JAX's configuration and contexts a trace depends on, by a name for messages."""
     if _trace_context is not None and _trace_context_names is not None:
         names, values = tuple(_trace_context_names()), tuple(_trace_context())
         if len(names) == len(values):
-            return dict(zip(names, values, strict=True))
+            labels = (_CONTEXT_LABELS.get(name, name) for name in names)
+            return dict(zip(labels, values, strict=True))
     options = {name: getattr(jax.config, name, None) for name in _TRACE_OPTIONS}
-    return {**options, "abstract_mesh_context_manager": context_mesh()}
+    return {**options, "mesh in context": context_mesh()}
 
 
 def is_eager_tracer(x: Any) -> bool:

@@ -290,15 +290,8 @@ def _facts(trace: Trace) -> dict[str, Any]:
         **{f"{name}: donated": slot in pure.donated for slot, name in enumerate(names)},
         "graph:": pure.graph,
         "graph_updates:": pure.updates,
-        **{f"{_CONTEXTS.get(key, key)}:": value for key, value in trace.context.items()},
+        **{f"{label}:": value for label, value in trace.context.items()},
     }
-
-
-_CONTEXTS = {
-    "abstract_mesh_context_manager": "mesh in context",
-    "mesh_context_manager": "mesh in context (`with mesh:`)",
-    "axis_env_state": "named axes in context",
-}
 
 
 def _both(old: Any, new: Any) -> str:
