@@ -400,9 +400,17 @@ def context_mesh() -> Mesh | AbstractMesh | None:
     return None
 
 
+_CONTEXT_LABELS = {
+    "abstract_mesh_context_manager": "mesh in context",
+    "mesh_context_manager": "mesh in context (`with mesh:`)",
+    "axis_env_state": "named axes in context",
+}
+
+
 def trace_context() -> dict[str, Any]:
-    """What in JAX's configuration and contexts a trace depends on, by name."""
-    return dict(zip(_trace_context_names(), _trace_context(), strict=True))
+    """What in JAX's configuration and contexts a trace depends on, by a name for messages."""
+    labels = (_CONTEXT_LABELS.get(name, name) for name in _trace_context_names())
+    return dict(zip(labels, _trace_context(), strict=True))
 
 
 def is_eager_tracer(x: Any) -> bool:

@@ -13,7 +13,7 @@ from flax import nnx
 import nnx_sharding
 from models import P, mesh_of
 from nnx_sharding import explain_retraces, jit
-from nnx_sharding.core.signature import Parameters
+from nnx_sharding.core.signature import Parameters, Roles
 from nnx_sharding.diagnostics.differences import differences
 from test_retraces import REMEDY, Block, Model, NoEq, last_of, scaled
 
@@ -175,7 +175,7 @@ class TestStatics:
                 model = outer
             return model
 
-        signature = Parameters(lambda model: None).signature(1, ())
+        signature = Parameters(lambda model: None, Roles()).signature(1, ())
         old, new = ((signature, nnx_sharding.split(((nested(s),), {}))[0]) for s in (1, 2))
         (line,) = differences(old, new)
         assert line.endswith(".child.static: 1 → 2")

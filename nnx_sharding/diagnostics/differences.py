@@ -38,25 +38,47 @@ class Fact(NamedTuple):
     by_identity: str = ""
 
 
-Facts: TypeAlias = dict[str, Fact]  # by the expression for the part, such as ``model.w``
 _MAX_FACTS = 1000  # of one static value, which may refer to any number of objects
+
+
+class Facts(NamedTuple):
+    """The facts on a call by the expression for each part, and the expressions by a hash."""
+
+    facts: dict[str, Fact]
+    labels: dict[int, str]
+    arguments: frozenset[str]
 
 
 def differences(old: Side, new: Side, limit: int = 10) -> list[str]:
     """In what the arguments of two calls differ, as far as both calls have them."""
-    lines = compare(old, new, {})
+    lines = compare(facts_of(*old), facts_of(*new))
     return lines if len(lines) <= limit else [*lines[:limit], "…"]
 
 
-def compare(old: Side, new: Side, cache: dict[Side, Facts]) -> list[str]:
-    """As :func:`differences`, without a limit; ``cache`` keeps what was found out about a side."""
-    before, after = (
-        cache.get(side) or cache.setdefault(side, _facts(*side)) for side in (old, new)
-    )
-    changed = dict.fromkeys({*_arguments(old[0])} ^ {*_arguments(new[0])}, "")
+def facts_of(signature: Signature, structure: Structure) -> Facts:
+    """All facts on a call."""
+    facts = _facts(signature, structure)
+    labels = {hash((label, fact)): label for label, fact in facts.items()}
+    return Facts(facts, labels, frozenset(_arguments(signature)))
+
+
+def distance(old: Facts, new: Facts) -> int:
+    """How many facts differ; much faster than to compare them."""
+    return len(old.labels.keys() ^ new.labels.keys())
+
+
+def compare(old: Facts, new: Facts) -> list[str]:
+    """As :func:`differences`, without a limit."""
+    before, after = old.facts, new.facts
+    marks = old.labels.keys() ^ new.labels.keys()
+    different = {
+        labels[mark] for labels in (old.labels, new.labels) for mark in marks & labels.keys()
+    }
+    order = [label for label in after | before if label in different]
+    changed = dict.fromkeys(old.arguments ^ new.arguments, "")
     candidates: list[str] = []
     below = [start for label in changed for start in _below(label)]
-    for label in after | before:
+    for label in order:
         a, b = before.get(label), after.get(label)
         if label in changed or label.startswith(tuple(below)):
             continue
@@ -68,8 +90,8 @@ def compare(old: Side, new: Side, cache: dict[Side, Facts]) -> list[str]:
     for label in reversed(candidates):
         if not any(other.startswith(_below(label)) for other in changed):
             changed[label] = _change(before[label], after[label])
-    order = (label for label in after | before if changed.get(label))
-    return [f"{_shorten(label or 'the arguments', 200)}{changed[label]}" for label in order]
+    lines = ((label or "the arguments", changed[label]) for label in order if changed.get(label))
+    return [f"{_shorten(label, 200)}{change}" for label, change in lines]
 
 
 def _below(label: str) -> tuple[str, ...]:
@@ -97,9 +119,9 @@ def _arguments(signature: Signature) -> list[str]:
     return [*dynamic, *signature.dynamic_keywords, *static]
 
 
-def _facts(signature: Signature, structure: Structure) -> Facts:
+def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     names = [*(signature.names[i] for i in signature.dynamic), "args"]
-    facts: Facts = {}
+    facts: dict[str, Fact] = {}
     first: dict[int, str] = {}
     statics = zip(signature.static_names, structure.statics, strict=True)
     stack = [*((f"static argument {name}", child) for name, child in statics), ("", structure.root)]
@@ -108,9 +130,11 @@ def _facts(signature: Signature, structure: Structure) -> Facts:
         if isinstance(child, Static):
             notes = child.note or _facts_of_value(child.value)
             facts |= {label + suffix: fact for suffix, fact in notes.items()}
-            facts[label] = facts[label]._replace(rest=child)
-            if not child.by_identity:
-                facts[label] = facts[label]._replace(by_identity="")
+            # An object that no longer exists is not equal to any other one.
+            is_gone = child.by_identity and child.value is None
+            rest, kind = object() if is_gone else child, facts[label].by_identity
+            kind = kind if child.by_identity else ""
+            facts[label] = facts[label]._replace(rest=rest, by_identity=kind)
             continue
         text, x = show_child(structure, child), cast(Any, child)
         if isinstance(child, int):
@@ -138,8 +162,10 @@ def _fact(text: str, x: Any) -> Fact:
     if isinstance(x, Group):
         return Fact(text, content=x.kind)
     if isinstance(x, StaticEntry):
-        kind = x.type.__name__ if x.identity else ""
-        return Fact(text, _origin(x.type), rest=(x.kind, x.identity), by_identity=kind)
+        kind = "" if x.identity is None else x.type.__name__
+        is_gone = x.identity is not None and x.identity.value is None
+        rest = (x.kind, object() if is_gone else x.identity)
+        return Fact(text, _origin(x.type), rest=rest, by_identity=kind)
     return Fact(text, _origin(x.type), rest=getattr(x, "metadata", None))
 
 
@@ -193,9 +219,9 @@ def note_identities(structure: Structure) -> None:
             static.note = _facts_of_value(static.value)
 
 
-def _facts_of_value(value: Any) -> Facts:
+def _facts_of_value(value: Any) -> dict[str, Fact]:
     """A static value and its parts, by what one writes behind the value to access each."""
-    facts: Facts = {}
+    facts: dict[str, Fact] = {}
     stack = [("", value)]
     seen: set[int] = set()
     while stack and len(facts) < _MAX_FACTS:

@@ -14,7 +14,7 @@ import jax
 from ..core.pure import Pure
 from ..core.structure import Structure
 from ..fitting import describe_both
-from .differences import Facts, Side, arguments_of, compare, show
+from .differences import Facts, Side, arguments_of, compare, distance, facts_of, show
 
 MAX_COMPARED = 64  # a comparison goes through all static values of the model
 MAX_SHOWN = 10  # differences in a message
@@ -221,26 +221,33 @@ def nearest(
     new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]
 ) -> tuple[Trace, list[str]] | None:
     """The earlier trace with the fewest differences to a new one, and these differences."""
-    best: tuple[Trace, list[str]] | None = None
-    for old in reversed(earlier[-MAX_COMPARED:]):
-        lines = _differences(old, new, cache)
-        if best is None or len(lines) < len(best[1]):
-            best = old, lines
-        if not lines:
-            break
-    return best
+
+    def facts(trace: Trace) -> Facts:
+        side = trace.pure.signature, trace.pure.structure
+        return cache.get(side) or cache.setdefault(side, facts_of(*side))
+
+    def number_of_differences(old: Trace) -> int:
+        if old.key == new.key:
+            return 0
+        is_same = old.pure.structure == new.pure.structure
+        static = 0 if is_same else distance(facts(old), facts(new))
+        return 1 + static + 2 * len(_other_differences(old, new))
+
+    candidates = reversed(earlier[-MAX_COMPARED:])
+    old = min(candidates, key=number_of_differences, default=None)
+    if old is None or old.key == new.key:
+        return old and (old, [])
+    is_same = old.pure.structure == new.pure.structure
+    lines = [] if is_same else compare(facts(old), facts(new))
+    lines += _other_differences(old, new)
+    return old, lines or ["the structure of the arguments, in a part without a name"]
 
 
-def _differences(old: Trace, new: Trace, cache: dict[Side, Facts]) -> list[str]:
-    if old.key == new.key:
-        return []
-    a, b = old.pure, new.pure
-    calls = arguments_of(a.signature), arguments_of(b.signature)
+def _other_differences(old: Trace, new: Trace) -> list[str]:
+    """All but those of static values."""
+    calls = arguments_of(old.pure.signature), arguments_of(new.pure.signature)
     lines = [f"arguments {calls[0]} → {calls[1]}"] * (calls[0] != calls[1])
-    if a.structure != b.structure:
-        lines += compare((a.signature, a.structure), (b.signature, b.structure), cache)
-    lines += [*_arrays(old, new), *_options(old, new)]
-    return lines or ["the structure of the arguments, in a part without a name"]
+    return [*lines, *_arrays(old, new), *_options(old, new)]
 
 
 def _arrays(old: Trace, new: Trace) -> Iterator[str]:
@@ -290,15 +297,8 @@ def _facts(trace: Trace) -> dict[str, Any]:
         **{f"{name}: donated": slot in pure.donated for slot, name in enumerate(names)},
         "graph:": pure.graph,
         "graph_updates:": pure.updates,
-        **{f"{_CONTEXTS.get(key, key)}:": value for key, value in trace.context.items()},
+        **{f"{label}:": value for label, value in trace.context.items()},
     }
-
-
-_CONTEXTS = {
-    "abstract_mesh_context_manager": "mesh in context",
-    "mesh_context_manager": "mesh in context (`with mesh:`)",
-    "axis_env_state": "named axes in context",
-}
 
 
 def _both(old: Any, new: Any) -> str:
