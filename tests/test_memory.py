@@ -1606,7 +1606,7 @@ class ReferenceCountsTest(MemoryTestCase):
     def test_walks_that_are_dropped(self, kind, times):
         own, _, _ = self.guarded(kind)
         (recipe,) = own._guards._walks
-        short = recipe._replace(keys=recipe.keys[:-1])
+        short = recipe._replace(types=recipe.types[:-1])
 
         def run() -> None:
             kind(recipe)

@@ -80,19 +80,12 @@ def obstacle(leaf: Any, sharding: Sharding) -> str | None:
 
 @dataclasses.dataclass
 class _Move:
-    """One array on its way to a sharding.
-
-    Attributes:
-      array: what there is so far.
-      goal: the sharding.
-      is_ours: whether the array may be freed, as it is donated or an intermediate one.
-      slots: the positions of the result.
-    """
+    """One array on its way to a sharding."""
 
     array: Any
     goal: Any
-    is_ours: bool = False
-    slots: list[int] = dataclasses.field(default_factory=list)
+    is_ours: bool = False  # whether the array may be freed: it is donated, or intermediate
+    slots: list[int] = dataclasses.field(default_factory=list)  # of the result
 
     def advance(self, array: Any) -> None:
         self.is_ours |= array is not self.array
@@ -227,14 +220,9 @@ def _needs_host(array: Any, goal: Any, alias: bool) -> bool:
     device: Any = next(iter(current.device_set))
     if current.num_devices == 1 and device.platform != "cpu":  # there JAX slices on the device
         return not may_share and goal.shard_shape(array.shape) == array.shape
-    wanted, held = (
-        {
-            _bounds(index, array.shape)
-            for index in sharding.devices_indices_map(array.shape).values()
-        }
-        for sharding in (goal, current)
-    )
-    return not (may_share and wanted <= held)
+    wanted, held = (x.devices_indices_map(array.shape).values() for x in (goal, current))
+    parts = {_bounds(index, array.shape) for index in held}
+    return not may_share or any(_bounds(index, array.shape) not in parts for index in wanted)
 
 
 def _bounds(index: Sequence[slice], shape: Sequence[int]) -> _Bounds:

@@ -1,16 +1,11 @@
 """Builds the guard of a call: whether its graph is still the one that was split.
 
-The guard follows the same way through the live objects from the arguments on, and compares what it
-meets with what was there (``walk.py``). A match means that splitting again would give the same
-structure, since all on which a structure depends is compared:
-
-* The names of all attributes, metadata entries and dict keys, in order.
-* The types of all objects, containers and arrays.
-* The value of statics that are compared by value.
-* The identity of objects, static ones included. What counts is their pattern (what is shared with
-  what), so their ids are enough, and a guard keeps no model alive. Another object may get the id of
-  a dead one, but then its content is compared as well. Objects without content end the guard when
-  they are collected (``watched``).
+The guard follows the same way through the live objects, and compares what it meets with what was
+there (``walk.py``). A match means that splitting again would give the same structure, since all on
+which a structure depends is compared: names in order, types, statics, and which objects are shared.
+For these, ids are enough, so a guard keeps no model alive. Another object may get the id of a dead
+one, but then its content is compared as well; objects without content end the guard when they are
+collected (``watched``).
 
 A mismatch, or anything unexpected, means "changed": the call then splits. So a guard may be too
 strict, which costs time, but never too lax.
@@ -45,27 +40,17 @@ from .walk import OPEN, Kind, Pins, Recipe, Step, Walk, flatten_tree, ids_of
 
 
 class Guard(NamedTuple):
-    """The way through a graph, and what must be there.
-
-    Attributes:
-      structure: the structure that the graph has as long as the guard holds.
-      walk: how to walk it.
-      pins: what is compared.
-      watched: objects of which only the identity is known: the guard must go when one of them
-        does. Whoever keeps the guard keeps no references to them.
-    """
+    """The way through a graph, and what must be there for it to have a structure."""
 
     structure: Structure
     walk: Any
     pins: Pins
+    # Objects of which only the identity is known, to be replaced by weak references: the guard must
+    # be dropped with them.
     watched: tuple[Any, ...] = ()
 
     def check(self, arguments: tuple[Any, ...]) -> Flat | None:
-        """The graph as ``flatten`` would split it, or None if it may have changed.
-
-        Args:
-          arguments: all arguments of the call, positional ones first.
-        """
+        """The graph as ``flatten`` would split it, or None if it may have changed."""
         try:
             found = self.walk.follow(self.pins, arguments)
         except Exception:  # an attribute that is gone, a comparison that raises: all are changes
@@ -89,12 +74,8 @@ def make_guard(
 ) -> Guard | None:
     """A guard for the arguments of a call, or None if there is something it cannot watch.
 
-    Args:
-      call: the arguments by their roles.
-      flat: the arguments as they were split.
-      arguments: all arguments of the call, positional ones first.
-      keywords: the names of the keyword arguments, in their order in ``arguments``.
-      walks: the walks of earlier recipes: models of one class share them.
+    ``keywords`` are the names of the last ``arguments``. ``walks`` are those of earlier recipes:
+    models of one class share them.
     """
     builder = _Builder(flat)
     try:

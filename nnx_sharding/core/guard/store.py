@@ -47,14 +47,11 @@ class Guards:
     """Guards by the arguments of a call: by their types, and by which modules are among them.
 
     Holds no object of the user's: a record is dropped when one of its modules is collected.
-
-    Args:
-      key_of: what a plan depends on besides the arguments' structure, such as the mesh in
-        context, given the arrays; None if nothing.
+    ``key_of`` gives what a plan depends on besides the structure, such as the mesh in context.
     """
 
     def __init__(self, key_of: Callable[[Sequence[Any]], Hashable] | None = None):
-        self._key_of = key_of
+        self._key_of = key_of or (lambda _: None)
         self._pick_modules: dict[tuple[Any, ...], Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._records: dict[_Key, _Record] = {}
         self._walks: dict[Recipe, Any] = {}
@@ -70,9 +67,7 @@ class Guards:
             return None
         for entry in record.entries:
             flat = entry.guard.check(arguments)
-            if flat is None:
-                continue
-            if self._key_of is None or self._key_of(flat.leaves) == entry.key:
+            if flat is not None and self._key_of(flat.leaves) == entry.key:
                 if entry is not record.entries[0]:
                     others = (other for other in record.entries if other is not entry)
                     record.entries = (entry, *others)
@@ -115,8 +110,8 @@ class Guards:
             return
         records = self._records  # and not the guards, which would then live as long as the module
         watched = _watch((*_modules(plan, flat), *guard.watched), lambda _: records.pop(key, None))
-        depends_on = None if self._key_of is None else self._key_of(flat.leaves)
-        entry = _Entry(guard._replace(watched=tuple(watched)), plan, depends_on)
+        key_of_plan = self._key_of(flat.leaves)
+        entry = _Entry(guard._replace(watched=tuple(watched)), plan, key_of_plan)
         record.entries = (entry, *record.entries[: MAX_GUARDS - 1])
 
     def clear(self) -> None:

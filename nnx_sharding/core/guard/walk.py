@@ -47,53 +47,31 @@ class Kind(enum.IntEnum):
 
 
 class Step(NamedTuple):
-    """Opens items of one kind; what they hold is appended to the stream.
-
-    Attributes:
-      kind: what is opened.
-      positions: where the items are in the stream.
-      expected: names, keys, length, treedef or kind of each item.
-    """
+    """Opens items of one kind; what they hold is appended to the stream."""
 
     kind: Kind
     positions: Positions
-    expected: tuple[Any, ...]
+    expected: tuple[Any, ...]  # names, keys, length, treedef or kind of each item
 
 
 class Recipe(NamedTuple):
-    """How to walk all graphs of one structure whose attributes come in one order.
-
-    Attributes:
-      steps: what is opened, in order.
-      frozen: positions of statics that are compared by value.
-      mentions: positions of objects, each as often as it is mentioned.
-      typed: positions of items whose type is compared: all that are opened, and the arrays.
-      types: their types.
-      leaves: the position of each array, by slot.
-      objects: the first position of each object, by index.
-      size: the length of the stream.
-    """
+    """How to walk all graphs of one structure whose attributes come in one order."""
 
     steps: tuple[Step, ...]
-    frozen: Positions
-    mentions: Positions
-    typed: Positions
-    types: tuple[type, ...]
-    leaves: Positions
-    objects: Positions
-    size: int
+    frozen: Positions  # of statics that are compared by value
+    mentions: Positions  # of objects, each as often as it is mentioned
+    typed: Positions  # of items whose type is compared: all that are opened, and the arrays
+    types: tuple[type, ...]  # of these
+    leaves: Positions  # of the arrays, by slot
+    objects: Positions  # of the first mention of each object, by index
+    size: int  # of the stream
 
 
 class Pins(NamedTuple):
-    """What one graph must still have at the positions of a recipe.
-
-    Attributes:
-      frozen: the statics that are compared by value.
-      mentions: the id of each mentioned object, as in memory.
-    """
+    """What one graph must still have at the positions of a recipe."""
 
     frozen: tuple[Any, ...]
-    mentions: bytes
+    mentions: bytes  # the ids of the objects, as in memory
 
 
 # What must be equal for each of some items, and what is appended to the stream for all of them.
@@ -108,18 +86,10 @@ def _open_nodes(nodes: Sequence[Any]) -> _Opened:
     return _open_mappings([*map(object.__getattribute__, nodes, repeat("__dict__"))])
 
 
-def _open_states(states: Sequence[Any]) -> _Opened:
-    return _open_dicts([*map(_compat.get_mapping, states)])
-
-
 def _open_dicts(dicts: Sequence[Any]) -> _Opened:
     if not {str, int}.issuperset(map(type, chain.from_iterable(dicts))):
         raise TypeError("other keys may be equal without being the same")
     return _open_mappings(dicts)
-
-
-def _open_metadata(variables: Sequence[Any]) -> _Opened:
-    return _open_mappings([*map(_compat.get_metadata, variables)])
 
 
 def _open_slots(get: Callable[[Any], Any], items: Sequence[Any]) -> _Opened:
@@ -152,9 +122,9 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
         for name, slot in _compat.SLOTS.items()
     },
     Kind.NODE: _open_nodes,
-    Kind.STATE: _open_states,
+    Kind.STATE: lambda states: _open_dicts([*map(_compat.get_mapping, states)]),
     Kind.DICT: _open_dicts,
-    Kind.METADATA: _open_metadata,
+    Kind.METADATA: lambda variables: _open_mappings([*map(_compat.get_metadata, variables)]),
     Kind.SEQUENCE: _open_sequences,
     Kind.TREE: functools.partial(_open_each, open_tree),
     Kind.STATIC: functools.partial(_open_each, open_static),
@@ -179,14 +149,7 @@ class PythonWalk:
     def follow(
         self, pins: Pins, arguments: tuple[Any, ...]
     ) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        """The arrays and objects of an unchanged graph, in order; None if it may have changed.
-
-        Raises whatever comes of opening and comparing what is there: this, too, is a change.
-
-        Args:
-          pins: what is compared.
-          arguments: all arguments of the call, positional ones first.
-        """
+        """The arrays and objects of an unchanged graph; None, or any error, if it has changed."""
         stream = list(arguments)
         for open_items, pick, expected in self._steps:
             names, parts = open_items(pick(stream))
@@ -195,7 +158,9 @@ class PythonWalk:
             stream += parts
         if not all(map(operator.is_, map(type, self._typed(stream)), self._types)):
             return None
-        if not _are_equal(self._frozen(stream), pins.frozen):
+        frozen = self._frozen(stream)
+        is_same = all(map(operator.is_, frozen, pins.frozen))  # which is nearly always so
+        if not is_same and not all(map(same_value, frozen, pins.frozen)):
             return None
         if ids_of(self._mentions(stream)) != pins.mentions:
             return None
@@ -205,12 +170,6 @@ class PythonWalk:
 def ids_of(objects: Sequence[Any]) -> bytes:
     """The ids of objects as numbers of 64 bits."""
     return array.array("Q", map(id, objects)).tobytes()
-
-
-def _are_equal(values: Sequence[Any], pinned: Sequence[Any]) -> bool:
-    if all(map(operator.is_, values, pinned)):
-        return True
-    return all(map(same_value, values, pinned))
 
 
 def same_value(value: Any, other: Any) -> bool:
