@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +37,6 @@ def main() -> None:
     found = report.machine()
     print(report.describe_machine(found))
     print(f"\n{HOW}", flush=True)
-    # What it warns of is measured on purpose: functions that are made anew.
-    warnings.simplefilter("ignore", cases.RetraceWarning)
     rows = []
     for name in options.cases:
         for row in cases.CASES[name](sizes):

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import nnx_sharding
-from nnx_sharding.errors import RetraceWarning as RetraceWarning
 
 from . import models, ways
 from .measure import Figure, Figures, Unavailable, Way, Ways, time_calls, time_first_calls

@@ -14,7 +14,7 @@ from ._version import __version__
 from .core.structure import Structure
 from .diagnostics import messages as _messages  # installs itself
 from .diagnostics.retraces import explain_retraces
-from .diagnostics.trace_limits import limit_traces
+from .diagnostics.trace_log import limit_traces
 from .graph import merge, split
 from .jit import jit
 from .lifted import Lifted

@@ -481,6 +481,16 @@ def is_deleted_error(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
 
 
+# Where arrays that a function captures are in the way of JAX.
+_CAPTURED = re.compile("mesh|closing over", re.IGNORECASE)
+
+
+def is_captured_error(error: BaseException) -> bool:
+    """Whether JAX may refuse a function because of the arrays that it captures."""
+    types = (ValueError, NotImplementedError)
+    return isinstance(error, types) and bool(_CAPTURED.search(str(error)))
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which a value inside of ``shard_map`` is not known to be the same.
 

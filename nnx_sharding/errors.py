@@ -58,10 +58,6 @@ class CorrectedSpecWarning(ShardingWarning):
     """Specs were corrected to fit shapes, as ``on_indivisible="replicate"`` or ``"drop"`` asks."""
 
 
-class RetraceWarning(ShardingWarning):
-    """A function is traced again and again for something that looks the same each time."""
-
-
 def report(category: type[ShardingWarning], message: str, *, strict: bool) -> None:
     """Warns at the line of the user's that led here.
 

@@ -24,8 +24,7 @@ from .core.signature import Call, Parameters, Roles
 from .core.transform import Transform
 from .core.unflatten import unflatten
 from .diagnostics.failures import explained
-from .diagnostics.trace_limits import TraceLimit
-from .diagnostics.trace_log import Observer, TraceLog
+from .diagnostics.trace_log import Observer, TraceLimit, TraceLog
 from .stages import Lowered, Traced
 
 P = ParamSpec("P")
@@ -153,6 +152,11 @@ class Lifted(Generic[P, R]):
         """Traces within the block are made for these arguments."""
         nested = not _compat.trace_is_clean()
         return called_by(Caller(self._fun, flat.objects, self._observer, nested))
+
+    @property
+    def trace_log(self) -> TraceLog:
+        """The traces of the function, for :func:`~nnx_sharding.explain_retraces`."""
+        return self._observer.log
 
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.

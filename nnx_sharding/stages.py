@@ -39,9 +39,8 @@ from .core.signature import Call, Signature
 from .core.statics import Static
 from .core.structure import LEAF, Child, Container, Group, StaticEntry, Structure
 from .core.unflatten import value_at
-from .diagnostics.differences import differences
+from .diagnostics.differences import arguments_of, differences
 from .diagnostics.failures import explained
-from .diagnostics.traces import arguments_of
 from .paths import plain_key
 
 if TYPE_CHECKING:

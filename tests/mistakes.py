@@ -1,6 +1,6 @@
 """Mistakes that users make, each as a program that runs with ``flax.nnx`` and with us.
 
-``python tests/mistakes.py`` prints what either says, as the table in the documentation.
+``python tests/mistakes.py`` prints the messages of both, as a page of the documentation.
 """
 
 from __future__ import annotations
@@ -25,20 +25,37 @@ from nnx_sharding.errors import CapturedArrayWarning, StrictError, UnusedFilterW
 
 Library = Any
 
+TOPICS = {
+    1: "Filters of a StateSharding",
+    2: "Dimensions that mesh axes do not divide",
+    3: "Specs that do not fit the mesh or the rank",
+    4: "Specs of a wrong type or structure",
+    5: "Numbers of specs",
+    6: "Meshes and devices",
+    7: "Arrays with another sharding than declared",
+    8: "Results of `shard_map` that may not be replicated",
+    9: "Captured arrays",
+    10: "Donated arrays",
+    11: "Objects of other traces, and references",
+    12: "Arguments and results of a wrong type",
+    13: "`Compiled` called with other arguments",
+    14: "Updates that do not fit the sharding of a Variable",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
     """One mistake.
 
     Attributes:
-      number: the group that it belongs to.
-      title: what is wrong, for a reader.
+      topic: its key in ``TOPICS``.
+      title: a description for readers.
       run: makes the mistake with a library.
       error: the type of our error.
-      facts: what our message has to say.
+      facts: what our message has to contain.
     """
 
-    number: int
+    topic: int
     title: str
     run: Callable[[Library], Any]
     error: type[BaseException]
@@ -48,9 +65,9 @@ class Mistake:
 MISTAKES: dict[str, Mistake] = {}
 
 
-def mistake(number: int, title: str, error: type[BaseException], *facts: str) -> Any:
+def mistake(topic: int, title: str, error: type[BaseException], *facts: str) -> Any:
     def register(run: Callable[[Library], Any]) -> Callable[[Library], Any]:
-        MISTAKES[run.__name__] = Mistake(number, title, run, error, facts)
+        MISTAKES[run.__name__] = Mistake(topic, title, run, error, facts)
         return run
 
     return register
@@ -92,18 +109,16 @@ def forward(model: Model, x: jax.Array) -> jax.Array:
 
 
 X = np.ones((8, 4), np.float32)
+MAX_LENGTH = 400  # of Flax's messages on the page
 
 
 def named(*spec: Any, mesh: Mesh | None = None) -> NamedSharding:
     return NamedSharding(mesh or grid(), P(*spec))
 
 
-# 1
-
-
 @mistake(
     1,
-    "no filter matches some Variables",
+    "Variables that no filter matches",
     ValueError,
     "model.blocks[0].count: BatchStat of shape ()",
     "model.blocks[1].down: Param of shape (16, 4)",
@@ -126,12 +141,9 @@ def unused(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
-# 2
-
-
 @mistake(
     2,
-    "dimensions that the mesh axes do not divide, in `jit`",
+    "Variables, in `jit`",
     ValueError,
     "model.blocks[0].up, shape (4, 12), P(None, ('data', 'model'))",
     "model.blocks[1].up",
@@ -152,7 +164,7 @@ def indivisible(lib: Library) -> Any:
 
 @mistake(
     2,
-    "the same in `shard_map`",
+    "Variables, in `shard_map`",
     ValueError,
     "model.blocks[0].up, shape (4, 10), P(None, 'model')",
     "model.blocks[1].up",
@@ -166,7 +178,7 @@ def indivisible_shards(lib: Library) -> Any:
 
 @mistake(
     2,
-    "a batch that the mesh axis does not divide, in `jit`",
+    "a batch, in `jit`",
     ValueError,
     "x, shape (7, 4), P('data',)",
     "dimension 0 of size 7 is not divisible by 'data' (2)",
@@ -177,7 +189,7 @@ def indivisible_batch(lib: Library) -> Any:
 
 @mistake(
     2,
-    "the same in `shard_map`",
+    "a batch, in `shard_map`",
     ValueError,
     "x, shape (7, 4), P('data',)",
     "dimension 0 of size 7 is not divisible by 'data' (2)",
@@ -189,7 +201,7 @@ def indivisible_batch_shards(lib: Library) -> Any:
 
 @mistake(
     2,
-    "a result that the mesh axis does not divide",
+    "a result",
     ValueError,
     "results",
     "output, shape (7, 4), P('data',)",
@@ -198,12 +210,9 @@ def indivisible_result(lib: Library) -> Any:
     return lib.jit(forward, out_shardings=named("data"))(Model(), X[:7])
 
 
-# 3
-
-
 @mistake(
     3,
-    "a spec longer than the rank",
+    "a spec longer than the rank, in `jit`",
     ValueError,
     "model.blocks[0].up, shape (4, 16)",
     "model.blocks[1].up",
@@ -217,7 +226,7 @@ def too_long(lib: Library) -> Any:
 
 @mistake(
     3,
-    "the same in `shard_map`",
+    "a spec longer than the rank, in `shard_map`",
     ValueError,
     "model.blocks[0].up, shape (4, 16)",
     "model.blocks[1].up",
@@ -245,7 +254,7 @@ def no_axis(lib: Library) -> Any:
 
 @mistake(
     3,
-    "the same in `shard_map`",
+    "an axis that the mesh does not have, in `shard_map`",
     ValueError,
     "P(None, 'modle') for model.blocks[0].up, model.blocks[1].up",
     "did you mean 'model'?",
@@ -271,7 +280,7 @@ def axis_twice(lib: Library) -> Any:
 
 @mistake(
     3,
-    "a spec that cuts a scalar",
+    "an axis for a scalar",
     ValueError,
     "model.blocks[0].count, shape ()",
     "model.blocks[1].count",
@@ -282,17 +291,14 @@ def scalar(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
-# 4
-
-
-@mistake(4, "a string where a spec belongs", TypeError, "in_shardings[1]: 'data': write P('data')")
+@mistake(4, "a string as a spec", TypeError, "in_shardings[1]: 'data': write P('data')")
 def bare_string(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, "data"))(Model(), X)
 
 
 @mistake(
     4,
-    "a tuple of names where a spec belongs",
+    "a tuple of names as a spec",
     TypeError,
     "in_shardings[1]: ('data', None): write P('data', None)",
 )
@@ -302,7 +308,7 @@ def bare_tuple(lib: Library) -> Any:
 
 @mistake(
     4,
-    "the same in a `StateSharding`",
+    "a tuple of names in a `StateSharding`",
     TypeError,
     "PathContains('up'",
     "(None, 'model'): write P(None, 'model')",
@@ -326,13 +332,10 @@ def wrong_keys(lib: Library) -> Any:
     return lib.jit(lambda m, b: m(b["x"]), in_shardings=(None, specs))(Model(), batch)
 
 
-@mistake(4, "the same for a nested result", ValueError, "output[1]: there is no 'b'")
+@mistake(4, "specs with other keys than a nested result", ValueError, "output[1]: there is no 'b'")
 def wrong_result(lib: Library) -> Any:
     f = lib.jit(lambda m, x: (m(x), {"a": x}), out_shardings=(None, {"a": None, "b": None}))
     return f(Model(), X)
-
-
-# 5
 
 
 def many(model: Model, x: jax.Array, flag: bool, *more: jax.Array) -> jax.Array:
@@ -341,7 +344,7 @@ def many(model: Model, x: jax.Array, flag: bool, *more: jax.Array) -> jax.Array:
 
 @mistake(
     5,
-    "too few specs",
+    "too few specs, in `jit`",
     ValueError,
     "2 entries",
     "4 positional parameters: model, x, flag, more[0]",
@@ -372,7 +375,7 @@ def static_spec(lib: Library) -> Any:
     return f(Model(), X, True)
 
 
-@mistake(5, "too few specs in `shard_map`", ValueError, "1 entry", "x: no entry")
+@mistake(5, "too few specs, in `shard_map`", ValueError, "1 entry", "x: no entry")
 def few_specs_shards(lib: Library) -> Any:
     return lib.shard_map(forward, mesh=grid(), in_specs=(P(),), out_specs=P())(Model(), X)
 
@@ -386,9 +389,6 @@ def few_specs_shards(lib: Library) -> Any:
 )
 def named_spec(lib: Library) -> Any:
     return lib.jit(forward, in_shardings={"modle": named(), "x": named("data")})(Model(), x=X)
-
-
-# 6
 
 
 @mistake(
@@ -426,9 +426,6 @@ def other_devices_variable(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, named("data")))(model, X)
 
 
-# 7
-
-
 @mistake(
     7, "one Variable with two shardings", ValueError, "m.blocks[1].up: P()", "kernel: P('model',)"
 )
@@ -438,12 +435,9 @@ def aliased(lib: Library) -> Any:
     return f(model, model.blocks[1].up, X)
 
 
-# 8
-
-
 @mistake(
-    8,
-    "a committed array laid out otherwise than declared",
+    7,
+    "Variables that are committed",
     ValueError,
     "model.blocks[0].down, shape (16, 4): is P('model',), declared P(None, 'model')",
     "model.blocks[1].up",
@@ -457,8 +451,8 @@ def committed(lib: Library) -> Any:
 
 
 @mistake(
-    8,
-    "the same for an array",
+    7,
+    "an array that is committed",
     ValueError,
     "x, shape (8, 4): is P('model',), declared P('data',)",
     "on_committed='move'",
@@ -468,12 +462,9 @@ def committed_array(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, named("data")))(Model(), x)
 
 
-# 9
-
-
 @mistake(
-    9,
-    "a spec that differs from the type of an explicit array",
+    7,
+    "an array on an explicit mesh, in `jit`",
     ValueError,
     "x is float32[8@model,4], declared P('data',)",
     "write P('model', None)",
@@ -487,8 +478,8 @@ def explicit(lib: Library) -> Any:
 
 
 @mistake(
-    9,
-    "the same in `shard_map`",
+    7,
+    "an array on an explicit mesh, in `shard_map`",
     ValueError,
     "x is float32[8@model,4], declared P('data',)",
     "write P('model', None)",
@@ -502,12 +493,9 @@ def explicit_shards(lib: Library) -> Any:
         return f(Model(), x)
 
 
-# 10
-
-
 @mistake(
-    10,
-    "a result whose replication cannot be proved",
+    8,
+    "a returned array",
     ValueError,
     "shard_map of loss",
     "output['loss'], float32[]",
@@ -515,7 +503,7 @@ def explicit_shards(lib: Library) -> Any:
     "jax.lax.pmean(x, 'data')",
     "psum",
 )
-def unproved(lib: Library) -> Any:
+def varying(lib: Library) -> Any:
     def loss(model, x):
         return {"loss": (model(x) ** 2).mean(), "n": jnp.ones(())}
 
@@ -524,22 +512,19 @@ def unproved(lib: Library) -> Any:
 
 
 @mistake(
-    10,
-    "an updated Variable whose replication cannot be proved",
+    8,
+    "an updated Variable",
     ValueError,
     "shard_map of count",
     "model.blocks[0].count",
     "varies along 'data'",
     "jax.lax.pmean(x, 'data')",
 )
-def unproved_update(lib: Library) -> Any:
+def varying_update(lib: Library) -> Any:
     def count(model, x):
         model.blocks[0].count[...] += x.sum()
 
     lib.shard_map(count, mesh=grid(), in_specs=(P(), P("data")), out_specs=P())(Model(), X)
-
-
-# 11
 
 
 def look_up_in(table: jax.Array) -> Callable[..., Any]:
@@ -554,11 +539,11 @@ def table_on(mesh: Mesh) -> jax.Array:
 
 
 @mistake(
-    11,
-    "a sharded array captured by a closure",
+    9,
+    "a sharded array",
     CapturedArrayWarning,
     "table, float32[4,4], P('model',)",
-    "whole on every device",
+    "on every device",
     "Pass them as arguments",
 )
 def captured(lib: Library) -> Any:
@@ -567,8 +552,8 @@ def captured(lib: Library) -> Any:
 
 
 @mistake(
-    11,
-    "the same on an explicit mesh",
+    9,
+    "a sharded array on an explicit mesh",
     NotImplementedError,
     "look_up captures",
     "table, float32[4@model,4]",
@@ -581,8 +566,8 @@ def captured_explicit(lib: Library) -> Any:
 
 
 @mistake(
-    11,
-    "an array of another mesh captured",
+    9,
+    "an array on another mesh",
     ValueError,
     "look_up captures",
     "table, float32[4@model,4]",
@@ -592,16 +577,15 @@ def captured_other_mesh(lib: Library) -> Any:
     return lib.jit(look_up)(Model(), jax.device_put(X, named("data")))
 
 
-# 12
-
-
-@mistake(12, "one array donated twice", Exception, "float32[8,4]: a, b", "x.copy()")
+@mistake(10, "one array passed twice", Exception, "float32[8,4]: a, b", "x.copy()")
 def donated_twice(lib: Library) -> Any:
     x = jnp.ones((8, 4))
     return lib.jit(lambda m, a, b: (a + 1, b + 1), donate_argnums=(1, 2))(Model(), x, x)
 
 
-@mistake(12, "a donated array used later", RuntimeError, "x, float32[8,4]", "donate_argnums")
+@mistake(
+    10, "an array used after it was donated", RuntimeError, "x, float32[8,4]", "donate_argnums"
+)
 def donated_before(lib: Library) -> Any:
     x = jnp.ones((8, 4))
     f = lib.jit(lambda m, x: x + 1, donate_argnums=1)
@@ -610,7 +594,7 @@ def donated_before(lib: Library) -> Any:
 
 
 @mistake(
-    12, "a Variable that was donated elsewhere", RuntimeError, "model.blocks[1].up, float32[4,16]"
+    10, "a Variable that was donated elsewhere", RuntimeError, "model.blocks[1].up, float32[4,16]"
 )
 def donated_variable(lib: Library) -> Any:
     model = Model()
@@ -619,24 +603,21 @@ def donated_variable(lib: Library) -> Any:
 
 
 @mistake(
-    12,
-    "a donated array that no result can use (ours with `strict=True`)",
+    10,
+    "an array that no result can use (`nnx_sharding` with `strict=True`)",
     StrictError,
     "x, float32[8,4]",
     "total has no result of their shape and dtype",
 )
-def donated_in_vain(lib: Library) -> Any:
+def donation_unused(lib: Library) -> Any:
     def total(model, x):
         return x.sum()
 
     return lib.jit(total, donate_argnums=1, **strict(lib))(Model(), jnp.ones((8, 4)))
 
 
-# 13
-
-
 @mistake(
-    13,
+    11,
     "a module of an outer trace is changed",
     Exception,
     "model.blocks[0].count",
@@ -658,11 +639,11 @@ def outer_trace(lib: Library) -> Any:
 
 
 @mistake(
-    13,
-    "a module captured by the closure is changed",
+    11,
+    "a captured module is changed",
     Exception,
     "model.blocks[0].count",
-    "among its arguments",
+    "as one of its arguments",
 )
 def captured_change(lib: Library) -> Any:
     model = Model()
@@ -687,19 +668,19 @@ def add_one(model: RefModel) -> None:
 
 
 @mistake(
-    13,
-    "a reference laid out otherwise than declared",
+    11,
+    "a reference with another sharding than declared",
     ValueError,
     "model.w, shape (8, 4): is SingleDeviceSharding",
     "declared P('data',)",
-    "cannot be moved",
+    "cannot be resharded",
 )
-def ref_layout(lib: Library) -> Any:
+def ref_sharding(lib: Library) -> Any:
     return lib.jit(add_one, in_shardings=(named("data"),))(RefModel())
 
 
 @mistake(
-    13,
+    11,
     "a reference on other devices than the mesh of `shard_map`",
     ValueError,
     "model.w: cpu 0",
@@ -709,17 +690,14 @@ def ref_devices(lib: Library) -> Any:
     return f(RefModel())
 
 
-@mistake(13, "one reference passed twice", ValueError, "a, b")
+@mistake(11, "one reference passed twice", ValueError, "a, b")
 def ref_twice(lib: Library) -> Any:
     ref = jax.new_ref(jnp.zeros(()))
     return lib.jit(lambda m, a, b: a[...] + b[...])(Model(), ref, ref)
 
 
-# 14
-
-
 @mistake(
-    14,
+    12,
     "a static argument that is not hashable",
     ValueError,
     "'sizes'",
@@ -731,7 +709,7 @@ def unhashable(lib: Library) -> Any:
 
 
 @mistake(
-    14,
+    12,
     "a module as a static argument",
     Exception,
     "'model' is static",
@@ -747,8 +725,8 @@ def static_module(lib: Library) -> Any:
 
 
 @mistake(
-    14,
-    "a string where an array is needed",
+    12,
+    "a string in an argument",
     TypeError,
     "batch['names'][0]: 'a' of type str",
     "batch['names'][1]",
@@ -758,12 +736,9 @@ def string_leaf(lib: Library) -> Any:
     return lib.jit(lambda m, batch: m(batch["x"]))(Model(), {"x": X, "names": ["a", "b"]})
 
 
-@mistake(14, "a result that is no array", TypeError, "output['name']: 'a' of type str")
+@mistake(12, "a result that is not an array", TypeError, "output['name']: 'a' of type str")
 def string_result(lib: Library) -> Any:
     return lib.jit(lambda m, x: {"y": m(x), "name": "a"})(Model(), X)
-
-
-# 15
 
 
 def compiled(lib: Library) -> Any:
@@ -772,8 +747,8 @@ def compiled(lib: Library) -> Any:
 
 
 @mistake(
-    15,
-    "`Compiled` called with another shape",
+    13,
+    "another shape",
     TypeError,
     "'x' compiled with float32[8,4] and called with float32[4,4]",
 )
@@ -783,8 +758,8 @@ def compiled_shape(lib: Library) -> Any:
 
 
 @mistake(
-    15,
-    "with another dtype",
+    13,
+    "another dtype",
     TypeError,
     "'model.blocks[0].up' compiled with float32[4,16] and called with bfloat16[4,16]",
 )
@@ -794,31 +769,30 @@ def compiled_dtype(lib: Library) -> Any:
     return f(model, X)
 
 
-@mistake(15, "with another structure", TypeError, "model.blocks[1].scale: missing → 3")
+@mistake(13, "another structure", TypeError, "model.blocks[1].scale: missing → 3")
 def compiled_structure(lib: Library) -> Any:
     model, f = compiled(lib)
     model.blocks[1].scale = 3
     return f(model, X)
 
 
-@mistake(15, "with another static argument", TypeError, "static argument flag: True → False")
+@mistake(13, "another static argument", TypeError, "static argument flag: True → False")
 def compiled_static(lib: Library) -> Any:
     model, f = compiled(lib)
     return f(model, X, False)
 
 
-@mistake(15, "with other arguments", TypeError, "(model, x, flag) → (model, x, flag, more[0])")
+@mistake(
+    13, "another number of arguments", TypeError, "(model, x, flag) → (model, x, flag, more[0])"
+)
 def compiled_arguments(lib: Library) -> Any:
     model, f = compiled(lib)
     return f(model, X, True, X)
 
 
-# 16
-
-
 @mistake(
-    16,
-    "an update of a shape that does not fit the sharding of its Variable",
+    14,
+    "another shape",
     ValueError,
     "model.blocks[0].up, shape (4, 5) (was (4, 16)), P(None, 'model')",
     "size 5 is not divisible by 'model' (4)",
@@ -832,8 +806,8 @@ def changed_shape(lib: Library) -> Any:
 
 
 @mistake(
-    16,
-    "an update of another rank",
+    14,
+    "another rank, in `jit`",
     ValueError,
     "model.blocks[0].up, shape (4,) (was (4, 16))",
     "2 entries",
@@ -848,8 +822,8 @@ def changed_rank(lib: Library) -> Any:
 
 
 @mistake(
-    16,
-    "the same in `shard_map`",
+    14,
+    "another rank, in `shard_map`",
     ValueError,
     "model.blocks[0].up, shape (4,) (was (4, 4))",
     "2 entries",
@@ -862,34 +836,37 @@ def changed_rank_shards(lib: Library) -> Any:
     lib.shard_map(shrink, mesh=grid(), in_specs=(specs,), out_specs=P())(Model())
 
 
-def said(run: Callable[[Library], Any], lib: Library) -> str:
-    """What a library says about a mistake: its error, or else its warnings."""
+def message_of(run: Callable[[Library], Any], lib: Library) -> str:
+    """The error of a library about a mistake, or else its warnings."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
             run(lib)
         except BaseException as error:
-            notes = [
-                note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK" not in note
-            ]
-            return "\n".join([f"{type(error).__name__}: {error}", *notes])
-    return "\n".join(f"{w.category.__name__}: {w.message}" for w in seen) or "(nothing)"
+            notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK" not in n]
+            text = "\n".join([f"{type(error).__name__}: {error}", *notes])
+        else:
+            text = "\n".join(f"{w.category.__name__}: {w.message}" for w in seen)
+    return re.sub(r" at 0x[0-9a-f]+| at /\S+|/\S+/site-packages/", "", text)
 
 
 def main() -> None:
-    """Prints the table as Markdown."""
+    """Prints the page as Markdown: the message of Flax in one line, ours in full."""
     import conftest  # noqa: F401  eight virtual devices; under pytest it is there already
 
-    for own in MISTAKES.values():
-        print(f"\n### {own.number}. {own.title[0].upper()}{own.title[1:]}")
-        for title, lib in (("flax.nnx", nnx), ("nnx_sharding", nnx_sharding)):
-            with contextlib.redirect_stdout(io.StringIO()):  # JAX prints where it found some
-                text = said(own.run, lib)
-            text = re.sub(r" at 0x[0-9a-f]+| at /\S+|/\S+/site-packages/", "", text)
-            lines = text.splitlines()
-            kept = [line if len(line) <= 600 else f"{line[:600]} …" for line in lines[:12]]
-            more = [f"… and {len(lines) - 12} lines more"] if len(lines) > 12 else []
-            print(f"\n`{title}`:\n\n```text\n" + "\n".join([*kept, *more]) + "\n```")
+    topic = 0
+    for case in MISTAKES.values():
+        if case.topic != topic:
+            topic = case.topic
+            print(f"### {TOPICS[topic]}\n")
+        with contextlib.redirect_stdout(io.StringIO()):  # JAX prints some objects
+            flax, ours = (message_of(case.run, lib) for lib in (nnx, nnx_sharding))
+        text = "the same message" if flax == ours else "no error and no warning"
+        if flax and flax != ours:
+            line = " ".join(flax.split())
+            text = f"`` {line if len(line) <= MAX_LENGTH else f'{line[:MAX_LENGTH]} …'} ``"
+        print(f"**{case.title[0].upper()}{case.title[1:]}.** `flax.nnx`: {text}\n")
+        print(f"```text\n{ours}\n```\n")
 
 
 if __name__ == "__main__":

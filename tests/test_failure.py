@@ -1,4 +1,4 @@
-"""What fails leaves every object as it was; what is dropped is freed; threads do not meet."""
+"""Failed calls change no object; unused objects are freed; threads are independent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Model(nnx.Module):
 
 
 def spoil(m: Model) -> None:
-    """Changes of every kind, none of which may be seen if the call fails later."""
+    """Changes of every kind, none of which may remain if the call fails later."""
     m.w[...] += 1
     m.w.set_metadata(note="changed")
     m.pair.set_value({"x": m.raw, "y": m.raw})
@@ -57,7 +57,7 @@ def raise_boom(*_: Any) -> Any:
     raise Boom
 
 
-# Each fails after the function changed all that it can.
+# Each fails after the function made all of these changes.
 
 
 def in_the_function(m, x):
@@ -127,7 +127,7 @@ class NothingChangesTest(parameterized.TestCase):
         ("does_not_divide", fine, {"in_shardings": P("x"), "mesh": mesh}, ValueError),
         ("no_prefix", fine, {"out_shardings": (None, None)}, ValueError),
     )
-    def test_every_object_is_as_it_was_and_the_next_call_works(self, fails, options, error):
+    def test_no_object_changes_and_the_next_call_works(self, fails, options, error):
         options = {key: value() if key == "mesh" else value for key, value in options.items()}
         jitted = nnx_sharding.jit(fails, **options)
         model, x = Model(), jnp.asarray(2.0)
@@ -139,7 +139,7 @@ class NothingChangesTest(parameterized.TestCase):
         assert float(nnx_sharding.jit(fine)(model, x)) == 2
         assert model.size == 2 and float(model.w[...]) == 2
 
-    def test_the_same_function_works_once_the_cause_is_gone(self):
+    def test_the_same_function_works_without_the_cause(self):
         broken = [True]
 
         @nnx_sharding.jit
@@ -197,7 +197,7 @@ class NothingChangesTest(parameterized.TestCase):
 
 
 class CapturedTest(parameterized.TestCase):
-    """Objects that a function takes from its surroundings can be read, not changed."""
+    """Captured objects can be read, not changed."""
 
     @parameterized.named_parameters(
         ("value", lambda m: m.w.set_value(jnp.ones(()))),
@@ -286,7 +286,7 @@ class ThreadsTest(parameterized.TestCase):
         assert self.run_together(lambda i: float(f(Model(float(i))))) == [0, 2, 4, 6]
         assert len(traces) == traced
 
-    def test_modes_of_one_thread_do_not_reach_another(self):
+    def test_modes_of_one_thread_do_not_affect_another(self):
         def f(m):
             m.size += 1
 
@@ -395,7 +395,7 @@ class FreeingTest(parameterized.TestCase):
 
 
 class CacheTest(parameterized.TestCase):
-    """When a call traces the function anew, and when it does not."""
+    """When a call traces the function again, and when it does not."""
 
     @parameterized.named_parameters(
         ("other_model", lambda m: Model(5.0), 1),
@@ -426,7 +426,7 @@ class CacheTest(parameterized.TestCase):
         f(Model())
         assert len(traces) == expected
 
-    def test_more_structures_than_are_kept(self):
+    def test_more_structures_than_are_cached(self):
         f = nnx_sharding.jit(lambda m: m.w[...] * m.size)
         with mock.patch.object(cache, "MAX_PLANS", 2):
             for size in (1, 2, 3, 4, 1, 4):

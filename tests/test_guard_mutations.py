@@ -181,7 +181,6 @@ def test_there_are_conditions():
     assert len(conditions(PythonWalk.follow)) >= 10
 
 
-@pytest.mark.filterwarnings("ignore:.* is traced again and again")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_guard_is_caught(name, monkeypatch):
     BROKEN[name](monkeypatch)

@@ -1,4 +1,4 @@
-"""Each mistake in ``mistakes.py`` gives one error that says what its user has to know."""
+"""Each mistake in ``mistakes.py`` raises one error, with all that the user needs to know."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mistakes import MISTAKES, Mistake
 
 
 class Watched:
-    """The library, which looks at all models before each call, and again after it failed."""
+    """The library, with a comparison of all models before and after each call that fails."""
 
     StateSharding = nnx_sharding.StateSharding
     explain_retraces = True
@@ -56,22 +56,22 @@ class Watched:
 
 
 class MistakesTest(parameterized.TestCase):
-    def error_of(self, own: Mistake) -> BaseException | None:
+    def error_of(self, case: Mistake) -> BaseException | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             try:
-                own.run(nnx_sharding)
+                case.run(nnx_sharding)
             except Exception as error:  # assertRaises would drop the traceback
                 return error
         return None
 
     @parameterized.named_parameters((name, name) for name in MISTAKES)
     def test_message(self, name: str):
-        own = MISTAKES[name]
-        error = self.error_of(own)
-        self.assertIsInstance(error, own.error)
+        case = MISTAKES[name]
+        error = self.error_of(case)
+        self.assertIsInstance(error, case.error)
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        missing = [fact for fact in own.facts if fact not in text]
+        missing = [fact for fact in case.facts if fact not in text]
         self.assertEmpty(missing, text)
         # One error, not one that followed another.
         self.assertTrue(error.__suppress_context__ or error.__context__ is None, text)
@@ -82,7 +82,7 @@ class MistakesTest(parameterized.TestCase):
         self.assertIn(mistakes.__file__, frames)
 
     @parameterized.named_parameters((name, name) for name in MISTAKES)
-    def test_nothing_of_the_users_changes(self, name: str):
+    def test_no_object_changes(self, name: str):
         watched = Watched()
 
         class Model(mistakes.Model):
@@ -94,5 +94,5 @@ class MistakesTest(parameterized.TestCase):
             warnings.simplefilter("error")
             with self.assertRaises(MISTAKES[name].error):
                 MISTAKES[name].run(watched)
-        is_early = name.startswith("bare")  # no call was reached
+        is_early = name.startswith("bare")  # before any call
         self.assertEqual(watched.failures, 0 if is_early else 1)

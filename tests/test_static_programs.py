@@ -341,7 +341,6 @@ def with_jit(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return nnx_sharding.jit(fun, graph=True, graph_updates=True, **options)
 
 
-@pytest.mark.filterwarnings("ignore:.* is traced again and again")
 @pytest.mark.parametrize("kind", ["Walk", "PythonWalk"])
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_programs(kind, batch):

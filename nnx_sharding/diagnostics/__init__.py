@@ -1,1 +1,1 @@
-"""Explains failed calls, unlikely specs and retraces, from the data that the core gives."""
+"""Explains failed calls, unlikely specs and retraces."""

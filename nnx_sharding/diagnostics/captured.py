@@ -1,4 +1,4 @@
-"""What a function takes from its surroundings, by the names it has there."""
+"""Sharded arrays that a function captures, by the names that they have in it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,46 @@ from ..paths import accessor
 
 
 class Captured(NamedTuple):
-    """An array that a function captures, with the name under which it does."""
+    """An array that a function captures, and its name there."""
 
     name: str
     array: jax.Array
 
 
+def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[Captured]:
+    """The sharded arrays that a function may capture, or those that its trace did capture."""
+    arrays = [array for name, value in captured_values(fun) for array in _arrays(name, value)]
+    if constants is not None:
+        names = {id(array): name for name, array in reversed(arrays)}
+        arrays = [Captured(names.get(id(x), "an array"), x) for x in constants]
+    return [captured for captured in arrays if is_sharded(captured.array)]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is an array that is sharded, not replicated."""
+    return _is_array(value) and not value.is_fully_replicated
+
+
+def describe_captured(arrays: list[Captured]) -> str:
+    """A line for each captured array: its name, type and spec."""
+    return "\n".join(
+        f"  {name}, {jax.typeof(array).str_short()}, "
+        f"{getattr(array.sharding, 'spec', array.sharding)}"
+        for name, array in arrays
+    )
+
+
+def closure(fun: types.FunctionType) -> dict[str, Any]:
+    """The variables of enclosing functions that a function uses, as far as they are assigned."""
+    variables: dict[str, Any] = {}
+    for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            variables[name] = cell.cell_contents
+    return variables
+
+
 def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
-    """What a function takes from its surroundings, and the names that it has there."""
+    """The bound, closed-over and global values that a function uses, with their names."""
     while type(fun) is functools.partial:
         yield from ((f"partial.args[{i}]", value) for i, value in enumerate(fun.args))
         yield from ((f"partial.keywords[{key!r}]", value) for key, value in fun.keywords.items())
@@ -36,9 +68,7 @@ def captured_values(fun: Any) -> Iterator[tuple[str, Any]]:
     code = getattr(fun, "__code__", None)
     if code is None:
         return
-    for name, cell in zip(code.co_freevars, fun.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield name, cell.cell_contents
+    yield from closure(fun).items()
     for name in dict.fromkeys(_global_names(code)):
         if name in fun.__globals__:
             yield name, fun.__globals__[name]
@@ -52,32 +82,13 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(instruction.argval)
 
 
-def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[Captured]:
-    """The arrays that a function captures and that are sharded over several devices.
-
-    Args:
-      fun: the function.
-      constants: what its trace has captured; None for all that it could.
-    """
-    found = [own for name, value in captured_values(fun) for own in _arrays(name, value)]
-    if constants is not None:
-        names = {id(array): name for name, array in reversed(found)}
-        found = [Captured(names.get(id(x), "an array"), x) for x in constants]
-    return [own for own in found if is_sharded(own.array)]
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a value is an array that is split over several devices."""
-    return _is_array(value) and not value.is_fully_replicated
-
-
-# By type, not by isinstance, which would load the target of a lazy proxy.
+# By type, because isinstance would load the target of a lazy proxy.
 def _is_array(value: Any) -> bool:
     return type(value) is _compat.ArrayImpl
 
 
 def _arrays(name: str, value: Any) -> Iterator[Captured]:
-    kind = type(value)
+    """The arrays in a value: itself, those of a module, or those directly in a container."""
     if _is_array(value):
         yield Captured(name, value)
     elif _compat.is_graph_object(value):
@@ -85,16 +96,7 @@ def _arrays(name: str, value: Any) -> Iterator[Captured]:
         for path, leaf in zip(flat.structure.paths(), flat.leaves, strict=True):
             if _is_array(leaf):
                 yield Captured(accessor(name, path), leaf)
-    elif kind in (tuple, list, dict):
-        for key, part in value.items() if kind is dict else enumerate(value):
+    elif type(value) in (tuple, list, dict):
+        for key, part in value.items() if type(value) is dict else enumerate(value):
             if _is_array(part) or _compat.is_graph_object(part):
                 yield from _arrays(accessor(name, (key,)), part)
-
-
-def describe_captured(found: list[Captured]) -> str:
-    """A line for each captured array: its name, type and spec."""
-    return "\n".join(
-        f"  {name}, {jax.typeof(array).str_short()}, "
-        f"{getattr(array.sharding, 'spec', array.sharding)}"
-        for name, array in found
-    )

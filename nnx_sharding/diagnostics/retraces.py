@@ -1,26 +1,58 @@
-"""Why a function was traced or compiled again: what differed from the time before."""
+"""Explains why functions are traced and compiled again, from records of their traces."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
+import inspect
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from ..lifted import Lifted
-from .differences import show
-from .trace_log import MAX_TOLD, Compilation, TraceLog, fun_name
-from .traces import nearest
+from ..core.pure import Pure
+from ..core.structure import Structure
+from ..fitting import describe_both
+from .differences import Facts, Side, arguments_of, compare, show
 
-_NO_DIFFERENCE = {
-    "trace": "nothing that we see: JAX dropped the trace (jax.clear_caches), or traces the "
-    "function anew within another one",
-    "compilation": "nothing in the arguments: other options, such as donation, or JAX dropped what "
-    "it had compiled",
+MAX_COMPARED = 64  # a comparison goes through all static values of the model
+MAX_SHOWN = 10  # differences in a message
+
+
+class Trace(NamedTuple):
+    """One trace of a function, without references to arrays or to the function."""
+
+    number: int
+    pure: Pure
+    avals: tuple[Any, ...]
+    context: dict[str, Any]  # the part of JAX's configuration on which a trace depends
+    key: tuple[Any, ...]  # all on which the trace depends
+    nested: bool
+
+
+class Compilation(NamedTuple):
+    """A compilation in a call of a function. ``number`` is that of the latest trace then."""
+
+    number: int
+    structure: Structure
+    names: Sequence[str]
+    avals: tuple[Any, ...]
+    shardings: tuple[jax.sharding.Sharding | str, ...]  # or "not committed"
+
+    def is_like(self, other: Compilation) -> bool:
+        """Whether the arguments of both differ at most in their shardings."""
+        return self.avals == other.avals and self.structure == other.structure
+
+    def changes_from(self, old: Compilation) -> list[str]:
+        """In which shardings the arguments differ from those of an earlier compilation."""
+        triples = zip(self.names, old.shardings, self.shardings, strict=True)
+        return [f"{name}: sharding {_both(a, b)}" for name, a, b in triples if a != b]
+
+
+_REASONS = {
+    "trace": "JAX dropped the trace (jax.clear_caches), or traced the function within another one",
+    "compilation": "other options changed, such as donation, or JAX dropped the compiled program",
 }
 
 
@@ -30,13 +62,13 @@ class Retrace:
 
     Attributes:
       function: the name of the function.
-      kind: ``"trace"``; or ``"compilation"``, if a trace that was there already was compiled once
-        more, for arguments that lie elsewhere.
-      number: of the trace, from 1 on. That of a compilation is the latest one at that time.
-      compared_to: the number of the earlier trace that is most like this one; None for the first.
+      kind: ``"trace"``; or ``"compilation"`` if JAX compiled an existing trace once more, for
+        arguments with other shardings.
+      number: the number of the trace, from 1 on; for a compilation, of the latest trace before it.
+      compared_to: the number of the earlier trace that is most similar; None for the first.
       differences: in what the two differ, each as ``model.dropout.rate: 0.1 → 0.2``. Empty for
-        the first trace, and if nothing differs that can be told.
-      nested: whether it was part of another trace, as far as that can be seen.
+        the first trace, and if there is no visible difference.
+      nested: whether it was part of another trace, as far as JAX shows that.
     """
 
     function: str
@@ -47,60 +79,46 @@ class Retrace:
     nested: bool = False
 
     def __str__(self) -> str:
-        within = ", inside of another trace" if self.nested else ""
+        within = ", inside another trace" if self.nested else ""
         if self.compared_to is None:
-            return f"  trace {self.number}{within}: the first that is known"
-        if self.kind == "trace":
-            head = f"  trace {self.number}{within}, most like trace {self.compared_to}:"
-        else:
+            return f"  trace {self.number}{within}: the first that is recorded"
+        head = f"  trace {self.number}{within}, most similar to trace {self.compared_to}:"
+        if self.kind == "compilation":
             head = f"  compiled again without a trace, after trace {self.number}:"
-        told = list(self.differences[:MAX_TOLD]) or [_NO_DIFFERENCE[self.kind]]
-        if len(self.differences) > MAX_TOLD:
-            told.append(f"… and {len(self.differences) - MAX_TOLD} more")
-        return "\n    ".join([head, *told])
+        return "\n    ".join([head, *shown(self.differences, _REASONS[self.kind])])
 
 
-class Retraces(Sequence[Retrace]):
+class Retraces(tuple[Retrace, ...]):
     """Why functions were traced and compiled, oldest first; ``print`` shows it."""
 
-    def __init__(self, groups: Sequence[tuple[str, Sequence[Retrace]]]):
-        self._entries = tuple(entry for _, entries in groups for entry in entries)
-        self._text = "\n".join("\n".join([head, *map(str, own)]) for head, own in groups)
+    _text: str
 
-    @overload
-    def __getitem__(self, index: int) -> Retrace: ...
+    def __new__(cls, entries: Iterable[Retrace], text: str = "") -> Retraces:
+        """A tuple of the entries that prints as ``text``."""
+        new = super().__new__(cls, entries)
+        new._text = text
+        return new
 
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Retrace, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Retrace | tuple[Retrace, ...]:
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self._text
-
-    __repr__ = __str__
 
 
 def explain_retraces(fun: Any) -> Retraces:
-    """Tells why a function was traced and compiled, each time: what differed from before.
+    """Explains why a function was traced and compiled, each time: what differed from before.
 
-    Each trace is compared with the earlier one that is most like it. That costs time only here
-    and where a trace is made; the latest 256 of a function are remembered. Traces belong to the
-    function, so those of all its ``jit`` and ``shard_map`` are told together.
+    Each trace is compared with the most similar earlier one. That costs time here only; the
+    latest 256 traces of a function are recorded. Traces belong to the function: those of all its
+    ``jit`` and ``shard_map`` are listed together.
 
     Args:
-      fun: what :func:`~nnx_sharding.jit` or :func:`~nnx_sharding.shard_map` returned, also as a
-        method; or a class or an object that has such methods.
+      fun: a function returned by :func:`~nnx_sharding.jit` or :func:`~nnx_sharding.shard_map`,
+        also as a method; or a class or an object with such methods.
 
     Returns:
-      A sequence of :class:`Retrace`, to be printed or looked through.
+      A tuple of :class:`Retrace` that prints as an explanation.
 
     Raises:
-      TypeError: it is none of these.
+      TypeError: ``fun`` is none of these.
 
     Example:
       >>> import jax.numpy as jnp
@@ -116,44 +134,44 @@ def explain_retraces(fun: Any) -> Retraces:
       >>> _ = predict(model, jnp.ones((31, 4)))
       >>> print(explain_retraces(predict))
       predict was traced 3 times:
-        trace 1: the first that is known
-        trace 2, most like trace 1:
+        trace 1: the first that is recorded
+        trace 2, most similar to trace 1:
           x: shape (32, 4) → (31, 4)
-        trace 3, most like trace 2:
+        trace 3, most similar to trace 2:
           model.rate: 0.5 → 0.25
     """
-    groups = []
-    for lifted in _lifted(fun):
-        log, name = lifted._cache.log, fun_name(lifted._fun)
-        own = [*_traces(log, name), *_compilations(log, name)]
-        # A compilation belongs behind the trace that was the latest then.
-        own.sort(key=lambda entry: (entry.number, entry.kind == "compilation"))
-        known = sum(entry.kind == "trace" for entry in own)
+    entries: list[Retrace] = []
+    lines: list[str] = []
+    for name, log in _logs(fun):
+        # A compilation comes after the trace that was the latest then.
+        of_fun = sorted([*_traces(log, name), *_compilations(log, name)], key=lambda x: x.number)
+        recorded = sum(entry.kind == "trace" for entry in of_fun)
         times = "once" if log.count == 1 else f"{log.count} times"
-        rest = "" if known == log.count else f", of which the last {known} are known"
-        header = f"{name} was traced {times}{rest}:" if own else f"{name} was not traced."
-        groups.append((header, own))
-    return Retraces(groups)
+        rest = "" if recorded == log.count else f", of which the last {recorded} are recorded"
+        lines.append(f"{name} was traced {times}{rest}:" if of_fun else f"{name} was not traced.")
+        lines += map(str, of_fun)
+        entries += of_fun
+    return Retraces(entries, "\n".join(lines))
 
 
-def _lifted(fun: Any) -> list[Lifted[..., Any]]:
-    found = _unwrapped(fun)
-    if isinstance(found, Lifted):
-        return [found]
-    own = fun if isinstance(fun, type) else type(fun)
-    names = dict.fromkeys(itertools.chain.from_iterable(map(vars, reversed(own.__mro__))))
-    # By vars: properties must not run.
-    attributes = (
-        next(vars(base)[name] for base in own.__mro__ if name in vars(base)) for name in names
-    )
-    methods = [x for x in map(_unwrapped, attributes) if isinstance(x, Lifted)]
-    if not methods:
+def _logs(fun: Any) -> list[tuple[str, Any]]:
+    """The names and logs of a transformed function, or of those that a class or object has."""
+    values = [fun]
+    if not _has_log(_unwrapped(fun)):
+        owner = fun if isinstance(fun, type) else type(fun)
+        values = [value for _, value in inspect.getmembers_static(owner)]
+    lifted = [x for x in map(_unwrapped, values) if _has_log(x)]
+    if not lifted:
         raise TypeError(
-            f"explain_retraces takes what jit or shard_map of nnx_sharding returned, or an object "
-            f"with such methods, not {show(fun)} of type {type(fun).__name__}. Only they remember "
-            "their traces: pass the wrapped function, not the one that was wrapped."
+            f"explain_retraces takes a function returned by nnx_sharding.jit or shard_map, or an "
+            f"object with such methods, got {show(fun)} of type {type(fun).__name__}. Pass the "
+            "transformed function, not the original one: only it records its traces."
         )
-    return methods
+    return [(fun_name(x.__wrapped__), x.trace_log) for x in lifted]
+
+
+def _has_log(x: Any) -> bool:
+    return hasattr(type(x), "trace_log")
 
 
 def _unwrapped(fun: Any) -> Any:
@@ -162,37 +180,138 @@ def _unwrapped(fun: Any) -> Any:
     return fun
 
 
-def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
-    traces = log.traces()
+def fun_name(fun: Any) -> str:
+    """The name of a function in messages."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return str(getattr(fun, "__qualname__", type(fun).__name__)).rpartition("<locals>.")[2]
+
+
+def _traces(log: Any, name: str) -> Iterator[Retrace]:
+    traces, cache = log.traces(), dict[Side, Facts]()
     for index, trace in enumerate(traces):
-        found = nearest(trace, traces[:index])
-        number = None if found is None else found[0].number
-        differences = () if found is None else tuple(found[1])
+        closest = nearest(trace, traces[:index], cache)
+        number = None if closest is None else closest[0].number
+        differences = () if closest is None else tuple(closest[1])
         yield Retrace(name, "trace", trace.number, number, differences, trace.nested)
 
 
-def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
+def _compilations(log: Any, name: str) -> Iterator[Retrace]:
     """Those that no trace explains: JAX had compiled the same trace before."""
-    traces, compilations = log.traces(), log.compilations()
+    traces, compilations = log.traces(), list(log.compilations)
     for index, new in enumerate(compilations):
         earlier = [old for old in compilations[:index] if old.is_like(new)]
         if not earlier:
             continue
-        since = (t for t in traces if earlier[-1].after < t.number <= new.after)
+        since = (t for t in traces if earlier[-1].number < t.number <= new.number)
         if any(t.pure.structure == new.structure for t in since):
             continue
-        found = min((_moved(old, new) for old in reversed(earlier)), key=len)
-        yield Retrace(name, "compilation", new.after, new.after, tuple(found))
+        changes = min((new.changes_from(old) for old in reversed(earlier)), key=len)
+        yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
 
 
-def _moved(old: Compilation, new: Compilation) -> list[str]:
-    triples = zip(new.names, old.shardings, new.shardings, strict=True)
-    return [f"{name}: {_sharding_change(a, b)}" for name, a, b in triples if a != b]
+def shown(differences: Sequence[str], reason: str) -> list[str]:
+    """The differences that fit in a message; if there are none, a reason for that."""
+    more = len(differences) - MAX_SHOWN
+    lines = [*differences[:MAX_SHOWN], *[f"… and {more} more"] * (more > 0)]
+    return lines or [f"no visible difference: {reason}"]
 
 
-def _sharding_change(old: Any, new: Any) -> str:
-    named = [isinstance(x, jax.sharding.NamedSharding) for x in (old, new)]
-    if all(named) and old.mesh == new.mesh and old.memory_kind == new.memory_kind:
-        return f"sharding {old.spec} → {new.spec}"
-    before, after = ("not committed" if x is None else show(x) for x in (old, new))
-    return f"sharding {before} → {after}"
+def nearest(
+    new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]
+) -> tuple[Trace, list[str]] | None:
+    """The earlier trace with the fewest differences to a new one, and these differences."""
+    best: tuple[Trace, list[str]] | None = None
+    for old in reversed(earlier[-MAX_COMPARED:]):
+        lines = _differences(old, new, cache)
+        if best is None or len(lines) < len(best[1]):
+            best = old, lines
+        if not lines:
+            break
+    return best
+
+
+def _differences(old: Trace, new: Trace, cache: dict[Side, Facts]) -> list[str]:
+    if old.key == new.key:
+        return []
+    a, b = old.pure, new.pure
+    calls = arguments_of(a.signature), arguments_of(b.signature)
+    lines = [f"arguments {calls[0]} → {calls[1]}"] * (calls[0] != calls[1])
+    if a.structure != b.structure:
+        lines += compare((a.signature, a.structure), (b.signature, b.structure), cache)
+    lines += [*_arrays(old, new), *_options(old, new)]
+    return lines or ["the structure of the arguments, in a part without a name"]
+
+
+def _arrays(old: Trace, new: Trace) -> Iterator[str]:
+    before = dict(zip(old.pure.names, old.avals, strict=True))
+    shape = "shape of each shard" if new.pure.transform.name == "shard_map" else "shape"
+    for name, aval in zip(new.pure.names, new.avals, strict=True):
+        if before.get(name, aval) == aval:
+            continue
+        parts = []
+        for key in ("shape", "dtype", "weak_type"):
+            a, b = (getattr(x, key, None) for x in (before[name], aval))
+            if a != b:
+                parts.append(f"{shape if key == 'shape' else key} {a} → {b}")
+        if not parts:
+            a, b = (getattr(x, "sharding", None) for x in (before[name], aval))
+            parts = [f"type {before[name]} → {aval}" if a == b else f"sharding {_both(a, b)}"]
+        yield f"{name}: {', '.join(parts)}"
+
+
+def _options(old: Trace, new: Trace) -> Iterator[str]:
+    yield from _transforms(old.pure.transform, new.pure.transform)
+    before = _facts(old)
+    for label, value in _facts(new).items():
+        if before.get(label, value) != value:
+            yield f"{label} {_both(before[label], value)}"
+
+
+def _transforms(old: Any, new: Any) -> Iterator[str]:
+    if old.name != new.name:
+        yield f"{old.name} → {new.name}"
+    elif old.trace_key != new.trace_key:
+        for field in dataclasses.fields(new):
+            before, after = getattr(old, field.name), getattr(new, field.name)
+            changed: Any = dataclasses.replace(old, **{field.name: after})
+            if before != after and changed.trace_key != old.trace_key:
+                is_jit = new.name == "jit" and field.name == "out_specs"
+                yield f"{'out_shardings' if is_jit else field.name}: {_both(before, after)}"
+
+
+def _facts(trace: Trace) -> dict[str, Any]:
+    """What a trace depends on besides the arguments and the transform, with labels."""
+    pure, names, signature = trace.pure, trace.pure.names, trace.pure.signature
+    arguments = (*signature.names, *signature.keywords)
+    return {
+        **{f"argument {name}: static": name in signature.static_names for name in arguments},
+        **{f"spec of {names[slot]}:": spec for slot, spec in pure.object_specs.items()},
+        **{f"{name}: donated": slot in pure.donated for slot, name in enumerate(names)},
+        "graph:": pure.graph,
+        "graph_updates:": pure.updates,
+        **{f"{_CONTEXTS.get(key, key)}:": value for key, value in trace.context.items()},
+    }
+
+
+_CONTEXTS = {
+    "abstract_mesh_context_manager": "mesh in context",
+    "mesh_context_manager": "mesh in context (`with mesh:`)",
+    "axis_env_state": "named axes in context",
+}
+
+
+def _both(old: Any, new: Any) -> str:
+    """Two values that differ, in the shortest form that shows it."""
+    if isinstance(old, jax.sharding.Sharding) or isinstance(new, jax.sharding.Sharding):
+        return " → ".join(describe_both(old, new))
+    meshes = [value is None or hasattr(value, "axis_types") for value in (old, new)]
+    if all(meshes) and _mesh(old) != _mesh(new):
+        return f"{_mesh(old)} → {_mesh(new)}"
+    return f"{show(old)} → {show(new)}"
+
+
+def _mesh(mesh: Any) -> str:
+    if mesh is None or mesh.empty:
+        return "none"
+    return f"({', '.join(f'{name!r}: {size}' for name, size in mesh.shape.items())})"
