@@ -165,7 +165,7 @@ def restore(structure: Structure, objects: Sequence[Any]) -> None:
 
 
 def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -> dict[int, Any]:
-    """The static objects that were split and that still have their content.
+    """The static objects that were flattened and that still have their content.
 
     Without ``share`` lists and the like count only as a part of others: nearly all that a function
     creates while it runs are such containers.
