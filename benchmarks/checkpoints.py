@@ -36,7 +36,7 @@ from nnx_sharding.partition import abstract_init, make_mesh, sharded_init
 
 ROWS = StateSharding({...: P("model")})
 COLUMNS = StateSharding({...: P(None, "model")})
-WHOLE = StateSharding({...: P()})
+REPLICATED = StateSharding({...: P()})
 
 
 class Model(nnx.Module):
@@ -63,7 +63,7 @@ def main() -> None:
         measure_save(folder / "model", make, mesh)
         measure_restore("as saved", folder / "model", abstract_init(make, ROWS, mesh))
         measure_restore("other axis", folder / "model", abstract_init(make, COLUMNS, mesh))
-        measure_restore("replicated", folder / "model", abstract_init(make, WHOLE, mesh))
+        measure_restore("replicated", folder / "model", abstract_init(make, REPLICATED, mesh))
         if jax.process_count() == 1:
             measure_restore("on one device", folder / "model", nnx.eval_shape(make))
 

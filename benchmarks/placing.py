@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("numpy", "rows"),
-    Case("numpy", "whole"),
+    Case("numpy", "replicated"),
     Case("one device", "rows"),
     Case("one device", "rows", "donate"),
     Case("rows", "columns"),
@@ -145,7 +145,7 @@ def goals() -> dict[str, Any]:
         "one device": SingleDeviceSharding(devices[0]),
         "rows": NamedSharding(mesh, rows),
         "columns": NamedSharding(mesh, columns),
-        "whole": NamedSharding(mesh, PartitionSpec()),
+        "replicated": NamedSharding(mesh, PartitionSpec()),
         "reversed columns": NamedSharding(Mesh(devices[::-1], ("x",)), columns),
         "half the devices": NamedSharding(Mesh(devices[:4], ("x",)), columns),
         "pinned host": NamedSharding(mesh, rows, memory_kind="pinned_host"),
@@ -161,7 +161,7 @@ def resident(name: str) -> int:
 
 
 def forget_peak() -> None:
-    """Makes VmHWM begin anew; see "clear_refs" in the manual page proc(5)."""
+    """Resets VmHWM; see "clear_refs" in the manual page proc(5)."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 

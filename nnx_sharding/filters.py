@@ -1,9 +1,9 @@
-"""NNX filters as predicates, with what the rest of the library has to know of them."""
+"""NNX filters as predicates, and filters for paths."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flax import nnx
@@ -15,16 +15,12 @@ Predicate = Callable[[tuple[Any, ...], Any], bool]
 
 
 def to_predicate(filter_: Any) -> Predicate:
-    """The predicate ``(path, value) -> bool`` for a filter.
-
-    Raises:
-      TypeError: it is no NNX filter.
-    """
+    """The predicate ``(path, value) -> bool`` for a filter."""
     try:
         predicate: Predicate = nnx.filterlib.to_predicate(filter_)
-    except (TypeError, ValueError):  # Flax fails on a format string of its own
+    except (TypeError, ValueError):  # Flax fails while it formats its message
         raise TypeError(
-            f"{filter_!r} is no NNX filter. Use a Variable type, a tag, `...`, a predicate "
+            f"{filter_!r} is not an NNX filter. Use a Variable type, a tag, `...`, a predicate "
             "(path, variable) -> bool, or a tuple of these."
         ) from None
     return predicate
@@ -32,8 +28,8 @@ def to_predicate(filter_: Any) -> Predicate:
 
 def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
     """``; did you mean 'up'?`` for a filter that names a key which is nearly one of ``keys``."""
-    known = list(map(str, keys))
-    near = (suggestion(word, known) for word in _words(filter_) if word not in known)
+    names = list(map(str, keys))
+    near = (suggestion(word, names) for word in _words(filter_) if word not in names)
     return next(filter(None, near), "")
 
 
@@ -47,28 +43,34 @@ def _words(filter_: Any) -> list[str]:
     return [word for part in parts for word in _words(part)]
 
 
+def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """The filters that decide about nothing, each with the earlier ones that match the same."""
+    deciding: dict[int, set[int]] = {number: set() for number in range(count)}
+    for numbers in matches:
+        for number in numbers:
+            deciding[number].add(numbers[0])
+    return {number: tuple(sorted(by)) for number, by in deciding.items() if number not in by}
+
+
 def is_opaque(predicate: Any) -> bool:
-    """Whether a predicate is the user's own, which may look at shapes and dtypes."""
-    if isinstance(predicate, _PATH_OR_TYPE):
-        return False
-    if isinstance(predicate, nnx.Any | nnx.All):
-        return any(map(is_opaque, predicate.predicates))
-    if isinstance(predicate, nnx.Not):
-        return is_opaque(predicate.predicate)
-    return True
+    """Whether a predicate is a function of the user, which may depend on shapes and dtypes."""
+    return any(not isinstance(part, _PATH_OR_TYPE) for part in _parts(predicate))
 
 
 def names_paths(predicate: Any) -> bool:
-    """Whether a predicate looks at paths, or may do so, and not only at what is there."""
-    if isinstance(predicate, nnx.WithTag | nnx.OfType | nnx.Everything | nnx.Nothing):
-        return False
+    """Whether a predicate depends on paths, or may do so, and not only on the Variable."""
+    return any(not isinstance(part, _TYPE) for part in _parts(predicate))
+
+
+def _parts(predicate: Any) -> Iterable[Any]:
+    """The predicates of which ``nnx.Any``, ``nnx.All`` and ``nnx.Not`` make another."""
     if isinstance(predicate, nnx.Any | nnx.All):
-        return any(map(names_paths, predicate.predicates))
-    return names_paths(predicate.predicate) if isinstance(predicate, nnx.Not) else True
+        return [part for one in predicate.predicates for part in _parts(one)]
+    return _parts(predicate.predicate) if isinstance(predicate, nnx.Not) else [predicate]
 
 
 class Paths:
-    """A filter that matches certain paths, and nothing else.
+    """A filter that matches certain paths.
 
     Args:
       paths: the paths, each the keys from the argument to a Variable.
@@ -91,7 +93,7 @@ class Paths:
         return self._paths
 
     def __call__(self, path: Path, value: Any) -> bool:
-        """Whether it is one of them."""
+        """Whether ``path`` is one of them."""
         return tuple(path) in self._paths
 
     def __eq__(self, other: object) -> bool:
@@ -107,7 +109,7 @@ class Paths:
 
 
 class PathPattern:
-    """What filters by a pattern for paths have in common."""
+    """The base of filters by a pattern for paths."""
 
     __slots__ = ("_pattern", "search")
 
@@ -125,7 +127,7 @@ class PathPattern:
         return str(getattr(self._pattern, "pattern", self._pattern))
 
     def __call__(self, path: Path, value: Any) -> bool:
-        """Whether the pattern is found in the path."""
+        """Whether the pattern matches the path."""
         return self.search(path_name(path)) is not None
 
     def __eq__(self, other: object) -> bool:
@@ -145,12 +147,12 @@ class PathRegex(PathPattern):
     r"""A filter that matches where ``re.search`` finds a regular expression in the path.
 
     Args:
-      pattern: a string, or what ``re.compile`` made of one, for paths as one writes them:
+      pattern: a string or a compiled regular expression, for paths such as
         ``blocks/3/up/kernel``. They end at the Variable, so ``kernel$`` matches that name.
 
     Raises:
       TypeError: the pattern is neither.
-      ValueError: it is no regular expression.
+      ValueError: it is not a valid regular expression.
 
     Example:
       >>> from nnx_sharding.filters import PathRegex
@@ -167,16 +169,16 @@ class PathRegex(PathPattern):
 
 
 class PathGlob(PathPattern):
-    """A filter that matches whole paths, written like the names of files.
+    """A filter that matches full paths by a pattern like those for file names.
 
     Args:
-      pattern: keys with ``/`` between them. ``*`` stands for any characters of one key, ``?``
-        for one, ``[a-z]`` for one of these, ``[!a-z]`` for another, ``**`` for any number of
-        keys, also none. A ``$`` at the end changes nothing; ``[$]`` is the character.
+      pattern: keys with ``/`` between them. ``*`` matches any characters of one key, ``?`` one
+        character, ``[a-z]`` one of these, ``[!a-z]`` any other, ``**`` any number of keys,
+        including none. A ``$`` at the end is ignored; ``[$]`` matches the character.
 
     Raises:
-      TypeError: the pattern is no string.
-      ValueError: it has an empty key, ``**`` beside other characters, or an open ``[``.
+      TypeError: the pattern is not a string.
+      ValueError: it has an empty key, ``**`` next to other characters, or an open ``[``.
 
     Example:
       >>> from nnx_sharding.filters import PathGlob
@@ -222,7 +224,7 @@ _last: tuple[Path | None, str] = (None, "")
 
 
 def path_name(path: Path) -> str:
-    """The path as a string, kept for the next filter that is asked about the same."""
+    """The path as a string, cached for the next filter that tests the same path."""
     global _last
     known, name = _last
     if known is not path:
@@ -232,13 +234,5 @@ def path_name(path: Path) -> str:
     return name
 
 
-_PATH_OR_TYPE = (
-    Paths,
-    PathPattern,
-    nnx.PathContains,
-    nnx.filterlib.PathIn,
-    nnx.WithTag,
-    nnx.OfType,
-    nnx.Everything,
-    nnx.Nothing,
-)
+_TYPE = (nnx.WithTag, nnx.OfType, nnx.Everything, nnx.Nothing)
+_PATH_OR_TYPE = (*_TYPE, Paths, PathPattern, nnx.PathContains, nnx.filterlib.PathIn)

@@ -31,22 +31,12 @@ MisfitKind: TypeAlias = Literal[
 
 
 class Misfit(NamedTuple):
-    """One reason why a sharding does not fit a mesh or a shape; ``str`` words it.
-
-    Attributes:
-      kind: what is wrong.
-      spec: the spec, or the sharding if it has none.
-      mesh: the mesh; None for a sharding without a spec.
-      shape: the shape of the array, if it was considered.
-      axes: the mesh axes concerned.
-      dimension: the dimension concerned.
-      reason: the text, for what JAX refuses.
-    """
+    """One reason why a spec does not fit a mesh or a shape; ``str`` words it."""
 
     kind: MisfitKind
     spec: Any
     mesh: Any
-    shape: tuple[int, ...] | None
+    shape: Any
     axes: tuple[Any, ...] = ()
     dimension: int = 0
     reason: str = ""
@@ -71,19 +61,14 @@ class Misfit(NamedTuple):
             case "rank" if not self.shape:
                 return "a scalar has no dimension to shard; its spec is P()"
             case "rank":
-                rank = _plural(len(self.shape or ()), "dimension")
+                rank = f"{len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
                 return f"the spec has {len(self.spec)} entries, the array {rank}"
             case "indivisible":
-                assert self.shape is not None
-                sizes = self.mesh.shape
+                sizes, dimension = self.mesh.shape, self.dimension
                 product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in self.axes)
-                parts = math.prod(sizes[axis] for axis in self.axes)
-                total = f" = {parts}" if len(self.axes) > 1 else ""
-                size = self.shape[self.dimension]
-                return (
-                    f"dimension {self.dimension} of size {size} is not divisible by "
-                    f"{product}{total}"
-                )
+                total = f" = {_parts(self.axes, sizes)}" if len(self.axes) > 1 else ""
+                size = f"dimension {dimension} of size {self.shape[dimension]}"
+                return f"{size} is not divisible by {product}{total}"
             case _:
                 return self.reason
 
@@ -94,8 +79,7 @@ class Fit(NamedTuple):
     Attributes:
       declared: the sharding as it was declared.
       shape: the shape of the array; None if only the mesh was considered.
-      sharding: the part of the declared sharding that fits, in the same form: a spec for a spec, a
-        ``NamedSharding`` for a ``NamedSharding``. Meaningful only without problems.
+      sharding: without problems the part that fits: of a spec a spec, else a ``NamedSharding``.
       corrections: what was corrected.
       problems: what cannot be corrected, or was not to be.
     """
@@ -116,13 +100,15 @@ class Fit(NamedTuple):
         """The problems in words; if there are none, the corrections."""
         return "; ".join(map(str, self.problems or self.corrections))
 
-    def line(self, name: str, before: Sequence[int] | None = None) -> str:
-        """A line of a message: ``name, shape (4, 6), P('a') → P(None,): the reasons``.
+    def refuse(self, reason: str | None) -> Fit:
+        """The same with a further problem, unless it is None."""
+        if reason is None:
+            return self
+        problem = Misfit("refused", self.declared, None, self.shape, reason=reason)
+        return self._replace(problems=(*self.problems, problem))
 
-        Args:
-          name: what the message calls the array.
-          before: the shape that the array had before, to be named if it differs.
-        """
+    def line(self, name: str, before: Sequence[int] | None = None) -> str:
+        """A line of a message: ``name, shape (6,) (was (4,)), P('a') → P(None,): the reasons``."""
         shape = "" if self.shape is None else f", shape {self.shape}"
         was = "" if before is None or tuple(before) == self.shape else f" (was {tuple(before)})"
         new = "" if self.problems else f" → {describe(self.sharding)}"
@@ -142,13 +128,12 @@ def fit_sharding(
     """The part of a sharding that fits a mesh and a shape, and what does not fit.
 
     Args:
-      sharding: a spec or a sharding. Of a sharding without a spec JAX decides whether it fits;
-        of a spec without a mesh, and of anything else, nothing is wrong.
+      sharding: a spec or a sharding. JAX decides whether a sharding without a spec fits; a spec
+        without a mesh, and anything else, has no problems.
       mesh: the mesh of a spec; a ``NamedSharding`` has its own.
       shape: the shape of the array; None to consider the mesh only.
-      on_indivisible: what to do with axes that do not divide a dimension. ``"drop"`` keeps the
-        first axes of each entry, as many as divide; ``"replicate"`` replicates the array. Axes
-        over which the array is unreduced or reduced stay.
+      on_indivisible: with ``"drop"`` each entry keeps its first axes, as many as divide the
+        dimension; with ``"replicate"`` none is kept. Unreduced and reduced axes are kept.
       usable: the mesh axes that the spec may name; None for all.
       unconstrained: whether dimensions may be UNCONSTRAINED.
       lenient: whether axes that cannot be used are dropped, and a spec is truncated or padded to
@@ -157,81 +142,73 @@ def fit_sharding(
     declared, of_shape = sharding, None if shape is None else tuple(shape)
     parts = spec_and_mesh(sharding, mesh)
     if parts is None:
-        return Fit(declared, of_shape, sharding, (), tuple(_refused(sharding, of_shape)))
+        fit = Fit(declared, of_shape, sharding, (), ())
+        if isinstance(sharding, Sharding) and of_shape is not None:
+            try:
+                sharding.shard_shape(of_shape)
+            except ValueError as error:
+                return fit.refuse(str(error))
+        return fit
     spec, mesh = parts
+    misfit = functools.partial(Misfit, mesh=mesh, shape=of_shape)
     corrections: list[Misfit] = []
     if lenient and of_shape is not None:
         rank = len(of_shape)
         if any(map(axes_of, spec.partitions[rank:])):
-            corrections.append(Misfit("rank", spec, mesh, of_shape))
+            corrections.append(misfit("rank", spec))
         spec = with_entries(spec, (*spec.partitions[:rank], *[None] * (rank - len(spec))))
-    problems = list(_axis_misfits(spec, mesh, of_shape, usable, lenient))
+    problems = [
+        misfit(kind, spec, axes=(axis,)) for kind, axis in _unusable(spec, mesh, usable, lenient)
+    ]
     if lenient:
-        unusable = [misfit for misfit in problems if misfit.kind != "repeated"]
-        dropped = {axis for misfit in unusable for axis in misfit.axes}
-        corrections += unusable
-        problems = [misfit for misfit in problems if dropped.isdisjoint(misfit.axes)]
+        corrections += [problem for problem in problems if problem.kind != "repeated"]
+        dropped = {axis for correction in corrections for axis in correction.axes}
+        problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = only_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
-        problems += [
-            Misfit("unconstrained", spec, mesh, of_shape, dimension=dimension)
-            for dimension, entry in enumerate(spec.partitions)
-            if entry is PartitionSpec.UNCONSTRAINED
-        ]
+        open_ = (d for d, x in enumerate(spec.partitions) if x is PartitionSpec.UNCONSTRAINED)
+        problems += [misfit("unconstrained", spec, dimension=d) for d in open_]
     if of_shape is not None and not problems:
-        misfits = list(_shape_misfits(spec, mesh, of_shape))
-        if on_indivisible == "error" or len(spec) > len(of_shape):
-            problems = misfits
-        elif misfits:
-            corrections += misfits
+        if len(spec) > len(of_shape):
+            problems = [misfit("rank", spec)]
+        indivisible = [
+            misfit("indivisible", spec, axes=axes_of(entry), dimension=d)
+            for d, (size, entry) in enumerate(zip(of_shape, spec.partitions, strict=False))
+            if size % _parts(entry, mesh.shape) and not problems
+        ]
+        if on_indivisible == "error":
+            problems += indivisible
+        elif indivisible:
+            corrections += indivisible
             spec = _dividing(spec, of_shape, mesh.shape, on_indivisible)
-    if spec is not parts[0]:
-        sharding = like(sharding, spec)
+    sharding = sharding if spec is parts[0] else like(sharding, spec)
     return Fit(declared, of_shape, sharding, tuple(corrections), tuple(problems))
 
 
-def _axis_misfits(
-    spec: PartitionSpec, mesh: Any, shape: Any, usable: Collection[Any] | None, lenient: bool
-) -> Iterable[Misfit]:
-    misfit = functools.partial(Misfit, spec=spec, mesh=mesh, shape=shape)
+def _unusable(
+    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None, lenient: bool
+) -> Iterable[tuple[MisfitKind, Any]]:
+    """The axes that a spec cannot use, with the reasons."""
     mapped = axes_of_type(mesh, AxisType.Manual) if lenient else ()
-    summed = axes_of_type(mesh, AxisType.Auto) & (spec.unreduced | spec.reduced)
+    auto = axes_of_type(mesh, AxisType.Auto) & (spec.unreduced | spec.reduced)
     for axis, times in Counter(spec_axes(spec)).items():
         if axis not in mesh.axis_names:
-            yield misfit("unknown", axes=(axis,))
+            yield "unknown", axis
         elif usable is not None and axis not in usable:
-            yield misfit("unmapped", axes=(axis,))
+            yield "unmapped", axis
         elif axis in mapped:
-            yield misfit("mapped", axes=(axis,))
-        elif axis in summed:
-            yield misfit("auto", axes=(axis,))
+            yield "mapped", axis
+        elif axis in auto:
+            yield "auto", axis
         if times > 1:
-            yield misfit("repeated", axes=(axis,))
-
-
-def _shape_misfits(spec: PartitionSpec, mesh: Any, shape: tuple[int, ...]) -> Iterable[Misfit]:
-    if len(spec) > len(shape):
-        yield Misfit("rank", spec, mesh, shape)
-        return
-    for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
-        if size % _parts(entry, mesh.shape):
-            yield Misfit("indivisible", spec, mesh, shape, axes_of(entry), dimension)
-
-
-def _refused(sharding: Any, shape: tuple[int, ...] | None) -> Iterable[Misfit]:
-    """What JAX reports about a sharding that has no spec."""
-    if isinstance(sharding, Sharding) and shape is not None:
-        try:
-            sharding.shard_shape(shape)
-        except ValueError as error:
-            yield Misfit("refused", sharding, None, shape, reason=str(error))
+            yield "repeated", axis
 
 
 def _dividing(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], action: OnIndivisible
 ) -> PartitionSpec:
     """A spec without axes that do not divide the dimensions."""
-    if how == "replicate":
+    if action == "replicate":
         return with_entries(spec, ())
     return with_entries(
         spec,
@@ -242,11 +219,11 @@ def _dividing(
     )
 
 
-def variants(spec: PartitionSpec, how: OnIndivisible) -> list[PartitionSpec]:
+def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
     """All that :func:`fit_sharding` can make of a spec, by the shapes of arrays."""
-    if how == "error":
+    if action == "error":
         return []
-    if how == "replicate":
+    if action == "replicate":
         return [with_entries(spec, ())]
     choices = itertools.product(*map(_prefixes, spec.partitions))
     return [with_entries(spec, entries) for entries in choices][1:]
@@ -287,15 +264,15 @@ def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
 
 def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
     """A spec with only some of the axes that it names; UNCONSTRAINED stays."""
-    entries = tuple(
-        entry
-        if entry is PartitionSpec.UNCONSTRAINED
-        else _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
-        for entry in spec.partitions
-    )
+    entries = list(spec.partitions)
+    for dimension, entry in enumerate(entries):
+        if entry is not PartitionSpec.UNCONSTRAINED:
+            entries[dimension] = _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
     if unreduced:
-        part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+        part: PartitionSpec = spec.update(
+            partitions=tuple(entries), unreduced=unreduced, reduced=reduced
+        )
         return part
     # JAX refuses to keep a kind of reduction where no axis is left to reduce over.
     return PartitionSpec(*entries, reduced=reduced)
@@ -325,9 +302,7 @@ def spec_and_mesh(sharding: Any, mesh: Any = None) -> tuple[PartitionSpec, Any] 
 
 def unsummed(sharding: Any) -> Any:
     """A sharding without the unreduced and reduced axes of its spec."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    spec = sharding.spec
+    spec = getattr(sharding, "spec", PartitionSpec())
     if not (spec.unreduced or spec.reduced):
         return sharding
     return sharding.update(spec=PartitionSpec(*spec.partitions))
@@ -352,15 +327,10 @@ def suggested_spec(x: Any) -> str:
     if isinstance(x, Layout | type(Layout.AUTO)):
         return ": write jax.experimental.layout.Format(layout, sharding)"
     names = x if isinstance(x, tuple | list) else (x,)
-    if not all(isinstance(n, str) or n is None or _is_names(n) for n in names):
-        return ""
-    if all(n is None for n in names):  # specs that are left open
-        return ""
+    flat = [name for entry in names for name in axes_of(entry)]
+    if not flat or not all(isinstance(name, str) for name in flat):
+        return ""  # a tuple of None is a prefix, not a spec
     return f": write P({', '.join(map(repr, names))})"
-
-
-def _is_names(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(name, str) for name in x)
 
 
 def describe(sharding: Any) -> str:
@@ -378,29 +348,3 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
             return f"{short[0]} on {one.mesh}", f"{short[1]} on {other.mesh}"
         return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
     return str(one), str(other)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-# Until all callers use `fit_sharding`.
-def axis_problems(
-    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None = None
-) -> list[str]:
-    """What is wrong with a spec on this mesh, in words."""
-    return list(map(str, fit_sharding(spec, mesh, usable=usable).problems))
-
-
-def shape_problems(spec: PartitionSpec, mesh: Any, shape: Sequence[int]) -> list[str]:
-    """What is wrong with a spec that fits the mesh for an array of this shape, in words."""
-    return list(map(str, _shape_misfits(spec, mesh, tuple(shape))))
-
-
-def fit(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], how: OnIndivisible
-) -> PartitionSpec:
-    """The part of a spec that divides the dimensions of an array."""
-    parts = [_parts(entry, sizes) for entry in spec.partitions]
-    divides = all(not size % count for size, count in zip(shape, parts, strict=False))
-    return spec if how == "error" or divides else _dividing(spec, shape, sizes, how)

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from . import _compat
-from .analysis.arguments import Parameter, mesh_of, parameter
-from .analysis.bounds import Bounds, bounds_of
+from ._late import late
 from .analysis.collectives import Collectives, collectives_of
 from .analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from .analysis.hardware import Device
 from .analysis.hlo import parse
 from .analysis.loops import with_loops
 from .analysis.memory import Memory, memory_of
+from .analysis.parameters import ParameterTable, argument_row, mesh_of
+from .analysis.roofline import Roofline, roofline_of
 from .core.call import run
 from .core.flatten import Flat
 from .core.guard.store import Guards
@@ -329,17 +329,21 @@ class Compiled(Stage):
         cost, text = cost_of(self.cost_analysis(), COMPILED), self.as_text() if loops else None
         return cost if cost is None or text is None else with_loops(cost, parse(text))
 
+    def lowered_cost(self) -> Cost | None:
+        """What all devices compute in a call, before optimisation; None if unavailable."""
+        return None if self._lowered is None else cost_of(self._lowered.cost_analysis(), LOWERED)
+
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable."""
-        used = (row for row in self._argument_rows() if row.used)
+        used = (row for row in self.parameters() if row.used)
         return memory_of(self.memory_analysis(), {row.path: row.bytes_per_device for row in used})
 
     def collectives(self) -> Collectives | None:
         """What the devices exchange, with bytes and mesh axes; None if unavailable."""
         text = self.as_text()
-        return None if text is None else collectives_of(text, self._mesh())
+        return None if text is None else collectives_of(text, mesh_of(self.shardings()))
 
-    def bounds(self, device: Device | str) -> Bounds:
+    def roofline(self, device: Device | str) -> Roofline:
         """The least time that a call can take, the bodies of loops counted as often as they run.
 
         Args:
@@ -350,64 +354,49 @@ class Compiled(Stage):
           ValueError: there is no device of this name in the table.
           TypeError: it is neither a device nor a name.
         """
-        sent = (self.collectives() or Collectives()).bytes_moved
-        return bounds_of(self.cost(loops=True), sent, device)
+        bytes_sent = (self.collectives() or Collectives()).bytes_sent
+        return roofline_of(self.cost(loops=True), bytes_sent, device)
 
     def report(
         self, name: str | None = None, *, device: Device | str | None = None
     ) -> ProgramReport:
-        """All of this in one object, which can be printed, kept as JSON and compared.
+        """All of this in one object, which can be printed, saved as JSON and compared.
 
         Args:
-          name: what to call it; None for the name of the function.
-          device: for the bounds; None for the device that it was compiled for if the table has
-            that, and no bounds otherwise.
+          name: the name in the report; None for that of the function.
+          device: for the roofline; None for the device that it was compiled for if the table has
+            that, and no roofline otherwise.
 
         Raises:
           ValueError: there is no device of this name in the table.
           TypeError: ``device`` is neither a device nor a name.
         """
-        # What is in `inspect` stands on the stages.
-        from .report.program import describe
+        name = self._plan.fun_name if name is None else name
+        report: ProgramReport = late("report.program", "describe")(self, name, device)
+        return report
 
-        lowered = None if self._lowered is None else self._lowered.cost_analysis()
-        return describe(
-            name=self._plan.fun_name if name is None else name,
-            mesh=self._mesh(),
-            shardings=self._shardings(),
-            parameters=self._argument_rows(),
-            memory=self.memory(),
-            lowered=cost_of(lowered, LOWERED),
-            compiled=self.cost(),
-            hlo=self.as_text(),
-            device=device,
-        )
-
-    def _argument_rows(self) -> list[Parameter]:
-        """How each argument array is laid out."""
-        infos, plan = _arguments(self._stage.args_info), self._plan
-        given = zip(_arguments(self._stage.input_shardings), plan.shardings, strict=True)
-        rows = []
-        for path, info, (own, declared) in zip(plan.names, infos, given, strict=True):
+    def parameters(self) -> ParameterTable:
+        """How each argument array is sharded, also those that the program does not use."""
+        plan, rows = self._plan, ParameterTable()
+        shardings = zip(_arguments(self._stage.input_shardings), plan.shardings, strict=True)
+        infos = _arguments(self._stage.args_info)
+        for path, info, (actual, declared) in zip(plan.names, infos, shardings, strict=True):
             # A hijax Variable is a list of the arrays in it.
             arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
-            shardings = own if isinstance(own, list | tuple) else [own] * len(arrays)
+            each = actual if isinstance(actual, list | tuple) else [actual] * len(arrays)
             rows += [
-                parameter(path, array, declared if used is None else used, used=used is not None)
-                for array, used in zip(arrays, shardings, strict=True)
+                argument_row(path, array, declared if used is None else used, used=used is not None)
+                for array, used in zip(arrays, each, strict=True)
             ]
         return rows
 
-    def _shardings(self) -> list[Any]:
-        """The shardings of what the program is given, and of what it returns."""
-        given = [*_arguments(self._stage.input_shardings), *self._plan.shardings]
+    def shardings(self) -> list[Any]:
+        """The shardings of all arrays that the program is given and returns."""
+        inputs = [*_arguments(self._stage.input_shardings), *self._plan.shardings]
         try:
-            return [*given, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
+            return [*inputs, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
         except ValueError:  # JAX counts references among the outputs, and then finds too many
-            return given
-
-    def _mesh(self) -> Mesh | None:
-        return mesh_of(self._shardings())
+            return inputs
 
     def runtime_executable(self) -> Any | None:
         """The runtime's own object; None if unavailable."""

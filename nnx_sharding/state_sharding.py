@@ -16,27 +16,27 @@ from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 
 
 class StateSharding:
-    """Says, by ordered NNX filters, how each Variable of one argument is sharded.
+    """Shardings of the Variables of an argument, by ordered NNX filters.
 
-    It stands wherever a sharding or a partition spec may stand: in ``in_shardings`` and
+    It can be used in place of a sharding or a partition spec: in ``in_shardings`` and
     ``out_shardings`` of :func:`~nnx_sharding.jit`, in ``in_specs`` and ``out_specs`` of
     :func:`~nnx_sharding.shard_map`. The first filter that matches a Variable decides; paths
-    are those inside the argument (``("up", "kernel")``), as everywhere in NNX.
+    start at the argument (``("up", "kernel")``), as everywhere in NNX.
 
     Args:
       filter_sharding: a mapping from filters to shardings, an iterable of such pairs, or an
-        ``nnx.State`` or nested dicts with a sharding at each path. A filter is anything that NNX
-        takes: a Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple
-        of filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
-        a ``jax.experimental.layout.Format``, or None for "leave it to JAX".
+        ``nnx.State`` or nested dicts with a sharding at each path. A filter is any NNX filter: a
+        Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple of
+        filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
+        a ``jax.experimental.layout.Format``, or None to leave the choice to JAX.
       on_indivisible: what to do where a sharding does not divide the shape of its Variable:
-        ``"error"``; ``"replicate"`` the whole array; or ``"drop"`` the mesh axes that do not
-        divide. The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`) with a
-        list of what they changed. None takes what the transform says.
+        ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide.
+        The latter two list their corrections in a warning
+        (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of the transform.
 
     Raises:
-      TypeError: something else stands where a filter or a sharding belongs.
-      ValueError: ``on_indivisible`` is something else.
+      TypeError: a filter or a sharding has a wrong type.
+      ValueError: ``on_indivisible`` has another value.
 
     Example:
       >>> from flax import nnx
@@ -73,24 +73,22 @@ class StateSharding:
             raise ValueError(
                 f"on_indivisible is one of {ON_INDIVISIBLE} or None, not {on_indivisible!r}."
             )
-        if _is_state(filter_sharding):
-            pairs = _path_filters(filter_sharding)
-        else:
-            pairs = _pairs(filter_sharding)
-        wrong = [(own, sharding) for own, sharding in pairs if not is_single_spec(sharding)]
+        pairs = _pairs(filter_sharding)
+        wrong = [
+            f"  {_show(filter_)}: {sharding!r}{suggested_spec(sharding)}"
+            for filter_, sharding in pairs
+            if not is_single_spec(sharding)
+        ]
         if wrong:
-            lines = (
-                f"  {_show(own)}: {sharding!r}{suggested_spec(sharding)}" for own, sharding in wrong
-            )
             raise TypeError(
-                "StateSharding: what stands here is no sharding:\n"
-                + "\n".join(lines)
+                "StateSharding: expected shardings, got:\n"
+                + "\n".join(wrong)
                 + "\nUse a PartitionSpec such as P('data', None), a Sharding, or None."
             )
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
         self._predicates = tuple(map(to_predicate, self._filters))
-        # Patterns for paths are searched for without a call in between: there may be many.
+        # The search of a pattern is called directly: there may be many patterns.
         self._tests = tuple(
             (p, p.search if isinstance(p, PathPattern) else None) for p in self._predicates
         )
@@ -113,12 +111,12 @@ class StateSharding:
 
     @property
     def on_indivisible(self) -> OnIndivisible | None:
-        """What to do where a sharding does not divide a shape; None if the transform decides."""
+        """The action where a sharding does not divide a shape; None if the transform decides."""
         return self._on_indivisible
 
     @property
     def depends_on_values(self) -> bool:
-        """Whether shapes or dtypes decide as well: in the user's predicates, or to make it fit."""
+        """Whether shapes or dtypes decide too: in predicates of the user, or for corrections."""
         return self._on_indivisible not in (None, "error") or any(map(is_opaque, self._predicates))
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
@@ -152,9 +150,8 @@ class StateSharding:
     def __repr__(self) -> str:
         pairs = zip(self.names, self._shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
-        option = (
-            "" if self._on_indivisible is None else f", on_indivisible={self._on_indivisible!r}"
-        )
+        action = self._on_indivisible
+        option = "" if action is None else f", on_indivisible={action!r}"
         return f"StateSharding({{{inside}}}{option})"
 
     def __eq__(self, other: object) -> bool:
@@ -181,34 +178,29 @@ def _show(filter_: Any) -> str:
 
 
 def is_single_spec(x: Any) -> bool:
-    """Whether ``x`` says how one array is sharded; None leaves it open."""
+    """Whether ``x`` is the sharding of one array; None leaves the choice to JAX."""
     return x is None or isinstance(x, PartitionSpec | Sharding | Format)
 
 
-def _pairs(given: Any) -> list[tuple[Any, Any]]:
+def _pairs(filter_sharding: Any) -> list[tuple[Any, Any]]:
+    """Pairs of filters and shardings, for a state one of all paths with the same sharding."""
+    is_state = isinstance(filter_sharding, nnx.State)
+    is_mapping = isinstance(filter_sharding, Mapping) and not is_state
+    if is_mapping:  # nested dicts are like a State
+        is_nested = any(isinstance(value, Mapping) for value in filter_sharding.values())
+        is_state = is_nested and all(isinstance(key, str | int) for key in filter_sharding)
+    if is_state:
+        paths: dict[Any, list[Any]] = {}
+        state = nnx.State(filter_sharding) if is_mapping else filter_sharding
+        for path, leaf in nnx.to_flat_state(state):
+            sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+            paths.setdefault(sharding, []).append(path)
+        return [(nnx.filterlib.PathIn(*group), sharding) for sharding, group in paths.items()]
     try:
-        items = given.items() if isinstance(given, Mapping) else given
+        items = filter_sharding.items() if is_mapping else filter_sharding
         return [(filter_, sharding) for filter_, sharding in items]
     except (TypeError, ValueError):
         raise TypeError(
-            f"StateSharding needs a mapping from filters to shardings, or pairs of both, not "
-            f"{given!r}."
+            f"StateSharding takes a mapping from filters to shardings, or pairs of both, not "
+            f"{filter_sharding!r}."
         ) from None
-
-
-def _is_state(given: Any) -> bool:
-    """Whether shardings are given by path: in a State, or in the dicts that are to replace it."""
-    if isinstance(given, nnx.State) or not isinstance(given, Mapping):
-        return isinstance(given, nnx.State)
-    is_nested = any(isinstance(value, Mapping) for value in given.values())
-    return is_nested and all(isinstance(key, str | int) for key in given)
-
-
-def _path_filters(state: Any) -> list[tuple[Any, Any]]:
-    """One filter for all paths of a state that name the same sharding."""
-    paths: dict[Any, list[Any]] = {}
-    state = state if isinstance(state, nnx.State) else nnx.State(state)
-    for path, leaf in nnx.to_flat_state(state):
-        sharding = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-        paths.setdefault(sharding, []).append(path)
-    return [(nnx.filterlib.PathIn(*group), sharding) for sharding, group in paths.items()]

@@ -1,11 +1,11 @@
-"""Reports in their JSON form, made by hand, that the tests of pictures share."""
+"""Reports in their JSON form, made by hand, for several test files."""
 
 from __future__ import annotations
 
 import copy
 import math
 
-# What would be noticed if it became markup, a placeholder, an escape sequence or an end of script.
+# Texts that must not become markup, a placeholder, an escape sequence or an end of script.
 NASTY = (
     "<script>window.hacked = 1</script>",
     "</script><script>window.hacked = 1</script>",
@@ -44,20 +44,18 @@ ENTRY %main.9 (a: f32[8,64]) -> f32[8,64] {
 
 
 def parameter(path, shape, spec, mesh, **more):
-    """One row, cut as its spec says."""
+    """The JSON form of one row."""
     entries = [*(spec or []), *[None] * len(shape)]
-    cuts = [
+    parts = [
         math.prod(mesh[axis] for axis in ([entry] if isinstance(entry, str) else entry or []))
         for entry, _ in zip(entries, shape, strict=False)
     ]
-    shard = [size // cut for size, cut in zip(shape, cuts, strict=True)]
+    shard = [size // count for size, count in zip(shape, parts, strict=True)]
     return {
         "path": path,
         "shape": list(shape),
         "dtype": "float32",
         "spec": spec,
-        "unreduced": [],
-        "reduced": [],
         "shard_shape": shard,
         "bytes_per_device": 4 * math.prod(shard),
         "bytes_total": 4 * math.prod(shape),
@@ -76,7 +74,7 @@ def collective(kind, name, axes, size, **more):
         "dtype": "f32",
         "shapes": [[8, 64]],
         "bytes": size,
-        "bytes_moved": size // 2,
+        "bytes_sent": size // 2,
         "group_size": 4,
         "num_groups": 2,
         "axes": axes,
@@ -131,7 +129,7 @@ def report(layers=3, **more):
             collective("all-gather", "all-gather.7", ["data"], 4096, times=3, in_loop=True),
             collective("all-gather", "all-gather.8", None, 100, times=None, in_loop=True),
         ],
-        "bounds": {
+        "roofline": {
             "device": "TPU v5e",
             "compute_s": 2.1e-8,
             "memory_s": 1.8e-6,
@@ -154,21 +152,23 @@ def comparison(**more):
         "format": "nnx_sharding.comparison",
         "version": 1,
         "memory_limit": 2**20,
+        "seconds": {},
+        "best": dict.fromkeys(("peak", "arguments", "bytes_sent", "flops", "roofline"), "tp"),
         "reports": {"tp": small, "dp": large, "pp": {"error": "ValueError: no axis 'stage'"}},
         **more,
     }
 
 
 def empty(**more):
-    """A report in which everything that can be unknown is."""
-    parts = ("mesh", "memory", "bounds", "hlo")
+    """A report in which everything optional is unknown."""
+    parts = ("mesh", "memory", "roofline", "hlo")
     lists = {"parameters": [], "collectives": []}
     cost = {"lowered": None, "compiled": None, "executed": None}
     return report(**dict.fromkeys(parts), **lists, cost=cost, **more)
 
 
 def nasty():
-    """A report whose every text is an attempt to be taken for something else."""
+    """A report whose texts all try to be markup or code."""
     found = copy.deepcopy(report())
     mesh = {NASTY[0]: 2, NASTY[2]: 4}
     rows = [parameter(f"model.{text}", (8, 4), [NASTY[2], None], mesh) for text in NASTY]
@@ -182,7 +182,7 @@ def nasty():
         "collectives": [
             collective(text, text, [text], 8, operation=text, source=text) for text in NASTY
         ],
-        "bounds": {**found["bounds"], "device": NASTY[2], "source": NASTY[9]},
+        "roofline": {**found["roofline"], "device": NASTY[2], "source": NASTY[9]},
         "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),
     }
     return found

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: what comes back, where it goes, and what is wrong with one."""
+"""Checkpoints in one process: values, shardings and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from layouts import OPTIMIZERS
 from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit, split
 from nnx_sharding.analysis import parameter_table
@@ -29,10 +28,11 @@ from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init, sharded_init
+from sharded_models import OPTIMIZERS
 
 MESH = mesh_of((2, 4), ("data", "model"))
 OTHER = mesh_of((4, 1), ("model", "data"))
-WHOLE = StateSharding({...: P()})
+REPLICATED = StateSharding({...: P()})
 
 
 class Zoo(nnx.Module):
@@ -96,7 +96,7 @@ def identities(tree):
 
 
 class RoundTripTest(FolderTest):
-    def test_everything_comes_back(self):
+    def test_everything_is_restored(self):
         one, two = Zoo(1), Zoo(2)
         before, objects = contents_of(one), identities(two)
         save(self.path, one)
@@ -155,7 +155,7 @@ class RoundTripTest(FolderTest):
 class ShardingsTest(FolderTest):
     def setUp(self):
         super().setUp()
-        # Saved on 8 devices, split.
+        # Saved from 8 devices, sharded.
         self.model, self.optimizer = trained()
         run = jit(lambda m, x: m(x), in_shardings=(mlp_specs(), P("data")), mesh=MESH)
         run(self.model, jnp.ones((8, 4)))
@@ -165,10 +165,10 @@ class ShardingsTest(FolderTest):
     def check(self, tree, want):
         self.assertEqual(contents_of(tree), self.want)
         for row in parameter_table(tree):
-            self.assert_laid_out(row, want[row.path])
+            self.assert_sharded_as(row, want[row.path])
 
-    def assert_laid_out(self, row, want):
-        """A spec may be written in several ways; the rest of a sharding may not."""
+    def assert_sharded_as(self, row, want):
+        """Specs may be equivalent; mesh and memory kind must be equal."""
         self.assertTrue(row.is_equivalent_to(want), row)
         self.assertEqual(row.memory_kind, want.memory_kind, row)
         self.assertEqual(getattr(row.sharding, "mesh", None), getattr(want, "mesh", None), row)
@@ -189,11 +189,11 @@ class ShardingsTest(FolderTest):
 
     def test_by_a_sharding(self):
         target = trained(1)
-        restore(self.path, target, (mlp_specs(), WHOLE), OTHER)
-        up, down, whole = P(None, "model"), P("model", None), P()
+        restore(self.path, target, (mlp_specs(), REPLICATED), OTHER)
+        up, down = P(None, "model"), P("model", None)
         for row in parameter_table(target):
-            spec = whole if row.path[0] == "1" else up if "up" in row.path else down
-            self.assert_laid_out(row, NamedSharding(OTHER, spec))
+            spec = P() if row.path[0] == "1" else up if "up" in row.path else down
+            self.assert_sharded_as(row, NamedSharding(OTHER, spec))
         self.assertEqual(contents_of(target), self.want)
         # And onto another mesh with the specs that they have.
         fourth = mesh_of((1, 2), ("data", "model"), "explicit")
@@ -215,12 +215,12 @@ class ShardingsTest(FolderTest):
         restore(self.path, trained(2))
 
     def test_into_an_abstract_model(self):
-        here = (mlp_specs(), WHOLE)
+        here = (mlp_specs(), REPLICATED)
         target = abstract_init(trained, here, MESH)
         want = shardings(target)
         self.assertIs(restore(self.path, target)[0], target[0])
         self.check(target, want)
-        # The mesh of the model has no devices; that of the restore has.
+        # The mesh of the model is abstract, the argument of restore is not.
         target = abstract_init(trained, here, MESH.abstract_mesh)
         with self.assertRaisesRegex(ValueError, r"0/down/kernel, .* mesh is abstract.*\n.*0/up"):
             restore(self.path, target)
@@ -249,13 +249,13 @@ class ShardingsTest(FolderTest):
     def test_optimizers(self, name):
         one, two = trained(0, name), trained(1, name)
         save(self.path, one, overwrite=True)
-        restore(self.path, two, WHOLE, MESH)
+        restore(self.path, two, REPLICATED, MESH)
         self.assertEqual(contents_of(two), contents_of(one))
 
     def test_bad_shardings(self):
         target = trained(1)[0]
         before = contents_of(target)
-        path = self.path / "nowhere"  # shardings are looked at first
+        path = self.path / "nowhere"  # shardings are checked first
         cases = [
             (StateSharding({nnx.PathContains("up"): P()}), "no filter"),
             ("model", r"P\('model'\)"),
@@ -289,7 +289,7 @@ class PartTest(FolderTest):
         with self.assertRaisesRegex(CheckpointError, "Missing in the checkpoint:\n  model/added"):
             two.added = nnx.Param(jnp.ones(1))
             restore(self.path, {"model": two}, only=nnx.Param)
-        with self.assertRaisesRegex(TypeError, "no NNX filter"):
+        with self.assertRaisesRegex(TypeError, "not an NNX filter"):
             restore(self.path, two, only=3)
         with self.assertRaisesRegex(ValueError, r"only='kernle' matches none of .*up/kernel"):
             restore(self.path, MLP(), only="kernle")
@@ -310,7 +310,7 @@ class PartTest(FolderTest):
         ):
             restore(self.path, tree)
         self.assertEqual(contents_of(half), before)
-        back = restore(self.path, tree, WHOLE, MESH, cast=True)
+        back = restore(self.path, tree, REPLICATED, MESH, cast=True)
         self.assertEqual(back["n"].dtype, jnp.int8)
         for path, value in nnx.to_flat_state(nnx.state(half)):
             want = dict(nnx.to_flat_state(nnx.state(one)))[path][...].astype(jnp.bfloat16)
@@ -345,9 +345,9 @@ class PartTest(FolderTest):
 
 
 class OrbaxTest(FolderTest):
-    """Plain Orbax reads ours, and we read what it wrote."""
+    """Orbax and this library read the checkpoints of each other."""
 
-    def test_theirs(self):
+    def test_written_by_orbax(self):
         one = trained()
         model = Net()
         with ocp.StandardCheckpointer() as checkpointer:
@@ -359,7 +359,7 @@ class OrbaxTest(FolderTest):
         two = Net(nnx.Rngs(1))
         restore(self.folder / "state", two)
         self.assertEqual(contents_of(two), contents_of(model))
-        both = restore(self.folder / "both", trained(1), WHOLE, MESH)
+        both = restore(self.folder / "both", trained(1), REPLICATED, MESH)
         self.assertEqual(contents_of(both), contents_of(one))
         for path in "pure", "steps/3", "steps/3/default":
             two = restore(self.folder / path, MLP(nnx.Rngs(1)))
@@ -367,7 +367,7 @@ class OrbaxTest(FolderTest):
         with self.assertRaisesRegex(CheckpointError, "There are checkpoints in it: 3. Name one"):
             restore(self.folder / "steps", two)
 
-    def test_ours(self):
+    def test_read_by_orbax(self):
         model = Net()
         save(self.path, model)
         with ocp.StandardCheckpointer() as checkpointer:
@@ -383,10 +383,11 @@ class ContentsTest(FolderTest):
         save(self.path, tree)
         rows = {row.path: row for row in contents(self.path)}
         for row in parameter_table(tree):
-            if row.path in ("0/ref", "0/number"):  # what they are is not what the table says
+            if row.path in ("0/ref", "0/number"):  # their types differ from those in the table
                 continue
-            self.assertEqual((rows[row.path].shape, rows[row.path].dtype), (row.shape, row.dtype))
-            self.assertEqual(rows[row.path].nbytes, row.bytes_total)
+            stored = rows[row.path]
+            self.assertEqual((stored.shape, str(stored.dtype)), (row.shape, row.dtype))
+            self.assertEqual(stored.nbytes, row.bytes_total)
         self.assertLen(rows, len(contents_of(tree)))
         with self.assertRaisesRegex(NoCheckpointError, "contents: there is no checkpoint"):
             contents(self.path / "x")
@@ -431,15 +432,15 @@ Of another dtype (cast=True converts among floats and among integers):
         empty.mkdir()
         (self.folder / "file").write_text("hello")
         (self.folder / "begun.orbax-checkpoint-tmp").mkdir()
-        with self.assertRaisesRegex(CheckpointError, "empty is damaged, or it is no checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, "empty is damaged, or it is not a checkpoint"):
             restore(empty, model)
-        with self.assertRaisesRegex(CheckpointError, "file is damaged, or it is no checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, "file is damaged, or it is not a checkpoint"):
             restore(self.folder / "file", model)
         with self.assertRaisesRegex(FileNotFoundError, "nowhere.$"):
             restore(self.folder / "nowhere", model)
-        with self.assertRaisesRegex(NoCheckpointError, "begun, but not written to its end"):
+        with self.assertRaisesRegex(NoCheckpointError, "begun, but not written completely"):
             restore(self.folder / "begun", model)
-        with self.assertRaisesRegex(CheckpointError, "not written to its end"):
+        with self.assertRaisesRegex(CheckpointError, "not written completely"):
             restore(self.folder / "begun.orbax-checkpoint-tmp", model)
         save(self.path, trained())
         with self.assertRaisesRegex(CheckpointError, "Not in the model:\n  0/down/kernel"):
@@ -447,12 +448,12 @@ Of another dtype (cast=True converts among floats and among integers):
         self.assertEqual(contents_of(model), before)
 
 
-# When one read fails Orbax leaves the others alone, which then find its event loop closed.
+# When one read fails, Orbax does not cancel the others, whose event loop is then closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class DamageTest(FolderTest):
     def test_every_file(self):
         self.damage()
-        time.sleep(0.1)  # until they ended
+        time.sleep(0.1)  # until the other reads end
         gc.collect()
 
     def damage(self):
@@ -469,7 +470,7 @@ class DamageTest(FolderTest):
         files = [f.relative_to(self.path) for f in sorted(self.path.rglob("*")) if f.is_file()]
         noticed = set()
         for file in files:
-            for harm in (flip, flip_late, cut, empty, os.unlink):
+            for harm in (flip, flip_late, truncate, empty, os.unlink):
                 copy = self.folder / "copy"
                 shutil.copytree(self.path, copy)
                 harm(copy / file)
@@ -483,10 +484,10 @@ class DamageTest(FolderTest):
                     else:
                         self.assertEqual(contents_of(model), want)
                 shutil.rmtree(copy)
-        self.assertIn(("_METADATA", cut), noticed)
+        self.assertIn(("_METADATA", truncate), noticed)
         self.assertIn(("manifest.ocdbt", flip), noticed)
         data = max(files, key=lambda f: (self.path / f).stat().st_size).name
-        for harm in flip, flip_late, cut, os.unlink:
+        for harm in flip, flip_late, truncate, os.unlink:
             self.assertIn((data, harm), noticed)
 
 
@@ -502,7 +503,7 @@ def flip_late(file):
     flip(file, 0.9)
 
 
-def cut(file):
+def truncate(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -518,12 +519,12 @@ def rename(old, new):
 
 
 class SaveTest(FolderTest):
-    def test_what_is_there_stays(self):
+    def test_existing_checkpoints_are_kept(self):
         model = MLP()
         save(self.path, model)
         with self.assertRaisesRegex(FileExistsError, "overwrite=True replaces it"):
             save(self.path, MLP(nnx.Rngs(1)))
-        with self.assertRaisesRegex(FileExistsError, "is no checkpoint, so it is kept"):
+        with self.assertRaisesRegex(FileExistsError, "is not a checkpoint, so it is kept"):
             save(self.folder, model, overwrite=True)
         for fault in (
             mock.patch.object(ocp.Checkpointer, "save", side_effect=OSError("full")),
@@ -540,7 +541,7 @@ class SaveTest(FolderTest):
         with self.assertRaisesRegex(NoCheckpointError, "was to be replaced is .*-old.$"):
             restore(self.path, model)
 
-    def test_a_file_in_the_way(self):
+    def test_a_file_as_parent(self):
         (self.folder / "file").write_text("hello")
         with self.assertRaisesRegex(CheckpointError, "could not be written: NotADirectoryError"):
             save(self.folder / "file" / "x", MLP())
@@ -590,7 +591,7 @@ class SaveTest(FolderTest):
 
 
 class StepsTest(FolderTest):
-    def test_a_training_goes_on(self):
+    def test_a_training_run_resumes(self):
         @jax.jit
         def loss(state, x):
             return jnp.mean((nnx.merge(graph, state)(x) - x) ** 2)
@@ -610,18 +611,20 @@ class StepsTest(FolderTest):
 
         with Checkpoints(self.folder / "a") as checkpoints:
             want = train(*trained(), checkpoints, 6)
-        with Checkpoints(self.folder / "b", asynchronous=False) as checkpoints:
+        with Checkpoints(self.folder / "b", enable_async_checkpointing=False) as checkpoints:
             first = train(*trained(), checkpoints, 3)
-        with Checkpoints(self.folder / "b", keep=2) as checkpoints:
+        with Checkpoints(self.folder / "b", max_to_keep=2) as checkpoints:
             rest = train(*nnx.eval_shape(trained), checkpoints, 6)
             checkpoints.wait()
             self.assertEqual((checkpoints.steps, checkpoints.latest), ((5, 6), 6))
         self.assertEqual(first + rest, want)
         self.assertEqual(len(set(want)), 6)
 
-    def test_which_are_kept(self):
+    def test_which_steps_are_kept(self):
         x = nnx.Param(jnp.zeros(2))
-        with Checkpoints(self.folder, keep=1, keep_every=4, every=2) as checkpoints:
+        with Checkpoints(
+            self.folder, max_to_keep=1, keep_period=4, save_interval_steps=2
+        ) as checkpoints:
             saved = [step for step in range(1, 8) if checkpoints.save(step, x)]
             self.assertTrue(checkpoints.save(9, x, force=True))
             checkpoints.wait()
@@ -632,7 +635,7 @@ class StepsTest(FolderTest):
         x = jax.device_put(jnp.zeros((512, 512)), NamedSharding(MESH, P("data", "model")))
         host = np.zeros((512, 512))
         add = jax.jit(lambda x: x + 1, donate_argnums=0)
-        with Checkpoints(self.folder, keep=None) as checkpoints:
+        with Checkpoints(self.folder, max_to_keep=None) as checkpoints:
             for step in range(3):
                 checkpoints.save(step, {"x": x, "host": host})
                 x = add(x)
@@ -643,8 +646,10 @@ class StepsTest(FolderTest):
 
     def test_mistakes(self):
         x = nnx.Param(jnp.zeros(2))
-        with self.assertRaisesRegex(ValueError, "keep=0, every=-1 must be at least 1"):
-            Checkpoints(self.folder, keep=0, every=-1)
+        with self.assertRaisesRegex(
+            ValueError, "max_to_keep=0, save_interval_steps=-1 must be at least 1"
+        ):
+            Checkpoints(self.folder, max_to_keep=0, save_interval_steps=-1)
         with Checkpoints(self.folder / "new") as checkpoints:
             self.assertIsNone(checkpoints.resume(x))
             self.assertIsNone(checkpoints.latest)
@@ -660,11 +665,11 @@ class StepsTest(FolderTest):
                 checkpoints.resume({"x": x, "y": jnp.ones(2), "z": [3]})
 
     @parameterized.parameters(-1, np.int64(-1), True, np.bool_(True), 1.0, "1", None)
-    def test_what_is_no_step(self, step):
+    def test_invalid_steps(self, step):
         x = nnx.Param(jnp.zeros(2))
         kind = ValueError if type(step) in (int, np.int64) else TypeError
         message = re.escape(f"a step of 0 or more, got {step!r}")
-        with Checkpoints(self.folder / "new", every=3) as checkpoints:
+        with Checkpoints(self.folder / "new", save_interval_steps=3) as checkpoints:
             checkpoints.save(1, x, force=True)
             for call in checkpoints.save, lambda step, x: checkpoints.restore(x, step=step):
                 if step is not None or call == checkpoints.save:
@@ -673,11 +678,11 @@ class StepsTest(FolderTest):
             self.assertTrue(checkpoints.save(np.int32(3), x))
             self.assertEqual(checkpoints.steps, (1, 3))
 
-    def test_a_step_that_is_deleted_meanwhile(self):
+    def test_a_step_that_is_deleted_while_it_is_read(self):
         folder, x = self.folder / "steps", nnx.Param(jnp.zeros(2))
 
         def write(step):
-            with Checkpoints(folder, keep=1) as checkpoints:
+            with Checkpoints(folder, max_to_keep=1) as checkpoints:
                 checkpoints.save(step, nnx.Param(jnp.full(2, float(step))), force=True)
 
         write(1)
@@ -729,7 +734,7 @@ class ChecksumTest(parameterized.TestCase):
         "float32", "bfloat16", "float16", "int8", "uint16", "int32", "bool", "complex64", "int4",
         "float8_e4m3fn", "float4_e2m1fn",
     )  # fmt: skip
-    def test_layout_does_not_matter(self, dtype):
+    def test_shardings_do_not_matter(self, dtype):
         host = (np.arange(2**17).reshape(256, 512) * 37 % 101 - 40).astype(jnp.dtype(dtype))
         self.assertGreater(jnp.asarray(host).nbytes, _SMALL)
         there = NamedSharding(mesh_of((2, 4), ("a", "b"), "explicit"), P("b", "a"))

@@ -174,9 +174,9 @@ class CommandTest(parameterized.TestCase):
             "forward", "--mesh", "data=32", "--html", page, "--json", data, "--device", "tpu v5e"
         )
         assert (code, error) == (0, "")
-        assert out.startswith("apply: 32 × ") and "model.kernel  64×256" in out
+        assert out.startswith("apply: 32 × ") and "model.kernel  (64,256)" in out
         report = ProgramReport.load(data)
-        assert report.num_devices == 32 and report.bounds.device == "TPU v5e"
+        assert report.num_devices == 32 and report.roofline.device == "TPU v5e"
         kernel, bias, rows = 64 * 256 * 4, 256 * 4, 128 // 32 * 64 * 4
         assert report.memory.arguments == kernel + bias + rows
         assert page.read_text().startswith("<!doctype html>")
@@ -232,7 +232,7 @@ class CommandTest(parameterized.TestCase):
     def test_compare_what_fails(self):
         code, out, error = self.compare("one_fails", "--mesh", "data=4")
         assert (code, error) == (1, "compare: failed: bad\n")
-        assert "bad failed: UsersError: what " in out and "ZeroDivisionError" in out
+        assert "bad failed: UserError: what " in out and "ZeroDivisionError" in out
 
     def test_diff(self):
         before, after = self.reports()
@@ -291,23 +291,23 @@ class CommandTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (["inspect"], "the following arguments are required: MODULE:FUNCTION"),
-        (["inspect", "plan"], "'plan' names no function; write package.module:function"),
-        (["inspect", ":f"], "names no function"),
+        (["inspect", "plan"], "'plan' does not name a function; write package.module:function"),
+        (["inspect", ":f"], "does not name a function"),
         (["inspect", "missing.py:f"], "there is no file missing.py"),
         (["inspect", "no_such_module:f"], "there is no module 'no_such_module'"),
         (["inspect", "json.no_such_module:f"], "there is no module 'json.no_such_module'"),
         (["inspect", "{path}:forwrad"], "has no 'forwrad'; did you mean 'forward'?"),
-        (["inspect", "{path}:a_number"], "is no function, but 3"),
+        (["inspect", "{path}:a_number"], "is not a function, but 3"),
         (["inspect", "{path}:f", "--mesh", "data"], "write each axis once with its size"),
         (["inspect", "{path}:f", "--mesh", "data=2,data=4"], "write each axis once"),
         (["inspect", "{path}:forward", "--mesh", "data=0"], "size 0"),
         (["inspect", "{path}:forward", "--mesh", "data=99999999"], "at most 10000 devices, got"),
         (["compare", "{path}:forward", "--mesh", "data=101,model=100"], "got 10100"),
-        (["inspect", "{path}:f", "--devices", "99999999"], "must be at most 10000"),
-        (["inspect", "{path}:f", "--devices", "0"], "must be a number from 1 on"),
+        (["inspect", "{path}:f", "--devices", "99999999"], "must be from 1 to 10000, not 99999999"),
+        (["inspect", "{path}:f", "--devices", "0"], "must be from 1 to 10000, not 0"),
         (["inspect", "{path}:f", "--devices", "9"], "JAX runs in this process already, with 8"),
         (["inspect", "{path}:f", "--device", "TPU v5q"], "Did you mean"),
-        (["compare", "{path}:f", "--memory-limit", "much"], "'much' is no size"),
+        (["compare", "{path}:f", "--memory-limit", "much"], "'much' is not a size"),
         (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),
         (["diff", "{path}", "{path}", "--threshold", "x%"], "must be a percentage"),
         (["diff", "missing.json", "{path}"], "missing.json"),

@@ -1,4 +1,4 @@
-"""``compare`` and ``diff``: against placed arrays, and layouts worked out by hand."""
+"""``compare`` and ``diff``: against placed arrays, and figures computed by hand."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from models import MLP, P, mesh_of
 from nnx_sharding import _compat, jit
 from nnx_sharding.analysis import device
+from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, planning_mesh, replicated, sharded_init, tensor_parallel
 from nnx_sharding.report import Change, Changes, Comparison, Failure, Strategy, compare, diff
-from nnx_sharding.report.limits import read_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -46,7 +46,7 @@ def dp(model, x):
     return replicated(model), P("data")
 
 
-def cut(model, x):
+def split(model, x):
     return fsdp(model, min_size=0), P("data")
 
 
@@ -64,7 +64,7 @@ def planned():
     return compare(
         {
             "dp": dp,
-            "fsdp": cut,
+            "fsdp": split,
             "tp": Strategy(megatron, mesh=TWO_AXES),
             "typo": (P("modle"), P("data")),
         },
@@ -77,12 +77,12 @@ def planned():
 
 
 def folder_of(test):
-    """A folder that is gone after the test."""
+    """A temporary folder for a test."""
     return Path(test.enterContext(tempfile.TemporaryDirectory()))
 
 
 class CompareTest(parameterized.TestCase):
-    def test_arguments_are_those_worked_out_by_hand(self):
+    def test_arguments_computed_by_hand(self):
         arguments = {name: own["arguments"] for name, own in planned().figures.items()}
         rows = ROWS * WIDTH * F32
         assert arguments == {
@@ -91,24 +91,24 @@ class CompareTest(parameterized.TestCase):
             "tp": KERNELS // 4 + rows // 64,
         }
 
-    def test_collectives_are_those_worked_out_by_hand(self):
-        sent = planned().sent_by_axes
+    def test_collectives_computed_by_hand(self):
+        sent = planned().bytes_sent_by_axes
         assert sent["dp"] == {}
         # One sum of the output, over rings of 4: each device sends 2 · 3/4 of its rows.
         own_rows = ROWS // 64 * WIDTH * F32
         assert sent["tp"] == {("model",): 2 * own_rows * 3 // 4}
         assert set(sent["fsdp"]) == {("data",)}
-        assert planned().figures["tp"]["sent"] == sent["tp"]["model",]
+        assert planned().figures["tp"]["bytes_sent"] == sent["tp"]["model",]
 
     def test_which_fit(self):
         found = planned()
         assert found.memory_limit == 150 * 1024
-        # What fsdp keeps is least of all, but it gathers both kernels.
+        # fsdp stores the least, but gathers both kernels.
         assert found.figures["fsdp"]["arguments"] < 2000 and KERNELS < 150 * 1024
         assert [found.fits(name) for name in found.reports] == [True, False, True, False]
         assert found.fitting == ("dp", "tp")
-        assert found.best("sent") == "dp" and found.best("arguments") == "tp"
-        assert found.best("bound") is None  # nobody named a device
+        assert found.best("bytes_sent") == "dp" and found.best("arguments") == "tp"
+        assert found.best("roofline") is None  # no device was given
         one = dataclasses.replace(found, memory_limit=1)
         assert one.fitting == () and one.best("peak") is None
         assert dataclasses.replace(found, memory_limit=None).fitting == ("dp", "fsdp", "tp")
@@ -117,7 +117,7 @@ class CompareTest(parameterized.TestCase):
         with pytest.raises(ValueError, match="the columns are"):
             found.best("price")
 
-    def test_what_fails_keeps_its_error(self):
+    def test_failures_keep_their_errors(self):
         failure = planned().reports["typo"]
         assert isinstance(failure, Failure)
         assert failure.error.startswith("ValueError: ")
@@ -125,9 +125,11 @@ class CompareTest(parameterized.TestCase):
         assert "typo failed: ValueError: " in str(planned())
         assert "typo" not in planned().figures and set(planned().seconds) == set(planned().reports)
 
-    def test_figures_are_those_of_the_devices_that_are_here(self):
+    def test_figures_for_the_devices_that_are_here(self):
         mesh = mesh_of((8,), ("data",))
-        found = compare({"fsdp": cut}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh)
+        found = compare(
+            {"fsdp": split}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh
+        )
         assert found.reports["fsdp"].mesh.device_ids == [device.id for device in jax.devices()]
         [model] = [sharded_init(make, lambda model: fsdp(model, mesh, min_size=0), mesh)]
         held = sum(
@@ -139,7 +141,7 @@ class CompareTest(parameterized.TestCase):
         for part in ("parameters", "memory", "cost", "mesh"):
             assert getattr(found.reports["fsdp"], part) == getattr(expected, part)
 
-    def test_given_objects_are_left_alone(self):
+    def test_arguments_are_not_changed(self):
         model = make()
         before = model.up.kernel[...]
         with jax.set_mesh(mesh_of((8,), ("data",))):
@@ -159,15 +161,15 @@ class CompareTest(parameterized.TestCase):
         )  # fmt: skip
         assert found.figures["dp"]["arguments"] == KERNELS + ROWS * WIDTH * F32 // 2
 
-    def test_device_gives_bounds_and_limit(self):
+    def test_device_gives_roofline_and_limit(self):
         found = planned().judged(device="TPU v5e")
         own = device("TPU v5e")
         assert found.memory_limit == own.memory_bytes and found.fitting == ("dp", "fsdp", "tp")
         for name, figures in found.figures.items():
-            bounds = found.reports[name].bounds
-            assert bounds.compute_s == figures["flops"] / own.flops
-            assert bounds.interconnect_s == figures["sent"] / own.interconnect_bandwidth
-            assert figures["bound"] == bounds.seconds > 0
+            roofline = found.reports[name].roofline
+            assert roofline.compute_s == figures["flops"] / own.flops
+            assert roofline.interconnect_s == figures["bytes_sent"] / own.interconnect_bandwidth
+            assert figures["roofline"] == roofline.seconds > 0
         assert found.judged(memory_limit="1 KB").memory_limit == 1000
         assert "the least time on TPU v5e" in str(found)
 
@@ -182,12 +184,25 @@ class CompareTest(parameterized.TestCase):
         found.save(file)
         assert Comparison.load(file) == found
 
+    def test_marks(self):
+        """Text, JSON and ``best`` agree, and mark nothing that does not fit the memory."""
+        found = planned()
+        data = found.as_dict()
+        assert (
+            data["best"] == found.marked == {column: found.best(column) for column in data["best"]}
+        )
+        assert data["best"]["arguments"] == "tp"  # fsdp has less, and does not fit
+        [fsdp_line] = [line for line in str(found).splitlines() if line.startswith("fsdp")]
+        assert "*" not in fsdp_line
+        one = Comparison({"dp": found.reports["dp"]})
+        assert one.marked == {} and "*" not in str(one)
+
     def test_text(self):
         lines = str(planned()).splitlines()
         assert lines[0].split()[:5] == ["strategy", "mesh", "peak", "arguments", "sent"]
-        assert lines[1].startswith("dp        data 256") and lines[1].endswith("yes")
-        assert lines[2].startswith("fsdp      data 256") and lines[2].endswith("no")
-        assert lines[3].startswith("tp        data 64 × model 4") and " * " in lines[3]
+        assert lines[2].startswith("dp        data 256") and lines[2].endswith("yes")
+        assert lines[3].startswith("fsdp      data 256") and lines[3].endswith("no")
+        assert lines[4].startswith("tp        data 64 × model 4") and " * " in lines[4]
         only = Comparison({"a": Failure("ValueError: x\ny")})
         assert str(only) == "a failed: ValueError: x\n  y"
 
@@ -196,19 +211,21 @@ class CompareTest(parameterized.TestCase):
         assert "typo" in html and "fsdp" in html
 
     @parameterized.named_parameters(
-        ("no_json", "{", "no JSON"),
+        ("no_json", "{", "not JSON"),
         ("no_object", "[]", "it has no format"),
         ("report", '{"format": "nnx_sharding.report"}', "its format is 'nnx_sharding.report'"),
         ("version", '{"format": "nnx_sharding.comparison", "version": 2}', "reads version 1"),
         ("bool", '{"format": "nnx_sharding.comparison", "version": true}', "version True"),
         (
             "parts",
-            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": "x", "more": 1}',
-            "more: not known\n  memory_limit: 'x' is no integer\n  reports: missing",
+            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": "x", "more": 1, '
+            '"seconds": {}}',
+            "best: missing\n  reports: missing\n  more: unknown\n  memory_limit: 'x' is not an int",
         ),
         (
             "damaged",
             '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": null, '
+            '"seconds": {}, "best": {}, '
             '"reports": {"dp": {"format": "nnx_sharding.report", "version": 1}}}',
             "reports.dp: ",
         ),
@@ -224,19 +241,19 @@ class CompareTest(parameterized.TestCase):
         assert str(caught.value).startswith(f"{file}: ")
 
     @parameterized.named_parameters(
-        ("no_mapping", [dp], {}, TypeError, "are a mapping"),
+        ("no_mapping", [dp], {}, TypeError, "is a mapping"),
         ("none", {}, {}, ValueError, "no strategies"),
-        ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is no size"),
+        ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is not a size"),
         ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size is"),
         ("device", {"dp": dp}, {"device": "TPU v5q"}, ValueError, "Did you mean"),
-        ("shardings", {"dp": dp}, {"in_shardings": None}, TypeError, "of its own"),
+        ("shardings", {"dp": dp}, {"in_shardings": None}, TypeError, "leave out in_shardings"),
     )
     def test_bad_arguments(self, strategies, options, error, message):
         with pytest.raises(error, match=message):
             compare(strategies, apply, None, X, **options)
 
     def test_bad_function(self):
-        with pytest.raises(TypeError, match="give the function itself"):
+        with pytest.raises(TypeError, match="pass the function itself"):
             compare({"dp": dp}, jit(apply), None, X)
         with pytest.raises(TypeError, match="needs a function"):
             compare({"dp": dp}, 3, None, X)
@@ -268,7 +285,7 @@ class PlanningMeshTest(parameterized.TestCase):
     def test_refused(self):
         with pytest.raises(TypeError, match="sizes of its axes by name"):
             planning_mesh((8, 4))
-        with pytest.raises(TypeError, match="no integers"):
+        with pytest.raises(TypeError, match="not integers"):
             planning_mesh({"a": "8"})
         with pytest.raises(ValueError, match="size 0"):
             planning_mesh({"a": 0})
@@ -296,7 +313,7 @@ class LimitsTest(parameterized.TestCase):
 
     @parameterized.parameters("", "GiB", "-1", "1 XB", "1 GiB 2", "1e3", "nan", -3, "1,5 GB")
     def test_refused(self, text):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(ValueError, match="is not a size"):
             read_bytes(text)
 
     @parameterized.parameters(1.5, None, True, b"1")
@@ -324,7 +341,7 @@ class DiffTest(parameterized.TestCase):
         assert memory.relative == memory.after / memory.before - 1 < 0
         gathers = by_name["all-gather over data: number"]
         assert gathers.before == 0 and gathers.after > 0 and gathers.relative == math.inf
-        assert "x" not in by_name  # it is as it was
+        assert "x" not in by_name  # unchanged
         assert memory not in changes.grown() and gathers in changes.grown(10)
         back = diff(after, before)
         assert {(c.name, c.before, c.after) for c in back} == {
@@ -344,7 +361,7 @@ class DiffTest(parameterized.TestCase):
         assert (added.name, added.before) == (path, None)
         assert str(added).startswith(f"{path}: none → float32[")
 
-    def test_versions_are_told_and_are_no_change(self):
+    def test_versions_are_shown_but_are_not_changes(self):
         report = planned().reports["dp"]
         other = dataclasses.replace(report.made_with, jax="0.99")
         changes = diff(report, dataclasses.replace(report, made_with=other))
@@ -392,9 +409,9 @@ class DiffTest(parameterized.TestCase):
 
     @parameterized.parameters(-0.1, float("nan"), "5%")
     def test_bad_threshold(self, threshold):
-        with pytest.raises(ValueError, match="threshold is a part"):
+        with pytest.raises(ValueError, match="threshold is a fraction"):
             diff(planned(), planned(), threshold=threshold)
-        with pytest.raises(ValueError, match="threshold is a part"):
+        with pytest.raises(ValueError, match="threshold is a fraction"):
             Changes([Change("memory", "peak", 1, 2)]).grown(threshold)
 
     def test_bad_types(self):
@@ -421,7 +438,7 @@ class ExampleTest(parameterized.TestCase):
         # Parameters and two moments of each, two counts of steps, and a part of the tokens.
         count = plan_7b.size_of(self.CONFIG)
         assert arguments["dp"] == 12 * count + 2 * 4 + 17 * 4
-        assert found.sent_by_axes["dp"]["data",] > 0
+        assert found.bytes_sent_by_axes["dp"]["data",] > 0
         # What the loop over the layers sends counts as often as it runs.
         assert {one.times for one in found.reports["dp"].collectives} == {1, 2}
         # What donated arguments take is not needed twice; all else is in the peak.

@@ -22,10 +22,10 @@ import nnx_sharding
 from models import MLP, mesh_of, mlp_specs
 from nnx_sharding import StateSharding
 from nnx_sharding import constraints as c
+from nnx_sharding.compat.eformer_mesh import NoContextMeshError
 from nnx_sharding.constraints import with_sharding_constraint as constrain
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
-from nnx_sharding.partition.logical import LogicalRules
-from nnx_sharding.partition.mesh import NoContextMeshError, make_mesh
+from nnx_sharding.partition import LogicalRules, make_mesh
 
 U = P.UNCONSTRAINED
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -71,7 +71,7 @@ def put(x, spec, mesh=MESH):
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
-def laid(x, spec, mesh=MESH) -> bool:
+def placed(x, spec, mesh=MESH) -> bool:
     x = x.get_raw_value() if isinstance(x, nnx.Variable) else x
     return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
 
@@ -115,7 +115,7 @@ class MakeMeshTest(parameterized.TestCase):
         ({"a": 0, "b": -2}, {}, ValueError, "'a' has size 0", "'b' has size -2"),
         ({"a": 2.0, "b": True}, {}, TypeError, "'a': 2.0, 'b': True"),
         ({"model": 8}, {"axis_types": {"modle": AUTO}}, ValueError, "did you mean 'model'"),
-        ({"a": 8}, {"axis_types": "auto"}, TypeError, "'auto' is no jax.sharding.AxisType"),
+        ({"a": 8}, {"axis_types": "auto"}, TypeError, "'auto' is not a jax.sharding.AxisType"),
         ({}, {}, ValueError, "no axis = 1 is not"),
     )
     def test_mistakes(self, axes, options, error, *parts):
@@ -173,7 +173,7 @@ class ContextTest(parameterized.TestCase):
         np.testing.assert_array_equal(index, want)
         assert seen[-1] == size and type(seen[-1]) is int
 
-    def test_names_that_are_none(self):
+    def test_invalid_names(self):
         questions = (c.get_mesh_axis_size, c.get_submesh_device_index, c.get_axes_size_in_mesh)
         for question in questions:
             for wrong in (1, None, ("a", 1), {"a": 1}):
@@ -212,11 +212,13 @@ class CorrectionTest(parameterized.TestCase):
             sharding = NamedSharding(mesh, spec)
             with jax.set_mesh(mesh):
                 for transform in (lambda f: f, jax.jit, nnx_sharding.jit):
-                    assert laid(transform(lambda x: constrain(x, sharding))(ones(8)), P("a"), mesh)
+                    assert placed(
+                        transform(lambda x: constrain(x, sharding))(ones(8)), P("a"), mesh
+                    )
 
     @parameterized.parameters(
-        ((8,), P("a", "b"), P("a"), "no dimension 1 or more to cut by 'b'"),
-        ((), P("a"), P(), "'a'"),
+        ((8,), P("a", "b"), P("a"), "the spec has 2 entries, the array 1 dimension"),
+        ((), P("a"), P(), "a scalar has no dimension"),
         ((8, 8), P("c", "b"), P(None, "b"), "no axis 'c'"),
         ((8, 8), P(("c", "a")), P("a", None), "no axis 'c'"),
         ((3, 8), P("a", "b"), P(None, "b"), "size 3 is not divisible"),
@@ -272,7 +274,7 @@ class OutsideOfTracesTest(parameterized.TestCase):
         mesh = MESHES[kind]
         for x in (ones(8, 8), np.ones((8, 8), "int8"), jax.random.split(jax.random.key(0), (8, 8))):
             got, want = constrain(x, spec, mesh=mesh), put(x, spec, mesh)
-            assert laid(got, spec, mesh) and got.committed
+            assert placed(got, spec, mesh) and got.committed
             assert jax.typeof(got) == jax.typeof(want) and bool((got == want).all())
 
     def test_every_kind_of_sharding(self):
@@ -287,8 +289,8 @@ class OutsideOfTracesTest(parameterized.TestCase):
     def test_a_mesh_in_context_is_taken(self):
         for context in (jax.set_mesh(MESH), legacy(MESH)):
             with context:
-                assert laid(constrain(ones(8, 8), P("a")), P("a"))
-                assert laid(jax.jit(lambda x: constrain(x, P("b")))(ones(8, 8)), P("b"))
+                assert placed(constrain(ones(8, 8), P("a")), P("a"))
+                assert placed(jax.jit(lambda x: constrain(x, P("b")))(ones(8, 8)), P("b"))
 
     def test_without_a_mesh_nothing_changes(self):
         x = ones(8, 8)
@@ -298,20 +300,20 @@ class OutsideOfTracesTest(parameterized.TestCase):
     def test_unconstrained_is_what_it_was(self, kind):
         mesh = MESHES[kind]
         x = put(ones(8, 8), P(None, "b"), mesh)
-        assert laid(constrain(x, P("a", U), mesh=mesh), P("a", "b"), mesh)
-        assert laid(constrain(x, P("b", U), mesh=mesh), P("b", None), mesh)
-        assert laid(constrain(np.ones((8, 8)), P("b", U), mesh=mesh), P("b", None), mesh)
+        assert placed(constrain(x, P("a", U), mesh=mesh), P("a", "b"), mesh)
+        assert placed(constrain(x, P("b", U), mesh=mesh), P("b", None), mesh)
+        assert placed(constrain(np.ones((8, 8)), P("b", U), mesh=mesh), P("b", None), mesh)
 
-    def test_what_lies_right_is_left_alone(self):
+    def test_arrays_with_the_sharding_are_kept(self):
         x = constrain(ones(8, 8), P("a", None), mesh=MESH)
         assert constrain(x, P("a"), mesh=MESH) is x
 
     def test_pytrees(self):
         tree = {"x": ones(8, 8), "y": [np.ones(8), "text", 3, None], "z": np.array(["s"])}
         got = constrain(tree, {"x": P("a", "b"), "y": P("b"), "z": P("a")}, mesh=MESH)
-        assert laid(got["x"], P("a", "b")) and laid(got["y"][0], P("b"))
+        assert placed(got["x"], P("a", "b")) and placed(got["y"][0], P("b"))
         assert got["y"][1:] == ["text", 3, None] and got["z"] is tree["z"]
-        with fails(ValueError, "no tree prefix", "'x'"):
+        with fails(ValueError, "not a tree prefix", "'x'"):
             constrain(tree, {"y": P(), "z": P()}, mesh=MESH)
 
     def test_abstract_arrays_get_the_sharding(self):
@@ -327,7 +329,7 @@ class OutsideOfTracesTest(parameterized.TestCase):
     @parameterized.product(wrong=["a", 3, ("a",), ["a", None], {"x": "a"}, object()])
     def test_a_wrong_type_is_an_error(self, wrong):
         for mesh in (MESH, None):
-            with fails(TypeError, "is no spec"):
+            with fails(TypeError, "expected a sharding spec"):
                 constrain(ones(8), wrong, mesh=mesh)
         with fails(TypeError, "mesh is a jax.sharding.Mesh"):
             constrain(ones(8), P("a"), mesh="a")
@@ -361,16 +363,16 @@ class ModuleTest(parameterized.TestCase):
         model = MLP()
         optimizer, kernel = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), model.up.kernel
         assert constrain(model, mlp_specs("b"), mesh=MESH) is model and model.up.kernel is kernel
-        assert laid(kernel, P(None, "b")) and laid(model.down.kernel, P("b"))
+        assert placed(kernel, P(None, "b")) and placed(model.down.kernel, P("b"))
         with pytest.warns(CorrectedSpecWarning, match="step, shape"):
             constrain(optimizer, P("b"), mesh=MESH)
-        assert laid(optimizer.opt_state[0].mu.up.kernel, P("b"))
+        assert placed(optimizer.opt_state[0].mu.up.kernel, P("b"))
 
     def test_shared_variables_bare_arrays_and_statics(self):
         model = nnx.Dict(a=nnx.Param(ones(8)), b=ones(8), c="text")
         model.d = model.a
         constrain({"m": model, "x": ones(8)}, {"m": P("a"), "x": P("b")}, mesh=MESH)
-        assert model.d is model.a and laid(model.a, P("a")) and laid(model.b, P("a"))
+        assert model.d is model.a and placed(model.a, P("a")) and placed(model.b, P("a"))
         assert model.c == "text"
 
     def test_references_are_kept(self):
@@ -382,7 +384,7 @@ class ModuleTest(parameterized.TestCase):
     def test_a_variable_of_a_pytree(self):
         variable = nnx.Param({"x": ones(8), "y": ones(8, 2)})
         assert constrain(variable, P("a"), mesh=MESH) is variable
-        assert all(laid(x, P("a")) for x in variable.get_raw_value().values())
+        assert all(placed(x, P("a")) for x in variable.get_raw_value().values())
 
     def test_state_sharding(self):
         model = nnx.Dict(x=nnx.Param(ones(8)), y=nnx.BatchStat(ones(3)))
@@ -400,8 +402,8 @@ class ModuleTest(parameterized.TestCase):
         rules, tree = LogicalRules({"batch": "a", "embed": "b"}), {"x": ones(8, 8), "y": ones(8)}
         names = {"x": ("batch", "embed"), "y": ("embed",)}
         got = constrain(tree, names, mesh=MESH, rules=rules)
-        assert laid(got["x"], P("a", "b")) and laid(got["y"], P("b"))
-        assert laid(constrain(tree, P("a"), mesh=MESH, rules=rules)["x"], P("a"))
+        assert placed(got["x"], P("a", "b")) and placed(got["y"], P("b"))
+        assert placed(constrain(tree, P("a"), mesh=MESH, rules=rules)["x"], P("a"))
         with fails(ValueError, "btach"):
             constrain(ones(8), ("btach",), mesh=MESH, rules=rules)
         with fails(TypeError, "write P"):
@@ -416,7 +418,7 @@ class ModuleTest(parameterized.TestCase):
         assert not isinstance(model.up.kernel.get_raw_value(), jax.core.Tracer)
         same = []
         nnx_sharding.jit(lambda m: same.append(constrain(m, mlp_specs("b"), mesh=MESH) is m))(model)
-        assert same == [True] and laid(model.up.kernel, P(None, "b"))
+        assert same == [True] and placed(model.up.kernel, P(None, "b"))
 
 
 class TraceTest(parameterized.TestCase):
@@ -431,7 +433,7 @@ class TraceTest(parameterized.TestCase):
         with contextlib.nullcontext() if bare else jax.set_mesh(mesh):
             for jit in (jax.jit, nnx_sharding.jit):
                 out = jit(lambda x: constrain(x, own, mesh=mesh if how == "mesh" else None) * 2)(x)
-                assert laid(out, spec, mesh)
+                assert placed(out, spec, mesh)
                 np.testing.assert_array_equal(out, x * 2)
 
     def test_the_program_is_that_of_jax(self):
@@ -448,12 +450,12 @@ class TraceTest(parameterized.TestCase):
         mesh = MESHES[kind]
         with jax.set_mesh(mesh):
             x = put(ones(8, 8), P(None, "b"), mesh)
-            assert laid(jax.jit(lambda x: constrain(x, P("a", U)))(x), P("a", "b"), mesh)
+            assert placed(jax.jit(lambda x: constrain(x, P("a", U)))(x), P("a", "b"), mesh)
 
     def test_in_a_mixed_dimension_explicit_axes_come_first(self):
         with jax.set_mesh(MESHES["mixed"]):
             out = jax.jit(lambda x: constrain(x, P(("a", "b"))))(ones(8, 8))
-        assert laid(out, P(("b", "a")), MESHES["mixed"])
+        assert placed(out, P(("b", "a")), MESHES["mixed"])
 
     @parameterized.parameters("auto", "explicit")
     def test_grad_and_vmap_compiled_or_not(self, kind):
@@ -464,7 +466,7 @@ class TraceTest(parameterized.TestCase):
             for wrap in (jax.jit, nnx_sharding.jit, lambda f: f):
                 np.testing.assert_array_equal(wrap(grad)(x), 2 * x)
                 np.testing.assert_array_equal(wrap(vmap)(x), x)
-                assert laid(wrap(vmap)(x), P("a"), mesh)
+                assert placed(wrap(vmap)(x), P("a"), mesh)
 
     @parameterized.product(kind=list(MESHES), compiled=[True, False])
     def test_manual_axes_are_left_out(self, kind, compiled):
@@ -485,10 +487,10 @@ class TraceTest(parameterized.TestCase):
         for shard_map in (jax.shard_map, nnx_sharding.shard_map):
             f = shard_map(inside, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
             with jax.set_mesh(mesh):
-                assert laid(jax.jit(f)(put(ones(8, 8), P("a"), mesh)), P("a", "b"), mesh)
+                assert placed(jax.jit(f)(put(ones(8, 8), P("a"), mesh)), P("a", "b"), mesh)
 
     def test_constants_of_the_function(self):
-        assert laid(jax.jit(lambda: constrain(np.ones((8, 8)), P("a"), mesh=MESH))(), P("a"))
+        assert placed(jax.jit(lambda: constrain(np.ones((8, 8)), P("a"), mesh=MESH))(), P("a"))
 
 
 class Model(nnx.Module):
@@ -518,7 +520,7 @@ class MatchTest(parameterized.TestCase):
             assert both["m"]["up"]["bias"] == P("b") and both["v"] == P()
         model = Model()
         constrain(model, c.match_partition_rules(self.rules, model), mesh=MESH)
-        assert laid(model.up.kernel, P("a", "b"))
+        assert placed(model.up.kernel, P("a", "b"))
         specs = c.match_partition_rules({"up": P("b"), "": P("a")}, (model, model))
         assert specs[1]["up"]["kernel"] == P("b")
 
@@ -568,7 +570,7 @@ class MatchTest(parameterized.TestCase):
         with pytest.warns(UnusedFilterWarning) as caught:
             c.match_partition_rules(rules, {"x": ones(4), "y": ones(4)})
         lines = str(caught[0].message).splitlines()[1:]
-        assert lines[0] == "  'x$' matches only what is taken by 'x' before it"
+        assert lines[0] == "  'x$' matches only what 'x' before it matches"
         assert lines[1:] == ["  'z' matches nothing"] and caught[0].filename == __file__
 
 
@@ -577,52 +579,52 @@ class ShardAndGatherTest(parameterized.TestCase):
         specs = {"x": P("a"), "y": [P(None, "b"), NamedSharding(MESH, P("b"))]}
         shard, gather = c.make_shard_and_gather_fns(specs, MESH)
         x = np.ones((8, 8))
-        placed = jax.tree.map(lambda f, x: f(x), shard, {"x": x, "y": [x, x]})
-        assert laid(placed["x"], P("a")) and laid(placed["y"][0], P(None, "b"))
-        assert laid(placed["y"][1], P("b"))
-        whole = jax.tree.map(lambda f, x: f(x), gather, placed)
-        assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(whole))
-        np.testing.assert_array_equal(whole["y"], [x, x])
+        sharded = jax.tree.map(lambda f, x: f(x), shard, {"x": x, "y": [x, x]})
+        assert placed(sharded["x"], P("a")) and placed(sharded["y"][0], P(None, "b"))
+        assert placed(sharded["y"][1], P("b"))
+        full = jax.tree.map(lambda f, x: f(x), gather, sharded)
+        assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(full))
+        np.testing.assert_array_equal(full["y"], [x, x])
 
     def test_a_tree_is_gathered_array_by_array(self):
         _, gather = c.make_shard_and_gather_fns(P("a"), MESH)
         given = {"x": put(ones(8), P("a")), "n": np.ones(8), "s": "text", "v": nnx.Param(ones(8))}
         with programs() as compiled:
-            whole = gather(given)
-        assert len(compiled) == 1 and whole["s"] == "text"  # the others come from one device
-        assert all(type(whole[key]) is np.ndarray for key in "xn")
-        assert type(whole["v"].get_raw_value()) is np.ndarray
-        np.testing.assert_array_equal(whole["x"], ones(8))
+            full = gather(given)
+        assert len(compiled) == 1 and full["s"] == "text"  # the others come from one device
+        assert all(type(full[key]) is np.ndarray for key in "xn")
+        assert type(full["v"].get_raw_value()) is np.ndarray
+        np.testing.assert_array_equal(full["x"], ones(8))
 
     def test_one_program_for_a_tree(self):
         both = c.make_shard_and_gather_fns({i: P("a", "b") for i in range(4)}, MESH)
         host = {i: np.ones((8, 24 + 8 * i), np.float32) for i in range(4)}
         with programs() as compiled:
-            placed = both.shard(host)
+            sharded = both.shard(host)
             assert len(compiled) == 0
-            whole = both.gather(placed)
+            full = both.gather(sharded)
             assert len(compiled) == 1
-            again = both.shard(whole)
+            again = both.shard(full)
             both.gather(again)
             assert len(compiled) == 2
-        assert all(x.is_fully_replicated for x in whole.values())
-        assert all(laid(x, P("a", "b")) for x in again.values())
+        assert all(x.is_fully_replicated for x in full.values())
+        assert all(placed(x, P("a", "b")) for x in again.values())
 
     def test_modules(self):
         model = MLP()
         by_rules = c.match_partition_rules({"up": P(None, "b"), "": P("b")}, model)
         for specs in (mlp_specs("b"), by_rules):
             both = c.make_shard_and_gather_fns(specs, MESH)
-            assert both.shard(model) is model and laid(model.up.kernel, P(None, "b"))
+            assert both.shard(model) is model and placed(model.up.kernel, P(None, "b"))
             assert both.gather(model) is model
             assert model.up.kernel.get_raw_value().is_fully_replicated
 
     def test_meshes(self):
         with jax.set_mesh(MESH):
             shard, _ = c.make_shard_and_gather_fns(P("a"))
-        assert laid(shard(ones(8)), P("a"))
+        assert placed(shard(ones(8)), P("a"))
         shard, _ = c.make_shard_and_gather_fns({"x": NamedSharding(MESH, P("a"))})
-        assert laid(shard["x"](ones(8)), P("a"))
+        assert placed(shard["x"](ones(8)), P("a"))
         with fails(NoContextMeshError):
             c.make_shard_and_gather_fns({"x": P("a")})
         with fails(TypeError, "'x'", "'a'"):
@@ -676,7 +678,7 @@ class AnalysisTest(parameterized.TestCase):
         assert half == c.analyze_sharding_strategy(tree, {"x": P("a"), "y": {"z": None}}, MESH)
         flat = {"y/x": {"z": ones(8)}}
         assert c.analyze_sharding_strategy(flat, {"y/x": P("a")}, MESH)["sharded_parameters"] == 8
-        with fails(ValueError, "  'y/w' leads to no array; did you mean 'y/z'?", "'y/z' has no"):
+        with fails(ValueError, "  'y/w' is not the path of an array; did you mean 'y/z'?", "'y/z'"):
             c.analyze_sharding_strategy(tree, {"x": P("a"), "y/w": None}, MESH)
         with fails(ValueError, "  'down/kernel' has no spec"):
             c.analyze_sharding_strategy(model, {"up/kernel": P()}, MESH)
@@ -759,5 +761,5 @@ class ExtractTest(parameterized.TestCase):
         assert names(P()) == [] and names(NamedSharding(MESH, P("b"))) == ["b"]
         assert names(mlp_specs("m")) == ["m"]
         assert names(c.get_partition_spec(constrain(MLP(), P("b"), mesh=MESH))) == ["b"]
-        with fails(TypeError, "3 is no PartitionSpec"):
+        with fails(TypeError, "3 is not a PartitionSpec"):
             names({"x": 3})

@@ -28,9 +28,7 @@ from nnx_sharding.errors import (
     UnusedFilterWarning,
 )
 from nnx_sharding.filters import PathGlob, PathRegex
-from nnx_sharding.fitting import axis_problems, fit, shape_problems, variants
-
-SIZES = {"a": 2, "b": 4}
+from nnx_sharding.fitting import fit_sharding, variants
 
 
 def mesh24() -> Mesh:
@@ -57,18 +55,21 @@ class FitTest(parameterized.TestCase):
         try:
             NamedSharding(mesh24(), spec).shard_shape(shape)
         except ValueError:
-            assert shape_problems(spec, mesh24(), shape)
+            assert fit_sharding(spec, mesh24(), shape).problems
         else:
-            assert not shape_problems(spec, mesh24(), shape)
+            assert not fit_sharding(spec, mesh24(), shape).problems
 
     @given(specs(), shapes, st.sampled_from(["replicate", "drop"]))
-    def test_what_is_left_divides(self, spec, shape, how):
-        part = fit(spec, shape, SIZES, how)
+    def test_the_part_that_fits(self, spec, shape, how):
+        fit = fit_sharding(spec, mesh24(), shape, on_indivisible=how)
+        part = fit.sharding
         NamedSharding(mesh24(), part).shard_shape(shape)
-        assert part in [spec, *variants(spec, how)]
-        assert fit(part, shape, SIZES, how) == part
-        if not shape_problems(spec, mesh24(), shape):
-            assert part == spec
+        assert not fit.problems and part in [spec, *variants(spec, how)]
+        again = fit_sharding(part, mesh24(), shape, on_indivisible=how)
+        assert again.sharding is part and not again.corrections
+        assert bool(fit.corrections) == bool(fit_sharding(spec, mesh24(), shape).problems)
+        if not fit.corrections:
+            assert part is spec
         elif how == "replicate":
             assert part == P()
 
@@ -80,16 +81,29 @@ class FitTest(parameterized.TestCase):
         (P(), (5,), P()),
     )
     def test_dropped(self, spec, shape, expected):
-        self.assertEqual(fit(spec, shape, SIZES, "drop"), expected)
-        self.assertEqual(fit(spec, shape, SIZES, "error"), spec)
+        fit = fit_sharding(spec, mesh24(), shape, on_indivisible="drop")
+        self.assertEqual(fit.sharding, expected)
+        named = fit_sharding(NamedSharding(mesh24(), spec), None, shape, on_indivisible="drop")
+        self.assertEqual(named.sharding, NamedSharding(mesh24(), expected))
+        self.assertEqual(named.reasons, fit.reasons)
 
     def test_axes(self):
-        problems = axis_problems(P("aa", ("b", "b")), mesh24())
-        self.assertLen(problems, 2)
-        self.assertIn("did you mean 'a'?", problems[0])
-        self.assertIn("used 2 times", problems[1])
-        self.assertEqual(axis_problems(P("a", ("b",)), mesh24()), [])
-        self.assertIn("'a'", axis_problems(P("a"), mesh24(), {"b"})[0])
+        one, two = map(str, fit_sharding(P("aa", ("b", "b")), mesh24()).problems)
+        self.assertIn("did you mean 'a'?", one)
+        self.assertIn("used 2 times", two)
+        self.assertEqual(fit_sharding(P("a", ("b",)), mesh24()).problems, ())
+        self.assertIn("'a'", fit_sharding(P("a"), mesh24(), usable={"b"}).reasons)
+        fit = fit_sharding(P(P.UNCONSTRAINED), mesh24(), unconstrained=False)
+        self.assertEqual([misfit.kind for misfit in fit.problems], ["unconstrained"])
+
+    def test_other_shardings(self):
+        self.assertEqual(fit_sharding(None, mesh24(), (3,)).problems, ())
+        self.assertEqual(fit_sharding(P("z"), None, (3,)).problems, ())
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self.assertIs(fit_sharding(one, None, (3,)).sharding, one)
+        fit = fit_sharding(P("a"), mesh24(), (3,))
+        line = "  x, shape (3,) (was (4,)), P('a',): dimension 0 of size 3 is not divisible by"
+        self.assertStartsWith(fit.line("x", (4,)), line)
 
 
 class IndivisibleTest(parameterized.TestCase):
@@ -199,7 +213,7 @@ class IndivisibleTest(parameterized.TestCase):
             fun(model)
         memory.assert_unchanged()
 
-    @parameterized.parameters("Replicate", None, "cut")
+    @parameterized.parameters("Replicate", None, "keep")
     def test_other_values(self, value):
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
             jit(lambda x: x, on_indivisible=value)

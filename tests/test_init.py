@@ -17,9 +17,7 @@ from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
-from nnx_sharding.partition import init
-from nnx_sharding.partition.init import abstract_init, sharded_init
-from nnx_sharding.partition.paths import exact
+from nnx_sharding.partition import abstract_init, from_paths, init, sharded_init
 
 RULES = StateSharding({nnx.PathContains("kernel"): P("a", "b"), ...: P()})
 
@@ -102,7 +100,7 @@ class ShardedInitTest(parameterized.TestCase):
         self.assertEqual(shardings(abstract_init(make, None, mesh24())), shardings(theirs))
 
     @parameterized.parameters(KINDS)
-    def test_never_whole(self, kind):
+    def test_never_replicated(self, kind):
         size = 512 * 512 * 4
         compiled = []
 
@@ -114,12 +112,12 @@ class ShardedInitTest(parameterized.TestCase):
 
         with jax.set_mesh(mesh24(kind)), mock.patch.object(init, "jit", spy):
             model = sharded_init(Big, RULES)
-            whole = jit(Big, out_shardings=RULES).lower().compile()
+            full = jit(Big, out_shardings=RULES).lower().compile()
         self.assertEqual({s.data.nbytes for s in model.kernel.addressable_shards}, {size // 8})
         self.assertNotIn("[512,512]", compiled[0].as_text())
         self.assertLess(compiled[0].memory_analysis().temp_size_in_bytes, size)
-        # What the test looks for is there to be found.
-        self.assertEqual("[512,512]" in whole.as_text(), kind == "explicit")
+        # The text of a program with the full array has it.
+        self.assertEqual("[512,512]" in full.as_text(), kind == "explicit")
 
     @parameterized.parameters(KINDS)
     def test_references_statics_and_metadata(self, kind):
@@ -163,7 +161,7 @@ class ShardedInitTest(parameterized.TestCase):
             paths = [
                 path for path, leaf in nnx.to_flat_state(nnx.state(model)) if leaf.shape[0] > 4
             ]
-            return exact({path: P("b") for path in paths} | {("up", "kernel"): P("a")})
+            return from_paths({path: P("b") for path in paths} | {("up", "kernel"): P("a")})
 
         for make in (sharded_init, abstract_init):
             model = make(MLP, choose, mesh24())

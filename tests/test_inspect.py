@@ -1,4 +1,4 @@
-"""``inspect``: the table of parameters against the arrays, the collectives against known ones."""
+"""The table of parameters against the arrays, counts of collectives against known ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
 from models import MLP, P, mesh_of
 from nnx_sharding import StateSharding, jit
-from nnx_sharding.analysis import format_table, parameter_table
-from nnx_sharding.report import collectives
+from nnx_sharding.analysis import collectives_of, format_table, parameter_table
 
 MESH = mesh_of((2, 4), ("data", "model"))
 SHARDING = StateSharding(
@@ -37,8 +36,8 @@ def row_of(tree):
 
 
 ARRAYS = {
-    "cut": lambda: place(jnp.ones((8, 16)), "data", "model"),
-    "cut_by_two_axes": lambda: place(jnp.ones((8, 16)), ("data", "model")),
+    "sharded": lambda: place(jnp.ones((8, 16)), "data", "model"),
+    "sharded_over_two_axes": lambda: place(jnp.ones((8, 16)), ("data", "model")),
     "replicated": lambda: place(jnp.ones((8, 16), jnp.bfloat16)),
     "scalar": lambda: place(jnp.array(1, jnp.int8)),
     "empty": lambda: place(jnp.ones((0, 4)), None, "model"),
@@ -52,7 +51,7 @@ class ParameterTableTest(parameterized.TestCase):
     def test_sizes_are_those_of_the_shards(self, make):
         array = make()
         row = row_of(array)
-        assert (row.path, row.shape, row.dtype) == ("", array.shape, array.dtype)
+        assert (row.path, row.shape, row.dtype) == ("", array.shape, str(array.dtype))
         for shard in array.addressable_shards:
             assert row.shard_shape == shard.data.shape
             assert row.bytes_per_device == shard.data.nbytes
@@ -131,7 +130,7 @@ class ParameterTableTest(parameterized.TestCase):
     def test_nothing(self):
         assert parameter_table({}) == []
 
-    def test_data_is_not_touched(self):
+    def test_deleted_arrays(self):
         array = place(jnp.ones((8, 16)), "data")
         before = parameter_table(array)
         array.delete()
@@ -147,12 +146,12 @@ class ParameterTableTest(parameterized.TestCase):
         sharding = NamedSharding(MESH, P("model"))
         bad = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)
         tree = nnx.Dict(a=nnx.Param(bad), b=nnx.Param(jnp.ones(4)), c=nnx.Param(bad))
-        with pytest.raises(ValueError, match=r"(?s)cannot be cut.*  a: .*\(6,\).*  c: .*Change"):
+        with pytest.raises(ValueError, match=r"(?s)do not divide.*  a: .*\(6,\).*  c: .*Change"):
             parameter_table(tree)
 
 
-class SharingQuestionsTest(absltest.TestCase):
-    """What a row says is what JAX says of the array itself."""
+class ShardingPropertiesTest(absltest.TestCase):
+    """The properties of a row are those of the array's sharding."""
 
     def setUp(self):
         super().setUp()
@@ -161,7 +160,7 @@ class SharingQuestionsTest(absltest.TestCase):
         self.array = jax.device_put(jnp.ones((4, 6)), self.sharding)
         [self.row] = parameter_table({"w": nnx.Param(self.array)})
 
-    def test_answers_are_those_of_the_array(self):
+    def test_properties_are_those_of_the_array(self):
         own = self.array.sharding
         names = ("device_set", "addressable_devices", "num_devices", "memory_kind")
         for name in (*names, "is_fully_addressable", "is_fully_replicated"):
@@ -171,7 +170,7 @@ class SharingQuestionsTest(absltest.TestCase):
         held = sum(shard.data.nbytes for shard in self.array.addressable_shards)
         self.assertEqual(self.row.bytes_addressable, held)
 
-    def test_equivalent_layouts(self):
+    def test_equivalent_shardings(self):
         self.assertTrue(self.row.is_equivalent_to(self.sharding.update(spec=P("data"))))
         self.assertFalse(self.row.is_equivalent_to(self.sharding.update(spec=P("model"))))
 
@@ -274,7 +273,7 @@ class CollectivesTest(parameterized.TestCase):
         mesh = jax.make_mesh((8,), ("model",), (jax.sharding.AxisType.Auto,))
         mapped = jax.shard_map(block, mesh=mesh, in_specs=in_spec, out_specs=out_spec)
         compiled = jax.jit(mapped).lower(jnp.ones((8, 64))).compile()
-        found = collectives(compiled.as_text())
+        found = collectives_of(compiled.as_text()).counts()
         assert {kind: count for kind, count in found.items() if count} == {kind: 1}
 
     def test_compiler_made(self):
@@ -282,20 +281,20 @@ class CollectivesTest(parameterized.TestCase):
             model = jit(MLP, out_shardings=SHARDING)(nnx.Rngs(0))
             forward = jit(MLP.__call__, in_shardings=(SHARDING, P("data")))
             compiled = forward.lower(model, np.ones((8, 4), np.float32)).compile()
-        found = collectives(compiled.as_text())
+        found = collectives_of(compiled.as_text()).counts()
         assert found["all-reduce"] == 1
         assert sum(found.values()) == 1
 
     @parameterized.named_parameters((name, *rest) for name, rest in LINES.items())
     def test_text(self, text, expected):
-        found = collectives(text)
+        found = collectives_of(text).counts()
         assert {kind: count for kind, count in found.items() if count} == expected
         assert list(found) == list(BLOCKS)
 
     def test_long_lines_take_no_longer_than_their_length(self):
         shapes = ", ".join(["f32[8]{0}"] * 50_000)
-        assert collectives(f"%r = ({shapes}) all-reduce(%x)")["all-reduce"] == 1
-        assert not sum(collectives(f"%r = ({shapes} = " * 3).values())
+        assert collectives_of(f"%r = ({shapes}) all-reduce(%x)").counts()["all-reduce"] == 1
+        assert not sum(collectives_of(f"%r = ({shapes} = " * 3).counts().values())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``check_sharding`` and ``assert_sharded``, against the arrays that are really placed."""
+"""``check_sharding`` and ``assert_sharded``, against arrays that are placed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from models import MLP, Net, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.filters import Paths
-from nnx_sharding.report.sharding import assert_sharded, check_sharding
+from nnx_sharding.report.sharding import check_sharding
+from nnx_sharding.testing import assert_sharded
 from test_fit import shapes, specs
 
 ABSTRACT = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -44,12 +45,12 @@ def trained():
 
 
 def held(array):
-    """The bytes of an array on a device, where two int4 take one."""
+    """The bytes of an array on a device, where two int4 take one byte."""
     return -(-array.nbytes // 2) if array.dtype == "int4" else array.nbytes
 
 
 class BytesTest(parameterized.TestCase):
-    """What the report says of bytes is what the devices hold."""
+    """The bytes of the report are those on the devices."""
 
     @settings(max_examples=40)
     @given(specs(), shapes, st.sampled_from(TYPES), st.sampled_from(["replicate", "drop"]))
@@ -64,8 +65,8 @@ class BytesTest(parameterized.TestCase):
         assert {(row.shard_shape, row.bytes_per_device)} == {(s.shape, held(s)) for s in shards}
         assert report.device_bytes == tuple(map(held, shards))
         assert report.bytes_total == row.bytes_total == held(array)
-        whole = held(array) if placed.is_fully_replicated else 0
-        assert report.replicated_bytes == whole
+        replicated = held(array) if placed.is_fully_replicated else 0
+        assert report.replicated_bytes == replicated
         assert (row.why is None) == (row.spec == spec)
         assert report.ok
 
@@ -86,11 +87,11 @@ class BytesTest(parameterized.TestCase):
             self.assertEqual(row.sharding, arrays[row.path].sharding)
             shard = arrays[row.path].addressable_shards[0].data
             self.assertEqual((row.shard_shape, row.bytes_per_device), (shard.shape, shard.nbytes))
-            self.assertEqual((row.dtype, row.shape), (shard.dtype, arrays[row.path].shape))
+            self.assertEqual((row.dtype, row.shape), (str(shard.dtype), arrays[row.path].shape))
         held = sum(x.addressable_shards[0].data.nbytes for x in arrays.values())
         self.assertEqual((report.device_bytes, report.balance), ((held,) * 8, 1))
-        whole = sum(x.nbytes for x in arrays.values() if x.is_fully_replicated)
-        self.assertEqual(report.replicated_bytes, whole)
+        replicated = sum(x.nbytes for x in arrays.values() if x.is_fully_replicated)
+        self.assertEqual(report.replicated_bytes, replicated)
 
     def test_abstract_or_not(self):
         rules = mlp_specs("b")
@@ -182,8 +183,8 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(report.shadowed, {2: (0,), 4: (0, 3), 6: (0, 3)})
         one, two, four = report.warnings
         self.assertIn("matches nothing; did you mean 'down'?", one)
-        self.assertIn("matches only what rule 0 takes before it", two)
-        self.assertIn("matches only what rule 0, 3 takes before it", four)
+        self.assertIn("matches only what rule 0 before it matches", two)
+        self.assertIn("matches only what rule 0, 3 before it matches", four)
         self.assertTrue(report.ok)
 
     def test_paths_start_at_the_module(self):
@@ -207,8 +208,8 @@ class RulesTest(parameterized.TestCase):
     def test_none(self):
         rules = StateSharding({...: None})
         model = MLP()
-        lies = jax.device_put(model.up.kernel[...], NamedSharding(mesh24(), P("a")))
-        model.up.kernel.set_value(lies)
+        placed = jax.device_put(model.up.kernel[...], NamedSharding(mesh24(), P("a")))
+        model.up.kernel.set_value(placed)
         down, up = check_sharding(model, rules, mesh24()).rows
         self.assertEqual((up.spec, up.declared, up.bytes_per_device), (P("a"), None, 128))
         self.assertEqual((down.spec, down.bytes_per_device), (P(), 256))
@@ -235,7 +236,7 @@ class RulesTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, "StateSharding"):
             check_sharding(MLP(), P("a"), ABSTRACT)
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
-            check_sharding(MLP(), rules, ABSTRACT, on_indivisible="cut")
+            check_sharding(MLP(), rules, ABSTRACT, on_indivisible="keep")
         with self.assertRaises(NoMeshError):
             check_sharding(MLP(), rules)
 
@@ -265,7 +266,7 @@ class TextTest(parameterized.TestCase):
         text = str(self.report())
         lines = [line.split() for line in text.splitlines()[:7] if "---" not in line]
         self.assertEqual(lines, [line.split() for line in GOLDEN.splitlines()])
-        self.assertIn("mesh 'a' (2) × 'b' (4); whole on each device: 108 bytes (52.9%)", text)
+        self.assertIn("mesh 'a' (2) × 'b' (4); fully replicated: 108 bytes (52.9%)", text)
         self.assertIn("  0 Param\n", text)
         self.assertIn("problems:\n  down/kernel", text)
         self.assertNotIn(" at 0x", text)

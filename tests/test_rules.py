@@ -24,9 +24,16 @@ from models import MLP, Net, mesh_of
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import StrictError, UnusedFilterWarning
 from nnx_sharding.filters import PathGlob, PathRegex, is_opaque
-from nnx_sharding.partition.logical import LogicalRules, from_logical
-from nnx_sharding.partition.paths import exact, spec_table
-from nnx_sharding.partition.rules import from_arrays, from_metadata, from_rules, override
+from nnx_sharding.partition import (
+    LogicalRules,
+    from_arrays,
+    from_logical,
+    from_metadata,
+    from_paths,
+    from_rules,
+    override,
+    specs_by_path,
+)
 
 
 def mesh24():
@@ -39,7 +46,7 @@ def annotated(shape=(4, 8), **metadata):
 
 
 def by_name(tree, sharding):
-    return {"/".join(path): spec for path, spec in spec_table(tree, sharding).items()}
+    return {"/".join(path): spec for path, spec in specs_by_path(tree, sharding).items()}
 
 
 def spec_from_metadata(variable, *args):
@@ -168,7 +175,7 @@ class RulesTest(parameterized.TestCase):
         for rules, text in [
             *((x, "from_rules takes a map") for x in (3, "ab", ["ab"], None, StateSharding({}))),
             ({"up": "data"}, "(?s)up.*'data'.*write P"),
-            ({3: P()}, "3 is no NNX filter"),
+            ({3: P()}, "3 is not an NNX filter"),
         ]:
             with self.assertRaisesRegex(TypeError, text):
                 from_rules(rules)
@@ -181,7 +188,7 @@ class RulesTest(parameterized.TestCase):
         self.assertEqual(new.find(("up", "mean"), nnx.BatchStat(0)), (1, None))
         self.assertEqual(new.on_indivisible, "drop")
         self.assertEqual(override(base, {}), base)
-        at_paths = override(exact({("up", "kernel"): P("data")}), {"up/*": P()}, kind="glob")
+        at_paths = override(from_paths({("up", "kernel"): P("data")}), {"up/*": P()}, kind="glob")
         self.assertEqual(at_paths.map_prefix(("up", "kernel"), None), P())
         with self.assertRaisesRegex(TypeError, "override changes"):
             override({...: P()}, {})
@@ -250,10 +257,10 @@ class MetadataTest(parameterized.TestCase):
             model = nnx.eval_shape(make)
         theirs = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(model)))
         want = {path: variable.get_raw_value() for path, variable in theirs}
-        self.assertEqual(spec_table(model, from_metadata(model)), want)
+        self.assertEqual(specs_by_path(model, from_metadata(model)), want)
         with jax.set_mesh(mesh24()):
             placed = make()
-        self.assertEqual(spec_table(placed, from_metadata(placed, mesh=mesh24())), want)
+        self.assertEqual(specs_by_path(placed, from_metadata(placed, mesh=mesh24())), want)
 
     def test_older_names_and_optimizers(self):
         for key in ("sharding", "sharding_names"):
@@ -265,7 +272,7 @@ class MetadataTest(parameterized.TestCase):
                 self.assertEqual(spec_from_metadata(annotated()), P("data", None))
         model = nnx.Dict(w=annotated(out_sharding=("data",), optimizer_sharding=(None, "model")))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        table = spec_table(optimizer, from_metadata(optimizer))
+        table = specs_by_path(optimizer, from_metadata(optimizer))
         self.assertEqual(table["opt_state", 0, "mu", "w"], P(None, "model"))
         self.assertEqual(table["opt_state", 0, "count"], P())
 
@@ -308,14 +315,15 @@ class MetadataTest(parameterized.TestCase):
         with self.assertRaises(ValueError) as raised:
             from_metadata(model, {"embed": "data"}, mesh24())
         lines = {line.split(",")[0].strip(): line for line in str(raised.exception).split("\n")}
-        self.assertIn("'model': it is no tuple of names: write P('model')", lines["letter"])
+        self.assertIn("'model': expected a tuple of names: write P('model')", lines["letter"])
         self.assertIn("3 names for 2 dimensions", lines["long"])
-        self.assertIn("3 is no name", lines["number"])
+        self.assertIn("3 is not a name", lines["number"])
         self.assertIn(
-            "'modle' has no rule and is no axis of the mesh; did you mean 'model'", lines["typo"]
+            "'modle' has no rule and is not an axis of the mesh; did you mean 'model'",
+            lines["typo"],
         )
         self.assertIn("did you mean 'embed'?", lines["typo"])
-        self.assertIn("'data' cuts 2 dimensions", lines["twice"])
+        self.assertIn("'data' shards 2 dimensions", lines["twice"])
         self.assertIn("('embed', 3)", lines["rules"])
         self.assertNotIn("fine", lines)
         with self.assertRaisesRegex(ValueError, "3 names for 2 dimensions"):
@@ -382,7 +390,7 @@ class LogicalRulesTest(parameterized.TestCase):
             (("embde", "vocab"), "'embde'; did you mean 'embed'.*'vocab'.* are 'embed', 'mlp'"),
             ("embed", r"write P\('embed'\)"),
             ((3,), "a name"),
-            (None, "no tuple"),
+            (None, "expected a tuple"),
         ]:
             with self.assertRaisesRegex(ValueError, text):
                 rules.spec(names)

@@ -74,7 +74,7 @@ class FormatTest(parameterized.TestCase):
         ours = jit(step, in_shardings=(specs,)).lower(layer()).compile()
         theirs = jax.jit(double, in_shardings=own).lower(layer().kernel[...]).compile()
         self.assertEqual(ours.input_formats[0][0]["kernel"], theirs.input_formats[0][0])
-        if own.layout is Layout.AUTO:  # for arrays that are laid out already JAX refuses it
+        if own.layout is Layout.AUTO:  # JAX refuses it for placed arrays
             return
         model, run = layer(), jit(step, in_shardings=(specs,))
         for _ in range(2):
@@ -202,7 +202,7 @@ class NameTest(parameterized.TestCase):
             self.assertEqual(*names)
 
     def test_in_logs(self):
-        def told(transform):
+        def log_of(transform):
             out = io.StringIO()
             handler, logger = logging.StreamHandler(out), logging.getLogger("jax")
             logger.addHandler(handler)
@@ -213,8 +213,8 @@ class NameTest(parameterized.TestCase):
                 logger.removeHandler(handler)
             return re.sub(r"[\d.e-]+ sec", "… sec", out.getvalue())
 
-        self.assertIn("Compiling jit(<lambda>)", told(jit))
-        self.assertEqual(told(jit), told(jax.jit))
+        self.assertIn("Compiling jit(<lambda>)", log_of(jit))
+        self.assertEqual(log_of(jit), log_of(jax.jit))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Layouts of whole models and their optimizers: replicated, FSDP, ZeRO-1, and in training."""
+"""Strategies for models and their optimizers: replicated, FSDP, ZeRO-1, and in training."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layouts import MESH, MLP, MODELS, OPTIMIZERS, WIDTH, both, indivisible, layout, table
 from models import mesh_of, numbers
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError, UnusedFilterWarning
 from nnx_sharding.fitting import axes_of
-from nnx_sharding.partition.optimizer import optimizer_sharding
-from nnx_sharding.partition.paths import variables
-from nnx_sharding.partition.strategies import fsdp, replicated, zero1
-from nnx_sharding.partition.tensor_parallel import tensor_parallel
+from nnx_sharding.partition import (
+    fsdp,
+    optimizer_sharding,
+    replicated,
+    tensor_parallel,
+    variables,
+    zero1,
+)
+from sharded_models import MESH, MLP, MODELS, OPTIMIZERS, WIDTH, both, misfits, strategy, table
 
 
 def train_step(model, optimizer, x):
@@ -38,17 +42,17 @@ def train_step(model, optimizer, x):
 
 
 class TrainingTest(parameterized.TestCase):
-    """The numbers of every layout are those of one device, and the state lies as declared."""
+    """Every strategy gives the numbers of one device, and state sharded as declared."""
 
     def check(self, make, tx, name):
         mesh = mesh_of((2, 4), ("data", "model"))
         x = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
         model, optimizer = both(make, tx)
-        sharding = layout(name, model, optimizer, mesh)
-        self.assertEqual(indivisible(model, sharding, mesh), [])
-        self.assertEqual(indivisible(optimizer, sharding, mesh), [])
+        sharding = strategy(name, model, optimizer, mesh)
+        self.assertEqual(misfits(model, sharding, mesh), [])
+        self.assertEqual(misfits(optimizer, sharding, mesh), [])
         abstract = nnx.eval_shape(lambda: both(make, tx))
-        self.assertEqual(layout(name, *abstract, MESH), sharding)
+        self.assertEqual(strategy(name, *abstract, MESH), sharding)
         specs = (sharding, sharding, P("data"))
         step = jit(train_step, in_shardings=specs, mesh=mesh, strict=True)
         other, plain = nnx.clone((model, optimizer)), nnx.jit(train_step)
@@ -56,12 +60,12 @@ class TrainingTest(parameterized.TestCase):
             loss = plain(*other, x)
             np.testing.assert_allclose(step(model, optimizer, x), loss, rtol=2e-4, atol=1e-5)
         for tree, same in ((model, other[0]), (optimizer, other[1])):
-            for found, plain in zip(variables(tree), variables(same), strict=True):
-                declared = NamedSharding(mesh, sharding.find(found.path, found.variable)[1])
-                for array, expected in zip(found.arrays, plain.arrays, strict=True):
-                    assert array.sharding.is_equivalent_to(declared, array.ndim), found.name
+            for each, plain in zip(variables(tree), variables(same), strict=True):
+                declared = NamedSharding(mesh, sharding.find(each.path, each.variable)[1])
+                for array, expected in zip(each.arrays, plain.arrays, strict=True):
+                    assert array.sharding.is_equivalent_to(declared, array.ndim), each.name
                     ours, theirs = numbers(array), numbers(expected)
-                    np.testing.assert_allclose(ours, theirs, 5e-3, 5e-4, err_msg=found.name)
+                    np.testing.assert_allclose(ours, theirs, 5e-3, 5e-4, err_msg=each.name)
 
     @parameterized.parameters(
         *[(model, "2d") for model in sorted(MODELS)],
@@ -72,7 +76,7 @@ class TrainingTest(parameterized.TestCase):
         self.check(MODELS[model], optax.sgd(1e-2, momentum=0.9), name)
 
     @parameterized.parameters("replicated", "fsdp both", "zero1")
-    def test_layouts(self, name):
+    def test_strategies(self, name):
         self.check(MLP, optax.adamw(1e-2), name)
 
     @parameterized.parameters(*sorted(OPTIMIZERS))
@@ -123,7 +127,7 @@ class FsdpTest(parameterized.TestCase):
         axes = axes[: data.draw(st.integers(1, len(axes)))]
         model = shapes_of(kernel=shape)
         sharding = fsdp(model, mesh, axis=axes, min_size=0)
-        self.assertEqual(indivisible(model, sharding, mesh), [])
+        self.assertEqual(misfits(model, sharding, mesh), [])
         spec = only(sharding)
         one = only(fsdp(model, mesh, axis=axes[0], min_size=0))
         divides = [d for d, size in enumerate(shape) if size % mesh.shape[axes[0]] == 0]
@@ -148,7 +152,7 @@ class FsdpTest(parameterized.TestCase):
         model = shapes_of(kernel=shape)
         kept = only(fsdp(model, mesh, base=base, min_size=10**9))
         sharding = fsdp(model, mesh, base=base, min_size=0)
-        self.assertEqual(indivisible(model, sharding, mesh), [])
+        self.assertEqual(misfits(model, sharding, mesh), [])
         for dimension, entry in enumerate(kept):
             before, after = axes_of(entry), axes_of(only(sharding)[dimension])
             self.assertEqual(after[: len(before)], before)
@@ -181,7 +185,7 @@ class FsdpTest(parameterized.TestCase):
         else:
             self.assertEqual(only(fsdp(model, MESH, base=base, min_size=1)), expected)
 
-    def test_small_arrays_and_random_streams_stay_whole(self):
+    def test_small_arrays_and_random_streams_are_replicated(self):
         kernel = {"kernel": jnp.zeros((128, 128))}
         self.assertEqual(only(fsdp(kernel, MESH)), P(None, "data"))
         self.assertEqual(only(fsdp(kernel, MESH, min_size=2**14 + 1)), P())
@@ -205,9 +209,9 @@ class FsdpTest(parameterized.TestCase):
             self.assertEqual(tensor_parallel(model), replicated(model))
         with self.assertRaisesRegex(TypeError, "mesh is a Mesh or an AbstractMesh, not 8"):
             fsdp(model, 8)
-        for strategy in (fsdp, tensor_parallel):
+        for function in (fsdp, tensor_parallel):
             with self.assertRaisesRegex(ValueError, "did you mean 'data'?") as caught:
-                strategy(model, MESH, axis="dat")
+                function(model, MESH, axis="dat")
             self.assertIn("The mesh has the axes 'data' (2), 'model' (4).", str(caught.exception))
         for axis, fault in (((), "names no axis"), (("data", "data"), "used 2 times")):
             with self.assertRaisesRegex(ValueError, fault):
@@ -224,7 +228,7 @@ class OptimizerTest(parameterized.TestCase):
         optimizer = nnx.eval_shape(lambda: nnx.Optimizer(nnx.Dict(model), tx, wrt=nnx.Param))
         sharding = StateSharding({nnx.PathContains(k): v for k, v in specs.items()})
         found = optimizer_sharding(optimizer, sharding, model=nnx.Dict(model))
-        self.assertEqual(indivisible(optimizer, found, MESH), [])
+        self.assertEqual(misfits(optimizer, found, MESH), [])
         return table(optimizer, found)
 
     @parameterized.parameters(
@@ -249,7 +253,7 @@ class OptimizerTest(parameterized.TestCase):
         self.assertEqual(set(memory.values()), {P(None, "data", "model")})
         self.assertLen(memory, 2)
 
-    def test_ambiguous_and_unknown_shapes_are_whole(self):
+    def test_ambiguous_and_unknown_shapes_are_replicated(self):
         def init(params):
             value = lambda shape: jax.tree.map(lambda _: jnp.zeros(shape), params)  # noqa: E731
             sizes = {"one": (8,), "both": (1, 8), "far": (5, 8), "long": (2, 2, 8, 16)}

@@ -1,4 +1,4 @@
-"""Which dimension of which parameter tensor parallelism cuts."""
+"""Which dimension of which parameter tensor parallelism shards."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from layouts import MESH, MLP, MODELS, indivisible, table
 from nnx_sharding import StateSharding
 from nnx_sharding.errors import UnusedFilterWarning
 from nnx_sharding.filters import Paths
-from nnx_sharding.partition.paths import variables
-from nnx_sharding.partition.strategies import fsdp
-from nnx_sharding.partition.tensor_parallel import tensor_parallel
+from nnx_sharding.partition import fsdp, tensor_parallel, variables
+from sharded_models import MESH, MLP, MODELS, misfits, table
 
 COLUMN = {"kernel": P(None, "model"), "bias": P("model")}
 ROW = {"kernel": P("model", None)}
@@ -69,7 +67,7 @@ class TensorParallelTest(parameterized.TestCase):
     def check(self, make, expected, mesh=MESH, **options):
         model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         sharding = tensor_parallel(model, mesh, **options)
-        self.assertEqual(indivisible(model, sharding, mesh), [])
+        self.assertEqual(misfits(model, sharding, mesh), [])
         self.assertEqual(table(model, sharding), expected)
 
     @parameterized.parameters(*LAYERS)
@@ -77,17 +75,17 @@ class TensorParallelTest(parameterized.TestCase):
         self.check(*LAYERS[name])
 
     @parameterized.parameters(*MODELS)
-    def test_all_is_cut_that_can_be(self, name):
+    def test_everything_is_sharded_that_can_be(self, name):
         model = nnx.eval_shape(lambda: MODELS[name](nnx.Rngs(0)))
-        cut = table(model, tensor_parallel(model, MESH))
+        sharded = table(model, tensor_parallel(model, MESH))
         kernels = {
-            found.name
-            for found in variables(model)
-            if len(found.arrays[0].shape) > 1 and found.path[-1] != "bias"
+            each.name
+            for each in variables(model)
+            if len(each.shapes[0]) > 1 and each.path[-1] != "bias"
         }
-        # Of the two factors of LoRA one belongs to the features that are whole.
+        # Of the two factors of LoRA one has the features that are not sharded.
         self.assertEqual(
-            kernels - set(cut), {"up/lora/lora_a", "down/lora_b"} if name == "lora" else set()
+            kernels - set(sharded), {"up/lora/lora_a", "down/lora_b"} if name == "lora" else set()
         )
 
     def test_every_gate(self):
@@ -101,7 +99,7 @@ class TensorParallelTest(parameterized.TestCase):
         ("up", "column"), ("down", "row"), ("fc1", "column"), ("out", "row"), ("other", "column")
     )
     def test_names(self, name, role):
-        cut = COLUMN if role == "column" else ROW
+        specs = COLUMN if role == "column" else ROW
 
         def plain(rngs):
             return nnx.Dict({name: nnx.Linear(8, 8, rngs=rngs)})
@@ -110,9 +108,9 @@ class TensorParallelTest(parameterized.TestCase):
             layer = nnx.Linear(8, 8, rngs=rngs)
             return nnx.Dict({name: nnx.List([nnx.LoRA(8, 4, 8, base_module=layer, rngs=rngs)])})
 
-        self.check(plain, {f"{name}/{part}": spec for part, spec in cut.items()})
+        self.check(plain, {f"{name}/{part}": spec for part, spec in specs.items()})
         adapter = ("lora_b", P(None, "model")) if role == "column" else ("lora_a", P("model", None))
-        base = {f"{name}/0/base_module/{part}": spec for part, spec in cut.items()}
+        base = {f"{name}/0/base_module/{part}": spec for part, spec in specs.items()}
         self.check(wrapped, base | {f"{name}/0/{adapter[0]}": adapter[1]})
 
     def test_a_subclass_and_a_stack(self):

@@ -1,16 +1,14 @@
-"""What a compiled program costs: memory, operations, collectives, and the least time it takes."""
+"""What a compiled program costs: memory, operations, collectives, and its roofline."""
 
-from .arguments import Parameter
-from .bounds import Bounds, bounds_of
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device
 from .memory import Memory, memory_of
 from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
+from .roofline import Roofline, roofline_of
 
 __all__ = [
     "DEVICES",
-    "Bounds",
     "Collective",
     "CollectiveKind",
     "Collectives",
@@ -18,14 +16,14 @@ __all__ = [
     "Costs",
     "Device",
     "Memory",
-    "Parameter",
     "ParameterRow",
     "ParameterTable",
-    "bounds_of",
+    "Roofline",
     "collectives_of",
     "cost_of",
     "device",
     "format_table",
     "memory_of",
     "parameter_table",
+    "roofline_of",
 ]

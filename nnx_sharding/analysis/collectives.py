@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, TypeAlias, cast, get_args, overload
-
-import numpy as np
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
-from .hlo import Groups, Instruction, Module, Runs, Shape, arrays, parse
+from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
+from .hlo import Instruction, Module, Runs, parse
+from .shapes import Shape, arrays
+from .tables import Pictured, table, text
 from .units import bytes_text, printable
 
 CollectiveKind: TypeAlias = Literal[
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
 ]
 Kind: TypeAlias = CollectiveKind | Literal["ragged-all-to-all", "collective-broadcast"]
+MeshAxes: TypeAlias = tuple[str, ...] | None
 
 _KINDS: frozenset[str] = frozenset(
     (*get_args(CollectiveKind), "ragged-all-to-all", "collective-broadcast")
@@ -32,7 +34,7 @@ class Collective:
     What a ring algorithm sends for n devices in a group, as in the documentation of NCCL's tests
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): 2·bytes·(n-1)/n for an
     all-reduce, bytes·(n-1)/n for all-gather, reduce-scatter and all-to-all. A permutation sends
-    all bytes, and so does a broadcast. For a ragged all-to-all it is the most that there can be.
+    all bytes, and so does a broadcast. For a ragged all-to-all it is an upper bound.
 
     Attributes:
       kind: such as ``all-reduce``.
@@ -41,15 +43,15 @@ class Collective:
       dtype: the dtype of the arrays, as HLO writes it; several are joined by ``+``.
       shapes: the shapes of its results on one device.
       bytes: of the larger of operand and result on one device.
-      bytes_moved: what one device sends to others in one run; of devices that differ, the most.
+      bytes_sent: what one device sends to others in one run; of devices that differ, the most.
       group_size: how many devices take part together; of groups that differ, the most.
       num_groups: how many such groups there are.
-      axes: the mesh axes that it runs over, in the order of the mesh; axes of size 1 are not
-        among them. None if no set of axes explains the groups, or the mesh is not known.
+      axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1. None
+        if no set of axes has these groups, or the mesh is not known.
       in_loop: whether it is in a loop.
       times: how often it runs in one call; each branch of a conditional counts as taken. None in
         a loop of unknown length.
-      operation: what it was made from, such as ``jit(f)/mlp/dot_general``.
+      operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
       source: the line of the user's code, such as ``model.py:12``.
     """
 
@@ -59,7 +61,7 @@ class Collective:
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     bytes: int
-    bytes_moved: int
+    bytes_sent: int
     group_size: int
     num_groups: int
     axes: tuple[str, ...] | None
@@ -69,41 +71,16 @@ class Collective:
     source: str | None
 
     @property
-    def total_moved(self) -> int:
+    def total_bytes_sent(self) -> int:
         """What one device sends in all runs; in a loop of unknown length in one."""
-        return self.bytes_moved * (1 if self.times is None else self.times)
+        return self.bytes_sent * (1 if self.times is None else self.times)
 
     def __str__(self) -> str:
-        return printable("  ".join(text for text in _cells(self) if text))
+        return printable("  ".join(cell for cell in _cells(self) if cell))
 
 
-class Collectives(Sequence[Collective]):
-    """The collectives of a program; ``print`` shows them as a table.
-
-    Args:
-      found: the collectives in the order of the program.
-    """
-
-    def __init__(self, found: Iterable[Collective] = ()):
-        self._found = tuple(found)
-
-    @overload
-    def __getitem__(self, index: int) -> Collective: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Collectives: ...
-
-    def __getitem__(self, index: int | slice) -> Collective | Collectives:
-        return Collectives(self._found[index]) if isinstance(index, slice) else self._found[index]
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Collectives) and self._found == other._found
-
-    def __hash__(self) -> int:
-        return hash(self._found)
+class Collectives(tuple[Collective, ...], Pictured):
+    """The collectives of a program, in its order; ``print`` shows them as a table."""
 
     def of(self, kind: Kind | None = None, *axes: str) -> Collectives:
         """Those of one kind, of the kind and exactly these mesh axes, or of the axes alone.
@@ -122,65 +99,75 @@ class Collectives(Sequence[Collective]):
           1
         """
         if kind is not None and kind not in _KINDS:
-            raise ValueError(f"{kind!r} is no kind of collective; there are {sorted(_KINDS)}.")
+            raise ValueError(f"{kind!r} is not a kind of collective; use one of {sorted(_KINDS)}.")
         return Collectives(
             one
-            for one in self._found
+            for one in self
             if (kind is None or one.kind == kind)
             and (not axes or (one.axes is not None and {*one.axes} == {*axes}))
         )
 
     @property
-    def bytes_moved(self) -> int:
+    def bytes_sent(self) -> int:
         """What one device sends in one call; loops of unknown length count once."""
-        return sum(one.total_moved for one in self._found)
+        return sum(one.total_bytes_sent for one in self)
 
     @property
     def has_unknown_times(self) -> bool:
         """Whether one is in a loop of unknown length, so that there may be more."""
-        return any(one.times is None for one in self._found)
+        return any(one.times is None for one in self)
+
+    def counts(self) -> dict[CollectiveKind, int]:
+        """The number of instructions of each kind, zeros included; one in a loop counts once."""
+        counts = Counter(one.kind for one in self)
+        return {kind: counts[kind] for kind in get_args(CollectiveKind)}
 
     def by_kind(self) -> dict[Kind, int]:
         """What one device sends in one call, by kind."""
-        sums: dict[Kind, int] = {}
-        for one in self._found:
-            sums[one.kind] = sums.get(one.kind, 0) + one.total_moved
-        return sums
+        return _sums((one.kind, one.total_bytes_sent) for one in self)
 
-    def by_axes(self) -> dict[tuple[str, ...] | None, int]:
-        """What one device sends in one call, by mesh axes; None for what no axes explain."""
-        sums: dict[tuple[str, ...] | None, int] = {}
-        for one in self._found:
-            sums[one.axes] = sums.get(one.axes, 0) + one.total_moved
-        return sums
+    def by_axes(self) -> dict[MeshAxes, int]:
+        """What one device sends in one call, by mesh axes; None if no axes have the groups."""
+        return _sums((one.axes, one.total_bytes_sent) for one in self)
 
-    def __repr__(self) -> str:
-        return f"Collectives({list(self._found)!r})"
+    def totals(self) -> dict[tuple[Kind, MeshAxes], tuple[int, int]]:
+        """By kind and mesh axes the number of instructions, and what one device sends for them."""
+        numbers = Counter((one.kind, one.axes) for one in self)
+        sent = _sums(((one.kind, one.axes), one.total_bytes_sent) for one in self)
+        return {key: (number, sent[key]) for key, number in numbers.items()}
 
-    def __str__(self) -> str:
-        if not self._found:
-            return "no collectives"
-        rows = [[printable(cell) for cell in row] for row in (_HEADER, *map(_cells, self._found))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        more = " or more, as a loop is of unknown length" if self.has_unknown_times else ""
-        return "\n".join(
-            [*lines, f"sent by one device in one call: {bytes_text(self.bytes_moved)}{more}"]
+    def _pictures(self, width: int) -> Iterable[Any]:
+        if not self:
+            yield text("no collectives")
+            return
+        yield table(
+            ("kind", "axes", "bytes", "sent", "times", "operation", "source"), map(_cells, self)
         )
+        more = " or more, as a loop is of unknown length" if self.has_unknown_times else ""
+        yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{more}")
 
 
-_HEADER = ("kind", "axes", "bytes", "sent", "times", "operation", "source")
+K = TypeVar("K")
+
+
+def _sums(figures: Iterable[tuple[K, int]]) -> dict[K, int]:
+    sums: dict[K, int] = {}
+    for key, figure in figures:
+        sums[key] = sums.get(key, 0) + figure
+    return sums
+
+
+def axes_text(axes: MeshAxes) -> str:
+    """Mesh axes as tables show them: ``data+model``, ``-`` for none, ``?`` for unknown ones."""
+    return "?" if axes is None else "+".join(axes) or "-"
 
 
 def _cells(one: Collective) -> tuple[str, ...]:
     return (
         one.kind,
-        "?" if one.axes is None else ",".join(one.axes) or "-",
+        axes_text(one.axes),
         bytes_text(one.bytes),
-        bytes_text(one.bytes_moved),
+        bytes_text(one.bytes_sent),
         "?" if one.times is None else str(one.times),
         one.operation or "",
         one.source or "",
@@ -202,47 +189,38 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
     Example:
       >>> from nnx_sharding.analysis import collectives_of
       >>> hlo = "%a = f32[64]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add"
-      >>> [found] = collectives_of(hlo, {"data": 2, "model": 4})
-      >>> found.kind, found.bytes, found.bytes_moved, found.axes
+      >>> [one] = collectives_of(hlo, {"data": 2, "model": 4})
+      >>> one.kind, one.bytes, one.bytes_sent, one.axes
       ('all-reduce', 256, 384, ('model',))
     """
     module = parse(hlo) if isinstance(hlo, str) else hlo
-    sizes = _sizes(mesh)
-    runs = module.runs
+    shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
+    sizes = {str(axis): int(size) for axis, size in shape.items()}
     return Collectives(
-        _collective(module, computation.name, instruction, kind, sizes, runs[computation.name])
+        _collective(module, computation.name, instruction, cast(Kind, kind), sizes)
         for computation in module.computations
         for instruction in computation.instructions
         if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
     )
 
 
-def _sizes(mesh: Any) -> dict[str, int]:
-    """The sizes of the axes of a mesh by name."""
-    shape = {} if mesh is None else getattr(mesh, "shape", mesh)
-    return {str(axis): int(size) for axis, size in dict(shape).items()}
-
-
 def _collective(
-    module: Module,
-    computation: str,
-    instruction: Instruction,
-    opcode: str,
-    sizes: Mapping[str, int],
-    runs: Runs,
+    module: Module, computation: str, instruction: Instruction, kind: Kind, sizes: Mapping[str, int]
 ) -> Collective:
-    kind = cast(Kind, opcode)
     results = _results(instruction)
-    count = math.prod(sizes.values()) if sizes else module.num_devices or 1
+    groups: Groups | None
     if kind == "collective-permute":
         pairs = tuple(pair for pair in instruction.source_target_pairs if len({*pair}) > 1)
-        groups: Groups | None = _connected(pairs)
-        axes = _axes_of_pairs(pairs, tuple(sizes.items()))
+        groups = connected(pairs)
+        axes = axes_of_pairs(pairs, tuple(sizes.items()))
     else:
-        groups = _groups(instruction, count)
-        axes = None if groups is None else axes_of(groups, tuple(sizes.items()))
-    size = max(map(len, groups), default=1) if groups is not None else 1
+        groups = _groups(
+            instruction, math.prod(sizes.values()) if sizes else module.num_devices or 1
+        )
+        axes = None if groups is None else axes_of_groups(groups, tuple(sizes.items()))
+    size = max(map(len, groups or ()), default=1)
     larger = sum(shape.bytes for shape in results) * (size if kind == "reduce-scatter" else 1)
+    runs: Runs = module.runs[computation]
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -250,9 +228,9 @@ def _collective(
         dtype="+".join(dict.fromkeys(shape.dtype for shape in results)),
         shapes=tuple(shape.dims for shape in results),
         bytes=larger,
-        bytes_moved=_moved(kind, larger, size),
+        bytes_sent=_bytes_sent(kind, larger, size),
         group_size=size,
-        num_groups=len(groups) if groups is not None else 1,
+        num_groups=1 if groups is None else len(groups),
         axes=axes if sizes else None,
         in_loop=runs.in_loop,
         times=runs.times,
@@ -263,105 +241,37 @@ def _collective(
 
 def _results(instruction: Instruction) -> list[Shape]:
     """The arrays that a collective makes, also if it is the start of a pair."""
-    shape = instruction.shape
+    shape, opcode = instruction.shape, instruction.opcode
     # An all-reduce-start has the shape of the result; other starts are (operand, result, ...).
-    if instruction.opcode in _STARTS and not isinstance(shape, Shape) and len(shape) > 1:
+    is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
+    if is_start and not isinstance(shape, Shape) and len(shape) > 1:
         return list(arrays(shape[1]))
     return list(arrays(shape))
 
 
-_STARTS = tuple(f"{kind}-start" for kind in _KINDS if kind != "all-reduce")
-
-
-def _moved(kind: Kind, larger: int, size: int) -> int:
+def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
     if size < 2:
         return 0
     if kind in ("collective-permute", "collective-broadcast"):
         return larger
-    # Rounded up: a device sends whole bytes.
+    # Rounded up to bytes.
     return -(-larger * (2 if kind == "all-reduce" else 1) * (size - 1) // size)
-
-
-# Who takes part
 
 
 def _groups(instruction: Instruction, count: int) -> Groups | None:
     """The groups of devices; None if they are not understood."""
-    groups = instruction.replica_groups
-    attributes = instruction.attributes
+    groups, attributes = instruction.replica_groups, instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
-    of_replicas = instruction.opcode.removesuffix("-start") in _OF_REPLICAS
+    of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
     # Then the groups are of replicas, of which JAX makes one, and each is joined by all partitions.
     if groups == () or (groups == ((0,),) and over_partitions and of_replicas):
         return (tuple(range(count)),)
     return groups
 
 
-_OF_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
-
-
-@functools.lru_cache(maxsize=1024)
-def axes_of(groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
-    """The mesh axes over which groups of devices run.
-
-    Args:
-      groups: positions in the order of the mesh's devices.
-      sizes: the axes of the mesh with their sizes, major first.
-
-    Returns:
-      The axes in the order of the mesh, without those of size 1; None if there are none for which
-      these are the groups.
-    """
-    dims = tuple(size for _, size in sizes)
-    count = math.prod(dims)
-    if sorted(device for group in groups for device in group) != list(range(count)):
-        return None
-    varying = _varying(np.array(groups[0]), dims)
-    size = math.prod(dims[axis] for axis in varying)
-    last = range(-len(varying), 0)
-    expected = np.moveaxis(np.arange(count).reshape(dims), varying, last).reshape(-1, size)
-    if {frozenset(group) for group in groups} != {frozenset(row) for row in expected.tolist()}:
-        return None
-    return tuple(sizes[axis][0] for axis in varying)
-
-
-@functools.lru_cache(maxsize=1024)
-def _axes_of_pairs(pairs: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
-    """The axes along which a permutation sends."""
-    dims = tuple(size for _, size in sizes)
-    if any(device >= math.prod(dims) for pair in pairs for device in pair):
-        return None
-    moved = {axis for pair in pairs for axis in _varying(np.array(pair), dims)}
-    return tuple(sizes[axis][0] for axis in sorted(moved))
-
-
-def _varying(devices: np.ndarray, dims: tuple[int, ...]) -> list[int]:
-    """The dimensions of the mesh in which the places of some devices differ."""
-    places = np.unravel_index(devices, dims) if dims else ()
-    return [axis for axis, place in enumerate(places) if (place != place[0]).any()]
-
-
-def _connected(pairs: Groups) -> Groups:
-    """The sets of devices that are connected by pairs."""
-    group_of: dict[int, set[int]] = {}
-    for pair in pairs:
-        merged = set(pair).union(*(group_of.get(device, ()) for device in pair))
-        group_of.update(dict.fromkeys(merged, merged))
-    distinct = {id(group): tuple(sorted(group)) for group in group_of.values()}
-    return tuple(distinct.values())
-
-
-# Where it comes from
-
-
 def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
-    """The innermost line that is in no library, else the innermost."""
-    for file, line in (*_outside(frames), *frames):
-        return f"{PurePath(file).name}:{line}"
-    return None
-
-
-def _outside(frames: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-    for file, line in frames:
-        if not (is_library(file) or "site-packages" in file or file.startswith("<frozen")):
-            yield file, line
+    """The innermost line that is not in a library, else the innermost."""
+    library = ("site-packages", "<frozen")
+    users = (f for f in frames if not (is_library(f[0]) or any(part in f[0] for part in library)))
+    file, line = next(users, frames[0] if frames else ("", 0))
+    return f"{PurePath(file).name}:{line}" if file else None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .tables import Pictured, table
 from .units import bytes_text, count_text
 
-LOWERED = "before optimisation, whole program"
+LOWERED = "before optimisation, all devices"
 COMPILED = "after optimisation, one device"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cost:
-    """Estimates of XLA. What it does not know is None.
+class Cost(Pictured):
+    """Estimates of XLA; a figure that it does not know is None.
 
     XLA counts the body of a loop once, however often it runs. Before optimisation the program is
     that of all devices together, but the inside of a ``shard_map``, which is written for one
@@ -36,27 +37,31 @@ class Cost:
 
     @property
     def arithmetic_intensity(self) -> float | None:
-        """Flops for each byte; None if either is unknown, or there are no bytes."""
+        """Flops per byte; None if either is unknown, or there are no bytes."""
         if self.flops is None or not self.bytes_accessed:
             return None
         return self.flops / self.bytes_accessed
 
-    def __str__(self) -> str:
-        told = [
-            f"{'flops':<20}{count_text(self.flops):>12}",
-            f"{'bytes accessed':<20}{bytes_text(self.bytes_accessed):>12}",
-            f"{'transcendentals':<20}{count_text(self.transcendentals):>12}",
-        ]
-        return "\n".join([self.stage, *told])
+    def _pictures(self, width: int) -> Iterable[Any]:
+        rows = zip(_NAMES, _figures(self), strict=True)
+        yield table((f"cost {self.stage}", ""), rows, numbers=1)
+
+
+_NAMES = ("flops", "bytes accessed", "transcendentals")
+
+
+def _figures(cost: Cost) -> tuple[str, ...]:
+    texts = count_text(cost.flops), bytes_text(cost.bytes_accessed)
+    return (*texts, count_text(cost.transcendentals))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(Pictured):
     """The estimates at each stage; None where there is none.
 
     Attributes:
-      lowered: before optimisation, of the whole program.
-      compiled: after optimisation, of one device.
+      lowered: before optimisation, for all devices together.
+      compiled: after optimisation, for one device.
       executed: the same with the bodies of loops counted as often as they run.
     """
 
@@ -64,9 +69,16 @@ class Costs:
     compiled: Cost | None
     executed: Cost | None
 
+    def _pictures(self, width: int) -> Iterable[Any]:
+        stages = {name: getattr(self, name) for name in ("lowered", "compiled", "executed")}
+        columns = [_figures(cost) for cost in stages.values() if cost is not None]
+        names = [name for name, cost in stages.items() if cost is not None]
+        rows = zip(_NAMES, *columns, strict=True)
+        yield table(("cost", *names), rows, numbers=len(names))
+
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:
-    """What JAX's ``cost_analysis`` tells; None if it tells nothing.
+    """The cost that JAX's ``cost_analysis`` reports; None if it reports nothing.
 
     Args:
       analysis: what the method of the stage returned: a dict, or a list of one.
@@ -77,18 +89,14 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
       >>> cost_of({"flops": 8.0, "bytes accessed": -1.0}, "one device")
       Cost(flops=8.0, bytes_accessed=None, transcendentals=0.0, stage='one device')
     """
-    told = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
-    if not isinstance(told, Mapping) or not told:
+    figures = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
+    if not isinstance(figures, Mapping) or not figures:
         return None
-    return Cost(
-        flops=_figure(told, "flops"),
-        bytes_accessed=_figure(told, "bytes accessed"),
-        transcendentals=_figure(told, "transcendentals"),
-        stage=stage,
-    )
+    flops, accessed, transcendentals = (_figure(figures, name) for name in _NAMES)
+    return Cost(flops, accessed, transcendentals, stage)
 
 
-def _figure(told: Mapping[str, Any], name: str) -> float | None:
-    """A figure; XLA leaves out those that are zero, and writes -1 for what it does not know."""
-    value = float(told.get(name, 0.0))
+def _figure(figures: Mapping[str, Any], name: str) -> float | None:
+    """A figure; XLA leaves out those that are zero, and writes -1 for those it does not know."""
+    value = float(figures.get(name, 0.0))
     return value if math.isfinite(value) and value >= 0 else None

@@ -1,10 +1,10 @@
 """A reader of HLO text: computations, instructions, and how often each computation runs.
 
-A line is cut into name, shape, opcode and the rest when the text is read; what stands in the
-parts is read when it is asked for. So ten megabytes are read in about a second, and nothing that
-is unknown can stop it: a line that is no instruction is passed over.
+A line is split into name, shape, opcode and the rest when the text is read; the parts are read on
+access. So ten megabytes take about a second, and nothing unknown can stop the reader: a line that
+is not an instruction is skipped.
 
-The format is that of ``HloModule::ToString`` in XLA; there is no specification of it.
+The format is that of ``HloModule::ToString`` in XLA; it has no specification.
 """
 
 from __future__ import annotations
@@ -13,34 +13,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
-
-# More bytes or runs than this are none that a program has, but damage of the text.
-_MOST = 1 << 62
-
-
-class Shape(NamedTuple):
-    """The shape of one array.
-
-    Attributes:
-      dtype: as HLO writes it, such as ``f32`` or ``bf16``.
-      dims: the sizes of its dimensions; of one that varies, the largest.
-      bytes: the bytes of its elements, without padding.
-      memory_space: the number of the memory that it is in; 5 is the memory of the host.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-    bytes: int
-    memory_space: int = 0
-
-
-Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
+from .device_groups import Groups, number_lists, read_groups
+from .shapes import MAX_SIZE, Shapes, read_shape
 
 
 class Instruction(NamedTuple):
@@ -78,12 +55,12 @@ class Instruction(NamedTuple):
     @property
     def attributes(self) -> dict[str, str]:
         """The attributes as they are written, by name."""
-        found: dict[str, str] = {}
+        attributes: dict[str, str] = {}
         for part in _parts(self.rest)[1]:
             key, is_pair, value = part.partition("=")
             if is_pair:
-                found.setdefault(key.strip(), value.strip())
-        return found
+                attributes.setdefault(key.strip(), value.strip())
+        return attributes
 
     @property
     def replica_groups(self) -> Groups | None:
@@ -97,21 +74,21 @@ class Instruction(NamedTuple):
     @property
     def source_target_pairs(self) -> Groups:
         """From which device to which a permutation sends."""
-        return _number_lists(self.attributes.get("source_target_pairs", ""))
+        return number_lists(self.attributes.get("source_target_pairs", ""))
 
     @property
     def operation(self) -> str | None:
-        """What it was made from, as ``jit(f)/mlp/dot_general``."""
-        found = _OP_NAME.search(self.attributes.get("metadata", ""))
-        return re.sub(r"\\(.)", r"\1", found.group(1)) if found else None
+        """The operation that it was made from, as ``jit(f)/mlp/dot_general``."""
+        name = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return re.sub(r"\\(.)", r"\1", name[1]) if name else None
 
     @property
     def trip_count(self) -> int | None:
         """How often the body of a ``while`` runs; None if XLA does not know."""
         if self.opcode != "while":
             return None
-        found = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
-        return int(found.group(1)) if found else None
+        count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
+        return int(count[1]) if count else None
 
     def calls(self) -> list[tuple[str, str]]:
         """The computations that it runs, each with the attribute that names it."""
@@ -145,8 +122,8 @@ class Runs(NamedTuple):
     """How often a computation runs in one call of the program.
 
     Attributes:
-      times: how often; of the branches of a conditional, each counts as taken. None in a loop of
-        unknown length.
+      times: how often; each branch of a conditional counts as taken. None in a loop of unknown
+        length.
       in_loop: whether it is in a loop.
       is_fused: whether it is part of a single operation: a fusion, or what a reduction applies.
     """
@@ -162,7 +139,7 @@ class Module:
 
     Attributes:
       name: the name of the module; empty if there is none.
-      head: what stands before the first computation: options, and the tables of source lines.
+      head: the text before the first computation: options, and the tables of source lines.
       computations: in the order in which they are written.
     """
 
@@ -178,13 +155,13 @@ class Module:
     @property
     def entry(self) -> Computation | None:
         """The computation that the program begins with, if there is one."""
-        return next((found for found in self.computations if found.is_entry), None)
+        return next((one for one in self.computations if one.is_entry), None)
 
     @property
     def num_devices(self) -> int | None:
-        """The number of partitions times that of replicas; None if neither is told."""
+        """The number of partitions times that of replicas; None if neither is given."""
         options = re.search(r"^HloModule .*", self.head, re.MULTILINE)
-        line = options.group() if options else ""
+        line = options[0] if options else ""
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b", line)
         return math.prod(map(int, counts)) if counts else None
 
@@ -198,31 +175,28 @@ class Module:
         metadata = instruction.attributes.get("metadata", "")
         frame = re.search(r"stack_frame_id=(\d+)", metadata)
         if frame:
-            return self._frames(int(frame.group(1)))
+            return self._frames(int(frame[1]))
         file = re.search(r'source_file="([^"]*)"', metadata)
         line = re.search(r"source_line=(\d+)", metadata)
-        return [(file.group(1), int(line.group(1)))] if file and line else []
+        return [(file[1], int(line[1]))] if file and line else []
 
     def _frames(self, frame: int) -> list[tuple[str, int]]:
         files, locations, frames = self._tables
-        found: list[tuple[str, int]] = []
-        seen: set[int] = set()
-        while frame in frames and frame not in seen:
-            seen.add(frame)
+        lines: dict[int, tuple[str, int] | None] = {}  # by frame
+        while frame in frames and frame not in lines:
             location, parent = frames[frame]
             file, line = locations.get(location, (0, 0))
-            if file in files:
-                found.append((files[file], line))
+            lines[frame] = (files[file], line) if file in files else None
             frame = parent
-        return found
+        return [line for line in lines.values() if line is not None]
 
     @functools.cached_property
-    def _tables(self) -> tuple[dict[int, str], dict[int, tuple[int, int]], dict[int, Pair]]:
+    def _tables(self) -> tuple[dict[int, str], dict[int, Pair], dict[int, Pair]]:
         """File names, locations as (file, line), and frames as (location, parent), by number."""
-        head = self.head.partition("\nFunctionNames")
-        files = {int(n): name for n, name in _FILE.findall(head[0])}
-        locations = {int(n): (int(file), int(line)) for n, file, line in _LOCATION.findall(head[2])}
-        frames = {int(n): (int(at), int(parent or 0)) for n, at, parent in _FRAME.findall(head[2])}
+        head, _, tables = self.head.partition("\nFunctionNames")
+        files = {int(n): name for n, name in _FILE.findall(head)}
+        locations = {int(n): (int(file), int(line)) for n, file, line in _LOCATION.findall(tables)}
+        frames = {int(n): (int(at), int(parent or 0)) for n, at, parent in _FRAME.findall(tables)}
         # Up to jax 0.12 the number of a parent is one too high, and so can be that of its child.
         if any(number == parent for number, (_, parent) in frames.items()):
             frames = {number: (at, parent - 1) for number, (at, parent) in frames.items()}
@@ -254,23 +228,23 @@ def parse(text: str) -> Module:
     head: list[str] = []
     instructions: list[Instruction] | None = None
     for line in text.splitlines():
-        found = _INSTRUCTION.match(line)
-        if found:
+        match = _INSTRUCTION.match(line)
+        if match:
             if instructions is None:
                 instructions = []
                 computations.append(Computation("", False, instructions))
-            root, name, shape, opcode = found.groups()
-            instructions.append(Instruction(name, opcode, shape, line[found.end() :], bool(root)))
+            root, name, shape, opcode = match.groups()
+            instructions.append(Instruction(name, opcode, shape, line[match.end() :], bool(root)))
         elif line.rstrip().endswith("{") and (header := _HEADER.match(line)):
             instructions = []
-            computations.append(Computation(header.group(2), bool(header.group(1)), instructions))
+            computations.append(Computation(header[2], bool(header[1]), instructions))
         elif line.lstrip().startswith("}"):
             instructions = None
         elif not computations:
             head.append(line)
     before = "\n".join(head)
-    name = re.search(r"^HloModule ([^\s,]+)", before, re.MULTILINE)
-    return Module(name.group(1) if name else "", before, computations)
+    title = re.search(r"^HloModule ([^\s,]+)", before, re.MULTILINE)
+    return Module(title[1] if title else "", before, computations)
 
 
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
@@ -282,81 +256,9 @@ _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,1
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)
-_CALLS = (
-    "calls",
-    "to_apply",
-    "body",
-    "condition",
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-    "called_computations",
-)
+_CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
+_CALLS |= {"true_computation", "false_computation"}
 _MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")
-
-
-# Shapes
-
-
-def read_shape(text: str) -> Shapes:
-    """Reads a shape; what is not understood of it is left out.
-
-    Example:
-      >>> from nnx_sharding.analysis.hlo import read_shape
-      >>> read_shape("(bf16[8,64]{1,0:T(8,128)}, u32[])")[0].bytes
-      1024
-    """
-    levels: list[list[Shapes]] = [[]]
-    for found in _SHAPE_TOKEN.finditer(text):
-        token = found.group()
-        if token == "(":
-            levels.append([])
-        elif token == ")":
-            if len(levels) > 1:
-                inner = tuple(levels.pop())
-                levels[-1].append(inner)
-        elif found.group(1):
-            levels[-1].append(_array(*found.groups(default="")))
-    while len(levels) > 1:
-        inner = tuple(levels.pop())
-        levels[-1].append(inner)
-    whole = levels[0]
-    return whole[0] if len(whole) == 1 else tuple(whole)
-
-
-def arrays(shape: Shapes) -> Iterator[Shape]:
-    """The arrays of a shape, in order.
-
-    Example:
-      >>> from nnx_sharding.analysis.hlo import arrays, read_shape
-      >>> [array.dtype for array in arrays(read_shape("((f32[2]), s8[3])"))]
-      ['f32', 's8']
-    """
-    stack = [shape]
-    while stack:
-        top = stack.pop()
-        if isinstance(top, Shape):
-            yield top
-        else:
-            stack.extend(reversed(top))
-
-
-_SHAPE_TOKEN = re.compile(r"/\*.*?\*/|([a-z][a-z0-9]*)\[([^\[\]]*)\](?:\{([^{}]*)\})?|[()]")
-
-
-@functools.lru_cache(maxsize=4096)
-def _array(dtype: str, dims: str, layout: str) -> Shape:
-    sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
-    width = re.search(r"\d{1,4}", dtype)
-    bits = int(width.group()) if width else 8 if dtype == "pred" else 0
-    packed = re.search(r"E\((\d{1,4})\)", layout)
-    bits = int(packed.group(1)) if packed else -(-bits // 8) * 8
-    space = re.search(r"S\((\d{1,4})\)", layout)
-    size = min(-(-math.prod(sizes) * bits // 8), _MOST)
-    return Shape(dtype, sizes, size, int(space.group(1)) if space else 0)
-
-
-# Operands and attributes
 
 
 def _parts(rest: str) -> tuple[tuple[str, ...], list[str]]:
@@ -364,18 +266,18 @@ def _parts(rest: str) -> tuple[tuple[str, ...], list[str]]:
     operands: list[str] = []
     attributes: list[str] = []
     into, depth, start = operands, 0, 0
-    for found in _TOKEN.finditer(rest):
-        token = found.group()
+    for match in _TOKEN.finditer(rest):
+        token = match[0]
         if token in "([{":
             depth += 1
         elif token == ")" and depth == 0 and into is operands:
-            operands.append(rest[start : found.start()])
-            into, start = attributes, found.end()
+            operands.append(rest[start : match.start()])
+            into, start = attributes, match.end()
         elif token in ")]}":
             depth = max(depth - 1, 0)
         elif token == "," and depth == 0:
-            into.append(rest[start : found.start()])
-            start = found.end()
+            into.append(rest[start : match.start()])
+            start = match.end()
     into.append(rest[start:])
     cleaned = (_COMMENT.sub("", text).strip() for text in operands)
     return tuple(text for text in cleaned if text), attributes
@@ -385,130 +287,29 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
 _COMMENT = re.compile(r"/\*.*?\*/")
 
 
-# Groups of devices
-
-# More devices than this are no devices but nonsense, for which no memory is taken.
-_MAX_DEVICES = 1 << 22
-
-
-@functools.lru_cache(maxsize=1024)
-def read_groups(text: str) -> Groups | None:
-    """Reads groups of devices in each form that XLA writes.
-
-    Args:
-      text: ``{{0,1},{2,3}}``, ``[2,4]<=[8]``, ``[4,2]<=[2,4]T(1,0)``, or
-        ``mesh['data'=2,'model'=4] {'model'}``, with ``device_ids=(...)`` and parts of axes such
-        as ``'z':(2)4``.
-
-    Returns:
-      The groups; empty if they are written as empty, which stands for all devices. None if the
-      text is not understood.
-
-    Example:
-      >>> from nnx_sharding.analysis.hlo import read_groups
-      >>> read_groups("[4,2]<=[2,4]T(1,0)")
-      ((0, 4), (1, 5), (2, 6), (3, 7))
-    """
-    try:
-        if text.startswith("mesh["):
-            return _mesh_groups(text)
-        if "<=" in text:
-            sizes, _, devices = text.partition("<=")
-            return _tuples(_iota(devices).reshape(_sizes(sizes)))
-        return _number_lists(text)
-    except ValueError:
-        return None
-
-
-def _number_lists(text: str) -> Groups:
-    """Reads ``{{0,1},{2,3}}``."""
-    inner = re.findall(r"\{([\d,\s]*)\}", text)
-    found = (tuple(int(number) for number in re.findall(r"\d{1,9}", one)) for one in inner)
-    return tuple(group for group in found if group)
-
-
-def _iota(text: str) -> np.ndarray:
-    """Reads ``[2,4]T(1,0)``: counted up in this shape, then transposed."""
-    dims, _, permutation = text.partition("T")
-    sizes = _sizes(dims)
-    count = math.prod(sizes)
-    if not 0 < count <= _MAX_DEVICES:
-        raise ValueError(f"{count} devices")
-    numbers = np.arange(count).reshape(sizes)
-    return numbers.transpose(_sizes(permutation)) if permutation else numbers
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in re.findall(r"\d{1,9}", text))
-
-
-def _mesh_groups(text: str) -> Groups:
-    """Reads ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}``."""
-    mesh, _, axes = text.rpartition("{")
-    mesh, _, order = mesh.partition("], device_ids=(")
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", mesh)}
-    count = math.prod(sizes.values())
-    devices = _iota(f"[{count}]") if not order else _device_ids(order)
-    dims: list[int] = []
-    grouped: list[int] = []
-    chosen = {
-        name: (int(before), int(size)) if before else (1, sizes[name])
-        for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes)
-        if name in sizes
-    }
-    for name, size in sizes.items():
-        before, taken = chosen.get(name, (size, 1))
-        if not before or not taken or size % (before * taken):
-            raise ValueError(f"{name} is not cut into {before} × {taken}")
-        grouped.append(len(dims) + 1)
-        dims += [before, taken, size // (before * taken)]
-    cut = np.moveaxis(devices.reshape(dims), grouped, range(-len(grouped), 0))
-    return _tuples(cut.reshape(-1, math.prod(dims[1::3])))
-
-
-def _device_ids(text: str) -> np.ndarray:
-    """Reads ``[2,4]T(1,0))`` or ``3,1,2,0)``."""
-    return _iota(text) if text.startswith("[") else np.array(_sizes(text))
-
-
-def _tuples(groups: np.ndarray) -> Groups:
-    if groups.ndim != 2:
-        raise ValueError("groups have two dimensions")
-    return tuple(map(tuple, groups.tolist()))
-
-
-# How often computations run
-
-
 def _runs(module: Module) -> dict[str, Runs]:
     calls = {computation.name: _calls_of(computation) for computation in module.computations}
-    order = _callers_first(module, calls)
-    called = {callee for edges in calls.values() for callee, *_ in edges}
-    entry = module.entry
-    found: dict[str, Runs] = {}
-    for name in order:
-        is_start = name not in called if entry is None else name == entry.name
-        own = found.setdefault(name, Runs(1, False, False)) if is_start else found.get(name)
-        if own is None:  # nothing that runs calls it
-            own = found[name] = Runs(1, False, False)
-        for callee, times, loops, fuses in calls[name]:
-            more = None if own.times is None or times is None else own.times * times
-            more = None if more is None or more > _MOST else more
-            known = found.get(callee)
-            in_loop, is_fused = own.in_loop or loops, own.is_fused or fuses
+    runs: dict[str, Runs] = {}
+    for name in _callers_first(module, calls):
+        caller = runs.setdefault(name, Runs(1, False, False))
+        for callee, count, loops, fuses in calls[name]:
+            times = None if caller.times is None or count is None else caller.times * count
+            in_loop, is_fused = caller.in_loop or loops, caller.is_fused or fuses
+            known = runs.get(callee)
             if known is not None:
-                more = None if known.times is None or more is None else known.times + more
+                times = None if known.times is None or times is None else known.times + times
                 in_loop, is_fused = in_loop or known.in_loop, is_fused and known.is_fused
-            found[callee] = Runs(more, in_loop, is_fused)
-    return found
+            is_plausible = times is not None and times <= MAX_SIZE
+            runs[callee] = Runs(times if is_plausible else None, in_loop, is_fused)
+    return runs
 
 
 _Call: TypeAlias = tuple[str, "int | None", bool, bool]
 
 
 def _calls_of(computation: Computation) -> list[_Call]:
-    """What it calls: computation, how often, whether in a loop, whether as part of an operation."""
-    found: list[_Call] = []
+    """Its calls: computation, how often, whether in a loop, whether as part of an operation."""
+    calls: list[_Call] = []
     for instruction in computation.instructions:
         loops = instruction.opcode == "while"
         for attribute, callee in instruction.calls():
@@ -516,12 +317,12 @@ def _calls_of(computation: Computation) -> list[_Call]:
             if times is not None and attribute == "condition":
                 times += 1
             fuses = attribute == "to_apply" and instruction.opcode != "call"
-            found.append((callee, times, loops, fuses or instruction.opcode == "fusion"))
-    return found
+            calls.append((callee, times, loops, fuses or instruction.opcode == "fusion"))
+    return calls
 
 
 def _callers_first(module: Module, calls: Mapping[str, Sequence[_Call]]) -> list[str]:
-    """The names of all computations, each after those that call it, as far as that can be."""
+    """The names of all computations, each after those that call it, unless there are cycles."""
     done: dict[str, None] = {}
     started: set[str] = set()
     for computation in module.computations:

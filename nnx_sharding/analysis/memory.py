@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from .json_codec import UNWRITTEN
+from .tables import Pictured, table, text
 from .units import bytes_text
-
-_UNWRITTEN = {"written": False}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Pictured):
     """The memory of a compiled program on one device, in bytes.
 
-    What a backend does not tell is None. Figures that begin with ``host`` are of memory kinds of
-    the host, such as ``pinned_host``; the others do not contain them.
+    A figure that the backend does not report is None. Figures that begin with ``host`` are for
+    memory kinds of the host, such as ``pinned_host``; the others do not include them.
 
     Attributes:
       arguments: the arrays that the program is given, aliased ones included.
       outputs: the arrays that it returns, aliased ones included.
       temporaries: what it needs in between.
-      aliased: the outputs that take the place of donated arguments; they are in both of the above.
+      aliased: the outputs that replace donated arguments; they are in both of the above.
       generated_code: the program itself; 0 on the CPU.
       peak: what has to be free for a call: arguments + outputs - aliased + temporaries + generated
-        code, as XLA allocates the temporaries of a call as one block; more if JAX tells more.
+        code, as XLA allocates the temporaries of a call as one block; more if JAX reports more.
       host_arguments: arguments in the memory of the host.
       host_outputs: outputs there.
       host_temporaries: temporaries there.
@@ -49,22 +49,23 @@ class Memory:
     host_temporaries: int | None = None
     host_aliased: int | None = None
     host_generated_code: int | None = None
-    # In JSON it is told by the rows of the arguments.
-    by_path: Mapping[str, int] = dataclasses.field(default_factory=dict, metadata=_UNWRITTEN)
+    # In JSON the rows of the arguments have them.
+    by_path: Mapping[str, int] = dataclasses.field(default_factory=dict, metadata=UNWRITTEN)
 
-    def __str__(self) -> str:
+    def _pictures(self, width: int) -> Iterable[Any]:
         names = [field.name for field in dataclasses.fields(self) if field.name != "by_path"]
-        told = [(name, getattr(self, name)) for name in names]
-        lines = [
-            f"{name.replace('_', ' '):<20}{bytes_text(value):>12}"
-            for name, value in told
-            if value is not None and (value or not name.startswith("host_"))
+        sizes = {name: getattr(self, name) for name in names}
+        known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}
+        most = max(known.values(), default=0) or 1
+        rows = [
+            (name.replace("_", " "), text("█" * round(24 * size / most), "blue"), bytes_text(size))
+            for name, size in known.items()
         ]
-        return "\n".join(lines) or "the backend does not tell"
+        yield table(("memory of each device", "", ""), rows or [("unknown", "", "")], numbers=1)
 
 
 def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory | None:
-    """What JAX's ``memory_analysis`` tells; None if it tells nothing.
+    """The memory that JAX's ``memory_analysis`` reports; None if it reports nothing.
 
     Args:
       analysis: what the method of ``jax.stages.Compiled`` returned.
@@ -79,54 +80,32 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     """
     if analysis is None:
         return None
-    told = {ours: _bytes(getattr(analysis, theirs, None)) for ours, theirs in _NAMES.items()}
+    sizes = {
+        f"{host}{ours}": _size(getattr(analysis, f"{host}{theirs}_size_in_bytes", None))
+        for host in ("", "host_")
+        for ours, theirs in _NAMES.items()
+    }
+    parts = [sizes[name] for name in ("arguments", "outputs", "temporaries", "generated_code")]
+    aliased = sizes["aliased"]
+    total = None if aliased is None or None in parts else sum(filter(None, parts)) - aliased
     # The peak of XLA for CPUs leaves temporaries out (seen with JAX 0.10 and 0.12).
-    peaks = (_bytes(getattr(analysis, "peak_memory_in_bytes", None)), _sum(told))
-    peak = max((peak for peak in peaks if peak), default=None)
-    return Memory(**told, peak=peak, by_path=dict(by_path or {}))
+    peaks = (_size(getattr(analysis, "peak_memory_in_bytes", None)), total)
+    return Memory(**sizes, peak=max(filter(None, peaks), default=None), by_path=dict(by_path or {}))
+
+
+_NAMES = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}
+_NAMES |= {"aliased": "alias", "generated_code": "generated_code"}
+
+
+def _size(value: Any) -> int | None:
+    """A size; None for the -1 of backends that do not know it."""
+    return int(value) if isinstance(value, int) and value >= 0 else None
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """The bytes of an array as XLA lays it out: elements of less than 8 bits are packed.
-
-    Args:
-      shape: its shape.
-      dtype: its dtype, which may be that of PRNG keys.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding.analysis.memory import array_bytes
-      >>> array_bytes((3, 5), jnp.dtype("int4")), array_bytes((3, 5), jnp.dtype("int8"))
-      (8, 15)
-    """
+    """The bytes of an array as XLA stores it: elements of less than 8 bits are packed."""
     bits: int = 8 * dtype.itemsize
     for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):
             bits = int(info(dtype).bits)
     return -(-math.prod(shape) * bits // 8)
-
-
-_NAMES = {
-    f"{host}{ours}": f"{host}{theirs}_size_in_bytes"
-    for host in ("", "host_")
-    for ours, theirs in (
-        ("arguments", "argument"),
-        ("outputs", "output"),
-        ("temporaries", "temp"),
-        ("aliased", "alias"),
-        ("generated_code", "generated_code"),
-    )
-}
-
-
-def _bytes(value: Any) -> int | None:
-    """A size; None for what is no size, such as the -1 of backends that do not know."""
-    return int(value) if isinstance(value, int) and value >= 0 else None
-
-
-def _sum(told: Mapping[str, int | None]) -> int | None:
-    parts = [told[name] for name in ("arguments", "outputs", "temporaries", "generated_code")]
-    aliased = told["aliased"]
-    if aliased is None or any(part is None for part in parts):
-        return None
-    return sum(part for part in parts if part is not None) - aliased

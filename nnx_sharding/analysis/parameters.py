@@ -1,97 +1,126 @@
-"""The table of parameters: how every array of a model or an optimizer is laid out."""
+"""The table of parameters: how every array of a model, an optimizer or a program is sharded."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._late import late
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, VariableEntry, container_keys
+from ..fitting import axes_of
 from ..paths import Path, path_string
+from .json_codec import UNWRITTEN
 from .memory import array_bytes
-from .units import printable
+from .tables import Pictured, axis_styles, drawn, table, text
+from .units import bytes_text
+
+
+def spec_text(spec: PartitionSpec | str | None) -> str:
+    """A spec as a user would write it; ``-`` without one."""
+    if not isinstance(spec, PartitionSpec):
+        return spec or "-"
+    axes = {kind: sorted(getattr(spec, kind)) for kind in ("unreduced", "reduced")}
+    sums = [f"{kind}={{{', '.join(map(repr, of))}}}" for kind, of in axes.items() if of]
+    return f"P({', '.join([*map(repr, spec.partitions), *sums])})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """How one array is laid out.
+    """How one array is sharded.
 
     Attributes:
-      path: the way to the array inside of the tree, such as ``up/kernel``.
-      shape: the shape of the whole array.
-      dtype: its dtype, a NumPy one or that of PRNG keys.
-      spec: its ``PartitionSpec``. None if it has no sharding (an abstract array without one,
-        an array of NumPy); the ``repr`` of a sharding that is no ``NamedSharding``.
-      shard_shape: the shape of the part that one device holds.
-      bytes_per_device: the size of that part.
-      bytes_total: the size of the whole array, counted once however often it is replicated.
-      sharding: the sharding itself, or None. The properties below ask it what
-        ``jax.sharding.Sharding`` can tell; without a sharding each is None.
+      path: the path of the array, such as ``up/kernel`` in a tree, and
+        ``model.blocks[0].up.kernel`` in the arguments of a program.
+      shape: the global shape of the array.
+      dtype: its dtype, such as ``float32``.
+      spec: its ``PartitionSpec``; in programs with one entry per dimension. None if it has no
+        sharding (an abstract array without one, an array of NumPy); the ``repr`` of a sharding
+        that is not a ``NamedSharding``.
+      shard_shape: the shape of the shard of one device.
+      bytes_per_device: the size of that shard.
+      bytes_total: the size of the global array, counted once however often it is replicated.
+      memory_kind: the memory that holds it, such as ``device`` or ``pinned_host``; None if that is
+        not known.
+      donated: whether the caller donates it to the program.
+      used: whether the program uses it; an array that it does not use is not passed to it.
+      sharding: the sharding itself; None without one, and in a report that was read from a file.
+        The properties below are those of ``jax.sharding.Sharding``; without a sharding each is
+        None.
     """
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: str
     spec: PartitionSpec | str | None
     shard_shape: tuple[int, ...]
     bytes_per_device: int
     bytes_total: int
-    sharding: Sharding | None = None
+    memory_kind: str | None = None
+    donated: bool = False
+    used: bool = True
+    sharding: Sharding | None = dataclasses.field(default=None, compare=False, metadata=UNWRITTEN)
+
+    @property
+    def spec_text(self) -> str:
+        """The spec as a user would write it; ``-`` without one."""
+        return spec_text(self.spec)
+
+    @property
+    def marks(self) -> list[str]:
+        """``donated`` and ``unused``, as far as they hold."""
+        return ["donated"] * self.donated + ["unused"] * (not self.used)
 
     @property
     def device_set(self) -> set[jax.Device] | None:
-        """The devices that hold a part of the array."""
+        """The devices that hold a shard of the array."""
         return None if self.sharding is None else self.sharding.device_set
 
     @property
     def addressable_devices(self) -> set[jax.Device] | None:
-        """Those of them that this process can reach."""
+        """Those of them that are addressable by this process."""
         return None if self.sharding is None else self.sharding.addressable_devices
 
     @property
     def num_devices(self) -> int | None:
-        """The number of devices that hold a part, those of an abstract mesh included."""
+        """The number of devices that hold a shard, those of an abstract mesh included."""
         return None if self.sharding is None else self.sharding.num_devices
 
     @property
     def bytes_addressable(self) -> int | None:
-        """The size of all parts, equal ones included, that devices of this process hold."""
+        """The size of all shards, equal ones included, on devices of this process."""
         devices = self.addressable_devices
         return None if devices is None else len(devices) * self.bytes_per_device
 
     @property
-    def memory_kind(self) -> str | None:
-        """The memory of each device that holds its part, such as ``pinned_host``."""
-        return None if self.sharding is None else self.sharding.memory_kind
-
-    @property
     def is_fully_addressable(self) -> bool | None:
-        """Whether this process can reach all devices that hold a part."""
+        """Whether all devices that hold a shard are addressable by this process."""
         return None if self.sharding is None else self.sharding.is_fully_addressable
 
     @property
     def is_fully_replicated(self) -> bool | None:
-        """Whether every device holds the whole array."""
+        """Whether every device holds the full array."""
         return None if self.sharding is None else self.sharding.is_fully_replicated
 
     def devices_indices_map(self) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
-        """Which part of the array each device holds."""
+        """Which slice of the array each device holds."""
         return None if self.sharding is None else self.sharding.devices_indices_map(self.shape)
 
     def addressable_devices_indices_map(
         self,
     ) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
-        """The same for the devices that this process can reach."""
+        """The same for the devices that are addressable by this process."""
         if self.sharding is None:
             return None
         return self.sharding.addressable_devices_indices_map(self.shape)
 
     def is_equivalent_to(self, other: Sharding) -> bool | None:
-        """Whether another sharding would lay this array out in the same way."""
+        """Whether another sharding would distribute this array in the same way."""
         if self.sharding is None:
             return None
         return self.sharding.is_equivalent_to(other, len(self.shape))
@@ -100,33 +129,33 @@ class ParameterRow:
 Row = TypeVar("Row", bound=ParameterRow)
 
 
-class ParameterTable(list[ParameterRow]):
+class ParameterTable(list[ParameterRow], Pictured):
     """Rows of parameters; ``print`` and notebooks show them as a table, with sums."""
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        yield rows_table(self, width)
 
     def __str__(self) -> str:
         return format_table(self)
 
     def _repr_html_(self) -> str:
-        # The page shows these rows, and so needs this module.
-        from ..report.page.fragment import parameters_html
-
-        return parameters_html(self)
+        html: str = late("report.page.fragment", "parameters_html")(self)
+        return html
 
 
 def parameter_table(tree: Any) -> ParameterTable:
-    """Lists how the arrays of a model, an optimizer or any pytree of them are laid out.
+    """Lists how the arrays of a model, an optimizer or any pytree of them are sharded.
 
-    Only types and shardings are looked at: no data is fetched, nothing waits for a device.
+    Only types and shardings are used: no data is fetched, nothing waits for a device.
 
     Args:
       tree: modules, optimizers, Variables, states and arrays, placed or abstract
-        (``jax.ShapeDtypeStruct``, with or without a sharding). An array that has no sharding
-        counts as lying whole on one device. What is no array, such as a string, is left out.
+        (``jax.ShapeDtypeStruct``, with or without a sharding). An array without a sharding
+        counts as if it were on one device. What is not an array, such as a string, is left out.
 
     Returns:
       One row for each array, in the order in which NNX walks the tree, as a list that ``print``
-      and notebooks show as a table. A Variable that is reached more than once is listed once,
-      under its first path.
+      and notebooks show as a table. A shared Variable is listed once, under its first path.
 
     Raises:
       ValueError: shardings do not divide the shapes of their arrays.
@@ -145,14 +174,17 @@ def parameter_table(tree: Any) -> ParameterTable:
       True
     """
     rows, faults = ParameterTable(), []
-    for path, array in _arrays(flatten(tree)):
-        try:
-            rows.append(row_of(ParameterRow, path, array, getattr(array, "sharding", None)))
-        except ValueError as error:
-            faults.append(f"  {path or 'the root'}: {error}")
+    flat = flatten(tree)
+    structure = flat.structure
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        for path, array in arrays_at(flat, location, location.path):
+            try:
+                rows.append(row_of(ParameterRow, path, array, getattr(array, "sharding", None)))
+            except ValueError as error:
+                faults.append(f"  {path or 'the root'}: {error}")
     if faults:
         raise ValueError(
-            "these arrays cannot be cut as their shardings say:\n"
+            "the shardings of these arrays do not divide their shapes:\n"
             + "\n".join(faults)
             + "\nChange the shapes or the shardings."
         )
@@ -160,7 +192,7 @@ def parameter_table(tree: Any) -> ParameterTable:
 
 
 def format_table(rows: Iterable[ParameterRow]) -> str:
-    """Writes a table of parameters as aligned plain text, with a last line for the sums.
+    """Formats a table of parameters as aligned plain text, with a last line for the sums.
 
     Args:
       rows: what :func:`parameter_table` returned.
@@ -174,65 +206,66 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       >>> model = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> print(format_table(parameter_table(model)))
       path   shape     dtype    spec  shard shape  bytes/device  bytes
-      -----  --------  -------  ----  -----------  ------------  -----
+      ------ --------- -------- ----- ------------ ------------- -----
       up     (64,256)  float32  -     (64,256)            65536  65536
-      -----  --------  -------  ----  -----------  ------------  -----
+      ------ --------- -------- ----- ------------ ------------- -----
       total                                               65536  65536
     """
     rows = list(rows)
     sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
-    return aligned([HEADER, *map(cells, rows)], ("total", "", "", "", "", *map(str, sums)))
+    footer = ("total", "", "", "", "", *map(str, sums))
+    return drawn(table(HEADER, map(cells, rows), numbers=2, footer=footer))
 
 
 HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "bytes")
-_NUMBERS = 2  # how many columns at the end are aligned to the right
+_MAX_ROWS = 200
 
 
 def cells(row: ParameterRow) -> tuple[str, ...]:
     """The texts of one row of the table, below those of ``HEADER``."""
     return (
-        row.path or "(the root)",
+        " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)]),
         _shape(row.shape),
-        str(row.dtype),
-        "-" if row.spec is None else str(row.spec),
+        row.dtype,
+        row.spec_text,
         _shape(row.shard_shape),
         str(row.bytes_per_device),
         str(row.bytes_total),
     )
 
 
-def aligned(lines: Sequence[Sequence[str]], total: Sequence[str]) -> str:
-    """A table with a header as its first line and the sums as its last."""
-    lines = [[printable(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, total, strict=True)]
-    rule = tuple("-" * width for width in widths)
-    return "\n".join(_aligned(line, widths) for line in (lines[0], rule, *lines[1:], rule, total))
-
-
 def _shape(shape: tuple[int, ...]) -> str:
     return f"({','.join(map(str, shape))})"
 
 
-def _aligned(cells: Sequence[str], widths: list[int]) -> str:
-    texts = len(cells) - _NUMBERS
-    padded = [
-        cell.ljust(width) if i < texts else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(padded).rstrip()
+def rows_table(rows: Sequence[ParameterRow], width: int, most: int = _MAX_ROWS) -> Any:
+    """The table for consoles: axes in colours, bytes with units; without shard shapes if narrow."""
+    styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
+    quoted = {repr(axis): style for axis, style in styles.items()}
+    columns = [i for i, name in enumerate(HEADER) if width >= 100 or name != "shard shape"]
+    lines: list[list[Any]] = []
+    for row in rows[:most]:
+        path, shape, dtype, spec, shard_shape, *sizes = cells(row)
+        sizes = [bytes_text(int(size)) for size in sizes]
+        lines.append([path, shape, dtype, text(spec, styles=quoted), shard_shape, *sizes])
+    if len(rows) > most:
+        lines.append([f"… and {len(rows) - most} more", *[""] * 6])
+    sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
+    footer = ["total", "", "", "", "", *map(bytes_text, sums)]
+    picked = [[line[i] for i in columns] for line in (HEADER, footer, *lines)]
+    return table(picked[0], picked[2:], numbers=2, footer=picked[1])
 
 
-def _arrays(flat: Flat) -> Iterator[tuple[str, Any]]:
-    """Each array with its path; what is no array is left out."""
-    structure = flat.structure
-    for place in structure.walk(structure.root, iter(structure.root_slots)):
-        yield from arrays_at(flat, place, place.path)
+def spec_axes(spec: PartitionSpec | str | None) -> tuple[str, ...]:
+    """The mesh axes that partition an array, major first."""
+    entries: Iterable[Any] = spec.partitions if isinstance(spec, PartitionSpec) else ()
+    return tuple(str(axis) for entry in entries for axis in axes_of(entry))
 
 
-def arrays_at(flat: Flat, place: Location, path: Path) -> Iterator[tuple[str, Any]]:
+def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str, Any]]:
     """The arrays of one Variable with their paths, which begin with that of the Variable."""
-    keys = keys_inside(flat, place.entry, len(place.slots))
-    for slot, key in zip(place.slots, keys, strict=True):
+    keys = keys_inside(flat, location.entry, len(location.slots))
+    for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
         if isinstance(leaf, bool | int | float | complex):
             leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
@@ -241,7 +274,7 @@ def arrays_at(flat: Flat, place: Location, path: Path) -> Iterator[tuple[str, An
 
 
 def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
-    """The paths of the arrays inside of one Variable, which may hold a whole pytree."""
+    """The paths of the arrays inside of one Variable, whose value may be a pytree."""
     entry = None if index is None else flat.structure.entries[index]
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
         return container_keys(entry.value.treedef)
@@ -249,23 +282,49 @@ def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
 
 
 def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **more: Any) -> Row:
-    """The row of an array that is laid out, or would be, by this sharding."""
+    """The row of an array with this sharding."""
     shape = tuple(array.shape)
     shard_shape = shape if sharding is None else tuple(sharding.shard_shape(shape))
+    spec: PartitionSpec | str | None = None
+    if sharding is not None:
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else repr(sharding)
     return kind(
         path=path,
         shape=shape,
-        dtype=array.dtype,
-        spec=_spec(sharding),
+        dtype=str(array.dtype),
+        spec=spec,
         shard_shape=shard_shape,
         bytes_per_device=array_bytes(shard_shape, array.dtype),
         bytes_total=array_bytes(shape, array.dtype),
+        memory_kind=None if sharding is None else sharding.memory_kind,
         sharding=sharding,
         **more,
     )
 
 
-def _spec(sharding: Sharding | None) -> PartitionSpec | str | None:
+def argument_row(path: str, info: Any, sharding: Sharding | None, *, used: bool) -> ParameterRow:
+    """The row of an argument of a program, from its ``jax.stages.ArgInfo``.
+
+    The spec has an entry for each dimension, so that equal shardings have equal specs.
+    """
     if isinstance(sharding, NamedSharding):
-        return sharding.spec
-    return None if sharding is None else repr(sharding)
+        rest = (None,) * (len(info.shape) - len(sharding.spec.partitions))
+        spec = sharding.spec.update(partitions=(*sharding.spec.partitions, *rest))
+        sharding = sharding.update(spec=spec)
+    return row_of(ParameterRow, path, info, sharding, donated=bool(info.donated), used=used)
+
+
+def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
+    """The mesh that most shardings have; None if none has a mesh with axes."""
+    named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
+    meshes = Counter(s.mesh for s in named if isinstance(s.mesh, Mesh) and s.mesh.axis_names)
+    return meshes.most_common(1)[0][0] if meshes else None
+
+
+def device_of(mesh: Mesh | None, shardings: Iterable[Any]) -> tuple[jax.Device, int]:
+    """One of the devices of a program, and how many there are."""
+    if mesh is not None:
+        return mesh.devices.flat[0], mesh.size
+    sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
+    largest = max(sets, key=len, default={jax.devices()[0]})
+    return min(largest, key=lambda device: device.id), len(largest)

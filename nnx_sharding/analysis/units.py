@@ -1,4 +1,4 @@
-"""Numbers and names as people read them."""
+"""Numbers and names as people read and write them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,39 @@ def time_text(seconds: float | None) -> str:
     return f"{_digits(seconds * 1e9)} ns" if seconds else "0 s"
 
 
+def read_bytes(limit: int | str) -> int:
+    """A number of bytes, or of a text such as ``"16 GiB"`` (1024³) or ``"16 GB"`` (1000³).
+
+    Raises:
+      ValueError: it is negative, or cannot be read.
+      TypeError: it is neither an integer nor a text.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int | str):
+        raise TypeError(f"a size is a number of bytes or a text such as '16 GiB', not {limit!r}.")
+    size = _SIZE.fullmatch(str(limit))
+    if size is None:
+        raise ValueError(f"{limit!r} is not a size; write bytes, or a text such as '16 GiB'.")
+    power = "KMGTP".find(size["prefix"].upper() or " ") + 1
+    unit: int = (1024 if size["binary"] else 1000) ** power
+    return round(float(size["number"]) * unit)
+
+
+_SIZE = re.compile(
+    r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?:(?P<prefix>[KMGTP]?)(?P<binary>i?)B?)\s*", re.I
+)
+
+
 def printable(
     text: Any, kept: str = "", escape: Callable[[str], str] = lambda c: ascii(c)[1:-1]
 ) -> str:
-    r"""A text whose control characters are escaped, so that a terminal only shows it.
+    """A text whose control characters are escaped, so that a terminal only shows it.
 
-    All that is printed passes through here: names of modules, axes, files and functions may hold
-    anything.
-
-    Args:
-      text: the text, or what has one.
-      kept: characters that are left, such as the newline of a text of several lines.
-      escape: what is written of the others; as in Python by default.
-
-    Example:
-      >>> from nnx_sharding.analysis.units import printable
-      >>> print(printable("red \x1b[31m, naïve"))
-      red \x1b[31m, naïve
+    All that is printed passes through here: names of modules, axes, files and functions may
+    contain anything. The characters in ``kept`` stay, such as newlines.
     """
 
-    def shown(found: re.Match[str]) -> str:
-        return found[0] if found[0] in kept or found[0].isprintable() else escape(found[0])
+    def shown(char: re.Match[str]) -> str:
+        return char[0] if char[0] in kept or char[0].isprintable() else escape(char[0])
 
     return _NOT_ASCII.sub(shown, str(text))
 
@@ -66,5 +78,5 @@ def _scaled(n: float, units: Sequence[str], base: int) -> str:
 
 
 def _digits(n: float) -> str:
-    """Three digits that count; more only before the point."""
+    """Three significant digits; more only before the point."""
     return f"{n:.{0 if n >= 99.95 else 1 if n >= 9.995 else 2}f}"

@@ -1,13 +1,12 @@
 """Checkpoints of models and optimizers, in the format of Orbax.
 
-Read in this order: ``named`` gives each array of a tree its name, ``saving`` writes them,
-``stored`` reads what is there, ``restoring`` puts it into a tree, ``steps`` keeps those of a
-training.
+Read in this order: ``names`` gives each array of a tree its name, ``save`` writes the arrays,
+``read`` reads them, ``restore`` puts them into a tree, ``steps`` manages those of a training run.
 """
 
-from .restoring import restore
-from .saving import save
+from .read import StoredArray, contents
+from .restore import restore
+from .save import save
 from .steps import Checkpoints
-from .stored import StoredArray, contents
 
 __all__ = ["Checkpoints", "StoredArray", "contents", "restore", "save"]

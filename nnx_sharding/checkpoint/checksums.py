@@ -1,4 +1,4 @@
-"""A number for the content of an array that does not depend on how the array is laid out."""
+"""Checksums of arrays, which do not depend on their shardings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..partition.layout import finished_on_cpu
+from ..partition.apply import finished_on_cpu
+from .names import is_key
 
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.
 _SMALL = 1 << 16
@@ -18,39 +19,35 @@ _SMALL = 1 << 16
 def checksums(arrays: Sequence[Any]) -> list[int | None]:
     """The checksum of each array, PRNG key or number, modulo 2³².
 
-    It is the sum of a hash of each 32-bit word with its position. Large arrays are summed where
-    they are. None for an array of which this process holds nothing.
+    It is the sum of a hash of each 32-bit word with its position. Large arrays are summed on their
+    devices. None for an array of which this process holds nothing.
     """
-    sums = [_on_host_or_devices(jax.random.key_data(x) if is_key(x) else x) for x in arrays]
-    return [None if x is None else x if isinstance(x, int) else int(x) for x in _fetched(sums)]
+    sums = [_sum(jax.random.key_data(x) if is_key(x) else x) for x in arrays]
+    return [None if total is None else int(total) for total in jax.device_get(sums)]
 
 
-def is_key(x: Any) -> bool:
-    """Whether an array, which may be abstract, is one of PRNG keys; a number is none."""
-    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def _on_host_or_devices(x: Any) -> Any:
-    """The checksum of one array, as a number or as an array that is still computed."""
+def _sum(x: Any) -> Any:
+    """The checksum of one array, as a number or as an array that is still being computed."""
     if not isinstance(x, jax.Array):
         return _on_host(np.asarray(x))
     if x.nbytes > _SMALL or not (x.is_fully_addressable or x.is_fully_replicated):
         [total] = finished_on_cpu([_on_devices(x)])
-        return _own_part(total)
-    return _on_host(np.asarray(x if x.is_fully_addressable else _own_part(x)))
+        return _local(total)
+    return _on_host(np.asarray(x if x.is_fully_addressable else _local(x)))
 
 
-def _own_part(x: jax.Array) -> Any:
+def _local(x: jax.Array) -> Any:
     shards = x.addressable_shards
     return shards[0].data if shards else None
 
 
-def _fetched(sums: list[Any]) -> list[Any]:
-    return list(jax.device_get(sums))
-
-
 def _on_host(x: np.ndarray[Any, Any]) -> int:
-    words = _words_of_numpy(x)
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint32)
+    elif x.dtype.kind != "c":
+        x = x.astype(_widened(x.dtype))
+    word = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
+    words = np.ascontiguousarray(x).reshape(-1).view(word).astype(np.uint32)
     with np.errstate(over="ignore"):
         hashes = _mixed(words, np.arange(words.size, dtype=np.uint32), np.uint32)
         return int(np.sum(hashes, dtype=np.uint32))
@@ -78,7 +75,7 @@ def _mixed(words: Any, index: Any, uint32: Any) -> Any:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as 32-bit words; a trailing dimension where elements have several."""
+    """The bits of an array as 32-bit words; a trailing dimension if elements have several."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:
@@ -88,17 +85,8 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
 
 
-def _words_of_numpy(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if x.dtype == np.bool_:
-        return x.astype(np.uint32).ravel()
-    if x.dtype.kind != "c":
-        x = x.astype(_widened(x.dtype))
-    word = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
-    return np.ascontiguousarray(x).reshape(-1).view(word).astype(np.uint32)
-
-
 def _widened(dtype: Any) -> Any:
-    """A type with whole bytes that holds all values of one which has less."""
+    """A type of full bytes that holds all values of a smaller one."""
     if _bits(dtype) >= 8:
         return dtype
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32

@@ -1,24 +1,24 @@
-"""``Checkpoints``: the checkpoints of a training, by step."""
+"""``Checkpoints``: the checkpoints of a training run, by step."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
+import orbax.checkpoint as ocp
 
 from .. import _compat
 from ..core.flatten import flatten
 from ..errors import CheckpointError, NoCheckpointError
 from ..fitting import suggestion
-from .library import as_folder, orbax
-from .named import named
-from .restoring import restore
-from .saving import snapshot
-from .stored import first_line
+from .folder import as_folder, first_line
+from .names import named_arrays
+from .restore import restore
+from .save import save_args
 
 T = TypeVar("T")
 
@@ -26,18 +26,18 @@ _TRIES = 20
 
 
 class Checkpoints:
-    """The checkpoints of a training: one for each step that was saved, the last few kept.
+    """The checkpoints of a training run: one for each saved step, of which the last few are kept.
 
-    A thin layer over Orbax's ``CheckpointManager``, whose directories these are. It is a context
-    manager, which waits for what is being written.
+    A thin layer over Orbax's ``CheckpointManager``, with its directories and the names of its
+    options. As a context manager it waits at its end for what is still being written.
 
     Args:
-      directory: where the steps are; it is made.
-      keep: how many steps are kept; None keeps all.
-      keep_every: steps that are a multiple of this are kept besides.
-      every: :meth:`save` skips steps that are no multiple of this.
-      asynchronous: whether :meth:`save` returns as soon as the arrays may change again, and the
-        writing goes on by itself.
+      directory: the directory of the steps; it is made.
+      max_to_keep: how many steps are kept; None keeps all.
+      keep_period: steps that are a multiple of this are kept as well.
+      save_interval_steps: :meth:`save` skips steps that are not a multiple of this.
+      enable_async_checkpointing: whether :meth:`save` returns as soon as the arrays may change
+        again, and writes in the background.
 
     Raises:
       ValueError: a number is less than 1.
@@ -48,11 +48,11 @@ class Checkpoints:
       >>> from nnx_sharding.checkpoint import Checkpoints
       >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
       >>> folder = tempfile.mkdtemp()
-      >>> with Checkpoints(folder, keep=2) as checkpoints:
+      >>> with Checkpoints(folder, max_to_keep=2) as checkpoints:
       ...     start = checkpoints.resume(model) or 0  # nothing there yet
       ...     for step in range(start + 1, 6):
       ...         _ = checkpoints.save(step, model)
-      >>> with Checkpoints(folder, keep=2) as checkpoints:
+      >>> with Checkpoints(folder, max_to_keep=2) as checkpoints:
       ...     checkpoints.steps, checkpoints.resume(model)
       ((4, 5), 5)
     """
@@ -61,20 +61,20 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: int | None = 3,
-        keep_every: int | None = None,
-        every: int = 1,
-        asynchronous: bool = True,
+        max_to_keep: int | None = 3,
+        keep_period: int | None = None,
+        save_interval_steps: int = 1,
+        enable_async_checkpointing: bool = True,
     ):
-        numbers = {"keep": keep, "keep_every": keep_every, "every": every}
+        kept = {"max_to_keep": max_to_keep, "keep_period": keep_period}
+        numbers = {**kept, "save_interval_steps": save_interval_steps}
         wrong = [f"{k}={n!r}" for k, n in numbers.items() if n is not None and n < 1]
         if wrong:
             raise ValueError(f"Checkpoints: {', '.join(wrong)} must be at least 1.")
         self._folder = as_folder(directory)
-        self._every = every
-        ocp = orbax()
+        self._interval = save_interval_steps  # Orbax would save the first step in any case
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, keep_period=keep_every, enable_async_checkpointing=asynchronous
+            enable_async_checkpointing=enable_async_checkpointing, **kept
         )
         self._manager = self._listed(
             lambda: ocp.CheckpointManager(
@@ -89,7 +89,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The last of them; None if there is none."""
+        """The last step; None if there is none."""
         return max(self.steps, default=None)
 
     @_compat.api_boundary
@@ -97,31 +97,29 @@ class Checkpoints:
         """Saves one step, as :func:`~nnx_sharding.checkpoint.save` does.
 
         Args:
-          step: its number, larger than those there are.
-          tree: what is saved. It may change as soon as this returns.
-          force: whether it is saved even if its turn has not come.
+          step: its number, larger than those of all saved steps.
+          tree: what to save. It may change as soon as this returns.
+          force: whether to save a step that is not a multiple of ``save_interval_steps``.
 
         Returns:
-          Whether it was its turn.
+          Whether the step was saved.
 
         Raises:
-          ValueError: the step is negative, there is this step, or a later one; or as for ``save``.
-          TypeError: the step is not an integer, or as for ``save``.
-          CheckpointError: this one, or one whose writing went on since, could not be written.
+          ValueError: the step is negative, this or a later step exists; or as for ``save``.
+          TypeError: the step is not an integer; or as for ``save``.
+          CheckpointError: this step, or one that was still being written, could not be written.
         """
         step = _step_number("save", step)
-        if step % self._every and not force:
+        if step % self._interval and not force:
             return False
-        taken = snapshot("Checkpoints.save", tree)
+        args = save_args("Checkpoints.save", tree)
         latest = self._manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
-                f"Checkpoints.save: step {step} does not come after step {latest}, which is there."
+                f"Checkpoints.save: step {step} does not come after step {latest}, which exists."
             )
-        try:
-            return bool(self._manager.save(step, args=taken.request(), force=True))
-        except Exception as error:
-            raise self._failed(error) from error
+        with self._writing():
+            return bool(self._manager.save(step, args=args, force=True))
 
     @_compat.api_boundary
     def restore(
@@ -137,27 +135,26 @@ class Checkpoints:
         """Restores one step, the last by default, as :func:`~nnx_sharding.checkpoint.restore` does.
 
         Args:
-          tree: what is filled.
-          sharding: as there, and so are ``mesh``, ``only`` and ``cast``.
-          mesh: likewise.
+          tree: what to fill, with arrays or abstract.
+          sharding: where to place arrays; None is the sharding of each array in ``tree``.
+          mesh: the mesh of partition specs.
           step: which step; None for the last one.
-          only: likewise.
-          cast: likewise.
+          only: an NNX filter for what to restore.
+          cast: whether to convert arrays of another dtype to that in ``tree``.
 
         Returns:
-          ``tree``, as there.
+          ``tree``, with arrays outside of modules and Variables in new containers.
 
         Raises:
           NoCheckpointError: there is no step, or not this one.
-          CheckpointError: it cannot be read or does not fit; and the others that ``restore`` has.
-          TypeError: the step is not an integer.
-          ValueError: the step is negative.
+          CheckpointError: it cannot be read or does not fit.
+          TypeError: the step is not an integer; or as for ``restore``.
+          ValueError: the step is negative; or as for ``restore``.
         """
         self.wait()
 
         def read(step: int) -> Any:
-            path = self._folder / str(step)
-            return restore(path, tree, sharding, mesh, only=only, cast=cast)
+            return restore(self._folder / str(step), tree, sharding, mesh, only=only, cast=cast)
 
         if step is None:
             last = self._last(read)
@@ -174,15 +171,15 @@ class Checkpoints:
 
     @_compat.api_boundary
     def resume(self, tree: Any, sharding: Any = None, mesh: Any = None) -> int | None:
-        """Brings a training to its last step, in place, if there is one.
+        """Restores the last step of a training run in place, if there is one.
 
-        If another process writes steps here and deletes the last one while it is read, the one
-        that is the last then is taken.
+        If another process writes steps here and deletes the last one while it is read, the step
+        that is the last by then is restored.
 
         Args:
-          tree: modules, optimizers and Variables, filled or abstract.
-          sharding: as for :meth:`restore`.
-          mesh: likewise.
+          tree: modules, optimizers and Variables, with arrays or abstract.
+          sharding: where to place arrays, as for :meth:`restore`.
+          mesh: the mesh of partition specs.
 
         Returns:
           The step, or None: then nothing is changed.
@@ -193,7 +190,7 @@ class Checkpoints:
             ``restore(tree, step=…)``.
         """
         flat = flatten(tree)
-        outside = [each.path for each in named(flat) if each.slot in flat.structure.root_slots]
+        outside = [x.path for x in named_arrays(flat) if x.slot in flat.structure.root_slots]
         if outside:
             raise TypeError(
                 "Checkpoints.resume: these arrays belong to no module or Variable and cannot be "
@@ -204,7 +201,7 @@ class Checkpoints:
         return None if last is None else last[0]
 
     def _last(self, read: Callable[[int], T]) -> tuple[int, T] | None:
-        """The last step and what ``read`` makes of it; None if there is no step.
+        """The last step and what ``read`` returns for it; None if there is no step.
 
         Raises:
           CheckpointError: it cannot be read, although nobody deletes it.
@@ -229,7 +226,7 @@ class Checkpoints:
         raise self._deleted()
 
     def _listed(self, read: Callable[[], T]) -> T:
-        """What ``read`` makes of the list of steps, which fails while another process deletes."""
+        """What ``read``, which lists the steps, returns; it fails while another process deletes."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 return read()
@@ -238,33 +235,33 @@ class Checkpoints:
     def _deleted(self) -> NoCheckpointError:
         return NoCheckpointError(
             f"Checkpoints: {_TRIES} times, steps in {self._folder} were deleted while they were "
-            "read. Let the process that writes them keep more, by keep=..."
+            "read. Let the process that writes them keep more, by max_to_keep=..."
         )
 
     @_compat.api_boundary
     def wait(self) -> None:
-        """Waits until all that was saved is written.
+        """Waits until everything that was saved is written.
 
         Raises:
-          CheckpointError: it could not be.
+          CheckpointError: something could not be written.
         """
-        try:
+        with self._writing():
             self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failed(error) from error
 
     @_compat.api_boundary
     def close(self) -> None:
-        """Waits, and ends what runs in the background. There is no ``save`` afterwards."""
-        try:
+        """Waits, and ends what runs in the background; nothing can be saved afterwards."""
+        with self._writing():
             self._manager.close()
-        except Exception as error:
-            raise self._failed(error) from error
 
-    def _failed(self, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"Checkpoints: a step in {self._folder} could not be written: {first_line(error)}"
-        )
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"Checkpoints: a step in {self._folder} could not be written: {first_line(error)}"
+            ) from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -274,19 +271,14 @@ class Checkpoints:
 
 
 def _step_number(method: str, step: Any) -> int:
-    """The number of a step, of NumPy or of Python.
-
-    Raises:
-      TypeError: it is not an integer.
-      ValueError: it is negative.
-    """
+    """The number of a step, a Python or NumPy integer."""
     message = f"Checkpoints.{method}: expected a step of 0 or more, got {step!r}."
+    if isinstance(step, bool | np.bool_):
+        raise TypeError(message)
     try:
         number = operator.index(step)
     except TypeError:
         raise TypeError(message) from None
-    if isinstance(step, bool | np.bool_):
-        raise TypeError(message)
     if number < 0:
         raise ValueError(message)
     return number

@@ -1,4 +1,4 @@
-"""``ArraySharder``: batches laid out on devices, as a module with the names of Datarax."""
+"""``ArraySharder``: a module that shards batches, with the names of Datarax."""
 
 from __future__ import annotations
 
@@ -10,38 +10,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..analysis.device_bytes import device_bytes
 from ..analysis.parameters import parameter_table
 from ..core.flatten import flatten
+from ..core.specs import Specs
+from ..partition.apply import apply_shardings, rebuilt, sharding_of
 from ..partition.constrain import is_array
-from ..partition.layout import laid_out, rebuilt, sharding_of
 from ..partition.logical import LogicalRules
 from ..paths import path_string
-from ..placement.place import Rules, assigned
-from ..report.sharding import device_bytes
+from ..placement.place import shardings_for, trimmed
 from ..shard_map import shard_map
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharderModuleConfig:
-    """What an :class:`ArraySharder` is made with.
+    """The configuration of an :class:`ArraySharder`.
 
-    Configurations are equal, and the same static value to ``jit``, if all in them is.
+    Configurations with equal contents are equal, and the same static value to ``jit``.
 
     Attributes:
-      batch_stats_fn: makes statistics of a batch: a function of it to a dict, or a module.
+      batch_stats_fn: computes statistics of a batch: a function of it that returns a dict, or a
+        module.
       precomputed_stats: statistics that are known from the start, instead.
       sharding_rules: pairs, or a mapping, of a logical name of a dimension and the mesh axis (or
-        axes) that cut it, as :class:`~nnx_sharding.partition.LogicalRules` takes them; kept as a
-        tuple of pairs. Without them logical names are those of mesh axes.
-      cacheable: accepted for configurations of Datarax; a sharder caches nothing, there as here.
+        axes) that shard it, as for :class:`~nnx_sharding.partition.LogicalRules`; kept as a tuple
+        of pairs. Without rules, logical names are those of mesh axes.
+      cacheable: accepted for configurations of Datarax; a sharder caches nothing, neither there nor
+        here.
 
     Raises:
-      TypeError: the rules are no pairs, or the statistics no mapping.
-      ValueError: a rule is none, or both kinds of statistics are given.
+      TypeError: the rules are not pairs, or the statistics are not a mapping.
+      ValueError: a rule is invalid, or both kinds of statistics are given.
 
     Example:
       >>> from nnx_sharding.compat.datarax import SharderModuleConfig
@@ -60,7 +63,7 @@ class SharderModuleConfig:
         if self.batch_stats_fn is not None and self.precomputed_stats is not None:
             raise ValueError(
                 "SharderModuleConfig: batch_stats_fn and precomputed_stats are both given. "
-                "Statistics are either computed or known."
+                "Statistics are either computed or precomputed."
             )
         if self.batch_stats_fn is not None and not callable(self.batch_stats_fn):
             raise TypeError(f"batch_stats_fn is a function, not {self.batch_stats_fn!r}.")
@@ -69,17 +72,12 @@ class SharderModuleConfig:
         if self.sharding_rules is not None:
             object.__setattr__(self, "sharding_rules", LogicalRules(self.sharding_rules).rules)
 
-    @property
-    def rules(self) -> LogicalRules | None:
-        """The rules, ready for use; None if there are none."""
-        return LogicalRules(self.sharding_rules) if self.sharding_rules else None
-
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, SharderModuleConfig)
-            and self._key == other._key
-            and _are_equal(self.precomputed_stats, other.precomputed_stats)
-        )
+        if not isinstance(other, SharderModuleConfig) or self._key != other._key:
+            return False
+        ours, theirs = (jax.tree.flatten(config.precomputed_stats) for config in (self, other))
+        same_form: bool = ours[1] == theirs[1]  # type: ignore[operator]
+        return same_form and all(map(np.array_equal, ours[0], theirs[0]))
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -98,29 +96,30 @@ class BatchStatistics(nnx.Variable[Any]):
 
 
 class ArraySharder(nnx.Module):
-    """Lays batches out on devices, inside and outside of functions that JAX traces.
+    """Shards batches, inside and outside of traced functions.
 
-    Where a method takes a sharding, that is all that :func:`~nnx_sharding.placement.place` takes:
-    a ``PartitionSpec`` (of the mesh in context), a ``Sharding``, a ``StateSharding``, or a prefix
-    of the batch with these as leaves. A spec is cut to the rank of its array, so ``P("data",
-    None)`` is for images and labels. What is no array is kept. Where JAX traces, arrays are
-    constrained or resharded as in :func:`~nnx_sharding.partition.with_sharding_constraint`.
+    Where a method takes a sharding, that is anything that :func:`~nnx_sharding.placement.place`
+    takes: a ``PartitionSpec`` (of the mesh in context), a ``Sharding``, a ``StateSharding``, or a
+    pytree prefix of the batch with these as leaves. A spec is truncated to the rank of its array:
+    ``P("data", None)`` is valid for images and labels. What is not an array is kept. In a traced
+    function, arrays are constrained or resharded as by
+    :func:`~nnx_sharding.partition.with_sharding_constraint`.
 
-    Where it takes logical names, that is a tuple (or a list) of the names of dimensions (or None,
-    or several), a ``PartitionSpec``, which is taken as it is, or dicts and lists of these. A list
-    with a name in it is a list of names.
+    Where it takes logical names, that is a tuple (or a list) with a name, several names or None for
+    each dimension, a ``PartitionSpec``, which is used as it is, or dicts and lists of these. A list
+    that contains a name is a list of names.
 
-    What it counts is state as any other, on the devices that computed it last: after the first
-    call of a function for a mesh JAX finds it elsewhere, and traces once more. ``place(sharder,
-    P(), mesh)`` before that, or ``in_shardings``, spares it.
+    The counts of a sharder are state like any other, on the devices that computed them last: after
+    the first call of a function on a mesh they are on other devices, and JAX traces once more.
+    ``place(sharder, P(), mesh)`` before that, or ``in_shardings``, avoids it.
 
     Args:
       config: the rules for logical names, and statistics.
       rngs: random streams for :meth:`create_sharded_param`.
-      name: a name, for whoever reads it.
+      name: a name, for the reader.
 
     Raises:
-      TypeError: ``config`` is no :class:`SharderModuleConfig`.
+      TypeError: ``config`` is not a :class:`SharderModuleConfig`.
 
     Example:
       >>> import numpy as np
@@ -153,24 +152,24 @@ class ArraySharder(nnx.Module):
         # A module may change what it holds; as a part of the static config it could not.
         is_module = isinstance(config.batch_stats_fn, nnx.Module)
         self.batch_stats_module = config.batch_stats_fn if is_module else None
-        self.applied = OperationCount(_zero())
-        self.skipped = OperationCount(_zero())
+        self.applied = OperationCount(jnp.zeros((), jnp.int32))
+        self.skipped = OperationCount(jnp.zeros((), jnp.int32))
         self.statistics = BatchStatistics(_statistics(config.precomputed_stats))
 
     def shard(self, batch: Any, sharding: Any) -> Any:
-        """Lays out the arrays of a batch.
+        """Shards the arrays of a batch.
 
         Args:
           batch: any pytree; modules in it are changed in place.
-          sharding: for all arrays, or a prefix of the batch.
+          sharding: for all arrays, or a pytree prefix of the batch.
 
         Returns:
-          The batch with its arrays laid out.
+          The batch with its arrays sharded.
 
         Raises:
           NoMeshError: a ``PartitionSpec`` has no mesh.
-          TypeError: something is no sharding.
-          ValueError: the shardings are no prefix of the batch, or do not fit it.
+          TypeError: ``sharding`` contains something else than shardings.
+          ValueError: the shardings are not a prefix of the batch, or do not fit it.
         """
         result = _shard("ArraySharder.shard", batch, sharding)
         self._count(batch)
@@ -178,22 +177,22 @@ class ArraySharder(nnx.Module):
 
     @staticmethod
     def shard_static(batch: Any, sharding: Any) -> Any:
-        """As :meth:`shard`, without a sharder, and without being counted."""
+        """Does the same as :meth:`shard` without a sharder, so it is not counted."""
         return _shard("ArraySharder.shard_static", batch, sharding)
 
     def shard_with_info(self, batch: Any, sharding: Any, info: dict[str, Any] | None = None) -> Any:
-        """As :meth:`shard`, and tells about it.
+        """Does the same as :meth:`shard`, and describes the batch before and after.
 
         Args:
           batch: any pytree.
-          sharding: for all arrays, or a prefix of the batch.
+          sharding: for all arrays, or a pytree prefix of the batch.
           info: gets ``batch_pre_sharding`` and ``batch_post_sharding``: each a dict with the
-            ``structure`` of the batch and the ``shapes`` of its arrays, None for what is none;
-            the second also with their ``shardings``, and ``bytes_per_device``, by the id of the
-            device (its position in the mesh where JAX traces).
+            ``structure`` of the batch and the ``shapes`` of its arrays (None for what is not one);
+            the second also with their ``shardings`` and ``bytes_per_device``, by the id of the
+            device (its position in the mesh in a traced function).
 
         Returns:
-          The batch with its arrays laid out.
+          The batch with its arrays sharded.
         """
         result = self.shard_with_info_static(batch, sharding, info)
         self._count(batch)
@@ -203,23 +202,23 @@ class ArraySharder(nnx.Module):
     def shard_with_info_static(
         batch: Any, sharding: Any, info: dict[str, Any] | None = None
     ) -> Any:
-        """As :meth:`shard_with_info`, without a sharder, and without being counted."""
-        found: dict[str, Any] = {"batch_pre_sharding": _described(batch)}
+        """Does the same as :meth:`shard_with_info` without a sharder, so it is not counted."""
+        before = _described(batch)
         result = _shard("ArraySharder.shard_with_info", batch, sharding)
-        after = found["batch_post_sharding"] = _described(result)
+        after = _described(result)
         after["shardings"] = _map_arrays(sharding_of, result)
         after["bytes_per_device"] = device_bytes(parameter_table(_map_arrays(_abstract, result)))
         if info is not None:
-            info.update(found)
+            info |= {"batch_pre_sharding": before, "batch_post_sharding": after}
         return result
 
     def shard_with_logical_names(
         self, batch: Any, mesh: Mesh | AbstractMesh, logical_spec: Any
     ) -> Any:
-        """As :meth:`shard`, by the logical names of dimensions.
+        """Does the same as :meth:`shard`, by the logical names of dimensions.
 
         Raises:
-          ValueError: a name has no rule; the names that have one are in the message.
+          ValueError: a name has no rule; the message lists the names that have one.
         """
         return self.shard(batch, self.get_named_sharding(mesh, logical_spec))
 
@@ -231,38 +230,29 @@ class ArraySharder(nnx.Module):
         in_spec: Any,
         out_spec: Any = None,
     ) -> Any:
-        """Calls a function once for each shard of a batch, by ``shard_map``.
+        """Applies a function to each shard of a batch, by ``shard_map``.
 
-        The program is kept for the next call with the same function, mesh and specs, as long as
-        it is among the last 128; so pass the function itself, not a new lambda each time.
+        The compiled program is kept for the next call with the same function, mesh and specs, among
+        the last 128; so pass the function itself, not a new lambda for each call.
 
         Args:
           batch: any pytree of arrays.
-          transform_fn: takes a shard of the batch and returns one of the result.
+          transform_fn: takes a shard of the batch and returns a shard of the result.
           mesh: the mesh.
           in_spec: logical names for the batch.
           out_spec: logical names for the result; None for those of the batch, ``P()`` for a
-            result that is the same on each device.
+            replicated result.
 
         Returns:
-          The result, put together from those of the shards.
+          The result, assembled from those of the shards.
         """
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
-        result = _parallel(transform_fn, mesh, _Specs(in_specs), _Specs(out_specs))(batch)
+        result = _parallel(transform_fn, mesh, Specs(in_specs), Specs(out_specs))(batch)
         self._count(batch)
         return result
 
-    def parallel_transform(
-        self,
-        batch: Any,
-        transform_fn: Callable[[Any], Any],
-        mesh: Mesh | AbstractMesh,
-        in_spec: Any,
-        out_spec: Any = None,
-    ) -> Any:
-        """Another name of :meth:`apply_parallel_transform`."""
-        return self.apply_parallel_transform(batch, transform_fn, mesh, in_spec, out_spec)
+    parallel_transform = apply_parallel_transform
 
     def create_sharded_param(
         self,
@@ -272,17 +262,17 @@ class ArraySharder(nnx.Module):
         *,
         mesh: Mesh | None = None,
     ) -> nnx.Param[Any]:
-        """Makes a parameter where it stays, never whole on one device.
+        """Creates a parameter in its sharding, never fully on one device.
 
         Args:
           init_fn: takes a key of the stream ``params`` and the shape.
           shape: the shape.
           logical_spec: the logical names of its dimensions.
-          mesh: the mesh; None for that in context. Without one it is made unsharded.
+          mesh: the mesh; None for the one in context. Without one the parameter is not sharded.
 
         Returns:
-          A parameter with the logical names as ``out_sharding`` in its metadata, and the rules
-          as ``sharding_rules``, as ``nnx.get_partition_spec`` reads them.
+          A parameter with the logical names as ``out_sharding`` in its metadata, and the rules as
+          ``sharding_rules``, as ``nnx.get_partition_spec`` reads them.
 
         Raises:
           ValueError: there are no ``rngs``, a name has no rule, or the spec does not fit.
@@ -295,31 +285,28 @@ class ArraySharder(nnx.Module):
         spec = self.get_partition_spec(logical_spec)
         mesh = _compat.context_mesh() if mesh is None else mesh  # type: ignore[assignment]
         shape = tuple(shape)
-        make = init_fn
+        make, sharding = init_fn, None
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}
         if mesh is not None:
             abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
-            rules = Rules("create_sharded_param", mesh)
-            [sharding] = assigned(abstract, flatten(abstract), spec, rules)
+            [sharding] = shardings_for(abstract, spec, mesh, "create_sharded_param")
             if isinstance(sharding.mesh, Mesh):
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
             metadata["mesh"] = mesh
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
-        value = make(self.rngs.params(), shape)
-        if mesh is not None:
-            # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
-            [value] = laid_out([value], [sharding])
+        # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
+        [value] = apply_shardings([make(self.rngs.params(), shape)], [sharding])
         param = nnx.Param(value)
-        # As an argument of Param it would be laid out once more.
+        # Given to Param as arguments, they would shard the value once more.
         param.set_metadata(metadata)
         return param
 
     def get_partition_spec(self, logical_spec: Any) -> Any:
-        """The partition spec of logical names: by the first rule for each whose axes are free.
+        """Returns the partition spec of logical names: by the first rule whose axes are free.
 
         Raises:
-          ValueError: a name has no rule; the names that have one are in the message.
+          ValueError: a name has no rule; the message lists the names that have one.
 
         Example:
           >>> from jax.sharding import PartitionSpec as P
@@ -329,7 +316,7 @@ class ArraySharder(nnx.Module):
           >>> sharder.get_partition_spec(("batch", "embed")) == P(("replica", "data"), None)
           True
         """
-        rules = self.config.rules
+        rules = LogicalRules(self.config.sharding_rules) if self.config.sharding_rules else None
 
         def is_names(x: Any) -> bool:
             if isinstance(x, list):
@@ -348,7 +335,7 @@ class ArraySharder(nnx.Module):
         )
 
     def get_named_sharding(self, mesh: Mesh | AbstractMesh, logical_spec: Any) -> Any:
-        """The sharding on a mesh of logical names, as :meth:`get_partition_spec` reads them."""
+        """Returns the sharding on a mesh of logical names; see :meth:`get_partition_spec`."""
         return jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
             self.get_partition_spec(logical_spec),
@@ -356,9 +343,9 @@ class ArraySharder(nnx.Module):
         )
 
     def get_operation_stats(self) -> dict[str, Any]:
-        """How many batches were laid out, and how many had no array.
+        """Returns the number of batches that were sharded, and of those that had no array.
 
-        Waits for the devices that count. Where JAX traces, the counts are traced.
+        Waits for the devices that count. In a traced function the counts are traced.
 
         Returns:
           ``{"applied_count": …, "skipped_count": …}``, two integers.
@@ -369,7 +356,7 @@ class ArraySharder(nnx.Module):
 
     def reset_operation_stats(self) -> None:
         """Sets both counts to 0."""
-        self.applied[...] *= 0  # where they are, so that no function is traced anew
+        self.applied[...] *= 0  # on the same devices, so that no function is traced again
         self.skipped[...] *= 0
 
     def _count(self, batch: Any) -> None:
@@ -377,13 +364,13 @@ class ArraySharder(nnx.Module):
         counter[...] += 1
 
     def compute_statistics(self, data: Any) -> dict[str, Any] | None:
-        """Makes statistics of a batch by ``config.batch_stats_fn``, and keeps them.
+        """Computes statistics of a batch by ``config.batch_stats_fn``, and keeps them.
 
         Returns:
           The statistics; None if there is no such function.
 
         Raises:
-          TypeError: it returned no mapping.
+          TypeError: the function returned something else than a mapping.
         """
         function = self.batch_stats_module or self.config.batch_stats_fn
         if function is None:
@@ -392,21 +379,21 @@ class ArraySharder(nnx.Module):
         return self.get_statistics()
 
     def get_statistics(self) -> dict[str, Any] | None:
-        """The statistics that were computed, set or known from the start; None if none are."""
+        """Returns the statistics that were computed, set or precomputed; None without any."""
         return _statistics(self.statistics.get_value())
 
     def set_statistics(self, stats: Mapping[str, Any]) -> None:
         """Replaces the statistics.
 
         Raises:
-          TypeError: it is no mapping.
+          TypeError: ``stats`` is not a mapping.
         """
         if stats is None:
-            raise TypeError("statistics are a mapping; reset_statistics() forgets them.")
+            raise TypeError("statistics are a mapping; reset_statistics() removes them.")
         self.statistics.set_value(_statistics(stats))
 
     def reset_statistics(self) -> None:
-        """Forgets the statistics, also those that were known from the start."""
+        """Removes the statistics, including precomputed ones."""
         self.statistics.set_value(None)
 
     def copy(
@@ -416,7 +403,7 @@ class ArraySharder(nnx.Module):
         rngs: nnx.Rngs | None = None,
         name: str | None = None,
     ) -> ArraySharder:
-        """A new sharder with what is given, and otherwise the settings of this one.
+        """Returns a new sharder with these settings, and otherwise those of this one.
 
         It shares the random streams, and counts from 0. Its statistics are those of its config.
         """
@@ -427,53 +414,63 @@ class ArraySharder(nnx.Module):
         )
 
     def clone(self) -> ArraySharder:
-        """The same sharder once more, with its counts, statistics and streams, sharing nothing."""
+        """Returns a copy, with counts, statistics and streams, that shares nothing."""
         return nnx.clone(self)
 
     def get_state(self) -> dict[str, Any]:
-        """All that changes, and the rules, as nested dicts for a checkpoint.
+        """Returns the state and the rules, as nested dicts for a checkpoint.
 
-        Later changes of the sharder do not reach it.
+        Later changes of the sharder do not affect them.
         """
-        state: dict[str, Any] = _own(nnx.to_pure_dict(nnx.state(self)))
+        state: dict[str, Any] = _copied(nnx.to_pure_dict(nnx.state(self)))
         if self.config.sharding_rules:
             state[_RULES] = self.config.sharding_rules
         return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes up what :meth:`get_state` gave.
+        """Restores what :meth:`get_state` returned.
 
-        Neither ``state`` nor a config that other sharders have is changed, now or later: arrays
-        of NumPy are copied, and other rules make a new config. Statistics may be there that were
-        not before.
+        Neither ``state`` nor a config that other sharders share is changed, now or later: NumPy
+        arrays are copied, and other rules make a new config. The state may have statistics where
+        the sharder had none.
 
         Raises:
-          TypeError: ``state`` is no mapping.
-          ValueError: something is missing, unknown, or of another shape or dtype; all is named,
-            and nothing was changed.
+          TypeError: ``state`` is not a mapping.
+          ValueError: something is missing, unknown, or of another shape or dtype; all problems are
+            named, and nothing was changed.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"the state is a dict, not a {type(state).__name__}.")
-        new = {key: value for key, value in state.items() if key != _RULES}
         variables = dict(nnx.to_flat_state(nnx.state(self)))
-        problems = _state_problems(variables, new)
+        values = traverse_util.flatten_dict(
+            {key: value for key, value in state.items() if key != _RULES},
+            is_leaf=lambda path, _: path in variables,
+        )
+        problems = [
+            f"  {path_string(path)} is missing" for path in variables.keys() - values.keys()
+        ]
+        problems += [
+            f"  {path_string(path)} is unknown" for path in values.keys() - variables.keys()
+        ]
+        for path in variables.keys() & values.keys():
+            problem = _state_problem(variables[path], values[path])
+            problems += [f"  {path_string(path)} is {problem}"] if problem else []
         if problems:
-            raise ValueError("this is no state of the sharder:\n" + "\n".join(problems))
+            lines = "\n".join(sorted(problems))
+            raise ValueError(f"this is not a state of the sharder:\n{lines}")
         if _RULES in state:
-            rules = state[_RULES]
-            config = dataclasses.replace(self.config, sharding_rules=rules)
-            self.config = config
-        nnx.update(self, nnx.from_flat_state({p: _own(_at(new, p)) for p in variables}))
+            self.config = dataclasses.replace(self.config, sharding_rules=state[_RULES])
+        nnx.update(self, nnx.from_flat_state({p: _copied(values[p]) for p in variables}))
 
     def requires_rng_streams(self) -> list[str] | None:
-        """The random streams without which the sharder cannot do; None for none."""
+        """Returns the names of required random streams; None if there are none."""
         return None
 
     def ensure_rng_streams(self, stream_names: Sequence[str]) -> None:
-        """Checks that there is each stream of :meth:`requires_rng_streams`.
+        """Checks that all streams of :meth:`requires_rng_streams` are among these.
 
         Raises:
-          ValueError: some are missing; all are named.
+          ValueError: some are missing; all of them are named.
         """
         missing = [s for s in self.requires_rng_streams() or () if s not in stream_names]
         if missing:
@@ -486,41 +483,31 @@ class ArraySharder(nnx.Module):
 _RULES = "sharding_rules"
 
 
-def _zero() -> jax.Array:
-    return jnp.zeros((), jnp.int32)
-
-
 def _shard(caller: str, batch: Any, sharding: Any) -> Any:
     flat = flatten(batch)
-    shardings = assigned(batch, flat, sharding, Rules(caller, None, trims=True))
-    return rebuilt(flat, laid_out(flat.leaves, shardings), caller)
+    shardings = shardings_for(batch, sharding, None, caller, flat=flat, adapt=trimmed)
+    return rebuilt(flat, apply_shardings(flat.leaves, shardings), caller)
 
 
 def _statistics(stats: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A copy of statistics, its arrays of NumPy included."""
+    """A copy of statistics, including their NumPy arrays."""
     if stats is not None and not isinstance(stats, Mapping):
         raise TypeError(f"statistics are a mapping of names, not {stats!r}.")
-    return None if stats is None else _own(dict(stats))
+    return None if stats is None else _copied(dict(stats))
 
 
-def _own(tree: Any) -> Any:
-    """A pytree in new containers, with copies of its NumPy arrays, which could be changed."""
+def _copied(tree: Any) -> Any:
+    """A pytree in new containers, with copies of its NumPy arrays, which are mutable."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    same_form: bool = jax.tree.structure(one) == jax.tree.structure(other)  # type: ignore[operator]
-    return same_form and all(
-        a is b or np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    )
-
-
 def _map_arrays(function: Callable[[Any], Any], batch: Any) -> Any:
-    """The batch with what a function makes of its arrays, and None for all else."""
+    """The batch with the results of a function of its arrays, and None for everything else."""
     return jax.tree.map(lambda x: function(x) if is_array(x) else None, batch)
+
+
+def _abstract(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
 
 
 def _described(batch: Any) -> dict[str, Any]:
@@ -528,69 +515,22 @@ def _described(batch: Any) -> dict[str, Any]:
     return {"structure": jax.tree.structure(batch), "shapes": shapes}
 
 
-def _abstract(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
-
-
-class _Specs:
-    """Specs that may stand in dicts, as a key."""
-
-    def __init__(self, tree: Any):
-        self.tree = tree
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        self._key = (tuple(leaves), treedef)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Specs) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
 @functools.lru_cache(128)
-def _parallel(function: Any, mesh: Any, in_specs: _Specs, out_specs: _Specs) -> Any:
+def _parallel(function: Any, mesh: Any, in_specs: Specs, out_specs: Specs) -> Any:
     return shard_map(function, mesh=mesh, in_specs=(in_specs.tree,), out_specs=out_specs.tree)
 
 
-def _state_problems(variables: Mapping[Any, Any], state: Mapping[str, Any]) -> list[str]:
-    """What is missing in a state, unknown, or of another type than the Variables are."""
-    problems = []
-    for path, variable in variables.items():
-        now, new = variable.get_value(), _at(state, path)
-        if new is _MISSING:
-            problems.append(f"  {path_string(path)} is missing")
-        elif isinstance(variable, BatchStatistics):
-            if new is not None and not isinstance(new, Mapping):
-                problems.append(f"  {path_string(path)} is a {type(new).__name__}, no dict")
-        elif hasattr(now, "dtype"):
-            was, is_now = _type_of(now), _type_of(new)
-            if was != is_now:
-                problems.append(f"  {path_string(path)} is {is_now}, not {was}")
-    known = {path[: i + 1] for path in variables for i in range(len(path))}
-    return problems + [f"  {path_string(p)} is unknown" for p in _unknown(state, (), known)]
-
-
-_MISSING = object()
-
-
-def _at(state: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        if not isinstance(state, Mapping) or key not in state:
-            return _MISSING
-        state = state[key]
-    return state
-
-
-def _unknown(state: Any, path: tuple[Any, ...], known: set[Any]) -> list[tuple[Any, ...]]:
-    """The paths of a state that lead nowhere, each as short as can be."""
-    if path and path not in known:
-        return [path]
-    is_inner = any(len(other) > len(path) and other[: len(path)] == path for other in known)
-    if not isinstance(state, Mapping) or not is_inner:
-        return []
-    return [p for key, value in state.items() for p in _unknown(value, (*path, key), known)]
+def _state_problem(variable: Any, new: Any) -> str | None:
+    """Why a value does not fit a Variable of the sharder, if it does not."""
+    if isinstance(variable, BatchStatistics):
+        is_valid = new is None or isinstance(new, Mapping)
+        return None if is_valid else f"of type {type(new).__name__}, not a dict"
+    old = variable.get_value()
+    if not hasattr(old, "dtype") or _type_of(old) == _type_of(new):
+        return None
+    return f"{_type_of(new)}, not {_type_of(old)}"
 
 
 def _type_of(x: Any) -> str:
-    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
-    return type(x).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
+    dtype = getattr(x, "dtype", None)
+    return type(x).__name__ if dtype is None else f"{dtype}{list(x.shape)}"

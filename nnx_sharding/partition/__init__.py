@@ -5,21 +5,21 @@ from .init import abstract_init, sharded_init
 from .logical import LogicalRules, Unsharded, from_logical
 from .mesh import make_mesh
 from .optimizer import optimizer_sharding
-from .paths import Found, exact, spec_table, variables
 from .rules import from_arrays, from_metadata, from_rules, override
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
+from .variables import NamedVariable, from_paths, specs_by_path, variables
 from .virtual import planning_mesh
 
 __all__ = [
-    "Found",
     "LogicalRules",
+    "NamedVariable",
     "Unsharded",
     "abstract_init",
-    "exact",
     "from_arrays",
     "from_logical",
     "from_metadata",
+    "from_paths",
     "from_rules",
     "fsdp",
     "make_mesh",
@@ -28,7 +28,7 @@ __all__ = [
     "planning_mesh",
     "replicated",
     "sharded_init",
-    "spec_table",
+    "specs_by_path",
     "tensor_parallel",
     "variables",
     "with_sharding_constraint",

@@ -18,15 +18,8 @@ from ..core.resolve import check_filters, reach, resolve, slot_names
 from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, report
-from ..fitting import describe, spec_and_mesh
-from .layout import (
-    corrected,
-    has_memory,
-    laid_out,
-    mesh_here,
-    rebuilt,
-    settled,
-)
+from ..fitting import describe, fit_sharding, spec_and_mesh
+from .apply import apply_shardings, has_memory, mesh_here, rebuilt, without_unconstrained
 
 _NAME = "with_sharding_constraint"
 _YES = ("1", "true", "yes", "on")
@@ -42,37 +35,37 @@ def with_sharding_constraint(
     strict: bool = False,
     log: bool | None = None,
 ) -> Any:
-    """Lays arrays out as a sharding says: in a trace as a constraint, else by moving them.
+    """Shards arrays: in a trace by a constraint, elsewhere by moving them.
 
-    A spec need not fit. It is padded or cut to the rank of its array; axes that the mesh does not
-    have are left out, those over which an enclosing ``shard_map`` is mapped, and those that do
-    not divide their dimension (``('a', 'b')`` keeps ``'a'`` if that divides). One warning lists
-    all that was lost. ``UNCONSTRAINED`` dimensions stay as they are.
+    A spec need not fit. It is padded or truncated to the rank of its array; axes that the mesh
+    does not have are dropped, those over which an enclosing ``shard_map`` is mapped, and those that
+    do not divide their dimension (``('a', 'b')`` keeps ``'a'`` if that divides). One warning lists
+    all corrections. ``UNCONSTRAINED`` dimensions are not changed.
 
     Where JAX traces, Auto axes are constrained (``jax.lax.with_sharding_constraint``), Explicit
     ones resharded (``jax.sharding.reshard``); in a dimension with both, the Explicit ones come
-    first. Elsewhere arrays are placed, those of NumPy too; an abstract array gets the sharding.
+    first. Elsewhere arrays are placed, NumPy arrays too; an abstract array gets the sharding.
 
     Args:
       tree: an array, a pytree, a module, or a pytree of modules. Modules and Variables are
-        updated in place, within the trace that they belong to, and are returned themselves. What
-        is no array is kept, and so is a reference (``jax.Ref``, a hijax Variable).
+        updated in place, within the trace that they belong to, and are returned themselves. Leaves
+        that are not arrays are kept, and so are references (``jax.Ref``, hijax Variables).
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, None
-        for "as it is", the logical names of the dimensions (``("batch", None, "embed")``), or a
-        prefix of ``tree`` with these as leaves.
-      mesh: what a ``PartitionSpec`` refers to; None for the mesh in context. Where there is
-        none, the arrays of a ``PartitionSpec`` are left as they are.
+        to change nothing, the logical names of the dimensions (``("batch", None, "embed")``), or
+        a prefix of ``tree`` with these as leaves.
+      mesh: the mesh of a ``PartitionSpec``; None for the mesh in context. Without one, the arrays
+        of a ``PartitionSpec`` are not changed.
       rules: turns logical names into specs: an object with ``spec(names, shape=…, mesh=…)``.
       strict: whether a correction is an error.
-      log: whether to log which arrays move; None for what the environment variable
-        ``LOG_SHARDING_MOVE`` says.
+      log: whether to log which arrays move; None for the environment variable
+        ``LOG_SHARDING_MOVE``.
 
     Returns:
-      ``tree`` with its arrays laid out.
+      ``tree`` with its arrays sharded.
 
     Raises:
-      TypeError: something else stands where a sharding belongs, or ``rules`` are none.
-      ValueError: the shardings are no prefix of ``tree``, no filter matches a Variable, a spec
+      TypeError: a leaf of ``sharding`` is not a sharding, or ``rules`` has no method ``spec``.
+      ValueError: the shardings are not a prefix of ``tree``, no filter matches a Variable, a spec
         uses an axis twice, or arrays are to be placed on a mesh without devices.
       TraceContextError: a Variable belongs to another trace.
       StrictError: a spec was corrected, and ``strict`` is true.
@@ -80,22 +73,21 @@ def with_sharding_constraint(
     Example:
       >>> import numpy as np
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition import with_sharding_constraint
-      >>> from nnx_sharding.partition import make_mesh
+      >>> from nnx_sharding.partition import make_mesh, with_sharding_constraint
       >>> mesh = make_mesh({"data": 2, "model": 4})
       >>> x = with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh)
       >>> x.sharding.shard_shape(x.shape)
       (4, 16)
     """
     flat = flatten(tree)
-    goals = assign(tree, flat, sharding, mesh=mesh, rules=rules, strict=strict)
+    assigned = assign(tree, flat, sharding, mesh=mesh, rules=rules, strict=strict)
     if os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES if log is None else log:
-        _log_moves(flat.leaves, goals)
-    return rebuilt(flat, laid_out(flat.leaves, [goal.sharding for goal in goals]))
+        _log_moves(flat.leaves, assigned)
+    return rebuilt(flat, apply_shardings(flat.leaves, [each.sharding for each in assigned]))
 
 
-class Goal(NamedTuple):
-    """How one array is to be laid out: what messages call it, and its sharding or None."""
+class Assignment(NamedTuple):
+    """The name of an array in messages, and its sharding; None to change nothing."""
 
     name: str
     sharding: Any
@@ -110,12 +102,8 @@ def assign(
     rules: Any = None,
     strict: bool,
     caller: str = _NAME,
-) -> list[Goal]:
-    """The sharding of each array of a tree, made to fit; None for "as it is".
-
-    The arguments and errors are those of :func:`with_sharding_constraint`; ``flat`` is the tree,
-    taken apart, and ``caller`` what messages call the function.
-    """
+) -> list[Assignment]:
+    """The sharding of each array of a tree, as in :func:`with_sharding_constraint`."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
     mesh = _compat.context_mesh() if mesh is None else mesh
@@ -124,49 +112,44 @@ def assign(
     reached = reach(flat.structure, [target("tree", specs.tree, tree, flat.structure.root)])
     resolved = resolve(reached, flat.objects, flat.leaves, lambda spec: spec)
     names = slot_names(len(flat.leaves), reached)
-    goals, lost, faults = [], [], []
+    assigned, corrected, refused = [], [], []
     for slot, (name, leaf, spec) in enumerate(zip(names, flat.leaves, resolved.slots, strict=True)):
-        own = spec_and_mesh(spec, mesh)
-        if own is None or not is_array(leaf):
-            whole = isinstance(spec, Sharding | Format) and is_array(leaf)
-            goals.append(Goal(name, spec if whole else None))
+        parts = spec_and_mesh(spec, mesh)
+        if parts is None or not is_array(leaf):
+            is_final = isinstance(spec, Sharding | Format) and is_array(leaf)
+            assigned.append(Assignment(name, spec if is_final else None))
             continue
-        here = mesh_here(own[1])
-        found = corrected(own[0], leaf.shape, here, resolved.on_indivisible.get(slot, "drop"))
-        line = f"  {name}, shape {tuple(leaf.shape)}, {describe(own[0])}"
+        here = mesh_here(parts[1])
+        action = resolved.on_indivisible.get(slot, "drop")
+        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=action, lenient=True)
         if _needs_devices(leaf):
-            problem = obstacle(leaf, NamedSharding(here, PartitionSpec()))
-            found.faults.extend([] if problem is None else [problem])
-        if found.faults:
-            faults.append(f"{line}: {'; '.join(found.faults)}")
+            fit = fit.refuse(obstacle(leaf, NamedSharding(here, PartitionSpec())))
+        if fit.problems:
+            refused.append(fit.line(name))
             continue
-        if found.lost:
-            lost.append(f"{line} → {describe(found.spec)}: {'; '.join(found.lost)}")
+        if fit.corrections:
+            corrected.append(fit.line(name))
         kind = spec.memory_kind if isinstance(spec, NamedSharding) and has_memory(spec) else None
-        # JAX knows UNCONSTRAINED where it traces, and only on meshes with Auto axes.
-        known = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in here.axis_types
-        part = found.spec if known else settled(found.spec, leaf, here)
-        goals.append(Goal(name, NamedSharding(here, part, memory_kind=kind)))
-    if faults:
-        raise ValueError(f"{caller}: these specs cannot be used:\n" + "\n".join(faults))
+        # JAX supports UNCONSTRAINED where it traces, and only on meshes with Auto axes.
+        is_known = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in here.axis_types
+        final = fit.sharding if is_known else without_unconstrained(fit.sharding, leaf, here)
+        assigned.append(Assignment(name, NamedSharding(here, final, memory_kind=kind)))
+    if refused:
+        raise ValueError(f"{caller}: these specs cannot be used:\n" + "\n".join(refused))
     check_filters(resolved.uses, name=caller, strict=strict)
-    report_lost(caller, lost, strict=strict)
-    return goals
+    report_corrections(caller, corrected, strict=strict)
+    return assigned
 
 
-def report_lost(name: str, lines: Sequence[str], *, strict: bool) -> None:
-    """Warns of all that corrections took away, if anything.
-
-    Raises:
-      StrictError: something was, and ``strict`` is true.
-    """
+def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:
+    """Warns of specs that were corrected, if there are any."""
     if lines:
         message = f"{name}: these specs do not fit, and were corrected:\n" + "\n".join(lines)
         report(CorrectedSpecWarning, message, strict=strict)
 
 
 def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) -> Any:
-    """The prefix, with a function of the array in the place of its logical names."""
+    """The prefix, with a function of the array for each tuple of logical names."""
     if rules is None:
         return sharding
     if not callable(getattr(rules, "spec", None)):
@@ -194,7 +177,7 @@ def _is_logical(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` can be laid out: no number, reference or array of strings."""
+    """Whether ``x`` can be sharded: not a number, a reference or an array of strings."""
     if _compat.is_ref(x) or _compat.is_hijax_variable(x):
         return False
     if isinstance(x, np.ndarray | np.generic):
@@ -206,10 +189,10 @@ def _needs_devices(x: Any) -> bool:
     return _compat.trace_is_clean() and not isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _log_moves(leaves: Sequence[Any], goals: Sequence[Goal]) -> None:
-    """Logs, as a warning so that it is seen, which arrays get another sharding."""
-    for leaf, (name, sharding) in zip(leaves, goals, strict=True):
-        now = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-        if sharding is not None and now != sharding:
-            was = type(leaf).__name__ if now is None else describe(now)
+def _log_moves(leaves: Sequence[Any], assigned: Sequence[Assignment]) -> None:
+    """Logs which arrays get another sharding, as a warning so that it is shown by default."""
+    for leaf, (name, sharding) in zip(leaves, assigned, strict=True):
+        old = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if sharding is not None and old != sharding:
+            was = type(leaf).__name__ if old is None else describe(old)
             logging.getLogger("nnx_sharding").warning("%s: %s → %s", name, was, describe(sharding))

@@ -25,36 +25,36 @@ def sharded_init(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Creates a model with each parameter on its own devices, never whole on one of them.
+    """Creates a model with each parameter sharded from the start, never replicated on a device.
 
     The constructor is compiled with ``out_shardings``, as with ``nnx.jit`` in Flax. The random
     bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default;
-    else they depend on how an array is cut. XLA may round what is computed from them otherwise.
+    otherwise they depend on the shardings. XLA may round numbers computed from them differently.
 
-    The constructor sees the axes of a mesh as Auto, also if they are Explicit as in what it
-    makes: it would compute whole parameters, were they typed. If it cannot do with Auto axes,
-    since it passes ``out_sharding`` to JAX itself, it sees the mesh as it is.
+    The constructor sees all axes of the mesh as Auto, Explicit ones too: with those in the types
+    of its arrays it would compute full parameters. If it fails with Auto axes, as it does if it
+    passes ``out_sharding`` to JAX itself, it sees the mesh as it is.
 
     Args:
       make_model: a class or function that makes the model, or any pytree, such as ``(model,
         optimizer)``; references shared between its parts stay shared.
-      sharding: all that ``out_shardings`` of :func:`~nnx_sharding.jit` takes, such as a
-        :class:`~nnx_sharding.StateSharding`; or a function from the abstract model to that; or
+      sharding: the ``out_shardings`` of :func:`~nnx_sharding.jit`, such as a
+        :class:`~nnx_sharding.StateSharding`; or a function from the abstract model to them; or
         None, for the metadata of each Variable, as ``nnx.get_partition_spec`` reads it.
-      mesh: resolves partition specs, and is in context while the constructor runs; None for
-        the one that is in context.
+      mesh: the mesh of partition specs, in context while the constructor runs; None for the mesh
+        in context.
       *args: passed to ``make_model``: arrays, pytrees of them and NNX objects (``nnx.Rngs``) as
-        traced values; all else, such as sizes and configurations, as it is.
+        traced values; all else, such as sizes and configurations, unchanged.
       **kwargs: likewise.
 
     Returns:
-      What ``make_model`` returned.
+      The result of ``make_model``.
 
     Raises:
       NoMeshError: partition specs have no mesh.
       ValueError: no filter matches some Variables, specs do not fit the mesh or the shapes, or
         the mesh is abstract.
-      TypeError: ``make_model`` is not callable, or ``sharding`` is none of the above.
+      TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
 
     Example:
       >>> import jax
@@ -82,20 +82,23 @@ def abstract_init(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Makes what :func:`sharded_init` would, but without data: to restore a checkpoint into.
+    """Makes the model of :func:`sharded_init` without data: to restore a checkpoint into it.
 
     Args:
-      make_model: as there, and so are the others.
-      sharding: where it says None for an array, JAX chooses, and its choice is not known here.
-      mesh: may be an ``AbstractMesh``, of devices that are not here.
-      *args: objects among them are not changed.
+      make_model: a class or function that makes the model.
+      sharding: the shardings, as in :func:`sharded_init`; an array for which it has None gets no
+        sharding, because JAX chooses that when it compiles.
+      mesh: the mesh; it may be an ``AbstractMesh``, for devices that this machine does not have.
+      *args: passed to ``make_model``, as in :func:`sharded_init`; objects are not changed.
       **kwargs: likewise.
 
     Returns:
-      The same, with a ``jax.ShapeDtypeStruct`` with a sharding in the place of each array.
+      The model with a ``jax.ShapeDtypeStruct`` with a sharding for each array.
 
     Raises:
-      NoMeshError: as there, and so are ValueError and TypeError.
+      NoMeshError: partition specs have no mesh.
+      ValueError: no filter matches some Variables, or specs do not fit the mesh or the shapes.
+      TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
 
     Example:
       >>> import jax
@@ -114,9 +117,9 @@ def abstract_init(
 
 
 def _make(
-    make_model: Callable[..., Any], sharding: Any, mesh: Any, given: Any, *, is_abstract: bool
+    make_model: Callable[..., Any], sharding: Any, mesh: Any, arguments: Any, *, is_abstract: bool
 ) -> Any:
-    build, arrays = _closed(make_model, given)
+    build, arrays = _closed(make_model, arguments)
     with _in_context(_mesh_inside(build, arrays, mesh)):
         if sharding is None or callable(sharding):
             abstract = jit(build).eval_shape(*arrays)
@@ -126,32 +129,34 @@ def _make(
 
 
 def _from_metadata(abstract: Any) -> Any:
-    """For each object of a pytree the specs that its Variables carry."""
+    """The specs in the metadata of Variables, for each object of a pytree."""
 
     def specs(part: Any) -> Any:
-        found = nnx.get_partition_spec(nnx.state(part) if _compat.is_node(part) else part)
-        return found.get_raw_value() if isinstance(found, nnx.Variable) else found
+        spec = nnx.get_partition_spec(nnx.state(part) if _compat.is_node(part) else part)
+        return spec.get_raw_value() if isinstance(spec, nnx.Variable) else spec
 
     return jax.tree.map(specs, abstract, is_leaf=_compat.is_graph_object)
 
 
-def _closed(make_model: Callable[..., Any], given: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """The constructor as a function of the arrays and objects it is given, and these."""
+def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """The constructor as a function of arrays and objects only, and these."""
     if not callable(make_model):
-        raise TypeError(f"make_model is no function or class: {make_model!r}.")
-    leaves, treedef = jax.tree.flatten(given, is_leaf=_compat.is_graph_object)
+        raise TypeError(f"make_model is not a function or class: {make_model!r}.")
+    leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
     if not leaves and not isinstance(make_model, type):
         return make_model, []
-    traced = [place for place, leaf in enumerate(leaves) if _is_traced(leaf)]
-    fixed = [None if _is_traced(leaf) else leaf for leaf in leaves]  # arrays are not captured
+    is_traced = list(map(_is_traced, leaves))
+    traced = [leaf for leaf, hit in zip(leaves, is_traced, strict=True) if hit]
+    # Not captured by the constructor: they are replaced.
+    fixed = [None if hit else leaf for leaf, hit in zip(leaves, is_traced, strict=True)]
 
     def make(*arrays: Any) -> Any:
-        found = dict(zip(traced, arrays, strict=True))
-        filled = [found.get(place, leaf) for place, leaf in enumerate(fixed)]
+        rest = iter(arrays)
+        filled = [next(rest) if hit else x for x, hit in zip(fixed, is_traced, strict=True)]
         args, kwargs = jax.tree.unflatten(treedef, filled)
         return make_model(*args, **kwargs)
 
-    return make, [leaves[place] for place in traced]
+    return make, traced
 
 
 def _is_traced(x: Any) -> bool:
@@ -160,7 +165,7 @@ def _is_traced(x: Any) -> bool:
 
 
 def _mesh_inside(build: Callable[..., Any], arrays: list[Any], mesh: Any) -> Any:
-    """The mesh that the constructor sees: with Auto axes, if it can do with them."""
+    """The mesh that the constructor sees: with Auto axes if it supports them."""
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return mesh
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
@@ -168,7 +173,7 @@ def _mesh_inside(build: Callable[..., Any], arrays: list[Any], mesh: Any) -> Any
     try:
         with _in_context(auto):
             jit(build).eval_shape(*arrays)
-    except ValueError:  # so says JAX of `out_sharding` with Auto axes; other errors come again
+    except ValueError:  # of JAX for `out_sharding` with Auto axes; any other will be raised again
         return mesh
     return auto
 

@@ -14,18 +14,12 @@ from ..errors import UnusedFilterWarning, report
 from ..filters import to_predicate
 from ..fitting import axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
-from .given import (
-    PatternKind,
-    annotation,
-    from_patterns,
-    problem_line,
-    read_pairs,
-)
-from .paths import exact, variables
+from .patterns import PatternKind, read_pairs, read_patterns
+from .variables import NamedVariable, from_variables
 
 
 class Unsharded(NamedTuple):
-    """A dimension that got no mesh axis, its logical name, and why its rules were passed over."""
+    """A dimension without a mesh axis, its logical name, and why no rule could be used."""
 
     dimension: int
     name: str
@@ -34,20 +28,20 @@ class Unsharded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class LogicalRules:
-    """Ordered rules that say which mesh axes cut a dimension of a certain logical name.
+    """Ordered rules for the mesh axes that shard a dimension with a logical name.
 
     Args:
       rules: pairs, or a mapping, of a logical name and a mesh axis, a sequence of mesh axes that
-        cut it together, or None to leave it whole. Earlier rules have priority. A name may come
-        several times: where the axes of its first rule are taken by another dimension of the
-        same array, the next one counts.
+        shard it together, or None to replicate it. Earlier rules have priority. A name may have
+        several rules: where another dimension of the same array has the axes of the first, the
+        next one is used.
 
     Attributes:
       rules: the pairs in the order in which they are tried.
 
     Raises:
-      TypeError: it is no mapping and no sequence of pairs.
-      ValueError: names or axes are no strings, or an axis comes twice in a rule; all are named.
+      TypeError: it is neither a mapping nor a sequence of pairs.
+      ValueError: names or axes are not strings, or a rule has an axis twice; all are named.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -68,8 +62,8 @@ class LogicalRules:
         wrong = [repr(pair) for pair in pairs if not _is_rule(*pair)]
         if wrong:
             raise ValueError(
-                f"LogicalRules: these are no rules: {', '.join(wrong)}. A rule is a name and a "
-                "mesh axis, several different ones or None: ('batch', 'data'), ('mlp', ('x', 'y'))."
+                f"LogicalRules: invalid rules: {', '.join(wrong)}. A rule is a name and a mesh "
+                "axis, several different ones or None: ('batch', 'data'), ('mlp', ('x', 'y'))."
             )
         object.__setattr__(self, "rules", tuple(pairs))
 
@@ -84,15 +78,15 @@ class LogicalRules:
         """The partition spec of an array.
 
         Args:
-          names: for each dimension its logical name, None to leave it whole, a tuple of names,
+          names: for each dimension its logical name, None to replicate it, a tuple of names,
             or ``PartitionSpec.UNCONSTRAINED``.
-          shape: the shape of the array. With a mesh, a rule whose axes do not divide the
-            dimension is passed over. None: divisibility is not looked at.
+          shape: the shape of the array. With a mesh, rules whose axes do not divide the dimension
+            are skipped. None: divisibility is not checked.
           mesh: the mesh. Axes that it does not have are left out of the rules. None: every
-            axis counts.
+            axis is used.
 
         Raises:
-          ValueError: names have no rule, are no names, or are not one for each dimension.
+          ValueError: names have no rule or are not strings, or their number is not the rank.
 
         Example:
           >>> from jax.sharding import AbstractMesh, PartitionSpec as P
@@ -102,23 +96,26 @@ class LogicalRules:
           >>> rules.spec(("batch", "heads"), (8, 6), mesh) == P("data", None)
           True
         """
-        slots = self._resolve(names, shape, mesh)
+        resolved = self._resolve(names, shape, mesh)
         entries = list(_entries(names))
-        for dimension, entry in enumerate(_entries(names)):
-            own = [slot for slot in slots if slot.dimension == dimension]
-            if len(own) == 1:
-                entries[dimension] = own[0].entry
-            elif isinstance(entry, tuple):
-                entries[dimension] = tuple(axis for slot in own for axis in axes_of(slot.entry))
-        given = names if isinstance(names, PartitionSpec) else PartitionSpec()
-        return with_entries(given, entries)
+        for dimension, entry in enumerate(entries):
+            axes = [name.entry for name in resolved if name.dimension == dimension]
+            if isinstance(entry, tuple) and len(axes) != 1:
+                entries[dimension] = tuple(axis for some in axes for axis in axes_of(some))
+            elif axes:
+                entries[dimension] = axes[0]
+        start = names if isinstance(names, PartitionSpec) else PartitionSpec()
+        return with_entries(start, entries)
 
     def unsharded(
         self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
     ) -> list[Unsharded]:
-        """The names that :meth:`spec` leaves whole although a rule has axes for them, and why.
+        """The names that :meth:`spec` replicates although a rule has axes for them, and why.
 
-        The arguments and errors are those of :meth:`spec`.
+        Args:
+          names: as in :meth:`spec`.
+          shape: as in :meth:`spec`.
+          mesh: as in :meth:`spec`.
 
         Example:
           >>> from nnx_sharding.partition import LogicalRules
@@ -126,48 +123,48 @@ class LogicalRules:
           [Unsharded(dimension=0, name='embed', reason="'model' is taken by 'mlp'")]
         """
         return [
-            Unsharded(slot.dimension, slot.name, "; ".join(slot.refusals))
-            for slot in self._resolve(names, shape, mesh)
-            if slot.refusals and slot.entry is None
+            Unsharded(name.dimension, name.name, "; ".join(name.refusals))
+            for name in self._resolve(names, shape, mesh)
+            if name.refusals and name.entry is None
         ]
 
-    def _problems(self, names: Any, shape: Sequence[int] | None = None) -> list[str]:
+    def check(self, names: Any, shape: Sequence[int] | None = None) -> None:
+        """Checks logical names."""
         if not isinstance(names, PartitionSpec | tuple | list):
-            return [f"this is no tuple of names{suggested_spec(names)}"]
+            raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
         flat = [name for entry in _entries(names) for name in axes_of(entry)]
         if not all(isinstance(name, str) for name in flat):
-            return ["a dimension has a name, None, or a tuple of names"]
+            raise ValueError("a dimension has a name, None, or a tuple of names")
         unknown = [name for name in dict.fromkeys(flat) if name not in self.names]
         problems = [f"no rule for {name!r}{suggestion(name, self.names)}" for name in unknown]
         if shape is not None and len(names) != len(shape):
             problems.append(f"{len(names)} names for {len(shape)} dimensions")
-        return problems
-
-    def _resolve(self, names: Any, shape: Any, mesh: Any) -> list[_Slot]:
-        problems = self._problems(names, shape)
         if problems:
-            raise ValueError(
-                f"LogicalRules: {names!r}: {'; '.join(problems)}. The names with rules are "
-                f"{', '.join(map(repr, self.names)) or 'none'}; None leaves a dimension whole."
-            )
-        slots = [
-            _Slot(d, name) for d, entry in enumerate(_entries(names)) for name in axes_of(entry)
+            raise ValueError("; ".join(problems))
+
+    def _resolve(self, names: Any, shape: Any, mesh: Any) -> list[_Name]:
+        try:
+            self.check(names, shape)
+        except ValueError as error:
+            raise ValueError(f"LogicalRules: {names!r}: {error}. {self._hint}") from None
+        resolved = [
+            _Name(d, name) for d, entry in enumerate(_entries(names)) for name in axes_of(entry)
         ]
-        for name, entry in self.rules:
-            for slot in slots:
-                if slot.name == name and slot.is_open:
-                    _offer(slot, entry, slots, shape, mesh)
-        return slots
+        for logical, entry in self.rules:
+            for name in resolved:
+                if name.name == logical and name.is_open:
+                    name.apply(entry, resolved, shape, mesh)
+        return resolved
 
-
-def _entries(names: Any) -> Sequence[Any]:
-    entries: Sequence[Any] = names.partitions if isinstance(names, PartitionSpec) else names
-    return entries
+    @property
+    def _hint(self) -> str:
+        names = ", ".join(map(repr, self.names)) or "none"
+        return f"The names with rules are {names}; None replicates a dimension."
 
 
 @dataclasses.dataclass(eq=False)
-class _Slot:
-    """One logical name in one dimension, and what the rules give it."""
+class _Name:
+    """A logical name of a dimension, and the mesh axes that the rules give it."""
 
     dimension: int
     name: str
@@ -175,30 +172,34 @@ class _Slot:
     is_open: bool = True
     refusals: list[str] = dataclasses.field(default_factory=list)
 
+    def apply(self, entry: Any, names: list[_Name], shape: Any, mesh: Any) -> None:
+        """Uses the mesh axes of a rule, or notes why they cannot be used."""
+        axes = axes_of(entry)
+        present = [axis for axis in axes if mesh is None or axis in mesh.axis_names]
+        taken = {axis: other.name for other in names for axis in axes_of(other.entry)}
+        refusals = [f"{axis!r} is taken by {taken[axis]!r}" for axis in present if axis in taken]
+        if axes and not present:
+            refusals = [f"the mesh has no axis {', '.join(map(repr, axes))}"]
+        elif not refusals and present and shape is not None and mesh is not None:
+            beside = (axes_of(x.entry) for x in names if x.dimension == self.dimension)
+            together = (*(axis for some in beside for axis in some), *present)
+            size, parts = shape[self.dimension], math.prod(mesh.shape[axis] for axis in together)
+            if size % parts:
+                product = " × ".join(map(repr, together))
+                refusals = [f"{size} is not divisible by {product} ({parts})"]
+        self.refusals += refusals
+        if not refusals:
+            self.entry, self.is_open = tuple(present) if present else entry, False
 
-def _offer(slot: _Slot, entry: Any, slots: list[_Slot], shape: Any, mesh: Any) -> None:
-    """Gives a slot what a rule says, or notes why not."""
+
+def _entries(names: Any) -> Sequence[Any]:
+    entries: Sequence[Any] = names.partitions if isinstance(names, PartitionSpec) else names
+    return entries
+
+
+def _is_rule(name: Any, entry: Any) -> bool:
     axes = axes_of(entry)
-    present = [axis for axis in axes if mesh is None or axis in mesh.axis_names]
-    taken = {axis: other.name for other in slots for axis in axes_of(other.entry)}
-    refusals = [f"{axis!r} is taken by {taken[axis]!r}" for axis in present if axis in taken]
-    if axes and not present:
-        refusals = [f"the mesh has no axis {', '.join(map(repr, axes))}"]
-    elif not refusals and present and shape is not None and mesh is not None:
-        beside = [axis for s in slots if s.dimension == slot.dimension for axis in axes_of(s.entry)]
-        size = shape[slot.dimension]
-        parts = math.prod(mesh.shape[axis] for axis in (*beside, *present))
-        if size % parts:
-            together = " × ".join(map(repr, (*beside, *present)))
-            refusals = [f"{size} is not divisible by {together} ({parts})"]
-    slot.refusals += refusals
-    if not refusals:
-        slot.entry, slot.is_open = tuple(present) if present else entry, False
-
-
-def _is_rule(name: Any, axes: Any) -> bool:
-    own = axes_of(axes)
-    return all(isinstance(x, str) and x for x in (name, *own)) and len(set(own)) == len(own)
+    return all(isinstance(x, str) and x for x in (name, *axes)) and len(set(axes)) == len(axes)
 
 
 def from_logical(
@@ -214,24 +215,23 @@ def from_logical(
 
     Args:
       model: a model, an optimizer or a pytree of them, placed or abstract.
-      rules: which mesh axes cut a dimension of a name: :class:`LogicalRules`, or what makes them.
-      names: names by path, which come before those in the metadata (``out_sharding``): pairs,
-        or a mapping, of a pattern for paths, or an NNX filter, and one name for each dimension,
-        or None to leave the array whole. The first that matches counts.
+      rules: the mesh axes for each logical name: :class:`LogicalRules` or the argument of it.
+      names: names by path, which have priority over those in the metadata (``out_sharding``):
+        pairs, or a mapping, of a pattern for paths, or an NNX filter, and one name for each
+        dimension, or None to replicate the array. The first pattern that matches decides.
       kind: how patterns that are strings are read: ``"regex"`` or ``"glob"``.
-      mesh: as in :meth:`LogicalRules.spec`: what it does not have, or what does not divide a
-        dimension, is passed over.
-      strict: makes it an error if an entry of ``names`` decides about no Variable.
+      mesh: as in :meth:`LogicalRules.spec`.
+      strict: whether an entry of ``names`` that decides about no Variable is an error.
 
     Returns:
-      The spec of each path; ``PartitionSpec()`` for what has no names.
+      The spec of each path; ``PartitionSpec()`` for an array without names.
 
     Raises:
-      TypeError: ``rules`` or ``names`` are no pairs, or a filter is none.
-      ValueError: names have no rule or are not as many as the dimensions, with all paths; or a
-        pattern cannot be read.
-      StrictError: ``strict``, and an entry of ``names`` decides about nothing. Otherwise that is
-        an :class:`~nnx_sharding.errors.UnusedFilterWarning`.
+      TypeError: ``rules`` or ``names`` are not pairs, or a filter is invalid.
+      ValueError: names have no rule or their number is not the rank, with all paths; or a
+        pattern is invalid.
+      StrictError: ``strict``, and an entry of ``names`` decides about no Variable. Otherwise that
+        is an :class:`~nnx_sharding.errors.UnusedFilterWarning`.
 
     Example:
       >>> from flax import nnx
@@ -244,29 +244,27 @@ def from_logical(
       True
     """
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    pairs = read_pairs("from_logical", names)
-    filters = from_patterns((own for own, _ in pairs), kind)
+    filters, values = read_patterns("from_logical", names, kind)
     predicates = list(map(to_predicate, filters))
-    specs, wrong, used = {}, [], set()
-    for found in variables(model):
-        index = next((i for i, p in enumerate(predicates) if p(found.path, found.variable)), None)
+    used = set()
+
+    def names_of(each: NamedVariable) -> Any:
+        matches = (i for i, p in enumerate(predicates) if p(each.path, each.variable))
+        index = next(matches, None)
         used.add(index)
-        own = annotation(found.variable) if index is None else pairs[index][1]
-        shape = found.shape
-        if own is None or isinstance(own, Sharding | Format):
-            specs[found.path] = PartitionSpec() if own is None else own
-        elif problems := rules._problems(own, shape):
-            wrong.append(problem_line(found, own, problems))
-        else:
-            specs[found.path] = rules.spec(own, shape, mesh)
-    if wrong:
-        raise ValueError(
-            "from_logical: these names give no spec:\n"
-            + "\n".join(wrong)
-            + f"\nThe names with rules are {', '.join(map(repr, rules.names)) or 'none'}."
-        )
-    unused = [repr(own) for i, own in enumerate(filters) if i not in used]
+        return each.annotation if index is None else values[index]
+
+    def spec_of(each: NamedVariable) -> Any:
+        names = names_of(each)
+        if names is None or isinstance(names, Sharding | Format):
+            return PartitionSpec() if names is None else names
+        rules.check(names, each.shape)
+        return rules.spec(names, each.shape, mesh)
+
+    title = "from_logical: these names give no spec:"
+    sharding = from_variables(title, model, spec_of, names_of, rules._hint)
+    unused = [repr(filter_) for i, filter_ in enumerate(filters) if i not in used]
     if unused:
         message = f"from_logical: these names are for no Variable: {', '.join(unused)}."
         report(UnusedFilterWarning, message, strict=strict)
-    return exact(specs)
+    return sharding

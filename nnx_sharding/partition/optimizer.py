@@ -1,36 +1,35 @@
-"""The state of an optimizer, laid out as the parameters that it belongs to."""
+"""The state of an optimizer, sharded like the parameters that it belongs to."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..fitting import with_entries
+from ..fitting import like, with_entries
 from ..paths import Path
 from ..state_sharding import StateSharding
-from .cutting import like, overridden, shapes_of
-from .paths import Found, exact, variables
+from .inputs import override_specs
+from .variables import NamedVariable, from_paths, variables
 
 
 def optimizer_sharding(
     optimizer: Any, sharding: StateSharding, *, model: Any = None, overrides: Any = None
 ) -> StateSharding:
-    """Lays out the state of an optimizer as its parameters are laid out.
+    """Shards the state of an optimizer like its parameters.
 
     A Variable of the optimizer belongs to the parameter whose path is the longest one that its
-    own path ends with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. That holds however an
-    Optax optimizer is put together, with ``chain``, ``masked``, ``multi_transform``,
-    ``MultiSteps`` and so on. The spec depends on the shape of the state:
+    path ends with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. That holds for any composition
+    of Optax transformations: ``chain``, ``masked``, ``multi_transform``, ``MultiSteps`` and so on.
+    The spec depends on the shape of the state:
 
     * that of the parameter (moments, traces, averages, gradients): the same spec;
-    * the same with dimensions of size 1, or with some left out (the factors of ``adafactor``):
-      what the spec says of the dimensions that remain;
-    * the same behind further dimensions (the memory of ``lbfgs``): those are whole;
+    * the same with dimensions of size 1, or without some dimensions (the factors of
+      ``adafactor``): the entries of the dimensions that remain;
+    * the same after further dimensions (the memory of ``lbfgs``): those are replicated;
     * any other, such as placeholders, counts and schedules: ``P()``.
 
     So the specs divide the state wherever they divide the parameters.
@@ -38,16 +37,17 @@ def optimizer_sharding(
     Args:
       optimizer: an ``nnx.Optimizer``, an ``nnx.ModelAndOptimizer`` or any pytree with state of
         Optax, abstract (``nnx.eval_shape``) or not.
-      sharding: the layout of the model. What it has no spec for counts as ``P()``.
-      model: the model of the optimizer, abstract or not. An ``nnx.ModelAndOptimizer`` knows it.
+      sharding: the shardings of the model; a parameter without one counts as ``P()``.
+      model: the model of the optimizer, abstract or not; not needed for an
+        ``nnx.ModelAndOptimizer``.
       overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, for Variables of
-        the optimizer; they go first. One that matches nothing is an ``UnusedFilterWarning``.
+        the optimizer; they have priority. One that matches nothing is an ``UnusedFilterWarning``.
 
     Returns:
       The spec of each path of the optimizer.
 
     Raises:
-      TypeError: ``sharding`` is no ``StateSharding``, or ``optimizer`` holds no state.
+      TypeError: ``sharding`` is not a ``StateSharding``, or ``optimizer`` holds no state.
       ValueError: ``model`` is needed.
 
     Example:
@@ -65,15 +65,17 @@ def optimizer_sharding(
       >>> state.map_prefix(("opt_state", 0, "count"), None) == P()
       True
 
-    That a factor remains of which dimensions is read off ``optax.scale_by_factored_rms``: without
-    the largest dimension in ``v_row``, without the second largest in ``v_col``.
+    Which dimensions remain in a factor follows ``optax.scale_by_factored_rms``: all but the
+    largest in ``v_row``, all but the second largest in ``v_col``.
     """
     specs = optimizer_specs(optimizer, sharding, model)
-    return exact(overridden("optimizer_sharding", "optimizer", optimizer, specs, overrides))
+    return from_paths(
+        override_specs("optimizer_sharding", "optimizer", optimizer, specs, overrides)
+    )
 
 
 def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict[Path, Any]:
-    """The spec of each path of an optimizer, as :func:`optimizer_sharding` chooses it."""
+    """The sharding of each path of an optimizer, as :func:`optimizer_sharding` chooses it."""
     if not isinstance(sharding, StateSharding):
         raise TypeError(f"optimizer_sharding: sharding is a StateSharding, not {sharding!r}.")
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
@@ -89,73 +91,56 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
                 "which may be abstract."
             )
         model = optimizer.model
-    parameters = {found.path: found for found in variables(model)}
-    specs = {path: _spec(found, sharding) for path, found in parameters.items()}
-    rest = _whole(list(specs.values()))
+    parameters = {each.path: each for each in variables(model)}
+    specs = {}
+    for path, each in parameters.items():
+        index, spec = sharding.find(path, each.variable)
+        specs[path] = PartitionSpec() if index is None else spec
+    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs.values()}
+    mesh = meshes.pop() if len(meshes) == 1 else None  # what all parameters agree on
+    other = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
     result: dict[Path, Any] = {}
-    for found in variables(optimizer):
-        owner = _owner(found.path, parameters)
-        result[found.path] = rest if owner is None else _follow(found, owner, specs[owner.path])
+    for state in variables(optimizer):
+        ends = (state.path[start:] for start in range(len(state.path) + 1))
+        owner = next((parameters[end] for end in ends if end in parameters), None)
+        result[state.path] = other if owner is None else _following(state, owner, specs[owner.path])
     return result
 
 
-def _spec(found: Found, sharding: StateSharding) -> Any:
-    index, spec = sharding.find(found.path, found.variable)
-    return PartitionSpec() if index is None else spec
-
-
-def _whole(specs: Sequence[Any]) -> Any:
-    """The spec of what belongs to no parameter; on their mesh, if all of them name the same."""
-    meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs}
-    mesh = meshes.pop() if len(meshes) == 1 else None
-    return PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-
-def _owner(path: Path, parameters: dict[Path, Found]) -> Found | None:
-    """The parameter whose path is the longest end of this one."""
-    ends = (path[start:] for start in range(len(path) + 1))
-    return next((parameters[end] for end in ends if end in parameters), None)
-
-
-def _follow(state: Found, parameter: Found, sharding: Any) -> Any:
+def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) -> Any:
     """The sharding of a Variable of the optimizer, by that of its parameter."""
-    shape, whole = state.shape, parameter.shape
-    if sharding is None or (shape == whole and shape is not None):
+    shape, full = state.shape, parameter.shape
+    if sharding is None or (shape == full and shape is not None):
         return sharding
-    partition = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    if not isinstance(partition, PartitionSpec) or whole is None or len(partition) > len(whole):
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, PartitionSpec) or full is None or len(spec) > len(full):
         return PartitionSpec()
-    entries = (*partition.partitions, *[None] * (len(whole) - len(partition)))
-    found = {_entries(own, whole, entries, state.path) for own in shapes_of(state)}
-    common = found.pop() if len(found) == 1 else ()
-    return like(sharding, with_entries(partition, common if any(common) else ()))
+    entries = (*spec.partitions, *[None] * (len(full) - len(spec)))
+    choices = {_entries(shape, full, entries, state.path) for shape in state.shapes}
+    common = choices.pop() if len(choices) == 1 else ()
+    return like(sharding, with_entries(spec, common if any(common) else ()))
 
 
 def _entries(
-    shape: tuple[int, ...], whole: tuple[int, ...], entries: tuple[Any, ...], path: Path
+    shape: tuple[int, ...], full: tuple[int, ...], entries: tuple[Any, ...], path: Path
 ) -> tuple[Any, ...]:
-    """What is left of the entries for ``whole`` in an array of another shape."""
-    further = len(shape) - len(whole)
-    if whole and further >= 0 and shape[further:] == whole:
+    """The entries for the dimensions of ``full`` that an array of another shape still has."""
+    further = len(shape) - len(full)
+    if full and further >= 0 and shape[further:] == full:
         return (*[None] * further, *entries)
-    if not further and all(own in (1, size) for own, size in zip(shape, whole, strict=True)):
-        both = zip(shape, whole, entries, strict=True)
-        return tuple(entry if own == size else None for own, size, entry in both)
-    kept = [
+    if not further and all(size in (1, old) for size, old in zip(shape, full, strict=True)):
+        both = zip(shape, full, entries, strict=True)
+        return tuple(entry if size == old else None for size, old, entry in both)
+    choices = [
         dimensions
-        for dimensions in itertools.combinations(range(len(whole)), len(shape))
-        if shape == tuple(whole[d] for d in dimensions)
+        for dimensions in itertools.combinations(range(len(full)), len(shape))
+        if shape == tuple(full[d] for d in dimensions)
     ]
-    factor = _factor(whole, path)
-    choices = [factor] if factor in kept else kept
-    left = {tuple(entries[d] for d in dimensions) for dimensions in choices}
-    return left.pop() if len(left) == 1 else ()
-
-
-def _factor(whole: tuple[int, ...], path: Path) -> tuple[int, ...] | None:
-    """The dimensions that remain in a factor of Adafactor, where the shape alone is ambiguous."""
+    # The shape of a factor of Adafactor may be ambiguous; its name is not.
     removed = -1 if "v_row" in path else -2 if "v_col" in path else 0
-    if not removed or len(whole) < 2:
-        return None
-    left_out = np.argsort(whole)[removed]  # as Optax sorts them: equal sizes in the same order
-    return tuple(d for d in range(len(whole)) if d != left_out)
+    if removed and len(full) > 1:
+        left_out = np.argsort(full)[removed]  # as Optax sorts them: equal sizes in the same order
+        factor = tuple(d for d in range(len(full)) if d != left_out)
+        choices = [factor] if factor in choices else choices
+    remaining = {tuple(entries[d] for d in dimensions) for dimensions in choices}
+    return remaining.pop() if len(remaining) == 1 else ()

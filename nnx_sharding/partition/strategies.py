@@ -1,4 +1,4 @@
-"""Layouts of a whole model, from shapes alone: replicated, FSDP, ZeRO-1."""
+"""Shardings of a model by shapes alone: replicated, FSDP, ZeRO-1."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..paths import Path
 from ..state_sharding import StateSharding
-from .cutting import base_specs, cut_largest, mesh_and_axes, union
+from .dimensions import shard_largest
+from .inputs import base_specs, mesh_and_axes, union
 from .optimizer import optimizer_specs
-from .paths import exact, variables
+from .variables import from_paths, variables
 
 
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
-    """Every device holds the whole of every array: plain data parallelism.
+    """Replicates every array on every device: plain data parallelism.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
-      optimizer: its optimizer, abstract or not, which the result is then for as well.
+      optimizer: its optimizer, abstract or not, which the result then covers as well.
 
     Returns:
       ``P()`` for each path.
@@ -32,7 +33,7 @@ def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
       >>> replicated(model).map_prefix(("kernel",), model.kernel) == P()
       True
     """
-    specs = {found.path: PartitionSpec() for found in variables(model)}
+    specs = {each.path: PartitionSpec() for each in variables(model)}
     return with_optimizer(specs, model, optimizer)
 
 
@@ -45,26 +46,26 @@ def fsdp(
     base: StateSharding | None = None,
     optimizer: Any = None,
 ) -> StateSharding:
-    """Fully sharded data parallelism: each device keeps a part of every large array.
+    """Fully sharded data parallelism: each device keeps a shard of every large array.
 
-    Of each array the largest dimension that the axis divides is cut; of equally large ones the
+    Of each array the largest dimension that the axis divides is sharded; of equally large ones the
     last. An array with no such dimension is replicated, and so are random streams.
 
-    With ``base``, its specs are kept and the axis is put on top: on the largest dimension that is
-    not cut yet, else, where that divides, behind the axes that cut the largest one. So
-    ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism in
-    two dimensions of the mesh. What ``base`` cuts over the axis already, and what it gives as a
-    ``NamedSharding``, stays as it is.
+    With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
+    sharded yet, else, where that divides, after the axes of the largest one. So
+    ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism on
+    two mesh axes. What ``base`` shards over the axis already, and each ``NamedSharding`` in it, is
+    not changed.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
-      axis: the mesh axis, or a tuple of axes that cut one dimension together; where they do not
-        divide any, as many of the first of them as do.
-      min_size: arrays with fewer elements than this are left as they are in ``base``.
-      base: what is sharded already. With ``on_indivisible`` other than ``"error"`` it is corrected
-        first.
-      optimizer: the optimizer of the model, abstract or not, which the result is then for as
+      axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
+        no dimension, only the first of them are used.
+      min_size: arrays with fewer elements keep the spec of ``base``.
+      base: shardings to start from. With ``on_indivisible`` other than ``"error"`` they are
+        corrected first.
+      optimizer: the optimizer of the model, abstract or not, which the result then covers as
         well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
 
     Returns:
@@ -72,7 +73,7 @@ def fsdp(
 
     Raises:
       NoMeshError: there is no mesh.
-      TypeError: ``mesh`` or ``base`` is something else.
+      TypeError: ``mesh`` or ``base`` has a wrong type.
       ValueError: the mesh has no such axis, or ``base`` does not fit the mesh or the model.
 
     Example:
@@ -87,16 +88,16 @@ def fsdp(
       True
 
     XLA gets one case wrong (seen with JAX 0.10 and 0.12 on CPU, plain ``jax.jit`` included): the
-    gradients of padded convolutions whose output is flattened into a layer that the axis of the
-    batch cuts over its inputs, on a mesh with further axes. Average over the image first, or cut
-    that layer over its outputs by ``base``.
+    gradients of padded convolutions whose output is flattened into a layer whose inputs are sharded
+    over the axis of the batch, on a mesh with further axes. Average over the image first, or shard
+    the outputs of that layer by ``base``.
 
-    The layout is that of ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
+    This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     mesh, axes = mesh_and_axes("fsdp", mesh, axis)
     specs = base_specs("fsdp", model, base, mesh)
-    for found in variables(model):
-        specs[found.path] = cut_largest(specs[found.path], found, axes, mesh, min_size)
+    for each in variables(model):
+        specs[each.path] = shard_largest(specs[each.path], each, axes, mesh, min_size)
     return with_optimizer(specs, model, optimizer)
 
 
@@ -109,27 +110,27 @@ def zero1(
     min_size: int = 2**14,
     base: StateSharding | None = None,
 ) -> StateSharding:
-    """Parameters as they are, the state of the optimizer in parts over the data axis.
+    """Shards the state of the optimizer over the data axis; parameters keep their shardings.
 
-    The state first follows the parameters, as
-    :func:`~nnx_sharding.partition.optimizer_sharding` says; then each large array of it
-    is cut once more, as by :func:`fsdp`.
+    The state first follows the parameters, as in
+    :func:`~nnx_sharding.partition.optimizer_sharding`; then each large array of it is sharded over
+    the axis as well, as by :func:`fsdp`.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       optimizer: its optimizer, abstract or not. The model that an ``nnx.ModelAndOptimizer`` holds
-        stays as in ``base``.
+        keeps the shardings of ``base``.
       mesh: the mesh; None for the one in context.
-      axis: the mesh axis, or a tuple of axes, over which the state is cut.
-      min_size: state with fewer elements than this just follows its parameter.
-      base: how the parameters are laid out; None for replicated.
+      axis: the mesh axis, or a tuple of axes, over which the state is sharded.
+      min_size: state with fewer elements only follows its parameter.
+      base: the shardings of the parameters; None for replicated ones.
 
     Returns:
       The spec of each path of both. All of them divide the shapes.
 
     Raises:
       NoMeshError: there is no mesh.
-      TypeError: ``mesh``, ``base`` or ``optimizer`` is something else.
+      TypeError: ``mesh``, ``base`` or ``optimizer`` has a wrong type.
       ValueError: the mesh has no such axis, or ``base`` does not fit the mesh or the model.
 
     Example:
@@ -145,20 +146,20 @@ def zero1(
       >>> sharding.map_prefix(("opt_state", 0, "mu", "kernel"), None) == P(None, "data")
       True
 
-    The layout is that of ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
+    This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     mesh, axes = mesh_and_axes("zero1", mesh, axis)
     specs = base_specs("zero1", model, base, mesh)
-    state = optimizer_specs(optimizer, exact(specs), model)
-    held = "model" if isinstance(optimizer, nnx.ModelAndOptimizer) else None
-    for found in variables(optimizer):
-        if not found.path or found.path[0] != held:
-            state[found.path] = cut_largest(state[found.path], found, axes, mesh, min_size)
-    return exact(union(specs, state))
+    state = optimizer_specs(optimizer, from_paths(specs), model)
+    of_model = "model" if isinstance(optimizer, nnx.ModelAndOptimizer) else None
+    for each in variables(optimizer):
+        if not each.path or each.path[0] != of_model:
+            state[each.path] = shard_largest(state[each.path], each, axes, mesh, min_size)
+    return from_paths(union(specs, state))
 
 
 def with_optimizer(specs: dict[Path, Any], model: Any, optimizer: Any) -> StateSharding:
-    """The specs of a model, and those of its optimizer, which follow them, if there is one."""
+    """The shardings of a model and of its optimizer, if there is one, which follow them."""
     if optimizer is not None:
-        specs = union(specs, optimizer_specs(optimizer, exact(specs), model))
-    return exact(specs)
+        specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
+    return from_paths(specs)

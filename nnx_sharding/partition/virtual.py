@@ -1,4 +1,4 @@
-"""Meshes that are larger than the machine: programs can be compiled for them, but not run."""
+"""Meshes with more devices than this machine has, to compile programs for that cannot run here."""
 
 from __future__ import annotations
 
@@ -7,35 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
 from .mesh import make_mesh
 
-# Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer than this.
+# Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
 MOST_DEVICES = 10_000
 
 
 def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
-    """A mesh to compile for, of devices that need not be here.
+    """A mesh to compile for, of devices that this machine need not have.
 
-    If there are enough devices it consists of them. Otherwise it consists of virtual CPU devices,
-    as many as it takes: XLA partitions a program for them as for any others, and the memory that
-    it reports is that of its CPU compiler. They hold no arrays of yours, and programs for them are
-    there to be looked at.
+    If there are enough devices, the mesh consists of them. Otherwise it consists of virtual CPU
+    devices: XLA partitions a program for them as for any others, and the memory that it reports
+    is that of its CPU compiler. They hold no arrays, and programs for them cannot be run.
 
     Args:
       mesh: the sizes of the axes by name, major first; the axes are then ``Auto``. Or an abstract
         mesh. A mesh of devices is returned as it is.
 
-    Returns:
-      The mesh.
-
     Raises:
-      TypeError: it is something else, or a size is no integer.
+      TypeError: it is something else, or a size is not an integer.
       ValueError: a size is not positive, or the mesh has more than 10,000 devices. One size may be
-        -1 for the devices that are here.
-      RuntimeError: there are too few devices, and this release of JAX has no way to make more.
+        -1 for the devices of this machine.
+      RuntimeError: there are too few devices, and this release of JAX cannot make more.
 
     Example:
       >>> import jax
@@ -54,33 +50,31 @@ def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
         raise TypeError(
             f"mesh is a mesh, or the sizes of its axes by name as in {{'data': 8}}, not {mesh!r}."
         )
-    sizes = dict(mesh.shape) if isinstance(mesh, AbstractMesh) else dict(mesh)
-    types = (
-        {"axis_types": dict(zip(mesh.axis_names, mesh.axis_types, strict=True))}
-        if isinstance(mesh, AbstractMesh)
-        else {}
-    )
-    return make_mesh(sizes, devices=_devices(list(sizes.values())), **types)
+    axes: Mapping[str, int] = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
+    types: Any = AxisType.Auto
+    if isinstance(mesh, AbstractMesh):
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return make_mesh(axes, devices=_planning_devices(list(axes.values())), axis_types=types)
 
 
-def _devices(sizes: list[Any]) -> list[jax.Device]:
-    """As many devices as the sizes make up; those that are here if that is no number."""
-    here = jax.devices()
+def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
+    """As many devices as the product of the sizes; all there are if the sizes are invalid."""
+    devices = jax.devices()
     count = math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 0
-    if count <= len(here):
-        return here[:count] if count else here
+    if count <= len(devices):
+        return devices[: count or None]
     if count > MOST_DEVICES:
         raise ValueError(
             f"expected a mesh of at most {MOST_DEVICES} devices, got {count}: each virtual device "
-            "takes memory and a thread on this machine. Make an axis smaller; what a device "
-            "holds and sends shows on a smaller mesh, too."
+            "takes memory and a thread on this machine. Make an axis smaller; a smaller mesh "
+            "shows what a device holds and sends, too."
         )
-    made = _compat.virtual_cpu_devices(count)
-    if made is None:
+    virtual = _compat.virtual_cpu_devices(count)
+    if virtual is None:
         raise RuntimeError(
-            f"the mesh has {count} devices, and {len(here)} are here. This release of JAX makes no "
-            "others once it runs: set "
+            f"the mesh has {count} devices, this machine {len(devices)}. This release of JAX "
+            "cannot make more once it runs: set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before it starts, or use "
             f"`python -m nnx_sharding ... --devices {count}`."
         )
-    return made
+    return virtual

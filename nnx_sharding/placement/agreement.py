@@ -1,8 +1,8 @@
-"""What processes tell each other about their batches, past the devices.
+"""Messages between processes about their batches, without the use of devices.
 
-A collective from a background thread would run before the training step's on one process and
-after it on another, and both would wait forever. So processes speak through the key-value store
-of JAX's coordination service, which ``jax.distributed.initialize`` starts.
+A collective from a background thread would run before that of the training step on one process and
+after it on another, and both would wait for ever. So messages go through the key-value store of
+JAX's coordination service, which ``jax.distributed.initialize`` starts.
 """
 
 from __future__ import annotations
@@ -13,45 +13,38 @@ import json
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
 from .. import _compat
 from .feed import Consumer
 
-Message: TypeAlias = dict[str, Any]
+# After each of these intervals of waiting, it is checked whether the consumer has gone.
+_INTERVAL_MS = 250
 
-# A wait is cut into pieces, between which it is seen whether the consumer has gone.
-_PIECE_MS = 250
-
-# How many conversations these processes have begun: each has the same number on all of them.
+# How many agreements these processes have begun: each has the same number on all of them.
 _BEGUN: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
-class GoneError(Exception):
-    """The consumer of this process has gone; nobody sees it."""
+class ConsumerGoneError(Exception):
+    """The consumer of this process has gone, so nobody sees this."""
 
 
 class Agreement:
-    """A conversation in turns: at each one every process says a message and hears all of them.
+    """An exchange of messages in turns: at each turn, every process gets those of all.
 
-    The first process collects them and answers all at once: three messages for each process,
-    not one for each pair.
+    The first process collects the messages and answers with all of them at once: three messages for
+    each process, not one for each pair.
 
-    Args:
-      processes: the indices of those that take part, in ascending order.
-      timeout: how long to wait for another process, in seconds, while the consumer waits, too.
-      consumer: who waits.
-
-    Raises:
-      RuntimeError: there are several, and no coordination service.
+    ``processes`` are those that take part, in ascending order; ``timeout`` is in seconds, of which
+    only those count in which the consumer waits.
     """
 
     def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
         self.processes = tuple(processes)
         self._timeout, self._consumer = timeout, consumer
-        self._own, self._leader = jax.process_index(), self.processes[0]
+        self._process, self._leader = jax.process_index(), self.processes[0]
         self._turn = 0
         self._is_over = len(self.processes) == 1
         if self._is_over:
@@ -59,35 +52,36 @@ class Agreement:
         self._store = _compat.key_value_store()
         if self._store is None:
             raise RuntimeError(
-                "shard_batches: processes agree on the end of their batches by JAX's coordination "
-                "service, which does not run. Call jax.distributed.initialize() first."
+                "shard_batches: processes agree on the end of their batches through JAX's "
+                "coordination service, which is not running. Call jax.distributed.initialize() "
+                "first."
             )
         number = _BEGUN[self.processes]
         _BEGUN[self.processes] += 1
-        together = zlib.crc32(repr(self.processes).encode())
-        self._prefix = f"nnx_sharding/batches/{together:08x}/{number}"
+        group = zlib.crc32(repr(self.processes).encode())
+        self._prefix = f"nnx_sharding/batches/{group:08x}/{number}"
 
-    def exchange(self, message: Message) -> list[Message]:
+    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages of all processes at this turn, in their order.
 
         Raises:
-          RuntimeError: another process has left, or cannot be reached.
-          TimeoutError: another process says nothing.
-          GoneError: the consumer has gone.
+          RuntimeError: another process has left, or the service is unavailable.
+          TimeoutError: another process sends nothing.
+          ConsumerGoneError: the consumer has gone.
         """
         if len(self.processes) == 1:
             return [message]
-        if self._own == self._leader:
-            others = [self._hear(p, self.processes.index(p)) for p in self.processes[1:]]
-            messages = [message, *others]
-            self._say("all", messages)
-            if self._turn:  # who speaks at this turn has heard all of the last one
-                self._store.key_value_delete(f"{self._prefix}/{self._turn - 1}")
+        turn = self._turn
+        if self._process == self._leader:
+            messages = [message, *(self._receive(turn, p, p) for p in self.processes[1:])]
+            self._send("all", messages)
+            if turn:  # all have received the last turn's messages before they sent these
+                self._store.key_value_delete(f"{self._prefix}/{turn - 1}")
             self._turn += 1
         else:
-            self._say(self._own, message)
-            self._turn += 1
-            messages = self._hear("all", 0, turn=self._turn - 1)
+            self._send(self._process, message)
+            self._turn += 1  # if it leaves now, its note is for the next turn
+            messages = self._receive(turn, "all", self._leader)
         left = [m["left"] for m in messages if "left" in m]
         if left:
             self._is_over = True
@@ -95,50 +89,45 @@ class Agreement:
         return messages
 
     def leave(self, reason: str) -> None:
-        """Tells the others, who may wait for this process, that it will not speak again."""
+        """Informs the others, who may wait for this process, that it sends nothing more."""
         if self._is_over:
             return
         self._is_over = True
-        note = {"left": f"process {self._own} {reason}"}
-        # Where the service has gone, so have the others, or they learn it from JAX.
+        note = {"left": f"process {self._process} {reason}"}
+        # If the service has gone, the others have as well, or learn it from JAX.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if self._own == self._leader:
-                self._say("all", [note])
+            if self._process == self._leader:
+                self._send("all", [note])
             else:
-                self._say(self._own, note)
+                self._send(self._process, note)
 
     def end(self) -> None:
-        """All processes know that there is nothing more to say."""
+        """Ends the exchange where all processes know that there is nothing more to send."""
         self._is_over = True
 
-    def _say(self, who: int | str, message: Any) -> None:
-        self._store.key_value_set(f"{self._prefix}/{self._turn}/{who}", json.dumps(message))
+    def _send(self, key: int | str, message: Any) -> None:
+        self._store.key_value_set(f"{self._prefix}/{self._turn}/{key}", json.dumps(message))
 
-    def _hear(self, who: int | str, place: int, turn: int | None = None) -> Any:
-        """What a process says at this turn, or the leader of all."""
-        key = f"{self._prefix}/{self._turn if turn is None else turn}/{who}"
+    def _receive(self, turn: int, key: int | str, sender: int) -> Any:
         began = time.monotonic()
         while True:
             try:
-                return json.loads(self._store.blocking_key_value_get(key, _PIECE_MS))
+                path = f"{self._prefix}/{turn}/{key}"
+                return json.loads(self._store.blocking_key_value_get(path, _INTERVAL_MS))
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not _compat.is_timeout(error):
                     raise RuntimeError(
-                        "shard_batches: the coordination service, by which processes agree on "
-                        "the end of their batches, cannot be reached any more."
+                        "shard_batches: the coordination service, through which processes agree on "
+                        "the end of their batches, is no longer available."
                     ) from error
             if self._consumer.gone:
-                raise GoneError
-            self._check_patience(began, self.processes[place])
-
-    def _check_patience(self, began: float, process: int) -> None:
-        since = self._consumer.waiting_since
-        # While this process computes, the others may compute as well and ask for nothing.
-        if since is None or time.monotonic() - max(began, since) < self._timeout:
-            return
-        raise TimeoutError(
-            f"shard_batches: process {process} said nothing of its next batch for "
-            f"{self._timeout:g} s. It may be stuck, slower than that (raise timeout=...), or not "
-            "iterating: all processes of a sharding have to iterate over the same batches, in "
-            "the same order."
-        )
+                raise ConsumerGoneError
+            # While the consumer computes, those of others may compute as well and wait for nothing.
+            since = self._consumer.waiting_since
+            if since is not None and time.monotonic() - max(began, since) >= self._timeout:
+                raise TimeoutError(
+                    f"shard_batches: process {sender} sent nothing about its next batch for "
+                    f"{self._timeout:g} s. It may be blocked, slower than that (raise "
+                    "timeout=...), or not iterating: all processes of a sharding have to iterate "
+                    "over the same batches, in the same order."
+                )

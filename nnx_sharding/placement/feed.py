@@ -1,8 +1,9 @@
-"""Making things ahead of their use, in a thread that ends with whoever uses them."""
+"""Makes things ahead of their use, in a thread that ends with its consumer."""
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import threading
 import time
@@ -13,34 +14,28 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# How long the end of the program waits for a thread that is inside of a user's loader.
+# How long the end of the program waits for a thread that runs a user's loader.
 _EXIT_SECONDS = 5.0
 
 
+@dataclasses.dataclass
 class Consumer:
-    """What the maker knows of its consumer.
+    """What the thread knows of its consumer: whether it has gone, and since when it waits."""
 
-    Attributes:
-      gone: whether nothing more is wanted.
-      waiting_since: when it began to wait for the next thing, by ``time.monotonic``; None while
-        it does not wait.
-    """
-
-    def __init__(self) -> None:
-        self.gone = False
-        self.waiting_since: float | None = None
+    gone: bool = False
+    waiting_since: float | None = None  # by time.monotonic
 
 
 class Feed(Generic[T]):
-    """What ``make`` returns, in order, made up to ``depth`` ahead.
+    """The results of ``make``, in order, made up to ``depth`` ahead.
 
-    The thread starts when the first one is asked for, and ends when ``make`` raises or the feed
-    is stopped. It does not refer to whoever holds the feed. With a depth of 0 there is none.
+    The thread starts when the first result is taken, and ends when ``make`` raises or the feed is
+    stopped. It does not refer to the owner of the feed. With a depth of 0 there is no thread.
 
     Args:
-      make: makes the next one; ``StopIteration`` ends the feed. Called by one thread only.
-      depth: how many may be ready at a time.
-      consumer: is told what the taker does.
+      make: makes the next result; ``StopIteration`` ends the feed. Called by one thread only.
+      depth: how many results may be ready at a time.
+      consumer: updated with what the taker does.
       leave: called once, when ``make`` will not be called again, by the thread that called it.
     """
 
@@ -49,41 +44,39 @@ class Feed(Generic[T]):
     ):
         self._make, self._depth, self._consumer, self._leave = make, depth, consumer, leave
         self._ready: deque[T] = deque()
-        self._change = threading.Condition()  # of an RLock: a finalizer may stop us anywhere
+        self._change = threading.Condition()  # of an RLock: a finalizer may call `stop` anywhere
         self._error: BaseException | None = None
         self._over = False
         self._thread: threading.Thread | None = None
 
     def take(self) -> T:
-        """The next one.
+        """The next result.
 
         Raises:
           StopIteration: there are no more.
-          BaseException: what ``make`` raised, after all that came before it.
+          BaseException: what ``make`` raised, after all results before it.
         """
         with self._change:
-            if self._depth == 0:
-                self._make_one()
-            else:
-                self._start()
-                self._wait()
+            self._consumer.waiting_since = time.monotonic()
+            try:
+                if self._depth == 0:
+                    self._make_one()
+                elif self._thread is None and not self._over:
+                    self._start()
+                self._change.wait_for(lambda: self._ready or self._over or self._consumer.gone)
+            finally:
+                self._consumer.waiting_since = None
             if self._ready:
                 self._change.notify_all()
                 return self._ready.popleft()
             error, self._error = self._error, None
-        if error is None:
-            raise StopIteration
         try:
-            raise error
+            raise StopIteration if error is None else error
         finally:
             del error  # its traceback holds this frame
 
     def stop(self, wait: float | None = 0.0) -> None:
-        """Ends the feed; what is ready is dropped.
-
-        Args:
-          wait: seconds to wait for the thread to end; None for as long as it takes.
-        """
+        """Ends the feed, drops what is ready, and waits so many seconds for the thread to end."""
         with self._change:
             self._consumer.gone = True
             self._ready.clear()
@@ -94,20 +87,11 @@ class Feed(Generic[T]):
         if thread is not None and thread is not threading.current_thread():
             thread.join(wait)
 
-    def _wait(self) -> None:
-        self._consumer.waiting_since = time.monotonic()
-        try:
-            self._change.wait_for(lambda: self._ready or self._over or self._consumer.gone)
-        finally:
-            self._consumer.waiting_since = None
-
     def _start(self) -> None:
-        if self._thread is None and not self._over:
-            self._thread = threading.Thread(target=self._run, name="nnx_sharding-batches")
-            # Else the program could not end while the loader is stuck.
-            self._thread.daemon = True
-            _stopped_at_exit().add(self)
-            self._thread.start()
+        # A daemon, since the program could not end while the loader is blocked.
+        self._thread = threading.Thread(target=self._run, name="nnx_sharding-batches", daemon=True)
+        _stopped_at_exit().add(self)
+        self._thread.start()
 
     def _run(self) -> None:
         while self._has_room() and not self._over:
@@ -139,8 +123,7 @@ class Feed(Generic[T]):
         if not self._over:
             self._over = True
             self._leave()
-            # What they hold, such as the user's loader, is free from now on.
-            del self._make, self._leave
+            del self._make, self._leave  # which hold the user's loader
         self._change.notify_all()
 
 
@@ -148,8 +131,8 @@ class Feed(Generic[T]):
 def _stopped_at_exit() -> weakref.WeakSet[Feed[Any]]:
     """The feeds that are stopped when the program ends.
 
-    JAX ends its own connections at exit. Functions run there in reverse order of registration,
-    so this one, registered when the first feed starts, is before that.
+    JAX closes its connections at exit. Exit handlers run in reverse order of registration, so this
+    one, registered when the first feed starts, runs before that.
     """
     feeds: weakref.WeakSet[Feed[Any]] = weakref.WeakSet()
 

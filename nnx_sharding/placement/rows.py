@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import NoMeshError
-from ..fitting import axes_of, axis_problems, with_entries
+from ..fitting import axes_of, with_entries
+from .place import shardings_for, trimmed
+
+Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"
 
 
 @_compat.api_boundary
@@ -23,28 +25,28 @@ def process_rows(
     *,
     mesh: Mesh | None = None,
     process_of: Callable[[jax.Device], int] | None = None,
-) -> slice | np.ndarray[Any, np.dtype[np.intp]]:
-    """The rows of a global batch that a process has to load: those that its devices hold.
+) -> slice | Rows:
+    """Selects the rows of a global batch that a process has to load: those of its devices.
 
-    In this order ``jax.make_array_from_process_local_data`` takes them, and so does
-    :func:`shard_batches`. Processes whose devices hold the same rows load the same.
+    ``jax.make_array_from_process_local_data`` and :func:`shard_batches` take the rows in this
+    order. Processes whose devices hold the same rows load the same rows.
 
     Args:
-      sharding: how the batch is laid out; only its first dimension matters.
-      batch_size: the rows of the global batch.
+      sharding: how the batch is sharded; only the first dimension matters.
+      batch_size: the number of rows of the global batch.
       process: the index of a process; None for this one.
-      mesh: what a ``PartitionSpec`` refers to; None for the mesh in context.
-      process_of: the process of a device; None for that to which it belongs. With another
-        function this plans for processes that there are not yet.
+      mesh: the mesh of a ``PartitionSpec``; None for the mesh in context.
+      process_of: maps a device to its process; None for the actual one. With another function you
+        can plan for processes that do not exist yet.
 
     Returns:
-      A slice where the rows are contiguous, else their indices in ascending order. Either
-      selects from an array of all rows.
+      A slice where the rows are contiguous, else their indices in ascending order. Either selects
+      from an array of all rows.
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
-      TypeError: ``sharding`` is neither a spec nor a sharding, or ``batch_size`` no integer.
-      ValueError: the spec does not fit the mesh, the mesh is abstract, the rows cannot be cut
+      TypeError: ``sharding`` is neither a spec nor a sharding, or ``batch_size`` is not an integer.
+      ValueError: the spec does not fit the mesh, the mesh is abstract, the rows cannot be sharded
         evenly, or the process has none of the devices.
 
     Example:
@@ -53,94 +55,94 @@ def process_rows(
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import process_rows
       >>> mesh = make_mesh({"model": 2, "data": 4})
-      >>> process_rows(P("data"), 32, mesh=mesh)  # a single process loads all
+      >>> process_rows(P("data"), 32, mesh=mesh)  # a single process loads all rows
       slice(0, 32, None)
-      >>> of_two = lambda device: device.id % 4 // 2  # were there two processes
+      >>> of_two = lambda device: device.id % 4 // 2  # as if there were two processes
       >>> process_rows(P("data"), 32, 1, mesh=mesh, process_of=of_two)
       slice(16, 32, None)
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
-        raise TypeError(f"process_rows: batch_size is an integer, not {batch_size!r}.")
-    own = _sharding("process_rows", sharding, mesh)
-    parts = row_parts(own)
+    check_integer("process_rows", "batch_size", batch_size)
+    rows = jax.ShapeDtypeStruct((0,), np.bool_)  # a number of rows that every spec divides
+    [concrete] = shardings_for(rows, sharding, mesh, "process_rows", name="rows", adapt=trimmed)
+    if not isinstance(concrete, Sharding):
+        raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
+    check_has_devices("process_rows", concrete)
+    parts = row_parts(concrete)
     if batch_size < 1 or batch_size % parts:
         raise ValueError(
-            f"process_rows: {batch_size} rows cannot be cut into {parts} equal parts "
-            f"({cuts(own)}). Use {next_size(batch_size, parts)} rows."
+            f"process_rows: {batch_size} rows cannot be divided into {parts} equal parts "
+            f"({row_axes(concrete)}). Use {next_size(batch_size, parts)} rows."
         )
     process = jax.process_index() if process is None else process
-    found = rows_by_process(own, int(batch_size), process_of)
-    if process not in found:
+    held = rows_by_process(concrete, int(batch_size), process_of)
+    if process not in held:
         raise ValueError(
             f"process_rows: process {process} has none of the devices of the sharding; the "
-            f"processes that have some are {', '.join(map(str, found))}."
+            f"processes that have some are {', '.join(map(str, held))}."
         )
-    rows = found[process]
-    first, end = int(rows[0]), int(rows[-1]) + 1
-    return slice(first, end) if end - first == len(rows) else rows
+    selected = held[process]
+    first, end = int(selected[0]), int(selected[-1]) + 1
+    return slice(first, end) if end - first == len(selected) else selected
 
 
-def _sharding(name: str, given: Any, mesh: Any) -> Sharding:
-    """A spec with its mesh, checked."""
-    if isinstance(given, PartitionSpec):
-        mesh = _compat.context_mesh() if mesh is None else mesh
-        if mesh is None:
-            raise NoMeshError(f"{name}: {given} has no mesh. Pass mesh=..., or use jax.set_mesh.")
-        if isinstance(mesh, Mesh | AbstractMesh) and (faults := axis_problems(given, mesh)):
-            raise ValueError(f"{name}: {given}: {'; '.join(faults)}.")
-        given = NamedSharding(mesh, given)
-    if not isinstance(given, Sharding):
-        raise TypeError(f"{name}: a PartitionSpec or a Sharding is needed, not {given!r}.")
-    if isinstance(given, NamedSharding) and isinstance(given.mesh, AbstractMesh):
-        raise ValueError(f"{name}: {given.mesh} is abstract, without devices that hold rows.")
-    return given
+def check_integer(caller: str, option: str, value: Any) -> None:
+    """Raises an error if the value of an option is not an integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{caller}: {option} is an integer, not {value!r}.")
+
+
+def check_has_devices(caller: str, sharding: Any) -> None:
+    """Raises an error if a sharding is on an abstract mesh."""
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(f"{caller}: {mesh} is abstract, without devices for batches.")
 
 
 def row_sharding(sharding: Sharding) -> Sharding:
-    """How a batch's first dimension alone is laid out."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(
-            sharding.mesh, with_entries(sharding.spec, sharding.spec.partitions[:1])
-        )
-    return sharding
+    """The sharding of the first dimension alone."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = sharding.spec
+    return NamedSharding(sharding.mesh, with_entries(spec, spec.partitions[:1]))
+
+
+def _row_axes(sharding: NamedSharding) -> dict[Any, int]:
+    """The mesh axes that shard the rows, with their sizes."""
+    axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
+    return {axis: sharding.mesh.shape[axis] for axis in axes}
 
 
 def row_parts(sharding: Sharding) -> int:
-    """Into how many parts the rows of a batch are cut."""
+    """The number of parts into which the rows are sharded."""
     if isinstance(sharding, NamedSharding):
-        axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
-        return math.prod(sharding.mesh.shape[axis] for axis in axes)
+        return math.prod(_row_axes(sharding).values())
     return sharding.num_devices // int(sharding.shard_shape((sharding.num_devices,))[0])
+
+
+def row_axes(sharding: Sharding) -> str:
+    """What shards the rows: ``'data' (2) × 'model' (4)``."""
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    sizes = _row_axes(sharding).items()
+    return " × ".join(f"{axis!r} ({size})" for axis, size in sizes) or "no axis"
 
 
 def rows_by_process(
     sharding: Sharding, size: int, process_of: Callable[[jax.Device], int] | None = None
-) -> dict[int, np.ndarray[Any, np.dtype[np.intp]]]:
-    """The rows that each process holds of a batch of ``size`` rows, in ascending order."""
+) -> dict[int, Rows]:
+    """The rows of a batch of ``size`` rows that each process holds, in ascending order."""
     blocks: dict[int, set[tuple[int, int]]] = {}
-    for device, index in row_sharding(sharding).devices_indices_map((size,)).items():
-        assert index is not None
+    indices: dict[Any, Any] = dict(row_sharding(sharding).devices_indices_map((size,)))
+    for device, index in indices.items():
         start, end, _ = index[0].indices(size)
-        owner = _own_process(device) if process_of is None else process_of(device)
-        blocks.setdefault(owner, set()).add((start, end))
+        process = device.process_index if process_of is None else process_of(device)
+        blocks.setdefault(process, set()).add((start, end))
     return {
         process: np.concatenate([np.arange(*block) for block in sorted(blocks[process])])
         for process in sorted(blocks)
     }
 
 
-def _own_process(device: Any) -> int:
-    return int(device.process_index)
-
-
-def cuts(sharding: Sharding) -> str:
-    """What cuts the rows: ``'data' (2) × 'model' (4)``."""
-    if not isinstance(sharding, NamedSharding):
-        return str(sharding)
-    axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
-    return " × ".join(f"{axis!r} ({sharding.mesh.shape[axis]})" for axis in axes) or "no axis"
-
-
 def next_size(size: int, parts: int) -> int:
-    """The least positive number of rows, from ``size`` on, that can be cut into equal parts."""
+    """The least positive number of rows, from ``size`` on, that can be divided into parts."""
     return max(1, math.ceil(size / parts)) * parts

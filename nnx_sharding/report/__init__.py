@@ -1,10 +1,10 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
 from .changes import Change, Changes, diff
-from .comparison import Comparison, Failure, Strategy, compare
-from .hlo import collectives
+from .comparison import Comparison, Failure
 from .program import MeshDescription, ProgramReport, Versions
 from .sharding import ShardingReport, ShardingRow, check_sharding
+from .strategies import Strategy, compare
 
 __all__ = [
     "Change",
@@ -18,7 +18,6 @@ __all__ = [
     "Strategy",
     "Versions",
     "check_sharding",
-    "collectives",
     "compare",
     "diff",
 ]

@@ -1,4 +1,4 @@
-"""What is kept as JSON: a head with format and version, and files."""
+"""Objects that are saved as JSON files, with a format and a version."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ..analysis.units import printable
+from .._late import late
+from ..analysis.json_codec import json_text
+from ..analysis.tables import Pictured
 
 
-def json_text(data: Any) -> str:
-    """Data as JSON that a terminal can show."""
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    return printable(text, kept="\n", escape=lambda c: json.dumps(c)[1:-1])
+class JsonForm(Pictured):
+    """An object that is written as JSON and read again, and shows itself in notebooks.
 
-
-class JsonForm:
-    """Something that is written as JSON and read again.
-
-    A class of this has ``_parts``, its data without the head, and ``_of_parts``, which reads them.
+    Subclasses have ``_parts``, their data without format and version, and ``_of_parts``, which
+    reads them.
     """
 
     _FORMAT: ClassVar[str]
     _VERSION: ClassVar[int]
-    _NOUN: ClassVar[str]  # what messages call it
+    _NOUN: ClassVar[str]  # for messages
 
     def _parts(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -38,50 +35,44 @@ class JsonForm:
         return {"format": self._FORMAT, "version": self._VERSION, **self._parts()}
 
     def to_json(self) -> str:
-        """:meth:`as_dict` as text, to be kept and compared."""
+        """:meth:`as_dict` as text."""
         return json_text(self.as_dict())
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Reads what :meth:`as_dict` made.
+        """Reads what :meth:`as_dict` returned.
 
         Raises:
-          ValueError: it is of another format or version, something is missing or unknown, or
-            something is of another type.
+          ValueError: it has another format or version, or parts that are missing, unknown or of
+            another type.
         """
-        found = data.get("format") if isinstance(data, dict) else None
-        if found != cls._FORMAT:
-            told = "it has no format" if found is None else f"its format is {found!r}"
-            raise ValueError(f"this is no {cls._NOUN}: {told}, not {cls._FORMAT!r}.")
-        version = data.get("version")
+        parts = dict(data) if isinstance(data, dict) else {}
+        form, version = parts.pop("format", None), parts.pop("version", None)
+        if form != cls._FORMAT:
+            actual = "it has no format" if form is None else f"its format is {form!r}"
+            raise ValueError(f"not a {cls._NOUN}: {actual}, expected {cls._FORMAT!r}.")
         if type(version) is not int or version != cls._VERSION:
             raise ValueError(
                 f"this {cls._NOUN} has the version {version!r}; this release of nnx_sharding reads "
-                f"version {cls._VERSION}. Make it anew, or read it with the release that made it."
+                f"version {cls._VERSION}. Use the release that wrote it, or write it again."
             )
-        return cls._of_parts(
-            {key: part for key, part in data.items() if key not in ("format", "version")}
-        )
+        return cls._of_parts(parts)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Reads what :meth:`to_json` made.
+        """Reads what :meth:`to_json` returned.
 
         Raises:
-          ValueError: it is no JSON, or as for :meth:`from_dict`.
+          ValueError: it is not JSON, or as for :meth:`from_dict`.
         """
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"this is no {cls._NOUN}, as it is no JSON: {error}") from None
+            raise ValueError(f"not a {cls._NOUN}, as it is not JSON: {error}") from None
         return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file as JSON.
-
-        Args:
-          path: the file, which is replaced.
-        """
+        """Writes it to a file as JSON; an existing file is replaced."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
@@ -89,10 +80,14 @@ class JsonForm:
         """Reads what :meth:`save` wrote.
 
         Raises:
-          ValueError: the file holds none; its name is in the message.
+          ValueError: as for :meth:`from_json`; the message begins with the path.
           OSError: the file cannot be read.
         """
         try:
             return cls.from_json(Path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+    def _repr_html_(self) -> str:
+        html: str = late("report.page.fragment", "report_html")(self)
+        return html

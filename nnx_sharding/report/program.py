@@ -1,29 +1,30 @@
-"""All that can be told of a compiled program, to be printed, kept and compared."""
+"""A compiled program in one object, to be printed, saved and compared."""
 
 from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import flax
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from .._version import __version__
-from ..analysis.arguments import Parameter, device_of
-from ..analysis.bounds import Bounds, bounds_of
-from ..analysis.collectives import Collectives, collectives_of
-from ..analysis.cost import Cost, Costs
+from ..analysis.collectives import Collectives, axes_text, collectives_of
+from ..analysis.cost import Costs
 from ..analysis.hardware import Device, known
 from ..analysis.hlo import parse
+from ..analysis.json_codec import as_data, read
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory
-from ..analysis.units import bytes_text, printable
+from ..analysis.parameters import ParameterRow, device_of, mesh_of, rows_table
+from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.tables import axis_styles, table, text
+from ..analysis.units import bytes_text
 from .json_form import JsonForm
-from .reading import as_data, read
 
 FORMAT = "nnx_sharding.report"
 VERSION = 1
@@ -36,7 +37,7 @@ class Versions:
     """The versions that a program was compiled with.
 
     Attributes:
-      nnx_sharding: ours.
+      nnx_sharding: that of this library.
       jax: that of JAX.
       flax: that of Flax.
       python: that of Python.
@@ -64,19 +65,26 @@ class MeshDescription:
     device_ids: DeviceIds
 
     def __post_init__(self) -> None:
-        if self.device_ids is not None and not _is_nested(self.device_ids, [*self.axes.values()]):
-            raise ValueError(f"mesh.device_ids are not numbers nested like the mesh {self.axes}.")
+        if self.device_ids is None:
+            return
+        ids = np.array(self.device_ids, object)  # keeps ragged lists and types apart
+        is_nested = ids.shape == (*self.axes.values(),)
+        if not is_nested or any(type(number) is not int for number in ids.flat):
+            raise ValueError(f"device_ids are not integers nested like the mesh {self.axes}.")
 
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh) -> MeshDescription:
+        """The description of a mesh."""
+        names = tuple(map(str, mesh.axis_names))
+        types = [getattr(kind, "name", str(kind)) for kind in mesh.axis_types]
+        ids = None
+        if isinstance(mesh, Mesh):
+            ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
+        sizes = dict(zip(names, mesh.axis_sizes, strict=True))
+        return cls(sizes, dict(zip(names, types, strict=True)), ids)
 
-def _is_nested(ids: Any, sizes: Sequence[int]) -> bool:
-    """Whether ids are numbers in lists of these sizes."""
-    if not sizes:
-        return type(ids) is int
-    return (
-        isinstance(ids, list)
-        and len(ids) == sizes[0]
-        and all(_is_nested(part, sizes[1:]) for part in ids)
-    )
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +93,18 @@ class ProgramReport(JsonForm):
 
     Attributes:
       name: the name of the function, or the one that the user gave.
-      made_with: the versions of what made it.
+      made_with: the versions that it was compiled with.
       platform: such as ``cpu`` or ``tpu``.
-      device_kind: what JAX says the devices are.
+      device_kind: the kind of the devices, as JAX names it.
       num_devices: how many it runs on.
       mesh: the mesh; None without one.
       parameters: the argument arrays, in path order.
-      memory: what it takes on one device; None if the backend does not tell.
+      memory: what it takes on one device; None if the backend does not report it.
       cost: what it computes.
       collectives: what the devices exchange.
-      bounds: the least time on a device, with loops multiplied out; None if none was asked for.
-      hlo: the text of the compiled program; None if the backend does not tell.
+      roofline: the least time on a device, with the bodies of loops counted as often as they run;
+        None if no device was given.
+      hlo: the text of the compiled program; None if the backend has none.
 
     Example:
       >>> import jax
@@ -115,11 +124,11 @@ class ProgramReport(JsonForm):
     device_kind: str
     num_devices: int
     mesh: MeshDescription | None
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ParameterRow, ...]
     memory: Memory | None
     cost: Costs
     collectives: Collectives
-    bounds: Bounds | None
+    roofline: Roofline | None
     hlo: str | None
 
     _FORMAT = FORMAT
@@ -132,14 +141,15 @@ class ProgramReport(JsonForm):
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> ProgramReport:
-        found = read(cls, parts, cls._NOUN)
-        if found.memory is None:
-            return found
-        by_path = {row.path: row.bytes_per_device for row in found.parameters if row.used}
-        return dataclasses.replace(found, memory=dataclasses.replace(found.memory, by_path=by_path))
+        report = read(cls, parts, cls._NOUN)
+        if report.memory is None:
+            return report
+        by_path = {row.path: row.bytes_per_device for row in report.parameters if row.used}
+        memory = dataclasses.replace(report.memory, by_path=by_path)
+        return dataclasses.replace(report, memory=memory)
 
-    def with_bounds(self, device: Device | str) -> ProgramReport:
-        """The same report with the bounds of another device.
+    def with_roofline(self, device: Device | str) -> ProgramReport:
+        """The same report with the roofline of another device.
 
         Args:
           device: its peak figures, or its name, such as ``"TPU v5e"``.
@@ -148,139 +158,61 @@ class ProgramReport(JsonForm):
           ValueError: there is no device of this name in the table.
           TypeError: it is neither a device nor a name.
         """
-        bounds = bounds_of(self.cost.executed, self.collectives.bytes_moved, device)
-        return dataclasses.replace(self, bounds=bounds)
+        roofline = roofline_of(self.cost.executed, self.collectives.bytes_sent, device)
+        return dataclasses.replace(self, roofline=roofline)
 
-    def __str__(self) -> str:
-        return printable("\n".join(_summary(self)), kept="\n")
+    def _pictures(self, width: int) -> Iterable[Any]:
+        mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
+        yield text(f"{self.name}: {self.num_devices} × {self.device_kind}, {mesh}", "bold")
+        versions = ", ".join(f"{name} {of}" for name, of in as_data(self.made_with).items())
+        yield text(f"made with {versions}", "dim")
+        largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
+        yield from ("", rows_table(largest, width, _MAX_ROWS), "")
+        yield text("memory: unknown") if self.memory is None else self.memory
+        yield from ("", self.cost, "", self._sent())
+        if self.roofline is not None:
+            yield from ("", text(self.roofline))
 
-    def _repr_html_(self) -> str:
-        from .page.fragment import report_html
+    def _sent(self) -> Any:
+        """What one device sends, by kind and mesh axes."""
+        if not self.collectives:
+            return text("no collectives")
+        styles = axis_styles(() if self.mesh is None else self.mesh.axes)
+        rows = [
+            (kind, text(axes_text(axes), styles=styles), str(number), bytes_text(sent))
+            for (kind, axes), (number, sent) in self.collectives.totals().items()
+        ]
+        total = ("total", "", str(len(self.collectives)), bytes_text(self.collectives.bytes_sent))
+        return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
-        return report_html(self)
+
+_MAX_ROWS = 12
 
 
-def describe(
-    *,
-    name: str,
-    mesh: Mesh | None,
-    shardings: Sequence[Any],
-    parameters: Iterable[Parameter],
-    memory: Memory | None,
-    lowered: Cost | None,
-    compiled: Cost | None,
-    hlo: str | None,
-    device: Device | str | None = None,
-) -> ProgramReport:
-    """Puts a report together.
-
-    Args:
-      name: of the program.
-      mesh: that it was compiled for.
-      shardings: of what it is given and returns; without a mesh they tell the devices.
-      parameters: its arguments.
-      memory: what it takes on one device.
-      lowered: what it computes, before optimisation.
-      compiled: what it computes, after it.
-      hlo: its text.
-      device: for the bounds; None for its own if the table has that.
-
-    Raises:
-      ValueError: there is no device of this name in the table.
-      TypeError: ``device`` is neither a device nor a name.
-    """
-    own, count = device_of(mesh, shardings)
+def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramReport:
+    """The report of a ``Compiled``, which calls this; see its ``report``."""
+    hlo = compiled.as_text()
     module = parse(hlo or "")
-    found = collectives_of(module, mesh)
-    device = known(own.device_kind) if device is None else device
-    executed = None if compiled is None else with_loops(compiled, module)
+    shardings = compiled.shardings()
+    mesh = mesh_of(shardings)
+    collectives = collectives_of(module, mesh)
+    first, count = device_of(mesh, shardings)
+    device = known(first.device_kind) if device is None else device
+    cost = compiled.cost()
+    executed = None if cost is None else with_loops(cost, module)
+    sent = collectives.bytes_sent
+    versions = (__version__, jax.__version__, flax.__version__, platform.python_version())
     return ProgramReport(
         name=name,
-        made_with=Versions(
-            __version__, jax.__version__, flax.__version__, platform.python_version()
-        ),
-        platform=own.platform,
-        device_kind=own.device_kind,
+        made_with=Versions(*versions),
+        platform=first.platform,
+        device_kind=first.device_kind,
         num_devices=count,
-        mesh=None if mesh is None else _mesh_description(mesh),
-        parameters=tuple(parameters),
-        memory=memory,
-        cost=Costs(lowered, compiled, executed),
-        collectives=found,
-        bounds=None if device is None else bounds_of(executed, found.bytes_moved, device),
+        mesh=None if mesh is None else MeshDescription.of(mesh),
+        parameters=tuple(compiled.parameters()),
+        memory=compiled.memory(),
+        cost=Costs(compiled.lowered_cost(), cost, executed),
+        collectives=collectives,
+        roofline=None if device is None else roofline_of(executed, sent, device),
         hlo=hlo,
     )
-
-
-def _mesh_description(mesh: Mesh) -> MeshDescription:
-    types = (getattr(kind, "name", str(kind)) for kind in mesh.axis_types)
-    names = tuple(map(str, mesh.axis_names))
-    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
-    return MeshDescription(
-        axes=dict(zip(names, mesh.devices.shape, strict=True)),
-        axis_types=dict(zip(names, types, strict=True)),
-        device_ids=ids.tolist(),
-    )
-
-
-# The summary
-
-_MOST_ROWS = 12
-
-
-def _summary(report: ProgramReport) -> list[str]:
-    made = report.made_with
-    lines = [
-        f"{report.name}: {report.num_devices} × {report.device_kind}, {_mesh(report.mesh)}",
-        f"made with nnx_sharding {made.nnx_sharding}, jax {made.jax}, flax {made.flax}, "
-        f"Python {made.python}",
-        "",
-        *_parameters(report.parameters),
-        "",
-        "memory of one device",
-        *_indented("the backend does not tell" if report.memory is None else str(report.memory)),
-        "",
-    ]
-    lowered, compiled, executed = report.cost.lowered, report.cost.compiled, report.cost.executed
-    without_loops = compiled is None or executed is None or compiled.flops == executed.flops
-    for cost in (lowered, compiled, None if without_loops else executed):
-        if cost is not None:
-            lines += [f"cost {cost.stage}", *_indented(str(cost).partition("\n")[2]), ""]
-    lines += ["collectives", *_indented(str(report.collectives))]
-    if report.bounds is not None:
-        lines += ["", "bounds", *_indented(str(report.bounds))]
-    return lines
-
-
-def _mesh(mesh: MeshDescription | None) -> str:
-    if mesh is None:
-        return "no mesh"
-    return "mesh " + " × ".join(f"{axis!r} ({size})" for axis, size in mesh.axes.items())
-
-
-def _parameters(rows: tuple[Parameter, ...]) -> list[str]:
-    """The largest arguments as a table, with a last line for the sums."""
-    largest = sorted(rows, key=lambda row: -row.bytes_per_device)[:_MOST_ROWS]
-    cells = [("argument", "shape", "dtype", "spec", "on one device"), *map(_cells, largest)]
-    rest = len(rows) - len(largest)
-    if rest:
-        cells.append((f"… and {rest} more", "", "", "", ""))
-    per_device = sum(row.bytes_per_device for row in rows)
-    cells.append(("total", "", "", "", bytes_text(per_device)))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-
-
-def _cells(row: Parameter) -> tuple[str, ...]:
-    marks = [mark for mark, holds in (("donated", row.donated), ("unused", not row.used)) if holds]
-    return (
-        " ".join([row.path, *(f"({mark})" for mark in marks)]),
-        "×".join(map(str, row.shape)) or "scalar",
-        row.dtype,
-        row.spec_text,
-        bytes_text(row.bytes_per_device),
-    )
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]

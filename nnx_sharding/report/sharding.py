@@ -1,52 +1,45 @@
-"""What a sharding makes of a model: rule, layout and bytes of every array, and what is wrong."""
+"""The result of a sharding for a model: rule, spec and bytes of every array, and the problems."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-import operator
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis import parameters
+from .._late import late
+from ..analysis import parameters, tables
+from ..analysis.device_bytes import device_bytes
+from ..analysis.json_codec import as_data
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import reach
 from ..core.specs import target
 from ..core.structure import Location
 from ..errors import NoMeshError
-from ..filters import Paths, misspelt, to_predicate
-from ..fitting import (
-    ON_INDIVISIBLE,
-    OnIndivisible,
-    axis_problems,
-    describe,
-    fit,
-    shape_problems,
-)
-from ..partition.cutting import like
+from ..filters import Paths, misspelt, shadowed, to_predicate
+from ..fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
 from ..paths import Path, plain_key
 from ..state_sharding import StateSharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardingRow(parameters.ParameterRow):
-    """How one array would be laid out, and why; ``spec`` and the rest as in its base.
+    """The sharding of one array, and why; ``spec`` and the other fields are those of its base.
 
     Attributes:
       rule: the number of the rule that decides, from 0; None if none matches.
       rule_text: the filter of this rule.
-      declared: the spec of this rule. None leaves the layout to JAX.
-      why: what does not fit in ``declared``, if anything; ``spec`` is what is left of it.
-      is_fault: whether that is refused.
+      declared: the spec of this rule. None leaves the choice to JAX.
+      why: what does not fit in ``declared``, if anything; ``spec`` is the part that fits.
+      is_fault: whether the transforms refuse it.
     """
 
     rule: int | None = None
@@ -64,7 +57,7 @@ class ShardingRow(parameters.ParameterRow):
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport:
-    """What :func:`check_sharding` found; ``str`` makes a table of it.
+    """The result of :func:`check_sharding`; ``str`` formats it as a table.
 
     Attributes:
       mesh: the sizes of the mesh axes by name; empty without a mesh.
@@ -73,10 +66,10 @@ class ShardingReport:
       unmatched: the paths that no rule matches.
       on_indivisible: the paths of arrays that their specs do not divide.
       unused: the numbers of the rules that match nothing.
-      shadowed: by the number of a rule of which earlier ones take all it matches, theirs.
+      shadowed: by the number of a rule that matches only what earlier ones match, their numbers.
       bytes_total: the bytes of all arrays, each counted once.
-      replicated_bytes: the bytes of those that are whole on each of their devices.
-      replicated_fraction: which part of all bytes that is, from 0 to 1.
+      replicated_bytes: the bytes of those that are fully replicated.
+      replicated_fraction: the fraction of all bytes that these are, from 0 to 1.
       device_bytes: the bytes that each device holds, in the order of their ids.
       balance: the bytes on the fullest device over the mean of all: 1 if they hold the same.
       problems: what the transforms refuse, one line each.
@@ -100,11 +93,11 @@ class ShardingReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems; warnings do not count."""
+        """True without problems; warnings do not count."""
         return not self.problems
 
     def raise_for_problems(self, *, strict: bool = False) -> None:
-        """Raises what is wrong, if anything is.
+        """Raises an error if there are problems.
 
         Args:
           strict: whether warnings are problems, too.
@@ -117,7 +110,7 @@ class ShardingReport:
             raise ValueError("the sharding does not fit the model:\n" + _indented(lines))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as data for JSON, in an order that is always the same."""
+        """The report as data for JSON, in an order that is always the same."""
         return {field.name: _data(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_json(self) -> str:
@@ -125,24 +118,24 @@ class ShardingReport:
         return json.dumps(self.as_dict(), indent=2)
 
     def _repr_html_(self) -> str:
-        from .page.fragment import sharding_html
-
-        return sharding_html(self)
+        html: str = late("report.page.fragment", "sharding_html")(self)
+        return html
 
     def __str__(self) -> str:
-        lines = [("rule", *parameters.HEADER), *map(_cells, self.rows)]
+        header = ("rule", *parameters.HEADER)
         per_device = sum(row.bytes_per_device for row in self.rows)
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
+        table = tables.table(header, map(_cells, self.rows), numbers=2, footer=total)
         text = (
-            f"{parameters.aligned(lines, total)}\n"
-            f"mesh {sizes or 'unknown'}; whole on each device: {self.replicated_bytes} bytes "
+            f"{tables.drawn(table)}\n"
+            f"mesh {sizes or 'unknown'}; fully replicated: {self.replicated_bytes} bytes "
             f"({self.replicated_fraction:.1%}); the fullest device holds "
             f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean\nrules:\n"
             + _indented([f"{number} {name}" for number, name in enumerate(self.rules)])
         )
-        for title, found in (("problems", self.problems), ("warnings", self.warnings)):
-            text += f"\n{title}:\n{_indented(found)}" if found else ""
+        for title, lines in (("problems", self.problems), ("warnings", self.warnings)):
+            text += f"\n{title}:\n{_indented(lines)}" if lines else ""
         return printable(text, kept="\n")
 
 
@@ -154,24 +147,24 @@ def check_sharding(
     *,
     on_indivisible: OnIndivisible | None = None,
 ) -> ShardingReport:
-    """Tells what a sharding makes of a model, before anything is placed or compiled.
+    """Checks a sharding for a model, before anything is placed or compiled.
 
     Args:
       model: a model, an optimizer, or a pytree of such; abstract (``nnx.eval_shape``) or not.
-        A Variable that is reached more than once counts under its first path.
+        A Variable with several paths counts under the first one.
       sharding: the rules. Inside each module paths start at the module, as in ``nnx``.
       mesh: the mesh of partition specs, abstract or not; None for the one in context.
-      on_indivisible: what is done with specs that do not divide a shape, as in
-        :func:`~nnx_sharding.jit`: with ``"error"`` they are problems, and the row shows what
-        ``"drop"`` would make of them. None takes what ``sharding`` says, else ``"error"``.
+      on_indivisible: what to do with specs that do not divide a shape, as in
+        :func:`~nnx_sharding.jit`: with ``"error"`` they are problems, and the row shows the result
+        of ``"drop"``. None for that of ``sharding``, else ``"error"``.
 
     Returns:
-      The report. Where no rule matches or a spec cannot be, the array counts as whole on each
-      device; likewise where a rule says None, unless the array lies on a mesh already.
+      The report. Where no rule matches or a spec cannot be used, the array counts as replicated;
+      likewise where a rule has None, unless the array is on a mesh already.
 
     Raises:
-      TypeError: ``sharding`` is no ``StateSharding``.
-      ValueError: ``on_indivisible`` is something else.
+      TypeError: ``sharding`` is not a ``StateSharding``.
+      ValueError: ``on_indivisible`` has another value.
       NoMeshError: a partition spec has no mesh.
 
     Example:
@@ -200,193 +193,120 @@ def check_sharding(
     flat = flatten(model)
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
     decisions = list(_decisions(flat, sharding))
-    how = on_indivisible or sharding.on_indivisible or "error"
-    fitted = functools.cache(functools.partial(_fitted, mesh=mesh, how=how))
-    rows = tuple(_rows(flat, decisions, rules, fitted))
-    takers = _takers(sharding, decisions)
+    action = on_indivisible or sharding.on_indivisible or "error"
+    strict, kept = action == "error", "drop" if action == "error" else action
+    fit = functools.cache(functools.partial(_fit, mesh=mesh, on_indivisible=kept))
+    pairs = [pair for decision in decisions for pair in _rows(flat, decision, rules, fit, strict)]
+    rows = tuple(row for row, _ in pairs)
+    idle = shadowed(len(rules), (decision.matches for decision in decisions))
     keys = {key for decision in decisions for key in decision.below}
     total = sum(row.bytes_total for row in rows)
-    whole = sum(row.bytes_total for row in rows if _is_whole(row))
+    replicated = sum(row.bytes_total for row in rows if is_replicated(row))
     held = tuple(device_bytes(rows).values())
+    corrections = [str(row) for row in rows if row.why and not row.is_fault]
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
         rules=rules,
         rows=rows,
         unmatched=tuple(row.path for row in rows if row.rule is None),
-        on_indivisible=tuple(row.path for row in rows if row.why and "divisible" in row.why),
-        unused=tuple(number for number, by in takers.items() if not by),
-        shadowed={number: by for number, by in takers.items() if by},
+        on_indivisible=tuple(row.path for row, fit in pairs if fit.is_indivisible),
+        unused=tuple(number for number, by in idle.items() if not by),
+        shadowed={number: by for number, by in idle.items() if by},
         bytes_total=total,
-        replicated_bytes=whole,
-        replicated_fraction=whole / max(total, 1),
+        replicated_bytes=replicated,
+        replicated_fraction=replicated / max(total, 1),
         device_bytes=held,
         balance=max(held) * len(held) / sum(held) if any(held) else 1.0,
         problems=[str(row) for row in rows if row.is_fault],
-        warnings=[str(row) for row in rows if row.why and not row.is_fault]
-        + list(_rule_warnings(sharding, rules, takers, keys)),
+        warnings=[*corrections, *_rule_warnings(sharding, rules, idle, keys)],
     )
 
 
-def assert_sharded(
-    model: Any, *, tolerance: float = 0.02, sharding: StateSharding | None = None, mesh: Any = None
-) -> None:
-    """Fails if much of a model lies whole on each device, as after a forgotten rule.
-
-    Args:
-      model: a placed model or optimizer, or a pytree or ``nnx.state(model, nnx.Param)`` of it.
-      tolerance: the part of all bytes that may be whole, from 0 to 1. What is on a mesh of one
-        device does not count: there nothing can be cut.
-      sharding: rules to check instead of where the arrays lie; the model may then be abstract.
-      mesh: the mesh of these rules.
-
-    Raises:
-      AssertionError: more is whole; the largest of these arrays are named.
-      ValueError: ``tolerance`` is not from 0 to 1, or the rules have problems.
-
-    Example:
-      >>> from flax import nnx
-      >>> from nnx_sharding.testing import assert_sharded
-      >>> assert_sharded(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
-      Traceback (most recent call last):
-      AssertionError: 576 of 576 bytes (100.0%) are whole on each device, more than 2.0%:
-        kernel, shape (8, 16): 512 bytes
-        bias, shape (16,): 64 bytes
-      Give them specs, or raise the tolerance.
-
-    The check, and its tolerance of 2%, follow ``assert_params_sufficiently_sharded`` of MaxText.
-    """
-    if not 0 <= tolerance <= 1:
-        raise ValueError(f"tolerance is a part of all bytes, from 0 to 1, not {tolerance!r}.")
-    rows: Sequence[parameters.ParameterRow]
-    if sharding is None:
-        rows = parameters.parameter_table(model)
-    else:
-        report = check_sharding(model, sharding, mesh)
-        report.raise_for_problems()
-        rows = report.rows
-    whole = sorted(filter(_is_whole, rows), key=lambda row: -row.bytes_total)
-    held, total = (sum(row.bytes_total for row in some) for some in (whole, rows))
-    if held > tolerance * total:
-        lines = [f"{row.path}, shape {row.shape}: {row.bytes_total} bytes" for row in whole[:10]]
-        lines += [f"… {len(whole) - 10} more"] if len(whole) > 10 else []
-        raise AssertionError(
-            f"{held} of {total} bytes ({held / total:.1%}) are whole on each device, more than "
-            f"{tolerance:.1%}:\n{_indented(lines)}\nGive them specs, or raise the tolerance."
-        )
-
-
 class _Decision(NamedTuple):
-    """What the rules say of one place: its path, the path that rules see, and the outcome."""
+    """A location, its path, the path that rules see, the rules that match it, and the sharding."""
 
+    location: Location
     path: Path
     below: Path
-    subject: Any
-    place: Location
-    rule: int | None
+    matches: list[int]
     declared: Any
 
 
 def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     structure = flat.structure
+    predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
-    for found in reach(structure, [target("", sharding, None, structure.root)]):
-        place = found.location
-        if place.slots in seen:
-            continue
-        seen.add(place.slots)
-        subject = flat.leaves[place.slots[0]] if place.entry is None else flat.objects[place.entry]
-        below = tuple(map(plain_key, place.path or found.part.below))
-        path = tuple(map(plain_key, (*found.part.keys, *place.path)))
-        yield _Decision(path, below, subject, place, *sharding.find(below, subject))
+    for named in reach(structure, [target("", sharding, None, structure.root)]):
+        location = named.location
+        if location.slots not in seen:
+            seen.add(location.slots)
+            subject = named.subject(flat.objects, flat.leaves)
+            below = tuple(map(plain_key, location.path or named.part.below))
+            path = tuple(map(plain_key, (*named.part.keys, *location.path)))
+            matches = [number for number, matches in predicates if matches(below, subject)]
+            declared = sharding.shardings[matches[0]] if matches else None
+            yield _Decision(location, path, below, matches, declared)
 
 
 def _rows(
-    flat: Flat, decisions: Sequence[_Decision], rules: Sequence[str], fitted: Any
-) -> Iterator[ShardingRow]:
-    for decision in decisions:
-        rule, declared = decision.rule, decision.declared
-        text = None if rule is None else rules[rule]
-        for path, array in parameters.arrays_at(flat, decision.place, decision.path):
-            own = getattr(array, "sharding", None) if rule is not None else None
-            as_it_lies = declared is None and isinstance(own, NamedSharding)
-            layout, why, is_fault = fitted(own if as_it_lies else declared, tuple(array.shape))
-            if rule is None:
-                why, is_fault = "no rule matches", True
-            said = {"rule": rule, "rule_text": text, "why": why, "is_fault": is_fault}
-            yield parameters.row_of(ShardingRow, path, array, layout, declared=declared, **said)
+    flat: Flat, decision: _Decision, rules: Sequence[str], fit: Callable[..., Fit], strict: bool
+) -> Iterator[tuple[ShardingRow, Fit]]:
+    rule = next(iter(decision.matches), None)
+    for path, array in parameters.arrays_at(flat, decision.location, decision.path):
+        present = getattr(array, "sharding", None)
+        is_placed = rule is not None and isinstance(present, NamedSharding)
+        declared = decision.declared
+        fitted = fit(present if is_placed and declared is None else declared, tuple(array.shape))
+        is_fault = rule is None or bool(fitted.problems or (fitted.corrections and strict))
+        yield (
+            parameters.row_of(
+                ShardingRow,
+                path,
+                array,
+                fitted.sharding,
+                rule=rule,
+                rule_text=None if rule is None else rules[rule],
+                declared=declared,
+                why="no rule matches" if rule is None else fitted.reasons or None,
+                is_fault=is_fault,
+            ),
+            fitted,
+        )
 
 
-def _fitted(
-    declared: Any, shape: tuple[int, ...], mesh: Any, how: OnIndivisible
-) -> tuple[Sharding | None, str | None, bool]:
-    """The sharding that fits a shape, what does not fit, and whether that is refused."""
-    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, on_indivisible: Any) -> Fit:
+    """How a sharding fits a shape, with the final sharding: replicated where it cannot be used."""
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
-    if isinstance(declared, PartitionSpec):
-        problems = axis_problems(declared, mesh)
-        if problems:
-            return whole, "; ".join(problems), True
+    fit = fit_sharding(declared, mesh, shape, on_indivisible=on_indivisible)
+    if isinstance(fit.sharding, PartitionSpec) and not fit.problems:
         try:
-            declared = NamedSharding(mesh, declared)
+            return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
         except ValueError as error:  # such as UNCONSTRAINED on Explicit axes
-            return whole, str(error), True
-    if not isinstance(declared, NamedSharding):
-        return whole if declared is None else declared, None, False
-    spec, mesh = declared.spec, declared.mesh
-    problems = shape_problems(spec, mesh, shape)
-    if problems and len(spec) > len(shape):
-        return whole, "; ".join(problems), True
-    part = fit(spec, shape, mesh.shape, "drop" if how == "error" else how)
-    is_fault = bool(problems) and how == "error"
-    return like(declared, part), "; ".join(problems) or None, is_fault
+            fit = fit.refuse(str(error))
+    return fit._replace(sharding=replicated) if fit.problems or declared is None else fit
 
 
-def _is_whole(row: parameters.ParameterRow) -> bool:
+def is_replicated(row: parameters.ParameterRow) -> bool:
+    """Whether an array is replicated although there are several devices, or none is known."""
     one = isinstance(row.sharding, NamedSharding) and row.num_devices == 1
     return not one and row.is_fully_replicated is not False
 
 
-def _takers(sharding: StateSharding, decisions: Sequence[_Decision]) -> dict[int, tuple[int, ...]]:
-    """For each rule that decides about nothing, those that take what it matches."""
-    chosen = {decision.rule for decision in decisions}
-    idle = {n: to_predicate(f) for n, f in enumerate(sharding.filters) if n not in chosen}
-    takers: dict[int, set[int]] = {number: set() for number in idle}
-    for decision in decisions:
-        for number, predicate in idle.items():
-            if decision.rule is not None and predicate(decision.below, decision.subject):
-                takers[number].add(decision.rule)
-    return {number: tuple(sorted(by)) for number, by in takers.items()}
-
-
 def _rule_warnings(
-    sharding: StateSharding, rules: Sequence[str], takers: Mapping[int, Any], keys: set[Any]
+    sharding: StateSharding, rules: Sequence[str], idle: Mapping[int, Any], keys: set[Any]
 ) -> Iterator[str]:
-    """A last resort need not match anything, nor paths, which may be those of another model."""
-    for number, by in takers.items():
+    """Rules that decide about nothing, except a last resort, and paths, maybe of another model."""
+    for number, by in idle.items():
         filter_ = sharding.filters[number]
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
-        near = misspelt(filter_, keys)
-        taken = f"only what rule {', '.join(map(str, by))} takes before it"
-        yield f"rule {number}, {rules[number]}, matches {taken if by else 'nothing' + near}"
+        earlier = f"only what rule {', '.join(map(str, by))} before it matches"
+        nothing = f"nothing{misspelt(filter_, keys)}"
+        yield f"rule {number}, {rules[number]}, matches {earlier if by else nothing}"
 
 
-_ID = operator.attrgetter("id")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, another one in each process
-
-
-def device_bytes(rows: Iterable[parameters.ParameterRow]) -> dict[int, int]:
-    """The bytes that each device holds by its id, or by its position in an abstract mesh."""
-    sums: Counter[Sharding] = Counter()
-    for row in rows:
-        if row.sharding is not None:
-            sums[row.sharding] += row.bytes_per_device
-    held: Counter[int] = Counter()
-    for sharding, size in sums.items():
-        abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
-        ids = range(sharding.num_devices) if abstract else map(_ID, sharding.device_set)
-        held.update(dict.fromkeys(ids, size))
-    return {device: held[device] for device in sorted(held)}
 
 
 def _cells(row: ShardingRow) -> tuple[str, ...]:
@@ -396,20 +316,16 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 
 
 def _data(value: Any) -> Any:
-    """The same as data for JSON; a spec as a list with an entry for each dimension.
-
-    With unreduced or reduced axes it is a mapping, which has this list as ``partitions``.
-    """
+    """A value as data for JSON, the same in each process; a sharding on a mesh as its spec."""
     if isinstance(value, ShardingRow):
-        names = (f.name for f in dataclasses.fields(value) if f.name != "sharding")
+        of_programs = ("sharding", "memory_kind", "donated", "used")
+        names = (f.name for f in dataclasses.fields(value) if f.name not in of_programs)
         return {name: _data(getattr(value, name)) for name in names}
     value = value.spec if isinstance(value, NamedSharding) else value
     if isinstance(value, Mapping):
         return {str(key): _data(item) for key, item in value.items()}
     if isinstance(value, PartitionSpec):
-        summing = {"unreduced": sorted(value.unreduced), "reduced": sorted(value.reduced)}
-        entries = _data(value.partitions)
-        return {"partitions": entries, **summing} if any(summing.values()) else entries
+        return as_data(value)
     if isinstance(value, tuple | list):
         return list(map(_data, value))
     is_plain = value is None or isinstance(value, int | float)

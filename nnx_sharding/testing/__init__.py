@@ -1,21 +1,21 @@
 """For tests: assertions about programs, and several processes on one machine."""
 
-from ..report.sharding import assert_sharded
 from .assertions import (
+    assert_bytes_sent_below,
     assert_collectives,
     assert_no_collective,
     assert_no_parameter_replicated,
     assert_peak_below,
-    assert_sent_below,
 )
 from .launcher import launch
+from .sharded import assert_sharded
 
 __all__ = [
+    "assert_bytes_sent_below",
     "assert_collectives",
     "assert_no_collective",
     "assert_no_parameter_replicated",
     "assert_peak_below",
-    "assert_sent_below",
     "assert_sharded",
     "launch",
 ]

@@ -1,7 +1,7 @@
 """Assertions about compiled programs, for tests: what they exchange, and what they take.
 
-Each takes what ``lower(...).compile()`` gives, or a report of it, and says in its message which
-instructions or arrays are to blame.
+Each takes the result of ``lower(...).compile()``, or a report of it, and names the instructions or
+arrays that are the cause.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..analysis.arguments import Parameter
 from ..analysis.collectives import Collective, Collectives, Kind
 from ..analysis.parameters import ParameterRow, parameter_table
-from ..analysis.units import bytes_text
+from ..analysis.units import bytes_text, read_bytes
 from ..fitting import suggestion
-from ..report.limits import read_bytes
 from ..report.program import ProgramReport
 from ..stages import Compiled, Lowered, Traced
 
 Axes: TypeAlias = str | tuple[str, ...]
 Program: TypeAlias = Compiled | ProgramReport
 
-_MOST = 10
+_MAX_LINES = 10
 
 
 def assert_no_collective(
@@ -62,22 +60,20 @@ def assert_no_collective(
         all-reduce over model, 128 B, sends 192 B: jit(<lambda>)/reduce_sum, <doctest ...>:1
       ...
     """
-    found, sizes = _collectives(program).of(kind), _axis_sizes(program)
-    wanted = None if axes is None else _checked_axes(axes, sizes)
-    # Those whose axes are not known may run over any.
-    hits = [one for one in found if wanted is None or one.axes is None or wanted & {*one.axes}]
+    report = _report(program)
+    collectives, wanted = _collectives(report).of(kind), _checked_axes(report, axes)
+    hits = _over(collectives, wanted)
     if hits:
         what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}"
-        over = "" if wanted is None else f" over {', '.join(map(repr, sorted(wanted)))}"
         raise AssertionError(
-            f"{_name(program)} has {what}{over}:\n{_listed(hits)}\n"
-            "Change the shardings, or constrain what is in between "
+            f"{report.name} has {what}{_over_text(wanted)}:\n{_listed(hits)}\n"
+            "Change the shardings, or constrain intermediate values "
             "(nnx_sharding.partition.with_sharding_constraint)."
         )
 
 
 def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], int]) -> None:
-    """Fails if the collectives of a program are others than these.
+    """Fails if the collectives of a program differ from these.
 
     Args:
       program: a compiled function, or its report.
@@ -96,27 +92,36 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
       >>> from nnx_sharding import jit
       >>> from nnx_sharding.testing import assert_collectives
       >>> from nnx_sharding.partition import make_mesh
-      >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> fun = jit(lambda x: x.sum(1), in_shardings=P("data", "model"), mesh=mesh)
+      >>> fun = jit(lambda x: x.sum(1), in_shardings=P(None, "model"), mesh=make_mesh({"model": 8}))
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_collectives(compiled, {("all-reduce", "model"): 1})
     """
-    found, wanted = _collectives(program), _expected(program, expected)
-    counts = Counter(_key(one) for one in found)
-    wrong = [key for key in dict.fromkeys([*wanted, *counts]) if counts[key] != wanted[key]]
-    if wrong:
-        lines = []
-        for kind, axes in wrong:
-            own = [one for one in found if _key(one) == (kind, axes)]
-            over = "unknown axes" if axes is None else " and ".join(sorted(map(repr, axes)))
-            lines.append(
-                f"  {kind} over {over or 'no axes'}: {len(own)}, expected {wanted[kind, axes]}"
-            )
-            lines += [f"  {line}" for line in _listed(own).splitlines()]
-        raise AssertionError(f"{_name(program)} has other collectives:\n" + "\n".join(lines))
+    if not isinstance(expected, Mapping) or not all(
+        isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) for key in expected
+    ):
+        raise TypeError(
+            "expected is a mapping such as {('all-reduce', 'model'): 2} from kind and axes to a "
+            f"number, not {expected!r}."
+        )
+    report = _report(program)
+    collectives = _collectives(report)
+    wanted: Counter[_Key] = Counter()
+    for (kind, axes), count in expected.items():
+        collectives.of(kind)  # refuses unknown kinds
+        wanted[kind, _checked_axes(report, axes)] += count
+    counts = Counter(map(_key, collectives))
+    lines: list[str] = []
+    for key in dict.fromkeys([*wanted, *counts]):
+        if counts[key] != wanted[key]:
+            over = " over unknown axes" if key[1] is None else _over_text(key[1]) or " over no axes"
+            lines.append(f"  {key[0]}{over}: {counts[key]}, expected {wanted[key]}")
+            same = [one for one in collectives if _key(one) == key]
+            lines += [f"  {line}" for line in _listed(same).splitlines()]
+    if lines:
+        raise AssertionError(f"{report.name} has other collectives:\n" + "\n".join(lines))
 
 
-def assert_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
+def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
     """Fails if one device sends more than a limit to others in one call.
 
     Args:
@@ -135,27 +140,22 @@ def assert_sent_below(program: Program, limit: int | str, axes: Axes | None = No
       >>> import jax
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import jit
-      >>> from nnx_sharding.testing import assert_sent_below
+      >>> from nnx_sharding.testing import assert_bytes_sent_below
       >>> from nnx_sharding.partition import make_mesh
-      >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> fun = jit(lambda x: x.sum(1), in_shardings=P("data", "model"), mesh=mesh)
+      >>> fun = jit(lambda x: x.sum(1), in_shardings=P(None, "model"), mesh=make_mesh({"model": 8}))
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
-      >>> assert_sent_below(compiled, "1 KiB")
+      >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
-    most, sizes = read_bytes(limit), _axis_sizes(program)
-    wanted = None if axes is None else _checked_axes(axes, sizes)
-    found = Collectives(
-        one
-        for one in _collectives(program)
-        if wanted is None or one.axes is None or wanted & {*one.axes}
-    )
-    if found.bytes_moved > most or found.has_unknown_times:
-        largest = sorted(found, key=lambda one: -one.total_moved)
-        more = " or more, as a loop is of unknown length," if found.has_unknown_times else ""
-        over = "" if wanted is None else f" over {', '.join(map(repr, sorted(wanted)))}"
+    most, report = read_bytes(limit), _report(program)
+    collectives, wanted = _collectives(report), _checked_axes(report, axes)
+    some = _over(collectives, wanted)
+    if some.bytes_sent > most or some.has_unknown_times:
+        largest = sorted(some, key=lambda one: -one.total_bytes_sent)
+        more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
         raise AssertionError(
-            f"{_name(program)} sends {bytes_text(found.bytes_moved)}{more} from each device"
-            f"{over} in a call; the limit is {bytes_text(most)}. Most is in:\n{_listed(largest)}"
+            f"{report.name} sends {bytes_text(some.bytes_sent)}{more} from each device"
+            f"{_over_text(wanted)} in a call; the limit is {bytes_text(most)}. Most is in:\n"
+            f"{_listed(largest)}"
         )
 
 
@@ -168,7 +168,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
 
     Raises:
       AssertionError: it takes more; the parts of the memory and the largest arguments are named.
-      ValueError: the limit cannot be read, or the backend does not tell the memory.
+      ValueError: the limit cannot be read, or the backend does not report the memory.
       TypeError: ``program`` or the limit is something else.
 
     Example:
@@ -187,17 +187,17 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
     most, report = read_bytes(limit), _report(program)
     memory = report.memory
     if memory is None or memory.peak is None:
-        raise ValueError(f"the backend does not tell the memory of {report.name}.")
+        raise ValueError(f"the backend does not report the memory of {report.name}.")
     if memory.peak >= most:
-        parts = ("arguments", "outputs", "temporaries", "aliased", "generated_code")
-        told = [(part.replace("_", " "), getattr(memory, part)) for part in parts]
+        names = ("arguments", "outputs", "temporaries", "aliased", "generated_code")
+        sizes = [(name.replace("_", " "), getattr(memory, name)) for name in names]
         used = [row for row in report.parameters if row.used]
         largest = sorted(used, key=lambda row: -row.bytes_per_device)
         lines = [f"  {_at(row)}: {bytes_text(row.bytes_per_device)}" for row in largest]
         raise AssertionError(
             f"{report.name} takes {bytes_text(memory.peak)} on each device at its peak; the limit "
             f"is {bytes_text(most)}:\n  "
-            + ", ".join(f"{part} {bytes_text(size)}" for part, size in told if size)
+            + ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)
             + "\nThe largest arguments:\n"
             + _shortened(lines)
         )
@@ -206,21 +206,21 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
 def assert_no_parameter_replicated(
     program: Program | Any, *, min_size: int = 2**14, allowed: Iterable[str] = ()
 ) -> None:
-    """Fails if a large array lies whole on each of several devices.
+    """Fails if a large array is fully replicated over several devices.
 
-    Of a program these are its arguments. For the share of all bytes that is whole, however it is
+    In a program this checks the arguments. For the replicated fraction of all bytes, however it is
     spread over arrays, see :func:`~nnx_sharding.testing.assert_sharded`.
 
     Args:
       program: a compiled function or its report; or a placed model, optimizer, or pytree of them.
-      min_size: arrays with fewer elements may be whole, as with
+      min_size: arrays with fewer elements may be replicated, as with
         :func:`~nnx_sharding.partition.fsdp`.
-      allowed: regular expressions; an array may be whole if one is found in its path.
+      allowed: regular expressions; an array may be replicated if one matches in its path.
 
     Raises:
       AssertionError: there are such arrays; all are named, the largest first.
-      ValueError: ``min_size`` is negative, or a pattern is no regular expression or matches no
-        path.
+      ValueError: ``min_size`` is negative, or a pattern is not a regular expression or matches
+        no path.
 
     Example:
       >>> import jax
@@ -239,152 +239,124 @@ def assert_no_parameter_replicated(
       >>> assert_no_parameter_replicated(compiled, allowed=["kernel$"])
       >>> assert_no_parameter_replicated(compiled)
       Traceback (most recent call last):
-      AssertionError: 1 of 3 arrays lies whole on each device:
-        model.kernel, shape (256, 256): 256 KiB, spec (None, None)
-      Give it a spec that cuts it, or allow it by allowed=... or min_size=...
+      AssertionError: 1 of 3 arrays is fully replicated:
+        model.kernel, shape (256, 256): 256 KiB, spec P(None, None)
+      Partition them by specs, or allow it by allowed=... or min_size=...
     """
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"min_size is a number of elements, not {min_size!r}.")
-    rows = _rows(program)
-    patterns = _patterns([allowed] if isinstance(allowed, str) else allowed, rows)
-    whole = [
+    rows: list[tuple[ParameterRow, int]]
+    if isinstance(program, Compiled | ProgramReport):
+        report = _report(program)
+        rows = [(row, report.num_devices) for row in report.parameters if row.used]
+    else:
+        rows = [(row, row.num_devices or 1) for row in parameter_table(program)]
+    paths = [row.path for row, _ in rows]
+    patterns = _patterns([allowed] if isinstance(allowed, str) else allowed, paths)
+    replicated = [
         row
-        for row, count in rows
-        if count > 1
+        for row, num_devices in rows
+        if num_devices > 1
         and row.shard_shape == row.shape
-        and _size(row) >= max(min_size, 2)
+        and math.prod(row.shape) >= max(min_size, 2)
         and not any(pattern.search(row.path) for pattern in patterns)
     ]
-    if whole:
-        whole.sort(key=lambda row: -row.bytes_total)
-        lines = [f"  {_at(row)}: {bytes_text(row.bytes_total)}, spec {_spec(row)}" for row in whole]
-        verb, it = ("lies", "it a spec that cuts it") if len(whole) == 1 else ("lie", "them specs")
+    if replicated:
+        replicated.sort(key=lambda row: -row.bytes_total)
+        lines = [
+            f"  {_at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}"
+            for row in replicated
+        ]
+        verb = "is" if len(replicated) == 1 else "are"
         raise AssertionError(
-            f"{len(whole)} of {len(rows)} arrays {verb} whole on each device:\n"
+            f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:\n"
             + "\n".join(lines)
-            + f"\nGive {it}, or allow it by allowed=... or min_size=..."
+            + "\nPartition them by specs, or allow it by allowed=... or min_size=..."
         )
 
 
-# What is asked
+_Key: TypeAlias = tuple[str, frozenset[str] | None]
 
 
-def _collectives(program: Program) -> Collectives:
+def _key(one: Collective) -> _Key:
+    return one.kind, None if one.axes is None else frozenset(one.axes)
+
+
+def _report(program: Any) -> ProgramReport:
     if isinstance(program, ProgramReport):
-        return program.collectives
-    found = _compiled(program).collectives()
-    if found is None:
-        raise ValueError(f"the backend does not tell the collectives of {_name(program)}.")
-    return found
-
-
-def _report(program: Program) -> ProgramReport:
-    return program if isinstance(program, ProgramReport) else _compiled(program).report()
-
-
-def _compiled(program: Any) -> Compiled:
-    if isinstance(program, Compiled):
         return program
+    if isinstance(program, Compiled):
+        return program.report()
     hint = "; compile it first: lowered.compile()" if isinstance(program, Lowered) else ""
     hint = "; lower and compile it first" if isinstance(program, Traced) else hint
     raise TypeError(
-        "this needs a function that nnx_sharding.jit compiled, or its report, not "
-        f"{program!r}{hint}."
+        f"expected a function that nnx_sharding.jit compiled, or its report, got {program!r}{hint}."
     )
 
 
-def _name(program: Program) -> str:
-    return program.name if isinstance(program, ProgramReport) else program._plan.fun_name
+def _collectives(report: ProgramReport) -> Collectives:
+    if report.hlo is None and not report.collectives:
+        raise ValueError(f"the backend does not report the collectives of {report.name}.")
+    return report.collectives
 
 
-def _axis_sizes(program: Program) -> dict[str, int]:
-    if isinstance(program, ProgramReport):
-        return {} if program.mesh is None else dict(program.mesh.axes)
-    mesh = _compiled(program)._mesh()
-    return {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
-
-
-def _checked_axes(axes: Axes, sizes: Mapping[str, int]) -> frozenset[str]:
+def _checked_axes(report: ProgramReport, axes: Axes | None) -> frozenset[str] | None:
+    """Axes of the mesh of the program; None for all."""
+    if axes is None:
+        return None
     wanted = frozenset([axes] if isinstance(axes, str) else axes)
-    unknown = [f"{axis!r}{suggestion(axis, sizes)}" for axis in sorted(wanted) if axis not in sizes]
+    names = {} if report.mesh is None else report.mesh.axes
+    unknown = [f"{axis!r}{suggestion(axis, names)}" for axis in sorted(wanted - {*names})]
     if unknown:
-        known = ", ".join(map(repr, sizes)) or "none"
+        known = ", ".join(map(repr, names)) or "none"
         raise ValueError(f"the mesh has no axis {'; '.join(unknown)}. It has the axes {known}.")
     return wanted
 
 
-def _expected(program: Program, expected: Any) -> Counter[tuple[str, frozenset[str] | None]]:
-    if not isinstance(expected, Mapping) or not all(
-        isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) for key in expected
-    ):
-        raise TypeError(
-            "expected is a mapping such as {('all-reduce', 'model'): 2} from kind and axes to a "
-            f"number, not {expected!r}."
-        )
-    sizes = _axis_sizes(program)
-    wanted: Counter[tuple[str, frozenset[str] | None]] = Counter()
-    for (kind, axes), count in expected.items():
-        Collectives().of(kind)
-        wanted[kind, _checked_axes(axes, sizes)] += count
-    return wanted
+def _over(collectives: Collectives, axes: frozenset[str] | None) -> Collectives:
+    """Those that run over any of the axes, as those of unknown axes may."""
+    return Collectives(
+        one for one in collectives if axes is None or one.axes is None or axes & {*one.axes}
+    )
 
 
-def _key(one: Collective) -> tuple[str, frozenset[str] | None]:
-    return one.kind, None if one.axes is None else frozenset(one.axes)
+def _over_text(axes: frozenset[str] | None) -> str:
+    return f" over {', '.join(map(repr, sorted(axes)))}" if axes else ""
 
 
-def _rows(program: Any) -> list[tuple[Parameter | ParameterRow, int]]:
-    """The arrays, each with the number of devices that hold a part of it."""
-    if isinstance(program, Compiled | ProgramReport):
-        report = _report(program)
-        return [(row, report.num_devices) for row in report.parameters if row.used]
-    return [(row, row.num_devices or 1) for row in parameter_table(program)]
-
-
-def _patterns(allowed: Iterable[str], rows: Sequence[tuple[Any, int]]) -> list[re.Pattern[str]]:
+def _patterns(allowed: Iterable[str], paths: Sequence[str]) -> list[re.Pattern[str]]:
     patterns, wrong = [], []
     for text in allowed:
         try:
             patterns.append(re.compile(text))
         except re.error as error:
-            wrong.append(f"{text!r} is no regular expression: {error}")
-            continue
-        if not any(patterns[-1].search(row.path) for row, _ in rows):
-            wrong.append(f"{text!r} matches no path, such as {rows[0][0].path if rows else 'none'}")
+            wrong.append(f"{text!r} is not a regular expression: {error}")
+        else:
+            if not any(map(patterns[-1].search, paths)):
+                wrong.append(f"{text!r} matches no path, such as {[*paths, 'none'][0]}")
     if wrong:
         raise ValueError("allowed: " + "; ".join(wrong) + ".")
     return patterns
 
 
-# How it is told
-
-
-def _listed(found: Iterable[Collective]) -> str:
-    return _shortened([f"  {_line(one)}" for one in found])
+def _listed(collectives: Iterable[Collective]) -> str:
+    return _shortened([f"  {_line(one)}" for one in collectives])
 
 
 def _line(one: Collective) -> str:
     axes = "unknown axes" if one.axes is None else " and ".join(one.axes) or "no axes"
     times = {1: "", None: ", in a loop of unknown length"}.get(one.times, f", {one.times} times")
-    from_ = ", ".join(part for part in (one.operation, one.source) if part) or one.name
+    origin = ", ".join(part for part in (one.operation, one.source) if part) or one.name
     return (
-        f"{one.kind} over {axes}, {bytes_text(one.bytes)}, sends {bytes_text(one.bytes_moved)}"
-        f"{times}: {from_}"
+        f"{one.kind} over {axes}, {bytes_text(one.bytes)}, sends {bytes_text(one.bytes_sent)}"
+        f"{times}: {origin}"
     )
 
 
-def _at(row: Parameter | ParameterRow) -> str:
+def _at(row: ParameterRow) -> str:
     return f"{row.path or 'the root'}, shape {row.shape}"
 
 
-def _spec(row: Parameter | ParameterRow) -> str:
-    return "none" if row.spec is None else str(row.spec)
-
-
-def _size(row: Parameter | ParameterRow) -> int:
-    return math.prod(row.shape)
-
-
 def _shortened(lines: Sequence[str]) -> str:
-    rest = len(lines) - _MOST
-    return "\n".join([*lines[:_MOST], *([f"  … {rest} more"] if rest > 0 else [])])
+    more = [f"  … {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
+    return "\n".join([*lines[:_MAX_LINES], *more])

@@ -36,8 +36,8 @@ def of(numbers):
 
 def everywhere(x):
     """A global array as NumPy, on each process."""
-    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
-    return np.asarray(whole.addressable_data(0))
+    full = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
+    return np.asarray(full.addressable_data(0))
 
 
 def raised(kind, call):
@@ -53,7 +53,7 @@ def specs_of(spec):
 
 
 def rows_are_those_of_jax():
-    """What ``process_rows`` says goes, through JAX's own function, to where it belongs."""
+    """JAX puts the rows of ``process_rows`` where they belong."""
     for (name, mesh), spec in itertools.product(MESHES.items(), SPECS):
         rows = process_rows(spec, SIZE, mesh=mesh)
         batch = of(np.arange(SIZE)[rows])
@@ -62,9 +62,9 @@ def rows_are_those_of_jax():
         [(ours, mask)] = shard_batches([batch], specs_of(spec), mesh)
         assert ours["x"].sharding == plain.sharding == sharding
         expected = of(np.arange(SIZE))
-        for found, own in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
+        for found, key in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
             for shard in found.addressable_shards:
-                part = expected[own][shard.index]
+                part = expected[key][shard.index]
                 np.testing.assert_array_equal(shard.data, part, f"{name}, {spec}")
         assert ours["id"].dtype == np.int32, ours["id"].dtype
         assert mask.shape == (SIZE,) and all(s.data.all() for s in mask.addressable_shards)
@@ -84,8 +84,8 @@ def every_row_once(counts, *, prefetch=2, mesh=BY_PROCESS, spec=ROWS):
         number += 1
     assert number == max(-(-count // 8) for count in counts), number
     for process, count in enumerate(counts):
-        own = [i - 1000 * process for i in seen if i // 1000 == process]
-        assert own == list(range(count)), own
+        ids_of_process = [i - 1000 * process for i in seen if i // 1000 == process]
+        assert ids_of_process == list(range(count)), ids_of_process
     assert len(seen) == sum(counts)
 
 
@@ -134,7 +134,7 @@ def errors_are_everywhere():
 
     mixed = {"id": P("data"), "x": P()}
     text = raised(ValueError, lambda: list(shard_batches([of(np.arange(8))], mixed, BY_PROCESS)))
-    assert "batch['x'], cut by no axis" in text, text
+    assert "batch['x'], by no axis" in text, text
 
     indivisible = shard_batches([of(np.arange(7))], P("data"), BY_PROCESS)
     assert "batch_size=16" in raised(ValueError, lambda: list(indivisible))
@@ -161,7 +161,7 @@ def a_loader_that_fails(process):
 
 
 def one_that_stops_early(process):
-    """What both have agreed on still comes, then the others hear of it."""
+    """Batches that both agreed on still come, then the other process gets an error."""
     batches = iter(shard_batches([of(np.arange(8))] * 20, P("data"), BY_PROCESS))
     next(batches)
     if process == RANK:
@@ -171,6 +171,25 @@ def one_that_stops_early(process):
     assert f"process {process} closed its iteration" in text, text
 
 
+def one_that_leaves_while_it_waits():
+    """A process that closes while it waits for another one still informs it."""
+
+    def loader():
+        yield of(np.arange(8))
+        time.sleep(3 if RANK == 0 else 0)
+        while True:
+            yield of(np.arange(8))
+
+    batches = iter(shard_batches(loader(), P("data"), BY_PROCESS, timeout=20.0))
+    next(batches)
+    if RANK == 1:
+        time.sleep(1)  # its thread then waits for process 0
+        batches.close()
+    else:
+        text = raised(RuntimeError, lambda: list(batches))
+        assert "process 1 closed its iteration" in text, text
+
+
 def one_that_does_not_come():
     batches = shard_batches([of(np.arange(8))], P("data"), BY_PROCESS, timeout=1.0)
     iterator = iter(batches)
@@ -178,7 +197,7 @@ def one_that_does_not_come():
         time.sleep(3)
         iterator.close()
     else:
-        assert "process 0 said nothing" in raised(TimeoutError, lambda: list(iterator))
+        assert "process 0 sent nothing" in raised(TimeoutError, lambda: list(iterator))
 
 
 def a_pause_is_no_fault():
@@ -229,6 +248,7 @@ def main():
     for process in (0, 1):
         a_loader_that_fails(process)
         one_that_stops_early(process)
+    one_that_leaves_while_it_waits()
     training()
     a_pause_is_no_fault()
     own_devices_only()

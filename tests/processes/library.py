@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layouts import MLP
 from nnx_sharding import StateSharding, explain_retraces, jit, limit_traces, merge, shard_map, split
 from nnx_sharding.analysis import format_table, parameter_table
 from nnx_sharding.compat.datarax import ArraySharder
@@ -29,6 +28,7 @@ from nnx_sharding.partition import (
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
 from nnx_sharding.testing import assert_sharded
+from sharded_models import MLP
 
 MESH = mesh_of()
 RULES = StateSharding(
@@ -79,8 +79,8 @@ def check_first_placement():
 def check_arguments():
     """Arrays of NumPy, of this process, donated ones, static ones."""
     model = sharded_init(MLP, RULES, MESH, nnx.Rngs(0))
-    whole = jit(lambda m, x: m(x), in_shardings=(RULES, P()), mesh=MESH)
-    assert_holds(whole(model, NUMBERS), EXPECTED, 1e-5)
+    replicated = jit(lambda m, x: m(x), in_shardings=(RULES, P()), mesh=MESH)
+    assert_holds(replicated(model, NUMBERS), EXPECTED, 1e-5)
     assert_holds(forward()(model, jnp.asarray(NUMBERS)), EXPECTED, 1e-5)
     scaled = jit(
         lambda m, x, n: n * m(x),
@@ -171,7 +171,7 @@ def check_init_and_reports():
 
 
 def check_constraints():
-    """Arrays of NumPy, of this process, of all; another order of devices; whole again."""
+    """Arrays of NumPy, of this process, of all; another order of devices; gathered again."""
     for array in (NUMBERS, jnp.asarray(NUMBERS), placed(P("model", "data"))):
         assert_holds(placed(P("data", "model"), array), NUMBERS)
     model = MLP(nnx.Rngs(0))
@@ -180,8 +180,8 @@ def check_constraints():
     turned = Mesh(MESH.devices[::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
     assert_holds(placed(P("data"), placed(P("data", "model")), turned), NUMBERS)
     both = make_shard_and_gather_fns({"x": P("data", "model")}, MESH)
-    whole = both.gather(both.shard({"x": NUMBERS}))["x"]
-    np.testing.assert_array_equal(np.asarray(whole), NUMBERS)
+    gathered = both.gather(both.shard({"x": NUMBERS}))["x"]
+    np.testing.assert_array_equal(np.asarray(gathered), NUMBERS)
 
 
 def check_metadata():
@@ -197,7 +197,7 @@ def check_metadata():
 
 
 def check_retraces():
-    """What differs between calls is told without a look at the numbers."""
+    """Retraces are explained without reading values."""
     model, apply = MLP(nnx.Rngs(0)), forward()
     apply(model, placed(P("data")))
     apply(model, placed(P("data"), np.ones((16, 16), np.float32)))
@@ -225,7 +225,7 @@ def check_errors():
 
 
 def check_graphs():
-    """A model that is taken apart, compared and put together."""
+    """A model that is split, compared and merged."""
     model = sharded_init(MLP, RULES, MESH, nnx.Rngs(0))
     graph, state = split(model)
     assert graph == split(model)[0] and hash(graph) and repr(graph) and repr(state)

@@ -33,9 +33,9 @@ with Checkpoints(folder / "steps") as checkpoints:
     checkpoints.save(1, arrays)
     assert_same(checkpoints.restore(zeros))
 shard, gather = make_shard_and_gather_fns(SPECS, MESH)
-whole = {name: gather[name](array) for name, array in arrays.items()}
-for name, array in whole.items():
+gathered = {name: gather[name](array) for name, array in arrays.items()}
+for name, array in gathered.items():
     np.testing.assert_array_equal(array, HOST[name])
-assert_same({name: shard[name](array) for name, array in whole.items()})
+assert_same({name: shard[name](array) for name, array in gathered.items()})
 assert_same({name: place(array, P(), MESH) for name, array in arrays.items()})
 print("ok")

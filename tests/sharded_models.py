@@ -1,4 +1,4 @@
-"""Models, optimizers and layouts of them that the tests of strategies share."""
+"""Models, optimizers and shardings of them that the tests of strategies share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from nnx_sharding.fitting import axis_problems, shape_problems
-from nnx_sharding.partition.paths import spec_table, variables
+from nnx_sharding.fitting import fit_sharding
+from nnx_sharding.partition import specs_by_path, variables
 from nnx_sharding.partition.strategies import fsdp, replicated, zero1
 from nnx_sharding.partition.tensor_parallel import tensor_parallel
 
@@ -139,8 +139,8 @@ def both(make, tx):
     return model, nnx.Optimizer(model, tx, wrt=nnx.Any(nnx.Param, nnx.LoRAParam))
 
 
-def layout(name, model, optimizer, mesh):
-    """One layout of a model and its optimizer."""
+def strategy(name, model, optimizer, mesh):
+    """The sharding of a model and its optimizer by a strategy."""
     small, both = {"min_size": 8}, {"optimizer": optimizer}
     if name == "replicated":
         return replicated(model, **both)
@@ -153,19 +153,18 @@ def layout(name, model, optimizer, mesh):
     return fsdp(model, mesh, axis=axis, base=base, **small, **both)
 
 
-def indivisible(tree, sharding, mesh):
-    """What is wrong with a layout: paths without a spec, specs that do not fit."""
+def misfits(tree, sharding, mesh):
+    """What is wrong with a sharding: paths without a spec, specs that do not fit."""
     wrong = []
-    for found in variables(tree):
-        index, spec = sharding.find(found.path, found.variable)
-        faults = ["no spec"] if index is None else axis_problems(spec, mesh)
-        for array in found.arrays:
-            faults += faults or shape_problems(spec, mesh, array.shape)
-        wrong += [(found.name, spec, fault) for fault in faults]
+    for each in variables(tree):
+        index, spec = sharding.find(each.path, each.variable)
+        fits = [fit_sharding(spec, mesh, shape) for shape in each.shapes]
+        reasons = ["no spec"] if index is None else [fit.reasons for fit in fits if fit.problems]
+        wrong += [(each.name, spec, reason) for reason in reasons]
     return wrong
 
 
 def table(tree, sharding):
-    """The specs by name, without what is whole."""
-    found = {"/".join(map(str, path)): spec for path, spec in spec_table(tree, sharding).items()}
-    return {name: spec for name, spec in found.items() if any(spec)}
+    """The specs by name, without those of replicated arrays."""
+    specs = {"/".join(map(str, path)): spec for path, spec in specs_by_path(tree, sharding).items()}
+    return {name: spec for name, spec in specs.items() if any(spec)}

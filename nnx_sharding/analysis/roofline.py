@@ -1,4 +1,4 @@
-"""The least time that a program can take on a device, and what it is bound by."""
+"""The roofline of a program: the least time that it can take on a device, and what bounds it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bounds:
-    """Times that a call takes at least, each as if the device did nothing else.
+class Roofline:
+    """Lower bounds of the time of a call, each as if the device did nothing else.
 
     The largest of the three is a lower bound, for a device whose parts work at once and at their
     peak all the time: the roofline model (Williams, Waterman and Patterson, 2009,
-    https://doi.org/10.1145/1498765.1498785). None is what XLA does not tell.
+    https://doi.org/10.1145/1498765.1498785). A time is None if XLA does not report its figure.
 
     Attributes:
       device: the name of the device.
@@ -27,7 +27,7 @@ class Bounds:
       interconnect_s: seconds for the bytes that collectives send, over all links at once.
       bound_by: the largest of them.
       arithmetic_intensity: flops for each byte of memory.
-      source: where the figures of the device are from.
+      source: the source of the figures of the device.
     """
 
     device: str
@@ -39,26 +39,30 @@ class Bounds:
     source: str
 
     @property
+    def times(self) -> dict[Resource, float | None]:
+        """The three times in seconds."""
+        return {
+            "compute": self.compute_s,
+            "memory": self.memory_s,
+            "interconnect": self.interconnect_s,
+        }
+
+    @property
     def seconds(self) -> float:
         """The largest of the three times."""
-        return max(self.compute_s or 0.0, self.memory_s or 0.0, self.interconnect_s)
+        return max(time or 0.0 for time in self.times.values())
 
     def __str__(self) -> str:
-        times = (
-            ("compute", self.compute_s),
-            ("memory", self.memory_s),
-            ("interconnect", self.interconnect_s),
-        )
-        told = ", ".join(f"{name} {time_text(value)}" for name, value in times)
-        return printable(f"{self.device}: at least {told}; bound by {self.bound_by}")
+        times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
+        return printable(f"{self.device}: at least {times}; bound by {self.bound_by}")
 
 
-def bounds_of(cost: Cost | None, bytes_moved: float, device_or_name: Device | str) -> Bounds:
-    """The least times of a program.
+def roofline_of(cost: Cost | None, bytes_sent: float, device_or_name: Device | str) -> Roofline:
+    """The roofline of a program.
 
     Args:
-      cost: what one device does in one call; None where XLA does not tell.
-      bytes_moved: the bytes that one device sends in one call.
+      cost: what one device does in one call; None if XLA does not report it.
+      bytes_sent: the bytes that one device sends in one call.
       device_or_name: the peak figures of the device, or its name in the table.
 
     Raises:
@@ -66,28 +70,28 @@ def bounds_of(cost: Cost | None, bytes_moved: float, device_or_name: Device | st
       TypeError: it is neither a device nor a name.
 
     Example:
-      >>> from nnx_sharding.analysis import Cost, bounds_of
-      >>> found = bounds_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), 2e10, "TPU v5e")
-      >>> found.compute_s, found.memory_s, found.interconnect_s, found.bound_by
+      >>> from nnx_sharding.analysis import Cost, roofline_of
+      >>> roofline = roofline_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), 2e10, "TPU v5e")
+      >>> roofline.compute_s, roofline.memory_s, roofline.interconnect_s, roofline.bound_by
       (1.0, 0.1, 0.1, 'compute')
     """
     if not isinstance(device_or_name, Device | str):
         raise TypeError(f"the device is a Device or the name of one, not {device_or_name!r}.")
-    own = device(device_or_name) if isinstance(device_or_name, str) else device_or_name
+    peak = device(device_or_name) if isinstance(device_or_name, str) else device_or_name
     flops = None if cost is None else cost.flops
     accessed = None if cost is None else cost.bytes_accessed
     times: dict[Resource, float | None] = {
-        "compute": None if flops is None else flops / own.flops,
-        "memory": None if accessed is None else accessed / own.memory_bandwidth,
-        "interconnect": bytes_moved / own.interconnect_bandwidth,
+        "compute": None if flops is None else flops / peak.flops,
+        "memory": None if accessed is None else accessed / peak.memory_bandwidth,
     }
-    known: dict[Resource, float] = {key: time for key, time in times.items() if time is not None}
-    return Bounds(
-        device=own.name,
+    interconnect = times["interconnect"] = bytes_sent / peak.interconnect_bandwidth
+    known = {name: time for name, time in times.items() if time is not None}
+    return Roofline(
+        device=peak.name,
         compute_s=times["compute"],
         memory_s=times["memory"],
-        interconnect_s=known["interconnect"],
+        interconnect_s=interconnect,
         bound_by=max(known, key=known.__getitem__),
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
-        source=own.source,
+        source=peak.source,
     )

@@ -1,0 +1,130 @@
+"""Groups of devices: as HLO writes them, and the mesh axes over which they run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import TypeAlias
+
+import numpy as np
+
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+Sizes: TypeAlias = tuple[tuple[str, int], ...]
+
+# More devices than any program has: the text is damaged, and no memory is taken for them.
+_MAX_DEVICES = 1 << 22
+
+
+@functools.lru_cache(maxsize=1024)
+def read_groups(text: str) -> Groups | None:
+    """Reads groups of devices in each form that XLA writes.
+
+    These are ``{{0,1},{2,3}}``, ``[2,4]<=[8]``, ``[4,2]<=[2,4]T(1,0)``, and
+    ``mesh['data'=2,'model'=4] {'model'}``, with ``device_ids=(...)`` and parts of axes such as
+    ``'z':(2)4``. Empty groups mean all devices; None means that the text is not understood.
+    """
+    try:
+        if text.startswith("mesh["):
+            return _mesh_groups(text)
+        if "<=" in text:
+            sizes, _, devices = text.partition("<=")
+            return _tuples(_iota(devices).reshape(_sizes(sizes)))
+        return number_lists(text)
+    except ValueError:
+        return None
+
+
+def number_lists(text: str) -> Groups:
+    """Reads ``{{0,1},{2,3}}``."""
+    groups = map(_sizes, re.findall(r"\{([\d,\s]*)\}", text))
+    return tuple(group for group in groups if group)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in re.findall(r"\d{1,9}", text))
+
+
+def _iota(text: str) -> np.ndarray:
+    """Reads ``[2,4]T(1,0)``: counted up in this shape, then transposed."""
+    dims, _, permutation = text.partition("T")
+    sizes = _sizes(dims)
+    count = math.prod(sizes)
+    if not 0 < count <= _MAX_DEVICES:
+        raise ValueError(f"{count} devices")
+    numbers = np.arange(count).reshape(sizes)
+    return numbers.transpose(_sizes(permutation)) if permutation else numbers
+
+
+def _mesh_groups(text: str) -> Groups:
+    """Reads ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}``."""
+    mesh, _, axes = text.rpartition("{")
+    mesh, _, order = mesh.partition("], device_ids=(")
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", mesh)}
+    if order and not order.startswith("["):
+        devices = np.array(_sizes(order))
+    else:
+        devices = _iota(order or f"[{math.prod(sizes.values())}]")
+    dims: list[int] = []
+    grouped: list[int] = []
+    chosen = {
+        name: (int(before), int(size)) if before else (1, sizes[name])
+        for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes)
+        if name in sizes
+    }
+    for name, size in sizes.items():
+        before, taken = chosen.get(name, (size, 1))
+        if not before or not taken or size % (before * taken):
+            raise ValueError(f"{name} is not divisible into {before} × {taken}")
+        grouped.append(len(dims) + 1)
+        dims += [before, taken, size // (before * taken)]
+    groups = np.moveaxis(devices.reshape(dims), grouped, range(-len(grouped), 0))
+    return _tuples(groups.reshape(-1, math.prod(dims[1::3])))
+
+
+def _tuples(groups: np.ndarray) -> Groups:
+    if groups.ndim != 2:
+        raise ValueError("groups have two dimensions")
+    return tuple(map(tuple, groups.tolist()))
+
+
+@functools.lru_cache(maxsize=1024)
+def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
+    """The mesh axes over which groups of devices run, without those of size 1; None if none do."""
+    dims = tuple(size for _, size in sizes)
+    count = math.prod(dims)
+    if sorted(device for group in groups for device in group) != list(range(count)):
+        return None
+    varying = _varying(groups[0], dims)
+    size = math.prod(dims[axis] for axis in varying)
+    last = range(-len(varying), 0)
+    expected = np.moveaxis(np.arange(count).reshape(dims), varying, last).reshape(-1, size)
+    if {frozenset(group) for group in groups} != {frozenset(row) for row in expected.tolist()}:
+        return None
+    return tuple(sizes[axis][0] for axis in varying)
+
+
+@functools.lru_cache(maxsize=1024)
+def axes_of_pairs(pairs: Groups, sizes: Sizes) -> tuple[str, ...] | None:
+    """The mesh axes along which a permutation sends; None for devices that the mesh lacks."""
+    dims = tuple(size for _, size in sizes)
+    if any(device >= math.prod(dims) for pair in pairs for device in pair):
+        return None
+    varying = {axis for pair in pairs for axis in _varying(pair, dims)}
+    return tuple(sizes[axis][0] for axis in sorted(varying))
+
+
+def _varying(devices: tuple[int, ...], dims: tuple[int, ...]) -> list[int]:
+    """The dimensions of the mesh in which the positions of some devices differ."""
+    positions = np.unravel_index(np.array(devices), dims) if dims else ()
+    return [axis for axis, at in enumerate(positions) if (at != at[0]).any()]
+
+
+def connected(pairs: Groups) -> Groups:
+    """The sets of devices that are connected by pairs."""
+    group_of: dict[int, set[int]] = {}
+    for pair in pairs:
+        merged = set(pair).union(*(group_of.get(device, ()) for device in pair))
+        group_of.update(dict.fromkeys(merged, merged))
+    distinct = {id(group): tuple(sorted(group)) for group in group_of.values()}
+    return tuple(distinct.values())

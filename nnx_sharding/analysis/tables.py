@@ -1,0 +1,110 @@
+"""Tables of text, drawn by rich, which Flax requires; it is imported when the first is drawn."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .units import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+
+class Pictured:
+    """An object that ``print`` shows as rich draws it; on rich's own consoles with colours."""
+
+    __slots__ = ()
+
+    def _pictures(self, width: int) -> Iterable[RenderableType]:
+        """What to draw in this many columns."""
+        raise NotImplementedError
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterable[RenderableType]:
+        return self._pictures(options.max_width)
+
+    def __str__(self) -> str:
+        return drawn(self)
+
+
+def drawn(*pictures: RenderableType) -> str:
+    """Pictures as plain text, in as many columns as they take."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    # Whatever the environment asks for.
+    plain = Console(
+        file=file, width=100_000, color_system=None, force_terminal=False, force_jupyter=False
+    )
+    for picture in pictures:
+        plain.print(picture)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None) -> Text:
+    """Text in which nothing is markup or a control sequence, with a style, and some for words."""
+    from rich.text import Text
+
+    shown = Text(printable(content), style, overflow="fold")
+    for word, word_style in (styles or {}).items():
+        shown.highlight_regex(rf"(?<!\w){re.escape(printable(word))}(?!\w)", word_style)
+    return shown
+
+
+def table(
+    header: Sequence[Any],
+    rows: Iterable[Sequence[Any]],
+    *,
+    numbers: int = 0,
+    footer: Sequence[Any] | None = None,
+) -> Table:
+    """A table of texts, whose last columns may be numbers; only the first column is wrapped."""
+    from rich.box import Box
+    from rich.table import Table
+
+    rules = Box("    \n    \n -  \n    \n    \n -  \n    \n    \n")
+    table = Table(
+        box=rules, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="",
+        show_footer=footer is not None,
+    )  # fmt: skip
+    for number, name in enumerate(header):
+        table.add_column(
+            _cell(name),
+            _cell("" if footer is None else footer[number]),
+            justify="left" if number < len(header) - numbers else "right",
+            overflow="fold",
+            no_wrap=number > 0,
+        )
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    return table
+
+
+def grid(rows: Iterable[Sequence[Any]], styles: Mapping[str, str] | None = None) -> Table:
+    """A table without header and rules."""
+    from rich.table import Table
+
+    grid = Table(box=None, show_header=False)
+    for row in rows:
+        grid.add_row(*(text(c, styles=styles) if isinstance(c, str | int) else c for c in row))
+    return grid
+
+
+def _cell(content: Any) -> Text:
+    return text(content) if isinstance(content, str) else content
+
+
+def axis_styles(axes: Iterable[str]) -> dict[str, str]:
+    """A colour for each mesh axis, in the order in which they first appear."""
+    return dict(zip(dict.fromkeys(axes), itertools.cycle(COLOURS), strict=False))
+
+
+# Colours that every terminal has and that are readable on light and dark.
+COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")

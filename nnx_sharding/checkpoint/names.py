@@ -1,0 +1,86 @@
+"""The arrays of a tree, with the names that they have in a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat
+from ..analysis.parameters import keys_inside
+from ..core.flatten import Flat
+from ..core.structure import VariableEntry
+from ..paths import Path, path_string
+
+Name: TypeAlias = tuple[str, ...]
+
+# The key of a Variable's value when JAX or Orbax flattens an ``nnx.State``.
+VALUE = "value"
+
+
+class NamedArray(NamedTuple):
+    """One array of a tree.
+
+    Attributes:
+      slot: its index in the flat list.
+      leaf: the array.
+      name: its keys in a checkpoint of the ``nnx.state`` of the tree.
+      plain_name: the same without the key of the Variable's value, as of ``nnx.to_pure_dict``.
+      path: its path, for messages.
+      variable_path: the path of its Variable, as NNX filters see it.
+      variable: its Variable, or the array itself outside of any.
+    """
+
+    slot: int
+    leaf: Any
+    name: Name
+    plain_name: Name
+    path: str
+    variable_path: Path
+    variable: Any
+
+
+def named_arrays(flat: Flat) -> list[NamedArray]:
+    """Each array of a tree, by its first path."""
+    structure, arrays = flat.structure, []
+    for place in structure.walk(structure.root, iter(structure.root_slots)):
+        entry = None if place.entry is None else structure.entries[place.entry]
+        level = (VALUE,) if isinstance(entry, VariableEntry) or not place.path else ()
+        paths = keys_inside(flat, place.entry, len(place.slots))
+        for slot, inside in zip(place.slots, paths, strict=True):
+            leaf = flat.leaves[slot]
+            name = tuple(map(str, (*place.path, *level, *inside)))
+            plain_name = tuple(map(str, (*place.path, *inside)))
+            path = path_string((*place.path, *inside)) or "the root"
+            variable = leaf if place.entry is None else flat.objects[place.entry]
+            arrays.append(NamedArray(slot, leaf, name, plain_name, path, place.path, variable))
+    return arrays
+
+
+def is_reference(x: Any) -> bool:
+    """Whether ``x`` refers to an array instead of being one."""
+    return _compat.is_ref(x) or _compat.is_hijax_variable(x)
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of PRNG keys, which may be abstract."""
+    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def is_storable(x: Any) -> bool:
+    """Whether ``x`` is an array or a number; it may be abstract."""
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.kind not in "OSUMmT"
+    if isinstance(x, int):
+        return -(2**63) <= x < 2**63
+    kinds = jax.Array | jax.ShapeDtypeStruct | float | complex
+    return is_reference(x) or (isinstance(x, kinds) and not isinstance(x, jax.core.Tracer))
+
+
+def kind_of(x: Any) -> str:
+    """The name of the type of ``x`` in messages."""
+    if isinstance(x, np.ndarray | np.generic):
+        return f"{type(x).__name__} of {x.dtype}"
+    return "int of more than 64 bits" if isinstance(x, int) else type(x).__name__

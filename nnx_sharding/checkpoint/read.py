@@ -1,0 +1,282 @@
+"""``contents`` and the reading of arrays: names, shapes, dtypes and values in a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from ..analysis.memory import array_bytes
+from ..errors import CheckpointError, NoCheckpointError
+from ..fitting import unsummed
+from ..paths import path_key, path_string
+from .checksums import checksums
+from .folder import ITEM, MANIFEST, NAMES_FILE, as_folder, beside, first_line, holds_checkpoint
+from .names import VALUE, Name, is_key
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredArray:
+    """One array, or number, of a checkpoint.
+
+    Attributes:
+      path: its path in the tree that was saved, such as ``up/kernel``.
+      shape: its shape.
+      dtype: its dtype, a NumPy dtype or that of PRNG keys.
+      nbytes: its size in memory.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+
+
+def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
+    """Lists the arrays of a checkpoint, without a model and without reading their values.
+
+    Args:
+      path: the directory of a checkpoint, or of one step of several.
+
+    Returns:
+      One row for each array, sorted by path.
+
+    Raises:
+      NoCheckpointError: there is no checkpoint.
+      CheckpointError: it cannot be read.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from nnx_sharding.checkpoint import contents, save
+      >>> folder = tempfile.mkdtemp() + "/model"
+      >>> save(folder, nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+      >>> for row in contents(folder):
+      ...     print(row.path, row.shape, row.dtype)
+      bias (3,) float32
+      kernel (2, 3) float32
+    """
+    entries = read("contents", path).entries.values()
+    return tuple(sorted((entry.array for entry in entries), key=lambda array: array.path))
+
+
+class Entry(NamedTuple):
+    """One array before it is read.
+
+    Attributes:
+      array: its path, shape and dtype; of PRNG keys, without the words of each.
+      position: its index among Orbax's leaves; None if it is empty, which Orbax does not store.
+      is_number: whether it was a Python number.
+      checksum: of its content, if it is known.
+    """
+
+    array: StoredArray
+    position: int | None
+    is_number: bool = False
+    checksum: int | None = None
+
+
+class Stored(NamedTuple):
+    """An open checkpoint: its folder, Orbax's metadata and its arrays by name."""
+
+    folder: Any
+    tree: Any
+    entries: Mapping[Name, Entry]
+
+
+def read(caller: str, path: str | os.PathLike[str]) -> Stored:
+    """Opens a checkpoint.
+
+    Raises:
+      NoCheckpointError: there is no checkpoint.
+      CheckpointError: it cannot be read.
+    """
+    folder = _item_folder(caller, as_folder(path))
+    try:
+        metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
+        return Stored(folder, metadata.tree, _entries(metadata))
+    except Exception as error:
+        raise _damaged(caller, folder, first_line(error)) from error
+
+
+def _damaged(caller: str, folder: Any, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{caller}: {folder} is damaged, or it is not a checkpoint of a model: {reason}"
+    )
+
+
+def _item_folder(caller: str, folder: Any) -> Any:
+    """The folder with the arrays: the given one, or the item of a step in it."""
+    if _UNFINISHED in folder.name:
+        raise CheckpointError(f"{caller}: {folder} was not written completely.")
+    if not folder.exists():
+        names = [child.name for child in _children(folder.parent)]
+        begun = any(n.startswith(f"{folder.name}.") and _UNFINISHED in n for n in names)
+        hint = " One with this name was begun, but not written completely." if begun else ""
+        old = beside(folder, "old")  # a process died while it replaced it
+        hint += f" The checkpoint that was to be replaced is {old}." if old.exists() else ""
+        raise NoCheckpointError(f"{caller}: there is no checkpoint {folder}.{hint}")
+    for below in (folder, folder / ITEM):
+        if (below / NAMES_FILE).exists():
+            return below
+    inside = sorted(child.name for child in _children(folder) if holds_checkpoint(child))
+    hint = f" There are checkpoints in it: {', '.join(inside)}. Name one." if inside else ""
+    raise _damaged(caller, folder, f"it has no file {NAMES_FILE}.{hint}")
+
+
+def _children(folder: Any) -> list[Any]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # another process may have deleted it
+        return []
+
+
+def _entries(metadata: Any) -> dict[Name, Entry]:
+    manifest = (metadata.custom_metadata or {}).get(MANIFEST, {})
+    sums, keys = manifest.get("checksums", {}), manifest.get("keys", {})
+    leaves = {
+        tuple(str(path_key(key)) for key in path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(metadata.tree)[0]
+    }
+    empty = {tuple(name): (tuple(shape), dtype) for name, shape, dtype in manifest.get("empty", ())}
+    variables = _variables([*leaves, *empty])
+    entries = {}
+    for position, (name, leaf) in enumerate(leaves.items()):
+        joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
+        nbytes = array_bytes(shape, dtype)
+        if joined in keys:
+            shape, dtype = shape[:-1], _key_dtype(keys[joined])
+        array = StoredArray(_path(name, variables), shape, dtype, nbytes)
+        is_number = type(leaf).__name__ == "ScalarMetadata"
+        entries[name] = Entry(array, position, is_number, sums.get(joined))
+    for name, (shape, text) in empty.items():
+        dtype = _key_dtype(text) if text.startswith("key<") else jax.numpy.dtype(text)
+        entries[name] = Entry(StoredArray(_path(name, variables), shape, dtype, 0), None)
+    return entries
+
+
+def _variables(names: Iterable[Name]) -> set[Name]:
+    """The names of what looks like Variables: all that they contain is a value."""
+    inside: dict[Name, set[str]] = {}
+    for name in names:
+        for level, key in enumerate(name):
+            inside.setdefault(name[:level], set()).add(key)
+    return {name for name, keys in inside.items() if keys == {VALUE}}
+
+
+def _path(name: Name, variables: set[Name]) -> str:
+    """The path in the model of a name."""
+    levels = (i for i, key in enumerate(name) if key == VALUE and name[:i] in variables)
+    level = next(levels, len(name))
+    return path_string(name[:level] + name[level + 1 :])
+
+
+@functools.cache
+def _key_dtypes() -> dict[str, Any]:
+    """The kinds of PRNG keys, as ``jax.random`` calls them, with their dtypes."""
+    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
+    return {
+        kind: jax.eval_shape(functools.partial(jax.random.key, 0, impl=kind)).dtype
+        for kind in kinds
+    }
+
+
+def _key_dtype(name: str) -> Any:
+    """The dtype of PRNG keys with this name, such as ``key<fry>``."""
+    return {str(dtype): dtype for dtype in _key_dtypes().values()}[name]
+
+
+def key_kind(dtype: Any) -> str:
+    """What ``jax.random`` calls the kind of PRNG keys with this dtype."""
+    return next(kind for kind, other in _key_dtypes().items() if other == dtype)
+
+
+def key_words(keys: Any) -> Any:
+    """The shape and dtype of the words of PRNG keys, which may be abstract."""
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(keys.shape, keys.dtype))
+
+
+def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, Any]:
+    """Reads arrays, each process its own shards, and compares their checksums.
+
+    Args:
+      caller: the name of the caller in messages.
+      stored: the checkpoint.
+      wanted: names, with the sharding of each array; None for a NumPy array.
+
+    Returns:
+      The arrays by name; PRNG keys as words.
+
+    Raises:
+      CheckpointError: something cannot be read, or is not what was written.
+    """
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = jax.tree_util.tree_flatten(stored.tree)
+    items: list[Any] = [ocp.PLACEHOLDER] * len(leaves)
+    options: list[Any] = [ocp.RestoreArgs()] * len(leaves)
+    for name, sharding in wanted.items():
+        position = stored.entries[name].position
+        if position is not None:
+            items[position] = 0
+            options[position] = _restore_args(stored.entries[name], sharding)
+    if any(item == 0 for item in items):
+        args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                items = treedef.flatten_up_to(checkpointer.restore(stored.folder, args=args))
+        except Exception as error:
+            raise _damaged(caller, stored.folder, first_line(error)) from error
+    arrays = {}
+    for name in wanted:
+        array, position = stored.entries[name].array, stored.entries[name].position
+        if position is not None:
+            item = items[position]
+            arrays[name] = jax.random.key_data(item) if is_key(item) else item
+        else:
+            words = key_words(array) if is_key(array) else array
+            arrays[name] = np.zeros(words.shape, words.dtype)
+    _check_sums(caller, stored, arrays)
+    return arrays
+
+
+def _restore_args(entry: Entry, sharding: Any) -> Any:
+    if entry.is_number:
+        return ocp.RestoreArgs()
+    if sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
+
+
+def _check_sums(caller: str, stored: Stored, arrays: Mapping[Name, Any]) -> None:
+    """Compares arrays with the checksums that were written with them."""
+    entries = [(stored.entries[name], array) for name, array in arrays.items()]
+    known = [
+        (entry, array)
+        for entry, array in entries
+        if entry.checksum is not None and not _is_shortened(array, entry.array.dtype)
+    ]
+    sums = checksums([array for _, array in known])
+    wrong = [
+        f"  {entry.array.path or 'the root'}"
+        for (entry, _), total in zip(known, sums, strict=True)
+        if total not in (None, entry.checksum)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{caller}: {stored.folder} is damaged. These arrays are not what was written:\n"
+            + "\n".join(wrong)
+        )
+
+
+def _is_shortened(x: Any, dtype: Any) -> bool:
+    """Whether JAX has shortened an array while it was read, with 64 bits disabled."""
+    return isinstance(x, jax.Array) and isinstance(dtype, np.dtype) and x.dtype != dtype

@@ -1,0 +1,125 @@
+"""Arrays brought to their shardings, in a trace or outside, and put back into their tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..core.flatten import Flat
+from ..core.structure import NodeEntry, VariableEntry
+from ..core.transfer import transfer
+from ..core.unflatten import assemble, node_changes, node_operations, node_values, perform
+from ..fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
+
+
+def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """A mesh with the axis types that it has where JAX traces, such as Manual ones."""
+    context = jax.sharding.get_abstract_mesh()
+    same = context.axis_names == mesh.axis_names and dict(context.shape) == dict(mesh.shape)
+    return context if same and not _compat.trace_is_clean() else mesh
+
+
+def sharding_of(leaf: Any) -> Any:
+    """The sharding of an array, of a traced one that of its type; None if it has none."""
+    traced = isinstance(leaf, jax.core.Tracer)
+    return getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
+
+
+def has_memory(sharding: NamedSharding) -> bool:
+    """Whether a sharding asks for another memory than arrays have by default."""
+    return sharding.memory_kind != NamedSharding(sharding.mesh, sharding.spec).memory_kind
+
+
+def without_unconstrained(
+    spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """The spec with the present entries of the array in the place of UNCONSTRAINED."""
+    present = sharding_of(leaf)
+    is_known = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
+    old = (*(present.spec.partitions if is_known else ()), *[None] * len(spec))
+    entries, used = list(spec.partitions), set(spec_axes(spec))
+    for dimension, entry in enumerate(entries):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            is_free = used.isdisjoint(axes_of(old[dimension]))
+            entries[dimension] = old[dimension] if is_free else None
+    return with_entries(spec, entries)
+
+
+def apply_shardings(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Arrays with their shardings; unchanged ones where there is None, or nothing to do."""
+    if _compat.trace_is_clean():
+        return finished_on_cpu(transfer(leaves, shardings), leaves)
+    return [
+        leaf if sharding is None else _constrained(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+
+
+def finished_on_cpu(arrays: list[Any], known: Sequence[Any] = ()) -> list[Any]:
+    """The arrays, once those on several CPU devices are computed, except those known before.
+
+    On CPUs, programs with collectives that run at the same time take each other's threads, and
+    may deadlock.
+    """
+    before = set(map(id, known))
+    for array in arrays:
+        if isinstance(array, jax.Array) and id(array) not in before:
+            devices: Any = array.sharding.device_set
+            if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+                array.block_until_ready()
+    return arrays
+
+
+def _constrained(leaf: Any, sharding: Any) -> Any:
+    """An array in a trace: constrained, resharded, or both, as the axis types need it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
+    if not isinstance(sharding, NamedSharding):
+        return _CONSTRAINT(leaf, sharding)
+    mesh = sharding.mesh
+    for kind, operation in ((AxisType.Explicit, _RESHARD), (AxisType.Auto, _CONSTRAINT)):
+        axes = axes_of_type(mesh, kind)
+        if axes:
+            part = only_axes(sharding.spec, axes)
+            is_explicit = kind == AxisType.Explicit
+            part = without_unconstrained(part, leaf, mesh) if is_explicit else part
+            leaf = operation(leaf, NamedSharding(mesh, part))
+    # Neither operation moves to another memory.
+    return jax.device_put(leaf, sharding) if has_memory(sharding) else leaf
+
+
+# Compiled so that they also work on the single-device arrays of a transformation without jit.
+_CONSTRAINT = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
+_RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
+
+
+def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_constraint") -> Any:
+    """The tree with other arrays: modules and Variables changed in place, in new containers."""
+    structure, objects = flat.structure, flat.objects
+    fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
+    changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
+    stale = {type(objects[i]).__name__ for i in changed if not _compat.can_update(objects[i])}
+    if stale:
+        raise _compat.TraceContextError(
+            f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
+            "Pass the module as an argument of the function that is traced."
+        )
+    operations = []
+    for index in changed:
+        entry = structure.entries[index]
+        if isinstance(entry, VariableEntry):
+            arrays = (leaves[slot] for slot in structure.slots[index])
+            value = assemble(entry.value, arrays, objects)
+            operations.append((_compat.set_value, objects[index], value))
+        else:
+            assert isinstance(entry, NodeEntry)  # references keep their arrays
+            change = node_changes(index, entry, structure, fresh)
+            assert change is not None
+            [values] = node_values([change], leaves, objects)
+            operations += node_operations(change, values, structure, leaves, objects)
+    perform(operations)
+    return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)

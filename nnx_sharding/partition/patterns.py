@@ -1,0 +1,43 @@
+"""Pairs of patterns and values, as users write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+from ..filters import PathGlob, PathRegex
+
+# How a pattern that is a string is read.
+PatternKind: TypeAlias = Literal["regex", "glob"]
+
+
+def read_pairs(caller: str, pairs: Any) -> list[tuple[Any, Any]]:
+    """The pairs of a mapping or of an iterable of pairs."""
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    items = list(items) if isinstance(items, Iterable) and not isinstance(items, str) else [items]
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in items):
+        raise TypeError(f"{caller} takes a mapping or a sequence of pairs, not {pairs!r}.")
+    return [(first, second) for first, second in items]
+
+
+def read_patterns(
+    caller: str, pairs: Any, kind: PatternKind
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The filters of pairs, strings among them read as patterns for paths, and the values."""
+    if kind not in get_args(PatternKind):
+        raise ValueError(f"kind is one of {get_args(PatternKind)}, not {kind!r}.")
+    filters, wrong = [], []
+    read = read_pairs(caller, pairs)
+    for pattern, _ in read:
+        try:
+            if isinstance(pattern, re.Pattern) or (isinstance(pattern, str) and kind == "regex"):
+                pattern = PathRegex(pattern)
+            elif isinstance(pattern, str):
+                pattern = PathGlob(pattern)
+            filters.append(pattern)
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return tuple(filters), tuple(value for _, value in read)

@@ -1,0 +1,120 @@
+"""The Variables of a model by path, and shardings that are given by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from .. import _compat
+from ..core.flatten import flatten
+from ..core.structure import VariableEntry
+from ..filters import Paths
+from ..paths import Path, path_key, path_string, plain_key
+from ..state_sharding import StateSharding
+
+
+class NamedVariable(NamedTuple):
+    """A Variable of a model, or an array outside of any, with its path.
+
+    Attributes:
+      path: the keys from the model to it, as NNX filters see them.
+      variable: the Variable, or the array.
+      arrays: its arrays: one, or those of its pytree; abstract ones have no data.
+    """
+
+    path: Path
+    variable: Any
+    arrays: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """The path as a string: ``blocks/3/up/kernel``."""
+        return path_string(self.path)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of its arrays; a number has the shape of a scalar."""
+        return [tuple(getattr(array, "shape", ())) for array in self.arrays]
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of its arrays; None if they have different ones."""
+        shapes = set(self.shapes)
+        return shapes.pop() if len(shapes) == 1 else None
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of a Variable; none for a bare array."""
+        return self.variable.get_metadata() if isinstance(self.variable, nnx.Variable) else {}
+
+    @property
+    def annotation(self) -> Any:
+        """The sharding in the metadata; None if there is none."""
+        # Flax writes the first; the others are stored in older models.
+        keys = ("out_sharding", "sharding", "sharding_names")
+        return next((self.metadata[key] for key in keys if self.metadata.get(key)), None)
+
+
+def variables(tree: Any) -> Iterator[NamedVariable]:
+    """Iterates over all Variables and arrays of a model, an optimizer or a pytree of them.
+
+    Only types are read. A Variable with several paths comes once, under the first one.
+    """
+    flat = flatten(tree, graph=True)
+    structure = flat.structure
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        arrays = tuple(flat.leaves[slot] for slot in location.slots)
+        if arrays:
+            index = location.entry
+            is_array = index is None or not isinstance(structure.entries[index], VariableEntry)
+            subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
+            yield NamedVariable(tuple(map(plain_key, location.path)), subject, arrays)
+
+
+def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
+    """The tree with the result of a function for each Variable and array, a State for a module."""
+    parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
+    results = []
+    for keys, part in parts:
+        prefix = tuple(plain_key(path_key(key)) for key in keys)
+        flat = {
+            each.path: function(each._replace(path=(*prefix, *each.path)))
+            for each in variables(part)
+        }
+        results.append(nnx.from_flat_state(flat) if _compat.is_node(part) else flat.get(()))
+    return jax.tree_util.tree_unflatten(treedef, results)
+
+
+def from_paths(specs: Mapping[Path, Any]) -> StateSharding:
+    """A ``StateSharding`` with one sharding for each path, which matches no other path."""
+    groups: dict[Any, list[Path]] = {}
+    for path, spec in specs.items():
+        groups.setdefault(spec, []).append(path)
+    return StateSharding((Paths(paths), spec) for spec, paths in groups.items())
+
+
+def from_variables(
+    title: str,
+    model: Any,
+    spec_of: Callable[[NamedVariable], Any],
+    shown: Callable[[NamedVariable], Any],
+    hint: str = "",
+) -> StateSharding:
+    """The shardings that a function chooses for Variables; its errors are all raised in one."""
+    specs, lines = {}, []
+    for each in variables(model):
+        try:
+            specs[each.path] = spec_of(each)
+        except (TypeError, ValueError) as error:
+            lines.append(f"  {each.name}, shape {each.shape}, {shown(each)!r}: {error}")
+    if lines:
+        raise ValueError("\n".join([title, *lines, *filter(None, [hint])]))
+    return from_paths(specs)
+
+
+def specs_by_path(tree: Any, sharding: StateSharding) -> dict[Path, Any]:
+    """The sharding of each path of a model; None where no filter of ``sharding`` matches."""
+    return {each.path: sharding.find(each.path, each.variable)[1] for each in variables(tree)}

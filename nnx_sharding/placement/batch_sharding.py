@@ -1,0 +1,266 @@
+"""What the batches of one iterable have in common, and the sharding of each of their arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from ..core.specs import Specs
+from ..core.structure import PyTreeDef
+from ..diagnostics.differences import show
+from ..paths import accessor, path_key
+from .place import shardings_for, trimmed
+from .rows import Rows, next_size, row_axes, row_parts, row_sharding, rows_by_process
+
+_NAME = "shard_batches"
+
+
+class Leaf(NamedTuple):
+    """One leaf of a batch.
+
+    Attributes:
+      name: where it is, as Python code.
+      sharding: its sharding; None if it is passed through.
+      kind: dtype and shape of its array: ``float32[rows, 2]``.
+      has_rows: whether its first dimension is that of the batch.
+    """
+
+    name: str
+    sharding: Any
+    kind: str
+    has_rows: bool
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind if self.sharding else 'passed through'}"
+
+
+def _kind(array: Any) -> str:
+    sizes = ["rows", *map(str, array.shape[1:])] if array.ndim else []
+    return f"{array.dtype}[{', '.join(sizes)}]"
+
+
+class BatchSharding:
+    """The structure and shardings of all batches, taken from the first one.
+
+    Attributes:
+      leaves: their leaves.
+      rows: the sharding of their rows, that of the leaf with the most shards along rows.
+      size: the number of rows of a full global batch; 0 until :meth:`set_size`.
+      held: the rows of it that each process holds.
+    """
+
+    def __init__(self, batch: Any, specs: Specs, mesh: Mesh | None):
+        self._treedef: Any
+        paths, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
+        names = [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
+        arrays: list[Any] = []
+        wrong: dict[int, str] = {}
+        for i, (_, leaf) in enumerate(paths):
+            try:
+                arrays.append(_host_array(leaf))
+            except TypeError as error:  # which is fine with the spec None
+                arrays.append(np.zeros((), np.bool_))
+                wrong[i] = f"  {names[i]}: {error}"
+        shardings = _shardings(self._treedef, arrays, specs, mesh)
+        _check_arrays([wrong[i] for i, s in enumerate(shardings) if s is not None and i in wrong])
+        self.leaves = [
+            Leaf(name, sharding, _kind(array), sharding is not None and array.ndim > 0)
+            for name, array, sharding in zip(names, arrays, shardings, strict=True)
+        ]
+        self._by_rows = [(leaf.name, leaf.sharding) for leaf in self.leaves if leaf.has_rows]
+        if not self._by_rows:
+            raise ValueError(
+                f"{_NAME}: the batch has no array with rows: "
+                + (", ".join(map(str, self.leaves)) or "it is empty")
+                + ". Give at least one array with a leading dimension, and a spec for it."
+            )
+        self.rows = row_sharding(max((s for _, s in self._by_rows), key=row_parts))
+        self.size = 0
+        self.held: dict[int, Rows] = {}
+
+    def arrays(self, batch: Any) -> list[Any]:
+        """The leaves of a batch, which must be like the first one, as host arrays."""
+        leaves, treedef = jax.tree_util.tree_flatten(batch)
+        if treedef != self._treedef:
+            raise ValueError(self._other_structure(batch))
+        wrong, changed = [], []
+        for i, leaf in enumerate(self.leaves):
+            if leaf.sharding is None:
+                continue
+            try:
+                leaves[i] = _host_array(leaves[i])
+            except TypeError as error:
+                wrong.append(f"  {leaf.name}: {error}")
+                continue
+            if _kind(leaves[i]) != leaf.kind:
+                changed.append(f"  {leaf} became {_kind(leaves[i])}")
+        _check_arrays(wrong)
+        if changed:
+            raise ValueError(
+                f"{_NAME}: these leaves differ from those of the first batch:\n"
+                + "\n".join(changed)
+                + "\nA training step would be compiled for each shape: pad them to one shape, or "
+                "use a separate shard_batches for each."
+            )
+        return leaves
+
+    def _other_structure(self, batch: Any) -> str:
+        paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
+        names = [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
+        first = [leaf.name for leaf in self.leaves]
+        lines = [f"  {name}: new" for name in names if name not in first]
+        lines += [f"  {name}: missing" for name in first if name not in names]
+        lines = lines or [f"  {treedef}, in the first batch {self._treedef}"]
+        return "\n".join(
+            [f"{_NAME}: the structure of this batch differs from that of the first one:", *lines]
+        )
+
+    def count(self, arrays: Sequence[Any]) -> int:
+        """The number of rows of a batch, in which all leaves must agree."""
+        pairs = zip(self.leaves, arrays, strict=True)
+        counts = {leaf.name: len(array) for leaf, array in pairs if leaf.has_rows}
+        if len(set(counts.values())) > 1:
+            lines = "\n".join(f"  {name}: {count} rows" for name, count in counts.items())
+            raise ValueError(
+                f"{_NAME}: these leaves of one batch differ in their first dimension:\n{lines}\n"
+                "Leave out what does not have rows, or give it the spec None, which passes it "
+                "through."
+            )
+        return next(iter(counts.values()))
+
+    def set_size(self, batch_size: int | None, counts: dict[int, int | None]) -> None:
+        """Sets the size of a full batch; None is the least that the loaded rows fit into."""
+        if batch_size is None:
+            parts = row_parts(self.rows)
+            shares = rows_by_process(self.rows, parts)
+            batch_size = max(-(-(n or 0) * parts // len(shares[p])) for p, n in counts.items())
+        self.size = size = batch_size
+        lines = [f"  {name} by {row_axes(s)}" for name, s in self._by_rows if size % row_parts(s)]
+        if lines:
+            good = next_size(size, math.lcm(*(row_parts(s) for _, s in self._by_rows)))
+            raise ValueError(
+                f"{_NAME}: batches of {size} rows cannot be sharded evenly:\n"
+                + "\n".join(lines)
+                + f"\nLoad {good} rows, or pass batch_size={good}, with uneven='pad', to have each "
+                "batch padded."
+            )
+        self.held = rows_by_process(self.rows, size)
+        if len(counts) == 1:
+            return
+        others = [f"  {n}, by {row_axes(s)}" for n, s in self._by_rows if not self._has_rows_of(s)]
+        if others:
+            raise ValueError(
+                f"{_NAME}: a process would have to load other rows of these leaves than of those "
+                f"with rows sharded by {row_axes(self.rows)}:\n"
+                + "\n".join(others)
+                + "\nShard the first dimension of all leaves alike, and replicate in the step."
+            )
+
+    def _has_rows_of(self, sharding: Sharding) -> bool:
+        held = rows_by_process(sharding, self.size)
+        return held.keys() == self.held.keys() and all(
+            np.array_equal(rows, self.held[process]) for process, rows in held.items()
+        )
+
+    def place(self, arrays: Sequence[Any], mask: Any = None) -> Any:
+        """The global batch of this process's full arrays, with the global mask if there is one."""
+        leaves, local = list(self.leaves), list(arrays)
+        if mask is not None:
+            leaves.append(Leaf("mask", self.rows, "bool[rows]", has_rows=True))
+            local.append(mask[self.held[jax.process_index()]])
+        places = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None]
+        shapes = [(self.size, *local[i].shape[1:]) if leaves[i].has_rows else () for i in places]
+        placed = _placed([local[i] for i in places], [leaves[i].sharding for i in places], shapes)
+        for i, array in zip(places, placed, strict=True):
+            local[i] = array
+        if mask is None:
+            return self._treedef.unflatten(local)
+        return self._treedef.unflatten(local[:-1]), local[-1]
+
+
+def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
+    """The sharding of each leaf, with specs that fit all dimensions but that of rows."""
+    devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
+    rows = math.lcm(*devices, 1 if mesh is None else mesh.size)  # divisible by any mesh axis
+    abstract = [
+        jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays
+    ]
+    tree = treedef.unflatten(abstract)
+    return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=_adapted)
+
+
+def _adapted(spec: Any, leaf: Any) -> Any:
+    return spec if leaf.shape else trimmed(spec, leaf)  # a number belongs to all rows
+
+
+def _check_arrays(wrong: Sequence[str]) -> None:
+    if wrong:
+        raise TypeError(
+            f"{_NAME}: these leaves are not arrays:\n" + "\n".join(wrong) + "\nLeave them out, or "
+            "give them the spec None, which passes them through."
+        )
+
+
+def _placed(
+    arrays: list[Any], shardings: Sequence[Any], shapes: Sequence[tuple[int, ...]]
+) -> list[Any]:
+    """Global arrays of what this process holds of them."""
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        # One call for all, and a copy only where devices have memory of their own.
+        placed: list[Any] = jax.device_put(arrays, list(shardings))
+        return placed
+    # device_put would compare replicated arrays across processes with a collective.
+    return [
+        jax.make_array_from_process_local_data(sharding, np.asarray(array), shape)
+        for array, sharding, shape in zip(arrays, shardings, shapes, strict=True)
+    ]
+
+
+def _host_array(x: Any) -> Any:
+    """An array that shares the memory of ``x`` where possible, or a TypeError that says why not."""
+    if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
+        return np.asarray(x, jnp.result_type(type(x)))
+    if isinstance(x, jax.Array):
+        return x
+    array = np.asarray(x if isinstance(x, np.ndarray | np.generic) else _converted(x))
+    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
+        raise TypeError(f"an array of dtype {array.dtype}")
+    return array
+
+
+def _converted(x: Any) -> Any:
+    """A foreign array, such as a tensor of PyTorch, as a NumPy array."""
+    try:
+        if hasattr(x, "__array__"):
+            try:
+                return np.asarray(x)
+            except TypeError:
+                if not hasattr(x, "__dlpack__"):
+                    raise
+        if hasattr(x, "__dlpack__"):
+            return np.asarray(jax.dlpack.from_dlpack(x))  # supports bfloat16, unlike NumPy
+    except Exception as error:  # of another library, which may raise anything
+        raise TypeError(f"a {type(x).__name__} that gives no array: {error}") from error
+    raise TypeError(f"{show(x)} of type {type(x).__name__}")
+
+
+def padded(array: Any, rows: int, filler: Any) -> Any:
+    """The array with ``rows`` rows: its last row, or ``filler`` if it has none, is repeated.
+
+    A loaded row is one that a model can compute with; zeros might become NaN, which no mask removes
+    from a sum.
+    """
+    count = len(array)
+    if count == rows:
+        return array
+    source = np.asarray(array)
+    result = np.empty((rows, *source.shape[1:]), source.dtype)
+    result[:count] = source
+    result[count:] = source[-1:] if count else filler
+    return result

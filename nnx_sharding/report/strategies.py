@@ -1,0 +1,167 @@
+"""Strategies compiled side by side, before any device is there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
+
+from .. import _compat
+from ..analysis.hardware import Device
+from ..analysis.hardware import device as device_named
+from ..analysis.units import read_bytes
+from ..graph import merge, split
+from ..jit import jit
+from ..lifted import Lifted
+from ..partition.virtual import planning_mesh
+from ..state_sharding import StateSharding
+from .comparison import Comparison, Failure
+from .program import ProgramReport
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh | Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One way to shard the arguments of a function, for :func:`compare`.
+
+    Attributes:
+      in_shardings: as for :func:`~nnx_sharding.jit`; or a function that is called with the
+        abstract arguments, with the mesh in context, and returns that.
+      mesh: the mesh of this strategy; None for that of the comparison.
+      out_shardings: as for :func:`~nnx_sharding.jit`.
+    """
+
+    in_shardings: Any
+    mesh: AnyMesh | None = None
+    out_shardings: Any = None
+
+
+def compare(
+    strategies: Mapping[str, Any],
+    fun: Callable[..., Any],
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    memory_limit: int | str | None = None,
+    device: Device | str | None = None,
+    **options: Any,
+) -> Comparison:
+    """Compiles a function once for each strategy and shows what each takes.
+
+    Nothing is run, and no array is made: arguments may be abstract and far larger than the memory,
+    the mesh larger than the machine (see :func:`planning_mesh`). A strategy that fails keeps its
+    error, and the others go on.
+
+    Args:
+      strategies: by name what differs: the ``in_shardings`` for :func:`~nnx_sharding.jit`; a
+        function that makes them from the abstract arguments, called with the mesh in context, so
+        that ``lambda model, x: (fsdp(model), P("data"))`` will do; or a :class:`Strategy`, which
+        may have another mesh.
+      fun: the function, not yet wrapped by ``jit``.
+      *args: its arguments, abstract (``nnx.eval_shape``, ``jax.ShapeDtypeStruct``) or not. Of
+        arrays only shapes and dtypes are used.
+      mesh: the mesh, an abstract one, or the sizes of its axes by name; None for the one in
+        context.
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None takes
+        that of ``device``.
+      device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``.
+      **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
+
+    Returns:
+      The comparison. The figures are those of the compiler that is here. If the mesh is larger
+      than the machine that is XLA for CPUs, which computes bfloat16 in float32; take temporaries
+      and the bytes sent as upper bounds.
+
+    Raises:
+      TypeError: ``strategies`` is not a mapping, ``fun`` is not a function or is already wrapped,
+        or ``in_shardings`` is given, which each strategy has.
+      ValueError: there are no strategies, the limit cannot be read, or the device is not known.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.report import compare
+      >>> from nnx_sharding.partition import fsdp, replicated
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
+      >>> x = jax.ShapeDtypeStruct((64, 1024), "float32")
+      >>> comparison = compare(
+      ...     {
+      ...         "dp": lambda model, x: (replicated(model), P("data")),
+      ...         "fsdp": lambda model, x: (fsdp(model), P("data")),
+      ...     },
+      ...     lambda model, x: model(x),
+      ...     model,
+      ...     x,
+      ...     mesh={"data": 64},
+      ...     memory_limit="18 MiB",
+      ... )
+      >>> comparison.fits("dp"), comparison.best("arguments")
+      (True, 'fsdp')
+      >>> comparison.figures["dp"]["arguments"] == 4 * (1024 * 4096 + 4096 + 1024)
+      True
+      >>> comparison.figures["fsdp"]["arguments"] == 4 * (1024 * 4096 // 64 + 4096 + 1024)
+      True
+    """
+    if not isinstance(strategies, Mapping):
+        raise TypeError(f"strategies is a mapping from names, not {strategies!r}.")
+    if isinstance(fun, Lifted) or not callable(fun):
+        hint = "; pass the function itself, and the options of jit to compare" * callable(fun)
+        raise TypeError(f"compare needs a function to compile, not {fun!r}{hint}.")
+    if "in_shardings" in options:
+        raise TypeError("each strategy has its in_shardings; leave out in_shardings=...")
+    if not strategies:
+        raise ValueError("there are no strategies to compare.")
+    device = device_named(device) if isinstance(device, str) else device
+    limit = None if memory_limit is None else read_bytes(memory_limit)
+    mesh = _compat.context_mesh() if mesh is None else mesh
+    structure, arrays = split(args)
+    abstract = merge(structure, jax.tree_util.tree_map(_abstract, arrays))
+    reports: dict[str, ProgramReport | Failure] = {}
+    seconds: dict[str, float] = {}
+    for name, entry in strategies.items():
+        strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
+        if strategy.mesh is None:
+            strategy = dataclasses.replace(strategy, mesh=mesh)
+        start = time.perf_counter()
+        reports[str(name)] = attempt(functools.partial(_planned, strategy, fun, abstract, options))
+        seconds[str(name)] = round(time.perf_counter() - start, 3)
+    return Comparison(reports, None, seconds).judged(memory_limit=limit, device=device)
+
+
+def _abstract(leaf: Any) -> Any:
+    """The shape and dtype in the place of an array."""
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+def attempt(make: Callable[[], ProgramReport]) -> ProgramReport | Failure:
+    """The report, or the error that was raised instead."""
+    try:
+        return make()
+    except Exception as error:
+        return Failure(f"{type(error).__name__}: {error}")
+
+
+def _planned(
+    strategy: Strategy, fun: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> ProgramReport:
+    mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        in_shardings = strategy.in_shardings
+        if callable(in_shardings) and not isinstance(in_shardings, _SPECS):
+            in_shardings = in_shardings(*args)
+        options = {"out_shardings": strategy.out_shardings, **options}
+        wrapped = jit(fun, in_shardings=in_shardings, mesh=mesh, **options)
+        return wrapped.lower(*args).compile().report()
+
+
+_SPECS = (PartitionSpec, Sharding, StateSharding, Mapping)
