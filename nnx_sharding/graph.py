@@ -10,7 +10,7 @@ from flax import nnx
 
 from . import _compat
 from .core.flatten import flatten as _flatten
-from .core.structure import Container, Location, NodeEntry, StaticEntry, Structure, parts_of
+from .core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
 from .core.unflatten import node_changes, perform, pytree_of, unflatten, update, value_at
 from .filters import to_predicate
 from .paths import Path, path_string
@@ -111,12 +111,12 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
     built = unflatten(structure, leaves, existing, share=True)
     changes, variables = [], []
     for index, before in pairs.items():
-        entry = structure.entries[index]
-        if isinstance(entry, NodeEntry):
+        entry, old_entry = structure.entries[index], old.structure.entries[before]
+        if isinstance(entry, NodeEntry) and isinstance(old_entry, NodeEntry):
             # Children are indices into different tables, so all are set, none compared.
             change = node_changes(index, None, structure, frozenset())
-            removed = set(old.structure.entries[before].keys).difference(entry.keys)  # type: ignore[union-attr]
-            changes += [change._replace(removed=tuple(removed))] if change else []
+            removed = tuple(key for key in old_entry.keys if key not in entry.keys)
+            changes += [change._replace(removed=removed)] if change else []
         else:
             variables.append(index)
     perform(update(structure, leaves, built.objects, variables, variables, changes))
@@ -124,7 +124,7 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
 
 
 def _pair(old: Structure, new: Structure) -> dict[int, int]:
-    """Pairs the objects of one type that are at the same path, new index to old."""
+    """Pairs modules and Variables of one type that are at the same path, new index to old."""
     pairs: dict[int, int] = {}
     taken: set[int] = set()
     stack: list[tuple[Any, Any]] = [(old.root, new.root)]
@@ -132,11 +132,10 @@ def _pair(old: Structure, new: Structure) -> dict[int, int]:
         a, b = stack.pop()
         if isinstance(a, int) and isinstance(b, int) and b not in pairs and a not in taken:
             x, y = old.entries[a], new.entries[b]
-            if x is None or y is None or x.type is not y.type or isinstance(x, StaticEntry):
-                continue
-            pairs[b] = a
-            taken.add(a)
-            a, b = x, y
+            if isinstance(x, NodeEntry | VariableEntry) and y is not None and x.type is y.type:
+                pairs[b] = a
+                taken.add(a)
+                a, b = x, y
         if isinstance(a, Container | NodeEntry) and isinstance(b, Container | NodeEntry):
             before = parts_of(a)
             common = [(before[path], part) for path, part in parts_of(b).items() if path in before]

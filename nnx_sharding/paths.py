@@ -1,4 +1,4 @@
-"""Paths into a model: from the root of an argument to a Variable, in the keys that NNX uses."""
+"""Paths from the root of a model to its Variables and other parts, in the keys that NNX uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path_key(key: Any) -> Any:
 
 
 def plain_key(key: Any) -> Any:
-    """A key of a path, with nothing of ours in it."""
+    """A key of a path as a plain Python object."""
     return str(key) if isinstance(key, Item) else key
 
 
@@ -42,7 +42,7 @@ def path_string(path: Path) -> str:
 
 
 def accessor(name: str, path: Path) -> str:
-    """A path in the manner of Python code: ``model.blocks[3].up.kernel``."""
+    """A path as Python code: ``model.blocks[3].up.kernel``."""
     return name + "".join(map(_accessed, path))
 
 

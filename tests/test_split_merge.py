@@ -306,6 +306,11 @@ class MergeIntoTest(parameterized.TestCase):
         assert isinstance(target.w.get_raw_value(), jax.Ref)
         assert float(target.w[...]) == 5
 
+    def test_refs_in_attributes_are_those_of_the_arrays(self):
+        model, target = (node(r=jax.new_ref(jnp.asarray(x))) for x in (1.0, 2.0))
+        merge(*split(model), into=target)
+        assert target.r is model.r
+
 
 class StructureTest(parameterized.TestCase):
     def test_equal_models(self):

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
+from jax.tree_util import PyTreeDef
 
 from .. import _compat
 from .static_forms import SCALARS, Kind, has_hidden_state, has_state, is_builtin, open_object
@@ -40,25 +42,10 @@ from .static_forms import has_only_dict as has_only_dict
 # By value
 
 _PLAIN_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
-_PLAIN_BASES = (
-    np.dtype,
-    jax.Device,
-    jax.sharding.Sharding,
-    jax.sharding.Mesh,
-    jax.sharding.AbstractMesh,
-    jax.sharding.PartitionSpec,
-    jax.tree_util.PyTreeDef,
-)
+_PLAIN_BASES = (np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec, PyTreeDef)
 _IDENTITY_TYPES = (
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    type(jax.jit(len)),
-    jax.custom_jvp,
-    jax.custom_vjp,
-    jax.core.Tracer,
-    np.ufunc,
-    weakref.ref,
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(jax.jit(len))),
+    *(jax.custom_jvp, jax.custom_vjp, jax.core.Tracer, np.ufunc, weakref.ref),
 )
 
 

@@ -117,7 +117,7 @@ class Structure:
       slots: for each entry, the slots of the arrays that belong to it.
       root_slots: the slots of arrays that belong to no entry.
       statics: static arguments, in terms of the table.
-      origins: static objects that were split, by entry; not compared.
+      origins: the static objects that were split, by entry. Not compared.
     """
 
     entries: tuple[Entry | None, ...]

@@ -165,7 +165,7 @@ def restore(structure: Structure, objects: Sequence[Any]) -> None:
 
 
 def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -> dict[int, Any]:
-    """The static objects that were split and that still have their content.
+    """The static objects that were flattened and that still have their content.
 
     Without ``share`` lists and the like count only as a part of others: nearly all that a function
     creates while it runs are such containers.
@@ -256,34 +256,19 @@ def node_changes(
     return NodeChange(index, changed, removed) if changed or removed else None
 
 
-def node_values(
-    changes: Sequence[NodeChange], leaves: Sequence[Any], objects: Sequence[Any]
-) -> list[list[tuple[Any, Any]]]:
-    """For each change the new attributes, made but not yet set."""
-    return [
-        [
-            (key, assemble(child, (leaves[slot] for slot in slots), objects))
-            for key, child, slots in change.changed
-        ]
-        for change in changes
-    ]
-
-
-def node_operations(
-    change: NodeChange,
-    values: Sequence[tuple[Any, Any]],
-    after: Structure,
-    leaves: Sequence[Any],
-    objects: Sequence[Any],
+def _node_operations(
+    change: NodeChange, after: Structure, leaves: Sequence[Any], objects: Sequence[Any]
 ) -> list[Operation]:
-    """The operations that apply one change to an existing node."""
-    entry = after.entries[change.node]
-    assert isinstance(entry, NodeEntry)
+    entry: Any = after.entries[change.node]
+    attributes = [
+        (key, assemble(child, (leaves[slot] for slot in slots), objects))
+        for key, child, slots in change.changed
+    ]
 
     def complete() -> list[tuple[Any, Any]]:
         return _attributes(entry, (leaves[slot] for slot in after.slots[change.node]), objects)
 
-    return _compat.node_operations(objects[change.node], values, change.removed, complete)
+    return _compat.node_operations(objects[change.node], attributes, change.removed, complete)
 
 
 def update(
@@ -315,8 +300,8 @@ def update(
     for index in metadata:
         settings = _metadata(entries[index], objects)
         operations.append((_compat.set_metadata, objects[index], settings))
-    for change, attributes in zip(nodes, node_values(nodes, leaves, objects), strict=True):
-        operations += node_operations(change, attributes, after, leaves, objects)
+    for change in nodes:
+        operations += _node_operations(change, after, leaves, objects)
     for index in statics:
         operations += _assign(entries[index], objects[index], objects)
     return operations

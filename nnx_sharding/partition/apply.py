@@ -12,7 +12,7 @@ from .. import _compat
 from ..core.flatten import Flat
 from ..core.structure import NodeEntry, VariableEntry
 from ..core.transfer import transfer
-from ..core.unflatten import assemble, node_changes, node_operations, node_values, perform
+from ..core.unflatten import assemble, node_changes, perform, update
 from ..fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
 
 
@@ -108,18 +108,14 @@ def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_cons
             f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
             "Pass the module as an argument of the function that is traced."
         )
-    operations = []
+    variables, nodes = [], []
     for index in changed:
         entry = structure.entries[index]
-        if isinstance(entry, VariableEntry):
-            arrays = (leaves[slot] for slot in structure.slots[index])
-            value = assemble(entry.value, arrays, objects)
-            operations.append((_compat.set_value, objects[index], value))
+        if isinstance(entry, NodeEntry):
+            nodes.append(node_changes(index, entry, structure, fresh))
         else:
-            assert isinstance(entry, NodeEntry)  # references keep their arrays
-            change = node_changes(index, entry, structure, fresh)
-            assert change is not None
-            [values] = node_values([change], leaves, objects)
-            operations += node_operations(change, values, structure, leaves, objects)
-    perform(operations)
+            assert isinstance(entry, VariableEntry)  # references keep their arrays
+            variables.append(index)
+    changes = [change for change in nodes if change is not None]
+    perform(update(structure, leaves, objects, variables, nodes=changes))
     return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)
