@@ -130,10 +130,10 @@ class OpenTest(parameterized.TestCase):
             )
         for fact in ("for a['x'], model.kernel", "is UNCONSTRAINED; write None or a mesh axis"):
             self.assertIn(fact, str(caught.exception))
-        with self.assertRaisesRegex(ValueError, "for out_shardings: .* take no UNCONSTRAINED"):
+        with self.assertRaisesRegex(ValueError, "for out_shardings: .* is UNCONSTRAINED"):
             jit(double, out_shardings=own, mesh=mesh)(X)
         if not with_mesh:
-            with self.assertRaisesRegex(ValueError, "for x: .* take no UNCONSTRAINED"):
+            with self.assertRaisesRegex(ValueError, "for x: .* is UNCONSTRAINED"):
                 shard_map(double, mesh=mesh, in_specs=own, out_specs=P())(X)
 
 
