@@ -1,9 +1,14 @@
 # Each target installs what it needs into $(VENV), from PyPI, when it is first asked for and
-# again when setup.py changes. Only Python 3.11 or newer and make have to be there.
+# again when pyproject.toml changes. Only Python 3.11 or newer and make have to be installed.
 
-# The newest and the oldest Python that are there, of those that setup.py declares.
-PYTHON ?= $(or $(shell python3 tools/matrix.py --find newest 2> /dev/null),python3)
-OLDEST ?= $(or $(shell python3 tools/matrix.py --find oldest 2> /dev/null),python3)
+# The newest and the oldest installed Python that pyproject.toml declares. A shim of pyenv fails
+# for a Python that is not active, so its folders are searched as well.
+MINORS = $(shell sed -n 's/.*:: Python :: 3\.\([0-9]*\)".*/\1/p' pyproject.toml | sort -n $(1))
+PYENV = $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+NAMES = $(foreach minor,$(1),python3.$(minor) $(wildcard $(PYENV)/3.$(minor).*/bin/python))
+FIRST = $(shell for python in $(NAMES); do "$$python" -c "" 2> /dev/null && echo "$$python" && break; done)
+PYTHON ?= $(or $(call FIRST,$(call MINORS,-r)),python3)
+OLDEST ?= $(or $(call FIRST,$(call MINORS)),python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 # For example: make test PYTEST_ARGS="-k shard_map"
@@ -19,7 +24,7 @@ BENCH_ARGS ?=
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-demo  ## train a small sharded model and show where everything lives
+demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shardings
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-tests  ## run the tests, with the examples in docs and docstrings
@@ -28,7 +33,7 @@ test: $(VENV)/.installed-tests  ## run the tests, with the examples in docs and 
 coverage: $(VENV)/.installed-tests  ## run the tests and show which lines and branches they miss
 	$(BIN)/python -m pytest -n auto --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
-# Only the walk differs, so these are the tests that can tell.
+# Only the walk differs, so these are the tests that it can break.
 WALK_TESTS := guard guard_mutations guard_machine graph_faults life memory statics references modes
 WALK_TESTS += plain_jax
 test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the C extension
@@ -39,7 +44,7 @@ test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, 
 	NNX_SHARDING_GUARD_STEPS=all $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
 	  tests/test_guard_machine.py tests/test_static_programs.py
 
-# An address is not used again there, which one test waits for.
+# Addresses are not reused there, which one test waits for.
 SANITIZERS := -fsanitize=address,undefined -fno-omit-frame-pointer -g -O1
 ASAN_TESTS := tests/test_guard.py tests/test_static_programs.py
 asan: $(VENV)/.installed-tests  ## run the tests of the C extension under AddressSanitizer and UBSan
@@ -64,17 +69,18 @@ test-modes: $(VENV)/.installed-tests  ## run the core tests with other options o
 	    failed="$$failed $$mode"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
-test-oldest:  ## run the core tests with the oldest Python, jax and flax that setup.py declares
-	$(OLDEST) tools/matrix.py --python $(OLDEST) --only oldest -- $(PYTEST_ARGS) $(CORE_TESTS) \
+test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
+	$(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)" -- $(PYTEST_ARGS) $(CORE_TESTS) \
 	  tests/test_random_programs.py tests/test_static_programs.py tests/test_life.py \
 	  tests/test_graph_faults.py tests/test_checkpoint_processes.py::CheckpointProcessesTest::test_a_hundred_arrays
 
-test-matrix:  ## run the tests on each Python found, with the oldest and the newest jax and flax
-	$(PYTHON) tools/matrix.py
+test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
+	$(BIN)/nox --session tests -- $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-lint  ## check style and formatting
+lint: $(VENV)/.installed-lint  ## check style, formatting and words
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tools/check_words.py
 
 types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 	$(BIN)/mypy
@@ -82,20 +88,19 @@ types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
-links: $(VENV)/.installed-docs  ## check that links to other sites lead somewhere
+links: $(VENV)/.installed-docs  ## check the links to other sites
 	$(BIN)/python -m sphinx -b linkcheck --quiet docs docs/_build/links
 
 package: $(VENV)/.installed-package  ## build sdist and wheel, and try them in an empty environment
 	$(BIN)/python tools/try_package.py
 
-# All gates: what has to pass before a change is merged.
 check: lint types docs coverage test-python test-guard test-modes test-oldest package  ## run all gates
 
 bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:  ## delete everything that the other targets made, the environment included
-	rm -rf $(VENV) .venv-matrix build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
+	rm -rf $(VENV) .nox build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage*
 	find nnx_sharding tests docs benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# Only the CPU heeds it; it has to be there before JAX starts its backend.
+# Read by the CPU backend when JAX starts it.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -23,6 +23,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel
+from nnx_sharding.report import Comparison, ProgramReport
 from nnx_sharding.report.page import write_html
 
 ROOT = Path(__file__).parents[1]
@@ -39,31 +40,31 @@ PICTURES = {
 }
 
 
-def layouts(model: Any, optimizer: Any, mesh: Mesh) -> dict[str, StateSharding]:
-    """Four ways to lay out the same model."""
+def shardings(model: Any, optimizer: Any, mesh: Mesh) -> dict[str, StateSharding]:
+    """Four ways to shard the same model."""
     tensor = tensor_parallel(model, mesh)
-    cut = {"min_size": 0, "optimizer": optimizer}
+    options = {"min_size": 0, "optimizer": optimizer}
     return {
         "data parallel": replicated(model, optimizer=optimizer),
-        "fsdp": fsdp(model, mesh, **cut),
+        "fsdp": fsdp(model, mesh, **options),
         "tensor parallel": tensor_parallel(model, mesh, optimizer=optimizer),
-        "fsdp + tensor parallel": fsdp(model, mesh, base=tensor, **cut),
+        "fsdp + tensor parallel": fsdp(model, mesh, base=tensor, **options),
     }
 
 
-def reports() -> dict[str, dict[str, Any]]:
-    """The training step of the example, compiled in each layout."""
+def reports() -> dict[str, ProgramReport]:
+    """The training step of the example, compiled with each sharding."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     config = Config(features=128, layers=4)
     model, optimizer = nnx.eval_shape(lambda: make(config))
     tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), "int32")
-    found = {}
-    for name, sharding in layouts(model, optimizer, mesh).items():
+    compiled_reports = {}
+    for name, sharding in shardings(model, optimizer, mesh).items():
         options = {"mesh": mesh, "donate_argnames": ("model", "optimizer")}
         step = jit(train_step, in_shardings=(sharding, sharding, P("data")), **options)
         compiled = step.lower(model, optimizer, tokens).compile()
-        found[name] = compiled.report(device="TPU v5e").as_dict()
-    return found
+        compiled_reports[name] = compiled.report(device="TPU v5e")
+    return compiled_reports
 
 
 def picture(browser: Browser, page: Path, image: Path, size: tuple[int, int], colours: str) -> None:
@@ -81,19 +82,13 @@ def picture(browser: Browser, page: Path, image: Path, size: tuple[int, int], co
 
 def main() -> None:
     """Makes all pictures."""
-    found = reports()
-    comparison = {
-        "format": "nnx_sharding.comparison",
-        "version": 1,
-        "memory_limit": 24 * 2**20,
-        "reports": found,
-    }
+    by_name = reports()
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         pages = {name: Path(folder, f"{name}.html") for name in ("report", "comparison")}
-        write_html(pages["report"], found["fsdp + tensor parallel"])
-        write_html(pages["comparison"], comparison)
+        write_html(pages["report"], by_name["fsdp + tensor parallel"])
+        write_html(pages["comparison"], Comparison(by_name, memory_limit=24 * 2**20))
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, (page, width, height, colours) in PICTURES.items():
             image = IMAGES / f"{name}.png"

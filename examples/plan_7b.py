@@ -1,10 +1,10 @@
 """Plans the training of 7 billion parameters on 256 devices: ``python examples/plan_7b.py``.
 
-Nothing of that has to be there: the model is made of shapes, and the training step is compiled for
-256 virtual CPU devices, once for each way to lay it out. The table says which fits a device.
+No device is needed: the model consists of shapes, and the training step is compiled for 256 virtual
+CPU devices, once for each strategy. The table shows which strategies fit a device.
 
-What must be in memory can be told by hand. A parameter is kept in float32, and Adam keeps two
-moments of it: 12 bytes, so 75.3 GiB for 6.74 billion. With ``dp`` each device holds all of it,
+The memory of the state can be computed by hand. A parameter is stored in float32, and Adam stores
+two moments of it: 12 bytes, so 75.3 GiB for 6.74 billion. With ``dp`` each device holds all of it,
 with ``fsdp`` a 256th.
 
 The layers are one loop (``nnx.scan``), which compiles in the time of one layer.
@@ -68,8 +68,8 @@ class Block(nnx.Module):
         self.down = nnx.Linear(hidden, features, use_bias=False, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """What comes out for ``x`` of shape (batch, length, features)."""
-        # What the loop carries from layer to layer is cut over the batch, whatever the layout.
+        """The output for ``x`` of shape (batch, length, features)."""
+        # The carry of the loop over the layers is sharded over the batch in all strategies.
         x = with_sharding_constraint(x, P("data"))
         mask = nnx.make_causal_mask(x[..., 0])
         x = x + self.attention(self.norm_attention(x), mask=mask)
@@ -91,7 +91,7 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits of shape (batch, length, vocabulary) for ``tokens`` of shape (batch, length)."""
-        # Of each layer only the input is kept; the rest is computed again for the gradients.
+        # Only the input of each layer is stored; the rest is recomputed for the gradients.
         layer = nnx.remat(lambda block, x: block(x))
         scan = nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         x = scan(self.blocks, self.tokens(tokens))
@@ -118,34 +118,34 @@ def train_step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
 
 
 def strategies(data: Mapping[str, int], both: Mapping[str, int]) -> dict[str, Strategy]:
-    """What is compared, on a mesh with the axis ``data`` and on one that also has ``model``."""
+    """The strategies, on a mesh with the axis ``data`` and on one that also has ``model``."""
 
     def dp(model: Any, optimizer: Any, tokens: Any) -> Any:
-        found = replicated(model, optimizer=optimizer)
-        return found, found, P("data")
+        sharding = replicated(model, optimizer=optimizer)
+        return sharding, sharding, P("data")
 
-    def moments_cut(model: Any, optimizer: Any, tokens: Any) -> Any:
-        found = zero1(model, optimizer)
-        return found, found, P("data")
+    def sharded_moments(model: Any, optimizer: Any, tokens: Any) -> Any:
+        sharding = zero1(model, optimizer)
+        return sharding, sharding, P("data")
 
-    def all_cut(model: Any, optimizer: Any, tokens: Any) -> Any:
-        found = fsdp(model, optimizer=optimizer)
-        return found, found, P("data")
+    def sharded_state(model: Any, optimizer: Any, tokens: Any) -> Any:
+        sharding = fsdp(model, optimizer=optimizer)
+        return sharding, sharding, P("data")
 
-    def cut_twice(model: Any, optimizer: Any, tokens: Any) -> Any:
-        found = fsdp(model, base=tensor_parallel(model), optimizer=optimizer)
-        return found, found, P("data")
+    def both_axes(model: Any, optimizer: Any, tokens: Any) -> Any:
+        sharding = fsdp(model, base=tensor_parallel(model), optimizer=optimizer)
+        return sharding, sharding, P("data")
 
     return {
         "dp": Strategy(dp, mesh=data),
-        "zero1": Strategy(moments_cut, mesh=data),
-        "fsdp": Strategy(all_cut, mesh=data),
-        "tp × fsdp": Strategy(cut_twice, mesh=both),
+        "zero1": Strategy(sharded_moments, mesh=data),
+        "fsdp": Strategy(sharded_state, mesh=data),
+        "tp × fsdp": Strategy(both_axes, mesh=both),
     }
 
 
 def plan(config: Config = CONFIG, ways: Mapping[str, Strategy] | None = None) -> Comparison:
-    """The strategies side by side, for devices with 16 GiB; 256 of them if no others are given."""
+    """The strategies side by side, for devices with 16 GiB; by default 256 of them."""
     model, optimizer = nnx.eval_shape(lambda: make(config))
     tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), jnp.int32)
     return compare(
@@ -166,7 +166,7 @@ def size_of(config: Config) -> int:
 
 
 def main() -> None:
-    """Plans, and prints the table and what the planning took."""
+    """Prints the table, and the time and memory of the planning."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     options = parser.parse_args()
@@ -178,7 +178,7 @@ def main() -> None:
     tokens = config.batch * config.context
     print(f"{count / 1e9:.2f} billion parameters: with Adam {kept:.1f} GiB,", end=" ")
     print(f"on each of 256 devices {kept / 256:.3f} GiB")
-    # 2 for each parameter and token forward, 4 backward, 2 for what is computed again.
+    # 2 for each parameter and token forward, 4 backward, 2 for the recomputation.
     print(f"about {8 * count * tokens / 256:.3g} flops on each device for {tokens} tokens")
     print(plan(config))
     # In KiB on Linux, in bytes on macOS.

@@ -1,13 +1,12 @@
 """Trains a small language model on 2 × 4 devices: ``python examples/transformer.py``.
 
-A decoder-only transformer of ordinary NNX layers, cut in two directions: tensor parallel over the
-``model`` axis of the mesh, fully sharded over its ``data`` axis. All that the sharding needs is the
-one line in :func:`sharding_of`; the model knows nothing of it. The text is Python's own language
-reference, which every Python carries along for ``help()``.
+A decoder-only transformer of ordinary NNX layers: tensor parallel over the ``model`` axis of the
+mesh, fully sharded over its ``data`` axis. Its sharding is the one line in :func:`sharding_of`; the
+model does not depend on it. The text is Python's language reference, installed for ``help()``.
 
-``--check`` trains the same model once more on one device, with plain Flax, and compares the losses.
-In several processes, of which each loads its own rows of the batches, it is run by ``python -m
-nnx_sharding launch --processes 2 --devices-per-process 4 examples/transformer.py``.
+``--check`` trains the same model on one device with plain Flax, and compares the losses. To run it
+in several processes, which load different rows of the batches: ``python -m nnx_sharding launch
+--processes 2 --devices-per-process 4 examples/transformer.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Only the CPU heeds it; it has to be there before JAX starts its backend.
+# For the CPU only; JAX reads it when it is initialized.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -50,7 +49,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP, each on a normalised input and added to it."""
+    """Attention and an MLP, each with a normalized input and a residual connection."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.norm_attention = nnx.RMSNorm(config.features, rngs=rngs)
@@ -62,14 +61,14 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * config.features, config.features, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """What comes out for ``x`` of shape (batch, length, features)."""
+        """The output for ``x`` of shape (batch, length, features)."""
         mask = nnx.make_causal_mask(x[..., 0])
         x = x + self.attention(self.norm_attention(x), mask=mask)
         return x + self.down(nnx.gelu(self.up(self.norm_mlp(x))))
 
 
 class Transformer(nnx.Module):
-    """Predicts the next byte at each place of a text."""
+    """Predicts the next byte at each position of a text."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(config.vocabulary, config.features, rngs=rngs)
@@ -95,7 +94,7 @@ def make(config: Config) -> tuple[Transformer, nnx.Optimizer[Transformer]]:
 
 
 def sharding_of(model: Any, optimizer: Any, mesh: Mesh) -> StateSharding:
-    """Where every array of model and optimizer lives."""
+    """The sharding of the model and its optimizer."""
     return fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0, optimizer=optimizer)
 
 
@@ -113,7 +112,7 @@ def train_step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
 
 
 def batches(config: Config, steps: int, rows: Any = slice(None)) -> Iterator[np.ndarray]:
-    """Random pieces of the text, as bytes: some rows of each batch."""
+    """Batches of random pieces of the text, as bytes: these rows of each."""
     from pydoc_data.topics import topics
 
     text = np.frombuffer("\n".join(topics.values()).encode(), np.uint8).astype(np.int32)
@@ -126,19 +125,18 @@ def batches(config: Config, steps: int, rows: Any = slice(None)) -> Iterator[np.
 def train(
     step: Callable[..., jax.Array], model: Any, optimizer: Any, data: Iterator[Any]
 ) -> list[float]:
-    """The losses of a training."""
-    # To wait for each loss is not needed, but virtual devices of a CPU share few threads, and
-    # programs that are queued without end can block each other.
+    """Trains for one step per batch; returns the losses."""
+    # Virtual CPU devices share few threads, which many queued programs can exhaust: wait for each.
     losses = [float(step(model, optimizer, next(data)))]
-    with limit_traces(0):  # whatever would be compiled again by mistake, is an error
+    with limit_traces(0):  # a retrace would be a mistake
         losses += [float(step(model, optimizer, tokens)) for tokens in data]
     return losses
 
 
 def train_sharded(config: Config, steps: int, mesh: Mesh) -> tuple[Any, Any, list[float]]:
-    """Trains on all devices of a mesh; every array is created where it stays."""
+    """Trains on all devices of a mesh; arrays are created sharded."""
     model, optimizer = sharded_init(
-        lambda: make(config), lambda found: sharding_of(*found, mesh), mesh
+        lambda: make(config), lambda state: sharding_of(*state, mesh), mesh
     )
     sharding = sharding_of(model, optimizer, mesh)
     step = jit(train_step, in_shardings=(sharding, sharding, P("data")), mesh=mesh, strict=True)
@@ -154,7 +152,7 @@ def train_alone(config: Config, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Trains, and prints what happens."""
+    """Trains, and prints the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--check", action="store_true", help="compare with one device")
@@ -162,23 +160,23 @@ def main() -> None:
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ:  # the launcher sets it
         jax.distributed.initialize()
-    say = print if jax.process_index() == 0 else lambda *_: None
+    log = print if jax.process_index() == 0 else lambda *_: None
 
     config = Config()
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    found = nnx.eval_shape(lambda: make(config))
-    say(check_sharding(found, sharding_of(*found, mesh), mesh))
+    abstract = nnx.eval_shape(lambda: make(config))
+    log(check_sharding(abstract, sharding_of(*abstract, mesh), mesh))
 
     start = time.perf_counter()
     _, _, losses = train_sharded(config, options.steps, mesh)
     seconds = time.perf_counter() - start
     for number in range(0, options.steps, max(1, options.steps // 10)):
-        say(f"step {number:4}  loss {losses[number]:.4f}")
-    say(f"step {options.steps - 1:4}  loss {losses[-1]:.4f}  ({seconds:.0f} s)")
+        log(f"step {number:4}  loss {losses[number]:.4f}")
+    log(f"step {options.steps - 1:4}  loss {losses[-1]:.4f}  ({seconds:.0f} s)")
     if options.check:
         alone = train_alone(config, options.steps)
         difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
-        say(f"largest difference to one device: {difference:.1e}")
+        log(f"largest difference to one device: {difference:.1e}")
 
 
 if __name__ == "__main__":

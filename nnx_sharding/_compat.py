@@ -1,7 +1,7 @@
-"""The one file that touches names which JAX or Flax do not document.
+"""All private names of JAX and Flax, and the texts of their messages that are recognized.
 
-Everything else in the package speaks to Flax and JAX through public names or through
-the functions below. A new release of either breaks this file and its test, nothing else.
+The rest of the package uses public names and the functions below, so a new release of either can
+break this file and its test, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,51 +9,88 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import operator
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import flax
 import jax
 import numpy as np
-from flax import errors as flax_errors
 from flax import nnx
-from flax.nnx import graphlib, pytreelib, variablelib
+from flax.errors import TraceContextError as TraceContextError
+from flax.nnx import extract, graphlib, pytreelib, variablelib
 from flax.typing import HashableMapping as HashableMapping
 from jax.sharding import AbstractMesh, Mesh
 
+from ._version import __version__
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-TraceContextError = flax_errors.TraceContextError
 
-
-def _private(module: str, name: str) -> Any:
-    """An undocumented name of JAX, or None in a release that no longer has it."""
+def _private(module: str, name: str, *, optional: bool = False) -> Any:
+    """A private name; None for an optional one that is not in the installed release."""
     try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        if optional:
+            return None
+        raise ImportError(
+            f"nnx_sharding {__version__} needs {module}.{name}, which JAX {jax.__version__} with "
+            f"Flax {flax.__version__} does not have. Install a newer nnx_sharding, or earlier "
+            "releases of JAX and Flax."
+        ) from error
 
 
-# Without these: any array takes the general path; a legacy `with mesh:` is not seen;
-# tracebacks show our frames.
 ArrayImpl: Any = _private("jax._src.array", "ArrayImpl")
-_thread_resources: Any = _private("jax._src.mesh", "thread_resources")
-_traceback_util: Any = _private("jax._src", "traceback_util")
-IndivisibleError: Any = _private("jax._src.sharding", "IndivisibleError") or ValueError
-_trace_state_clean: Any = _private("jax._src.core", "trace_state_clean")
+IndivisibleError: Any = _private("jax._src.sharding", "IndivisibleError")
+trace_is_clean: Callable[[], bool] = _private("jax._src.core", "trace_state_clean")
+_trace_ctx: Any = _private("jax._src.core", "trace_ctx")
 _trace_context: Any = _private("jax._src.config", "trace_context")
 _trace_context_names: Any = _private("jax._src.config", "trace_context_names")
-_trace_ctx: Any = _private("jax._src.core", "trace_ctx")
 _distributed: Any = _private("jax._src.distributed", "global_state")
-_make_cpu_client: Any = _private("jaxlib.xla_client", "make_cpu_client")
-_frames_in_locations: Any = _private("jax._src.config", "traceback_in_locations_limit")
+_ShardMapTracer: Any = _private("jax._src.shard_map", "ShardMapTracer")
+# Without these: a legacy `with mesh:` is not seen; tracebacks show our frames; exported programs
+# contain source locations; `nnx.cached_partial` has no cache; strategies are compared on the
+# devices at hand only.
+_thread_resources: Any = _private("jax._src.mesh", "thread_resources", optional=True)
+_traceback_util: Any = _private("jax._src", "traceback_util", optional=True)
+_frames_in_locations: Any = _private(
+    "jax._src.config", "traceback_in_locations_limit", optional=True
+)
+_graph_context: Any = _private("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
+_make_cpu_client: Any = _private("jaxlib.xla_client", "make_cpu_client", optional=True)
+
+
+# Messages of JAX
+
+# The event by which JAX reports each compilation to ``jax.monitoring``.
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+# Its warning that donated buffers have another size than the new ones: they are freed.
+UNUSED_DONATION = "Some donated buffers were not usable"
+
+
+def is_deleted_error(error: BaseException) -> bool:
+    """Whether JAX refuses to run a program because an argument was deleted, or donated twice."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
+
+
+def is_mesh_error(error: BaseException) -> bool:
+    """Whether JAX refuses to trace because of a mesh, as where a function captures arrays."""
+    return bool(re.search("mesh|closing over", str(error), re.IGNORECASE))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether the coordination service had no answer in time."""
+    return "DEADLINE_EXCEEDED" in str(error)
 
 
 # Kinds of objects
-
 
 _GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
@@ -99,19 +136,20 @@ def is_array_like(x: Any) -> bool:
     return True
 
 
+_UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
+
+
 def is_unspecified(x: Any) -> bool:
-    """Whether ``x`` is what JAX writes for a sharding that nobody gave."""
-    return type(x).__name__ == "UnspecifiedValue"
+    """Whether ``x`` is JAX's default for ``in_shardings``."""
+    return x is _UNSPECIFIED
 
 
 def prefix_state(x: Any) -> tuple[Any, Any] | None:
-    """What ``nnx.prefix(..., graph=True)`` made: its function of (path, value), and a State.
+    """The function of (path, value) and the State in what ``nnx.prefix(..., graph=True)`` returns.
 
     The State has the prefix at every path. None for anything else.
     """
-    if type(x).__name__ != "TreeState":
-        return None
-    return x.prefix_fn.value, x.state
+    return (x.prefix_fn.value, x.state) if isinstance(x, extract.TreeState) else None
 
 
 # Graph nodes
@@ -119,7 +157,6 @@ def prefix_state(x: Any) -> tuple[Any, Any] | None:
 # Where a Pytree keeps which of its attributes are data, and the trace that it belongs to.
 STATUSES = "_pytree__nodes"
 _STATE = "_pytree__state"
-_Tracer = jax.core.Tracer
 
 
 class NodeItems(NamedTuple):
@@ -156,27 +193,19 @@ def node_items(node: Any) -> NodeItems:
     impl = graphlib.get_node_impl(node)
     assert impl is not None
     items, metadata = impl.flatten(node)
-    found = [(key, *_unwrap(value)) for key, value in items]
+    marks = {graphlib.DataElem: True, graphlib.StaticElem: False}
+    pairs = [*items]
     return NodeItems(
-        [key for key, _, _ in found],
-        [value for _, value, _ in found],
-        [is_data for _, _, is_data in found],
+        [key for key, _ in pairs],
+        [x.value if type(x) in marks else x for _, x in pairs],
+        [marks.get(type(x)) for _, x in pairs],
         metadata,
     )
 
 
-def _unwrap(value: Any) -> tuple[Any, bool | None]:
-    if isinstance(value, graphlib.DataElem):
-        return value.value, True
-    if isinstance(value, graphlib.StaticElem):
-        return value.value, False
-    return value, None
-
-
 def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
     """The items of one of Flax's hashable mappings, without its slow iterator."""
-    items: Iterable[tuple[Any, Any]] = getattr(mapping, "_mapping", mapping).items()
-    return items
+    return getattr(mapping, "_mapping", mapping).items()  # type: ignore[no-any-return]
 
 
 def _adopt_tracers(node: Any) -> None:
@@ -191,7 +220,7 @@ def _adopt_tracers(node: Any) -> None:
     missed = {
         name: True
         for name, value in vars(node).items()
-        if isinstance(value, _Tracer) and not statuses.get(name, False)
+        if isinstance(value, jax.core.Tracer) and not statuses.get(name, False)
     }
     if missed:
         object.__setattr__(node, STATUSES, statuses.update(missed))
@@ -218,15 +247,14 @@ def is_pytree_type(node_type: type) -> bool:
 
 
 # What Flax notes on a Pytree while it is set up: a pytree without leaves, but not a constant.
-_NodeState: Any = getattr(pytreelib, "PytreeState", None)
-_initializing: Any = getattr(_NodeState, "_initializing", None)
-_is_setup: Any = getattr(_NodeState, "_is_setup", None)
-_NODE_STATE_KNOWN = hasattr(_initializing, "__get__") and hasattr(_is_setup, "__get__")
+_NodeState = pytreelib.PytreeState
+_initializing: Any = _private("flax.nnx.pytreelib", "PytreeState._initializing")
+_is_setup: Any = _private("flax.nnx.pytreelib", "PytreeState._is_setup")
 
 
 def is_node_state(x: Any) -> bool:
     """Whether ``x`` is what Flax notes on a Pytree while it is set up."""
-    return _NODE_STATE_KNOWN and type(x) is _NodeState
+    return type(x) is _NodeState
 
 
 def node_flags(state: Any) -> tuple[bool, bool]:
@@ -257,8 +285,7 @@ def node_operations(
 ) -> list[tuple[Any, ...]]:
     """What changes some attributes of an existing node: functions with their arguments.
 
-    ``attributes`` makes the complete list; it is asked only by node types that can be
-    rewritten as a whole and no other way.
+    ``attributes`` makes the complete list, for node types that can only be rewritten as one.
     """
     if not isinstance(node, nnx.Pytree):
         impl = _GRAPH_NODE_TYPES[type(node)]
@@ -270,10 +297,9 @@ def node_operations(
 
 
 def leave_static_cache() -> None:
-    """Takes up what ``nnx.cached_partial`` prepares for ``nnx.jit``, which has no use here."""
-    context: Any = getattr(graphlib, "GRAPH_CONTEXT", None)
-    if getattr(context, "tmp_static_cache", None) is not None:
-        context.tmp_static_cache = None
+    """Discards what ``nnx.cached_partial`` prepares for ``nnx.jit``, which is not used here."""
+    if _graph_context is not None and _graph_context.tmp_static_cache is not None:
+        _graph_context.tmp_static_cache = None
 
 
 # Variables
@@ -284,41 +310,25 @@ def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
     return variable_type.from_metadata(None, metadata)  # type: ignore[attr-defined]
 
 
-_raw_value: Any = getattr(nnx.Variable, "_raw_value", None)
-_raw_metadata: Any = getattr(nnx.Variable, "_var_metadata", None)
+# Slots: no hook runs, and no trace is checked; callers check before they write.
+_value: Any = _private("flax.nnx.variablelib", "Variable._raw_value")
+_metadata: Any = _private("flax.nnx.variablelib", "Variable._var_metadata")
+_trace: Any = _private("flax.nnx.variablelib", "Variable._trace_state")
+get_value: Callable[[Any], Any] = _value.__get__
+set_value: Callable[[Any, Any], None] = _value.__set__
+get_metadata: Callable[[Any], dict[str, Any]] = _metadata.__get__
+set_metadata: Callable[[Any, dict[str, Any]], None] = _metadata.__set__
+get_trace_state: Callable[[Any], Any] = _trace.__get__
 
-if hasattr(_raw_value, "__set__") and hasattr(_raw_metadata, "__set__"):
-    # Slot descriptors: no hook runs and no trace is checked; callers check before they write.
-    get_value: Callable[[Any], Any] = _raw_value.__get__
-    set_value: Callable[[Any, Any], None] = _raw_value.__set__
-    get_metadata: Callable[[Any], dict[str, Any]] = _raw_metadata.__get__
-    set_metadata: Callable[[Any, dict[str, Any]], None] = _raw_metadata.__set__
-else:
-
-    def get_value(variable: Any) -> Any:
-        return variable.get_raw_value()
-
-    def set_value(variable: Any, value: Any) -> None:
-        variable.set_raw_value(value)
-
-    def get_metadata(variable: Any) -> dict[str, Any]:
-        return dict(variable.get_metadata())
-
-    def set_metadata(variable: Any, metadata: dict[str, Any]) -> None:
-        variable.set_metadata(metadata)
-
-
-# The trace that a Variable belongs to; a guard compares it by identity.
-_raw_trace_state: Any = getattr(nnx.Variable, "_trace_state", None)
-get_trace_state: Callable[[Any], Any] = (
-    _raw_trace_state.__get__
-    if hasattr(_raw_trace_state, "__set__")
-    else operator.attrgetter("_trace_state")
-)
-
-
-# Where a guard looks by position in memory, if these are slots.
-GUARDED_SLOTS = (_raw_value, _raw_metadata, _raw_trace_state, _initializing, _is_setup)
+# The slots that a guard reads, by the name of the step that does (core/guard/walk.py).
+SLOTS = {
+    "METADATA": _metadata,
+    "VALUE": _value,
+    "TRACE": _trace,
+    "INITIALIZING": _initializing,
+    "IS_SETUP": _is_setup,
+    "NODE_TRACE": _private("flax.nnx.pytreelib", "PytreeState._trace_state"),
+}
 
 
 def can_update(x: Any) -> bool:
@@ -331,7 +341,7 @@ def can_update(x: Any) -> bool:
 
 # Pytrees
 
-get_mapping: Callable[[Any], dict[Any, Any]] = operator.attrgetter("_mapping")
+get_mapping: Callable[[nnx.State[Any, Any]], Any] = operator.attrgetter("raw_mapping")
 
 
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
@@ -345,10 +355,10 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     children = list(level[0])
     if type(tree) in (tuple, list) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
         return tree if _are_same(children, tree) else None
-    mapping = tree if type(tree) is dict else getattr(tree, "_mapping", None)
-    if type(tree) not in (dict, nnx.State) or type(mapping) is not dict:
+    if type(tree) not in (dict, nnx.State):
         return None
-    if not {str, int}.issuperset(map(type, mapping)):
+    mapping = tree if type(tree) is dict else get_mapping(tree)
+    if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
         return None  # other keys may be equal without being the same
     return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
 
@@ -390,47 +400,18 @@ def context_mesh() -> Mesh | AbstractMesh | None:
     return None
 
 
-if _trace_state_clean is not None:
-
-    def trace_is_clean() -> bool:
-        """Whether no JAX transformation is being traced on this thread."""
-        return bool(_trace_state_clean())
-
-else:
-    _TOP_LEVEL = jax.extend.core.get_opaque_trace_state(convention="nnx")
-
-    def trace_is_clean() -> bool:
-        return bool(jax.extend.core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL)
-
-
-# What is told of JAX's configuration where it does not tell itself what a trace depends on.
-_TRACE_OPTIONS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_default_device",
-    "jax_disable_jit",
-)
-
-
 def trace_context() -> dict[str, Any]:
     """What in JAX's configuration and contexts a trace depends on, by name."""
-    if _trace_context is not None and _trace_context_names is not None:
-        names, values = tuple(_trace_context_names()), tuple(_trace_context())
-        if len(names) == len(values):
-            return dict(zip(names, values, strict=True))
-    options = {name: getattr(jax.config, name, None) for name in _TRACE_OPTIONS}
-    return {**options, "abstract_mesh_context_manager": context_mesh()}
+    return dict(zip(_trace_context_names(), _trace_context(), strict=True))
 
 
 def is_eager_tracer(x: Any) -> bool:
-    """Whether ``x`` stands for the shards of an array while a ``shard_map`` runs uncompiled."""
-    return type(x).__name__ == "ShardMapTracer"
+    """Whether ``x`` has the shards of an array while a ``shard_map`` runs uncompiled."""
+    return isinstance(x, _ShardMapTracer)
 
 
 def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
-    """The devices of a sharding in their order; None if it has none, or does not tell."""
+    """The devices of a sharding in their order; None if it has none, or does not show them."""
     if not isinstance(sharding, jax.sharding.Sharding):
         return None
     if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(sharding.mesh, Mesh):
@@ -442,10 +423,9 @@ def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
 def in_order_of(
     sharding: Any, other: jax.sharding.NamedSharding
 ) -> jax.sharding.NamedSharding | None:
-    """The same layout as a sharding that lists its devices in the order of another one.
+    """A sharding with its devices listed in the order of another one with the same devices.
 
-    The devices of both are the same. None if a release of JAX, or the kind of sharding, has no
-    way to say it.
+    None if a release of JAX, or the kind of sharding, cannot express it.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -464,37 +444,16 @@ def in_order_of(
         return None
 
 
-# The event by which JAX reports each compilation to ``jax.monitoring``.
-COMPILATION = "/jax/core/compile/backend_compile_duration"
-
-
 def trace_constants() -> list[Any]:
-    """The arrays that the trace at hand has taken from its surroundings, as far as JAX tells."""
+    """The arrays that the current trace has captured, as far as JAX shows them."""
     trace = getattr(_trace_ctx, "trace", None)
-    found: dict[Any, Any] = getattr(getattr(trace, "frame", None), "constvar_to_val", {})
-    return list(found.values())
-
-
-def is_deleted_error(error: BaseException) -> bool:
-    """Whether JAX refuses to run a program because an argument was deleted, or donated twice."""
-    text = str(error)
-    return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
-
-
-# Where arrays that a function captures are in the way of JAX.
-_CAPTURED = re.compile("mesh|closing over", re.IGNORECASE)
-
-
-def is_captured_error(error: BaseException) -> bool:
-    """Whether JAX may refuse a function because of the arrays that it captures."""
-    types = (ValueError, NotImplementedError)
-    return isinstance(error, types) and bool(_CAPTURED.search(str(error)))
+    return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which a value inside of ``shard_map`` is not known to be the same.
 
-    Empty also where a release of JAX does not tell; JAX then checks with a message of its own.
+    Empty also where a release of JAX does not show them; JAX then checks them itself.
     """
     aval = jax.typeof(x)
     kind = getattr(aval, "mat", None)
@@ -504,8 +463,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     """The axes of a mesh over which an enclosing ``shard_map`` is mapped."""
-    axes: tuple[Any, ...] = getattr(mesh, "manual_axes", ())
-    return axes
+    return tuple(getattr(mesh, "manual_axes", ()))
 
 
 # Exported programs
@@ -516,28 +474,21 @@ def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Se
 
     Each is a ``NamedSharding`` on the abstract mesh of its own, empty for one device.
     """
-    # JAX asks for a mesh to put in; without one it leaves what is there, which it does not say.
-    no_mesh: Any = None
+    no_mesh: Any = None  # which leaves the meshes as they are; JAX does not document it
     return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
 
 
 def no_source_locations() -> contextlib.AbstractContextManager[Any]:
-    """While it lasts, programs are lowered without the files and lines that they came from.
-
-    Those are of this machine, and differ with whoever calls.
-    """
+    """A context in which programs are lowered without the files and lines of their sources."""
     return contextlib.nullcontext() if _frames_in_locations is None else _frames_in_locations(0)
 
 
-# Processes
+# Processes and devices
 
 
 def key_value_store() -> Any:
     """The client of the coordination service by which processes can speak; None without one."""
     return getattr(_distributed, "client", None)
-
-
-# Devices
 
 
 @functools.lru_cache(maxsize=8)
@@ -563,5 +514,4 @@ def api_boundary(function: F) -> F:
 
 
 if _traceback_util is not None:
-    # JAX's traceback filtering leaves out our frames, too.
-    _traceback_util.register_exclusion(str(Path(__file__).parent))
+    _traceback_util.register_exclusion(os.path.join(str(Path(__file__).parent), ""))

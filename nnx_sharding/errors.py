@@ -1,4 +1,4 @@
-"""What the library raises and warns of beyond the errors of JAX and Flax.
+"""Errors and warnings beyond those of JAX and Flax.
 
 Each error is also of the type that ``jax.jit`` raises for the same mistake, so that code which
 catches that keeps working.
@@ -19,11 +19,11 @@ class NoMeshError(RuntimeError, ValueError):
 
 
 class StrictError(ValueError):
-    """What is a :class:`ShardingWarning` where ``strict=True`` was not given."""
+    """Raised with ``strict=True`` in place of a :class:`ShardingWarning`."""
 
 
 class DonatedError(RuntimeError, ValueError):
-    """An array was donated before, or is donated and passed once more; JAX raises either type."""
+    """An array was donated before, or is donated and passed twice; JAX raises either type."""
 
 
 class RetraceError(RuntimeError):
@@ -39,19 +39,19 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class ExportError(ValueError):
-    """A file holds no exported function, is damaged, or does not fit this machine or release."""
+    """A file has no exported function, is damaged, or does not fit this machine or release."""
 
 
 class ShardingWarning(UserWarning):
-    """What works, but is hardly meant. With ``strict=True`` it is a :class:`StrictError`."""
+    """Valid, but probably unintended. With ``strict=True`` it is a :class:`StrictError`."""
 
 
 class UnusedFilterWarning(ShardingWarning):
-    """A filter of a ``StateSharding`` decides about no Variable."""
+    """A filter of a ``StateSharding`` applies to no Variable."""
 
 
 class CapturedArrayWarning(ShardingWarning):
-    """A function captures a sharded array, whose sharding is then lost."""
+    """A function captures a sharded array, which loses its sharding."""
 
 
 class CorrectedSpecWarning(ShardingWarning):
@@ -59,7 +59,7 @@ class CorrectedSpecWarning(ShardingWarning):
 
 
 def report(category: type[ShardingWarning], message: str, *, strict: bool) -> None:
-    """Warns at the line of the user's that led here.
+    """Warns at the line of user code that led here.
 
     Raises:
       StrictError: ``strict`` is true.
@@ -70,7 +70,7 @@ def report(category: type[ShardingWarning], message: str, *, strict: bool) -> No
 
 
 def _users_level() -> int:
-    """The stack level of the nearest frame that is neither ours nor JAX's nor Flax's."""
+    """The stack level of the nearest frame of user code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -78,7 +78,7 @@ def _users_level() -> int:
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file is one of ours, of JAX or of Flax."""
+    """Whether a file belongs to this package, JAX or Flax."""
     return filename.startswith(_LIBRARIES)
 
 

@@ -365,7 +365,7 @@ def many_specs(lib: Library) -> Any:
     "a spec for a static argument",
     ValueError,
     "3 entries",
-    "flag: static, and needs no entry, or None",
+    "flag: static, needs no entry, or None",
 )
 def static_spec(lib: Library) -> Any:
     def switch(model, x, flag):
@@ -384,7 +384,7 @@ def few_specs_shards(lib: Library) -> Any:
     5,
     "a spec for a parameter that does not exist",
     ValueError,
-    "in_shardings names 'modle'; did you mean 'model'?",
+    "'modle'; did you mean 'model'?",
     "'model', 'x'",
 )
 def named_spec(lib: Library) -> Any:
@@ -497,7 +497,7 @@ def explicit_shards(lib: Library) -> Any:
     8,
     "a returned array",
     ValueError,
-    "shard_map of loss",
+    "results of loss",
     "output['loss'], float32[]",
     "varies along 'data'",
     "jax.lax.pmean(x, 'data')",
@@ -515,7 +515,7 @@ def varying(lib: Library) -> Any:
     8,
     "an updated Variable",
     ValueError,
-    "shard_map of count",
+    "results of count",
     "model.blocks[0].count",
     "varies along 'data'",
     "jax.lax.pmean(x, 'data')",
@@ -543,7 +543,7 @@ def table_on(mesh: Mesh) -> jax.Array:
     "a sharded array",
     CapturedArrayWarning,
     "table, float32[4,4], P('model',)",
-    "on every device",
+    "to every device",
     "Pass them as arguments",
 )
 def captured(lib: Library) -> Any:
@@ -712,7 +712,7 @@ def unhashable(lib: Library) -> Any:
     12,
     "a module as a static argument",
     Exception,
-    "'model' is static",
+    "argument 'model'",
     "Model with arrays",
     "Pass it as an ordinary argument",
 )

@@ -1,11 +1,11 @@
-"""Reports in their JSON form, made by hand, that the tests of pictures share."""
+"""Reports in their JSON form, made by hand, for several test files."""
 
 from __future__ import annotations
 
 import copy
 import math
 
-# What would be noticed if it became markup, a placeholder, an escape sequence or an end of script.
+# Texts that must not become markup, a placeholder, an escape sequence or an end of script.
 NASTY = (
     "<script>window.hacked = 1</script>",
     "</script><script>window.hacked = 1</script>",
@@ -44,13 +44,13 @@ ENTRY %main.9 (a: f32[8,64]) -> f32[8,64] {
 
 
 def parameter(path, shape, spec, mesh, **more):
-    """One row, cut as its spec says."""
+    """The JSON form of one row."""
     entries = [*(spec or []), *[None] * len(shape)]
-    cuts = [
+    parts = [
         math.prod(mesh[axis] for axis in ([entry] if isinstance(entry, str) else entry or []))
         for entry, _ in zip(entries, shape, strict=False)
     ]
-    shard = [size // cut for size, cut in zip(shape, cuts, strict=True)]
+    shard = [size // count for size, count in zip(shape, parts, strict=True)]
     return {
         "path": path,
         "shape": list(shape),
@@ -160,7 +160,7 @@ def comparison(**more):
 
 
 def empty(**more):
-    """A report in which everything that can be unknown is."""
+    """A report in which everything optional is unknown."""
     parts = ("mesh", "memory", "roofline", "hlo")
     lists = {"parameters": [], "collectives": []}
     cost = {"lowered": None, "compiled": None, "executed": None}
@@ -168,7 +168,7 @@ def empty(**more):
 
 
 def nasty():
-    """A report whose every text is an attempt to be taken for something else."""
+    """A report whose texts all try to be markup or code."""
     found = copy.deepcopy(report())
     mesh = {NASTY[0]: 2, NASTY[2]: 4}
     rows = [parameter(f"model.{text}", (8, 4), [NASTY[2], None], mesh) for text in NASTY]

@@ -1,4 +1,4 @@
-"""``analysis``: flops, bytes, memory and collectives against what is worked out by hand."""
+"""``analysis``: flops, bytes, memory and collectives against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def compiled(fun, *args, **options):
     return jit(fun, **options).lower(*args).compile()
 
 
-def moved(found):
+def bytes_sent(found):
     """What a program sends by kind and axes."""
     assert not found.has_unknown_times
     sums = {}
@@ -95,7 +95,7 @@ class CostTest(parameterized.TestCase):
         cost = compiled(jnp.exp, abstract(8, 16)).cost()
         assert (cost.flops, cost.transcendentals) == (0, 128)
 
-    def test_what_xla_does_not_know(self):
+    def test_unknown_figures(self):
         raw = {"flops": -1.0, "bytes accessed": math.inf, "transcendentals": math.nan}
         assert cost_of(raw, "s") == Cost(None, None, None, "s")
         assert cost_of([{"flops": 3}], "s") == Cost(3.0, 0.0, 0.0, "s")
@@ -194,7 +194,7 @@ class CollectivesTest(parameterized.TestCase):
             ("all-to-all", (last,)): block * (m - 1) // m,
             ("collective-permute", (last,)): block,
         }
-        assert moved(found) == {key: sent for key, sent in expected.items() if sent}
+        assert bytes_sent(found) == {key: sent for key, sent in expected.items() if sent}
         sizes = {one.group_size for one in found if one.axes == axes}
         assert sizes == {total}
         assert all(one.group_size * one.num_groups == total for one in found)
@@ -259,16 +259,16 @@ class CollectivesTest(parameterized.TestCase):
             shards = nnx.state(model)
 
             def loss(shards):
-                whole = jax.tree.map(lambda one: lax.all_gather(one, "data", tiled=True), shards)
-                hidden = nnx.relu(x @ whole["up"]["kernel"][...])
-                return ((hidden @ whole["down"]["kernel"][...]) ** 2).sum()
+                gathered = jax.tree.map(lambda one: lax.all_gather(one, "data", tiled=True), shards)
+                hidden = nnx.relu(x @ gathered["up"]["kernel"][...])
+                return ((hidden @ gathered["down"]["kernel"][...]) ** 2).sum()
 
             return jax.grad(loss)(shards)
 
         fun = shard_map(gradient, mesh=mesh, in_specs=(sharding, P("data")), out_specs=P("data"))
         found = jit(fun).lower(model, abstract(32, 16)).compile().collectives()
         kernels = 2 * 16 * 32 * F32
-        assert moved(found) == {
+        assert bytes_sent(found) == {
             ("all-gather", ("data",)): kernels * 7 // 8,
             ("reduce-scatter", ("data",)): kernels * 7 // 8,
         }
@@ -298,8 +298,8 @@ class CollectivesTest(parameterized.TestCase):
             check_vma=False,
         )
         found = compiled(fun, abstract(8, 16), abstract()).collectives()
-        told = {(*one.axes, one.kind): (one.times, one.in_loop) for one in found}
-        assert told == {
+        runs = {(*one.axes, one.kind): (one.times, one.in_loop) for one in found}
+        assert runs == {
             ("model", "all-reduce"): (15, True),
             ("data", "all-reduce"): (5, True),
             ("data", "collective-permute"): (None, True),
@@ -393,7 +393,7 @@ class MemoryTest(parameterized.TestCase):
         assert memory.outputs == raw.output_size_in_bytes
         assert memory.temporaries == raw.temp_size_in_bytes
         assert memory.aliased == raw.alias_size_in_bytes
-        # The kernels are donated, and come back changed.
+        # The kernels are donated and updated.
         assert memory.aliased == 2 * 4 * 16 // 4 * F32
         assert (
             memory.arguments
@@ -465,7 +465,7 @@ class MemoryTest(parameterized.TestCase):
         assert result.report("other").name == "other"
 
 
-class BoundsTest(parameterized.TestCase):
+class RooflineTest(parameterized.TestCase):
     def test_by_hand(self):
         own = Device("own", 1e12, 2**30, 1e11, 1e10)
         found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), 1e10, own)
@@ -489,7 +489,7 @@ class BoundsTest(parameterized.TestCase):
         for name, found in DEVICES.items():
             assert found.name == name and found.source.startswith("https://")
             assert device(name.upper()) is found
-            # A roofline turns between 50 and 1000 flops for each byte on all of them.
+            # The ridge point is between 50 and 1000 flops per byte on all of them.
             assert 50 < found.flops / found.memory_bandwidth < 1000
             assert found.interconnect_bandwidth < found.memory_bandwidth
         assert device("NVIDIA H100 80GB HBM3").name == "H100 SXM"
@@ -576,7 +576,7 @@ class ReportTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             ProgramReport.from_json(text)
 
-    def test_damage_is_told_all_at_once(self):
+    def test_all_faults_in_one_error(self):
         data = self.report.as_dict()
         data["name"] = 3
         data["extra"] = 1
@@ -603,7 +603,7 @@ class ReportTest(parameterized.TestCase):
             assert line in str(caught.exception), line
 
     @parameterized.parameters([[[0, 1], [2, 3]]], [[0, 1]], [[["0"] * 4] * 2], ["0"])
-    def test_device_ids_that_are_no_mesh(self, ids):
+    def test_device_ids_that_do_not_fit_the_mesh(self, ids):
         data = self.report.as_dict()
         data["mesh"]["device_ids"] = ids
         with self.assertRaisesRegex(ValueError, "device_ids"):

@@ -1,4 +1,4 @@
-"""The assertions about programs: they hold where they should, and say what is wrong elsewhere."""
+"""The assertions about programs: when they pass, and their messages when they fail."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compiled(strategy=tensor_parallel):
 
 
 def programs(strategy=tensor_parallel):
-    """The program and its report, of which the same is asked."""
+    """The program and its report, which give the same results."""
     return compiled(strategy), compiled(strategy).report()
 
 
@@ -65,7 +65,7 @@ def message(function, *args, **options):
 
 
 class CollectiveTest(parameterized.TestCase):
-    def test_what_there_is(self):
+    def test_expected_collectives(self):
         for program in programs():
             assert_collectives(program, {("all-reduce", "model"): 1})
             assert_collectives(program, {("all-reduce", ("model",)): 1, ("all-gather", "data"): 0})
@@ -76,41 +76,41 @@ class CollectiveTest(parameterized.TestCase):
             assert_no_collective(program)
             assert_collectives(program, {})
 
-    def test_what_should_not_be_there(self):
+    def test_unexpected_collectives(self):
         line = (
             f"  all-reduce over model, 2.00 KiB, sends {2 * OUTPUT * 3 // 4 / 1024:.2f} KiB: "
             "jit(forward)/"
         )
         for program in programs():
-            told = message(assert_no_collective, program)
-            assert told.startswith("forward has 1 collective:\n" + line), told
-            assert re.search(r"dot_general, models\.py:\d+$", told, re.MULTILINE), told
-            told = message(assert_no_collective, program, "all-reduce", ("data", "model"))
-            assert told.startswith("forward has 1 all-reduce over 'data', 'model':\n"), told
+            text = message(assert_no_collective, program)
+            assert text.startswith("forward has 1 collective:\n" + line), text
+            assert re.search(r"dot_general, models\.py:\d+$", text, re.MULTILINE), text
+            text = message(assert_no_collective, program, "all-reduce", ("data", "model"))
+            assert text.startswith("forward has 1 all-reduce over 'data', 'model':\n"), text
 
     def test_other_numbers(self):
         for program in programs():
             expected = {("all-gather", "model"): 2, ("all-reduce", ("model", "data")): 1}
-            told = message(assert_collectives, program, expected)
-            assert "  all-gather over 'model': 0, expected 2\n" in told
-            assert "  all-reduce over 'data', 'model': 0, expected 1\n" in told
+            text = message(assert_collectives, program, expected)
+            assert "  all-gather over 'model': 0, expected 2\n" in text
+            assert "  all-reduce over 'data', 'model': 0, expected 1\n" in text
             assert (
-                "  all-reduce over 'model': 1, expected 0\n    all-reduce over model, 2.0" in told
+                "  all-reduce over 'model': 1, expected 0\n    all-reduce over model, 2.0" in text
             )
 
-    def test_sent(self):
+    def test_bytes_sent(self):
         sent = 2 * OUTPUT * 3 // 4
         for program in programs():
             assert_bytes_sent_below(program, sent)
             assert_bytes_sent_below(program, "3 KiB")
             assert_bytes_sent_below(program, 0, axes="data")
-            told = message(assert_bytes_sent_below, program, sent - 1, axes="model")
-            assert told.startswith(
+            text = message(assert_bytes_sent_below, program, sent - 1, axes="model")
+            assert text.startswith(
                 "forward sends 3.00 KiB from each device over 'model' in a call; the limit is "
             )
-            assert "\n  all-reduce over model, 2.00 KiB" in told
+            assert "\n  all-reduce over model, 2.00 KiB" in text
 
-    def test_what_is_not_known(self):
+    def test_unknown_axes_and_times(self):
         report = compiled().report()
         one = report.collectives[0]
         nowhere = dataclasses.replace(one, axes=None)
@@ -119,15 +119,15 @@ class CollectiveTest(parameterized.TestCase):
         assert "over unknown axes" in message(assert_no_collective, unknown, axes="data")
         assert "over unknown axes: 1, expected 0" in message(assert_collectives, unknown, {})
         endless = dataclasses.replace(report, collectives=Collectives([in_loop]))
-        told = message(assert_bytes_sent_below, endless, "1 GiB")
-        assert "or more, as a loop is of unknown length," in told
-        assert "in a loop of unknown length: " in told
+        text = message(assert_bytes_sent_below, endless, "1 GiB")
+        assert "or more, as a loop is of unknown length," in text
+        assert "in a loop of unknown length: " in text
         often = dataclasses.replace(report, collectives=Collectives([one] * 25))
         assert message(assert_no_collective, often).count("\n  all-reduce") == 10
         assert "… 15 more" in message(assert_no_collective, often)
 
     @parameterized.parameters(assert_no_collective, assert_bytes_sent_below)
-    def test_unknown_axes(self, function):
+    def test_misspelt_axes(self, function):
         options = {"limit": 1} if function is assert_bytes_sent_below else {}
         for program in programs():
             with pytest.raises(ValueError, match="no axis 'modle'; did you mean 'model'"):
@@ -153,7 +153,7 @@ class CollectiveTest(parameterized.TestCase):
         lambda program: assert_bytes_sent_below(program, 1),
         lambda program: assert_peak_below(program, 1),
     )
-    def test_what_is_not_compiled(self, function):
+    def test_not_compiled(self, function):
         with pytest.raises(TypeError, match="compile it first"):
             function(lowered())
         with pytest.raises(TypeError, match=r"nnx_sharding\.jit compiled"):
@@ -165,12 +165,12 @@ class PeakTest(parameterized.TestCase):
         memory = compiled().memory()
         for program in programs():
             assert_peak_below(program, memory.peak + 1)
-            told = message(assert_peak_below, program, memory.peak)
-            assert told.startswith("forward takes ") and "arguments 34.0 KiB" in told
+            text = message(assert_peak_below, program, memory.peak)
+            assert text.startswith("forward takes ") and "arguments 34.0 KiB" in text
             kernels = 2 * WIDTH * HIDDEN // 4 * F32
             assert memory.arguments == kernels + ROWS // 2 * WIDTH * F32
-            assert "\n  model.down.kernel, shape (256, 64): 16.0 KiB\n" in told
-            assert told.index("model.up.kernel") < told.index("x, shape (16, 64)")
+            assert "\n  model.down.kernel, shape (256, 64): 16.0 KiB\n" in text
+            assert text.index("model.up.kernel") < text.index("x, shape (16, 64)")
 
     def test_unknown(self):
         report = dataclasses.replace(compiled().report(), memory=None)
@@ -187,25 +187,25 @@ class ReplicatedTest(parameterized.TestCase):
         for program in programs(replicated):
             assert_no_parameter_replicated(program, min_size=WIDTH * HIDDEN + 1)
             assert_no_parameter_replicated(program, allowed="kernel$")
-            told = message(assert_no_parameter_replicated, program, allowed=["up/|up.k"])
-            assert told == (
+            text = message(assert_no_parameter_replicated, program, allowed=["up/|up.k"])
+            assert text == (
                 "1 of 3 arrays is fully replicated:\n"
                 "  model.down.kernel, shape (256, 64): 64.0 KiB, spec P(None, None)\n"
                 "Partition them by specs, or allow it by allowed=... or min_size=..."
             )
-            told = message(assert_no_parameter_replicated, program)
-            assert told.startswith("2 of 3 arrays are fully replicated:\n  model.")
+            text = message(assert_no_parameter_replicated, program)
+            assert text.startswith("2 of 3 arrays are fully replicated:\n  model.")
 
     def test_placed_models(self):
         model = make()
         assert_no_parameter_replicated(model)  # one device holds all of it
         where = NamedSharding(MESH, P())
         model.up.kernel.set_value(jax.device_put(model.up.kernel[...], where))
-        told = message(assert_no_parameter_replicated, model)
-        assert "  up/kernel, shape (64, 256): 64.0 KiB, spec P" in told
-        assert "down" not in told
-        cut = NamedSharding(MESH, P(None, "model"))
-        model.up.kernel.set_value(jax.device_put(model.up.kernel[...], cut))
+        text = message(assert_no_parameter_replicated, model)
+        assert "  up/kernel, shape (64, 256): 64.0 KiB, spec P" in text
+        assert "down" not in text
+        split = NamedSharding(MESH, P(None, "model"))
+        model.up.kernel.set_value(jax.device_put(model.up.kernel[...], split))
         assert_no_parameter_replicated(model, min_size=0)
 
     def test_bad_arguments(self):

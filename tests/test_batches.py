@@ -1,4 +1,4 @@
-"""``shard_batches`` and ``process_rows``, against the batches themselves and plain JAX."""
+"""``shard_batches`` and ``process_rows``, compared with the batches and with plain JAX."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loader(total, size):
 
 
 def ids(pairs):
-    """The ids of all rows that masks say are real, in order."""
+    """The ids of all loaded rows according to the masks, in order."""
     return [int(i) for batch, mask in pairs for i in np.asarray(batch["id"])[np.asarray(mask)]]
 
 
@@ -67,7 +67,7 @@ def wait_for(condition):
 
 
 class Counted:
-    """A re-iterable that counts what was taken of it."""
+    """A re-iterable that counts the batches taken from it."""
 
     def __init__(self, batches):
         self.batches, self.taken = batches, 0
@@ -79,7 +79,7 @@ class Counted:
 
 
 class Stateful:
-    """An iterator that can be continued, as those of Grain; its state is one changing object."""
+    """An iterator with a state, as those of Grain; the state is one mutable object."""
 
     def __init__(self, batches):
         self.batches, self.state = batches, {"next": 0}
@@ -101,7 +101,7 @@ class Stateful:
 
 
 class Tensor:
-    """As one of another library."""
+    """A tensor of another library."""
 
     def __init__(self, array):
         self.array = array
@@ -111,7 +111,7 @@ class Tensor:
 
 
 class Bfloat16Tensor(Tensor):
-    """NumPy knows no bfloat16, so PyTorch gives such tensors by DLPack only."""
+    """NumPy lacks bfloat16, so PyTorch exports such tensors by DLPack only."""
 
     def __array__(self, dtype=None, copy=None):
         raise TypeError("Got unsupported ScalarType BFloat16")
@@ -186,16 +186,16 @@ class ShardedTest(TestCase):
         batch = [Tensor(numbers), Bfloat16Tensor(short), jnp.asarray(numbers), numbers[::-1]]
         found = shard_batches([batch, list(batch)], P("data"), MESH, uneven="error")
         for ours in found:
-            for own, expected in zip(ours, [numbers, short, numbers, numbers[::-1]], strict=True):
-                np.testing.assert_array_equal(own, expected)
-                self.assertEqual(own.dtype, expected.dtype)
+            for array, expected in zip(ours, [numbers, short, numbers, numbers[::-1]], strict=True):
+                np.testing.assert_array_equal(array, expected)
+                self.assertEqual(array.dtype, expected.dtype)
 
     def test_foreign_arrays_are_padded(self):
         short = np.arange(3).astype(ml_dtypes.bfloat16)
         batch = [Tensor(np.arange(3)), jnp.arange(3), Bfloat16Tensor(short)]
         [(found, mask)] = shard_batches([batch], P("data"), MESH, batch_size=4)
-        for own in found:
-            np.testing.assert_array_equal(own, [0, 1, 2, 2])
+        for array in found:
+            np.testing.assert_array_equal(array, [0, 1, 2, 2])
         np.testing.assert_array_equal(mask, [True, True, True, False])
 
     def test_none_passes_leaves_through(self):
@@ -243,13 +243,13 @@ class UnevenTest(TestCase):
             full = [batch["id"] for batch, size in zip(source, sizes, strict=True) if size == 8]
             self.assertEqual([b["id"].tolist() for b in found], [b.tolist() for b in full])
 
-    def test_fillers_are_rows_that_were_loaded(self):
+    def test_padding_repeats_loaded_rows(self):
         *_, (batch, mask) = shard_batches(loader(10, 8), P("data"), MESH)
         np.testing.assert_array_equal(batch["id"], [8, 9, 9, 9, 9, 9, 9, 9])
         np.testing.assert_array_equal(mask, [True] * 2 + [False] * 6)
 
-    def test_mean_over_real_rows(self):
-        """What the mask is for: the loss over all rows is that without batches."""
+    def test_mean_over_loaded_rows(self):
+        """With the mask, the loss over all batches equals the loss over all rows."""
         total, count = 0.0, 0
         for batch, mask in shard_batches(loader(21, 8), P("data"), MESH):
             total += float(jnp.where(mask, batch["x"].sum(1), 0).sum())
@@ -265,7 +265,7 @@ class UnevenTest(TestCase):
             next(batches)
         self.assertEqual(list(batches), [])
 
-    def test_exact_data(self):
+    def test_only_full_batches(self):
         for uneven in ("drop", "error"):
             self.assertLen(list(shard_batches(loader(16, 8), P("data"), MESH, uneven=uneven)), 2)
 
@@ -275,14 +275,14 @@ class UnevenTest(TestCase):
         self.assertEqual(mask.sharding, NamedSharding(MESH, P(("data", "model"))))
         self.assertEqual(batch["id"].sharding, NamedSharding(MESH, P()))
 
-    def test_nothing(self):
+    def test_no_batches(self):
         for uneven in ("pad", "drop", "error"):
             self.assertEqual(list(shard_batches([], P("data"), MESH, uneven=uneven)), [])
 
 
 class ErrorTest(TestCase):
     def check(self, error, parts, batches, spec=P("data"), mesh=MESH, **options):  # noqa: B008
-        """Iterating fails with all of these in one message, with a thread and without."""
+        """Iterating raises an error with all of these parts, with a thread and without."""
         for prefetch in (0, 2):
             with self.assertRaises(error) as caught:
                 list(shard_batches(batches, spec, mesh, prefetch=prefetch, **options))
@@ -388,7 +388,7 @@ class ErrorTest(TestCase):
 
 class LoaderFailureTest(TestCase):
     @parameterized.parameters(0, 1, 3)
-    def test_in_its_place_with_its_traceback(self, prefetch):
+    def test_errors_come_in_order_with_their_traceback(self, prefetch):
         def broken_loader():
             yield from loader(16, 8)
             raise OSError("disk")
@@ -479,7 +479,7 @@ class ThreadTest(TestCase):
         closing.join(5)
         self.assertEqual(rest, [])
 
-    def test_a_generator_goes_on_in_a_second_loop(self):
+    def test_a_second_loop_continues_a_generator(self):
         batches = shard_batches((b for b in loader(40, 8)), P("data"), MESH)
         first = [b for b, _ in zip(batches, range(2), strict=False)]
         # `zip` has taken one more.
@@ -496,17 +496,17 @@ class ThreadTest(TestCase):
             next(batches)
             start = time.perf_counter()
             for _ in batches:
-                time.sleep(0.02)  # as a step that is waited for
+                time.sleep(0.02)  # like a step of a device
             return time.perf_counter() - start
 
-        # 7 × (20 + 20) ms in turns, 7 × 20 ms at the same time.
+        # 7 × (20 + 20) ms without overlap, 7 × 20 ms with it.
         self.assertGreaterEqual(seconds(0), 0.28)
         self.assertTrue(any(seconds(2) < 0.24 for _ in range(5)))
 
 
 class StateTest(TestCase):
     @parameterized.parameters(0, 1, 3)
-    def test_state_is_that_of_what_was_yielded(self, prefetch):
+    def test_state_after_the_yielded_batches(self, prefetch):
         source = Stateful(loader(44, 8))
         batches = iter(shard_batches(source, P("data"), MESH, prefetch=prefetch))
         self.assertEqual(batches.get_state(), {"next": 0})
@@ -526,7 +526,7 @@ class StateTest(TestCase):
         other.set_state({"next": 1})  # while its thread runs
         self.assertEqual(ids(other), list(range(8, 44)))
 
-    def test_without(self):
+    def test_loader_without_state(self):
         batches = iter(shard_batches(loader(8, 8), P("data"), MESH))
         with self.assertRaisesRegex(TypeError, "list_iterator has no get_state"):
             batches.get_state()
@@ -550,13 +550,13 @@ class StateTest(TestCase):
 
 
 class AgreementTest(TestCase):
-    """What needs several processes runs in ``tests/processes/batches.py``."""
+    """Tests with several processes are in ``tests/processes/batches.py``."""
 
     def test_without_a_coordination_service(self):
         with self.assertRaisesRegex(RuntimeError, r"jax.distributed.initialize\(\)"):
             Agreement((0, 1), 1.0, Consumer())
 
-    def test_alone(self):
+    def test_one_process(self):
         alone = Agreement((0,), 1.0, Consumer())
         self.assertEqual(alone.exchange({"rows": 3}), [{"rows": 3}])
         alone.leave("closed")
@@ -575,13 +575,13 @@ class CopiesTest(TestCase):
         finally:
             tracemalloc.stop()
 
-    def test_none_but_of_an_uneven_batch(self):
+    def test_only_uneven_batches_are_copied(self):
         full = np.ones((64, 1 << 14), np.float32)
         self.assertLess(self.measured([full] * 3), 0.05)
         self.assertLess(self.measured([full, full[:40]]), 1.05)
         self.assertGreater(self.measured([full] * 3, copy=True), 0.95)
 
-    def test_a_loader_that_writes_into_its_arrays(self):
+    def test_a_loader_that_reuses_its_arrays(self):
         def reusing():
             memory = np.empty((8, 1 << 12), np.float32)
             for number in range(4):
@@ -593,7 +593,7 @@ class CopiesTest(TestCase):
 
 
 class ProcessRowsTest(TestCase):
-    def test_one_process_has_all(self):
+    def test_one_process_has_all_rows(self):
         for spec in (P("data"), P(), P(None, "data"), P(("model", "data"))):
             self.assertEqual(process_rows(spec, 16, mesh=MESH), slice(0, 16))
         self.assertEqual(process_rows(SingleDeviceSharding(jax.devices()[0]), 5), slice(0, 5))
@@ -607,17 +607,17 @@ class ProcessRowsTest(TestCase):
         (P(("model", "data")), 2, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
         (P(None, "data"), 2, [range(16)] * 2),
     )
-    def test_as_if_there_were_several(self, spec, count, expected):
+    def test_several_processes(self, spec, count, expected):
         each = [
             process_rows(spec, 16, p, mesh=MESH, process_of=lambda d: d.id * count // 8)
             for p in range(count)
         ]
         found = [np.arange(16)[rows].tolist() for rows in each]
-        self.assertEqual(found, [list(own) for own in expected])
-        # Every device's rows are those of its process, in every shape of JAX's own answer.
+        self.assertEqual(found, [list(rows) for rows in expected])
+        # The rows of every device are among those of its process, according to JAX.
         for device, index in NamedSharding(MESH, spec).devices_indices_map((16, 16)).items():
-            own = set(np.arange(16)[index[0]].tolist())
-            self.assertLessEqual(own, set(found[device.id * count // 8]))
+            held = set(np.arange(16)[index[0]].tolist())
+            self.assertLessEqual(held, set(found[device.id * count // 8]))
 
     def test_errors(self):
         def refused(error, text, *args, **options):

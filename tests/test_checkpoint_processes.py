@@ -1,4 +1,4 @@
-"""Checkpoints of several processes, read by others; a training that is killed goes on."""
+"""Checkpoints of several processes, read by others; a killed training run resumes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CheckpointProcessesTest(absltest.TestCase):
         checkpoint.read(self.folder / "2")
         checkpoint.read(self.folder / "4")
 
-    def test_a_killed_training_goes_on(self):
+    def test_a_killed_training_run_resumes(self):
         complete, killed = self.folder / "complete", self.folder / "killed"
         self.launch(2, "die", killed, code=128 + signal.SIGKILL)
         out = self.launch(2, "train", complete, killed)

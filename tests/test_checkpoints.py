@@ -1,4 +1,4 @@
-"""Checkpoints in one process: what comes back, where it goes, and what is wrong with one."""
+"""Checkpoints in one process: values, shardings and errors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def identities(tree):
 
 
 class RoundTripTest(FolderTest):
-    def test_everything_comes_back(self):
+    def test_everything_is_restored(self):
         one, two = Zoo(1), Zoo(2)
         before, objects = contents_of(one), identities(two)
         save(self.path, one)
@@ -155,7 +155,7 @@ class RoundTripTest(FolderTest):
 class ShardingsTest(FolderTest):
     def setUp(self):
         super().setUp()
-        # Saved on 8 devices, split.
+        # Saved from 8 devices, sharded.
         self.model, self.optimizer = trained()
         run = jit(lambda m, x: m(x), in_shardings=(mlp_specs(), P("data")), mesh=MESH)
         run(self.model, jnp.ones((8, 4)))
@@ -168,7 +168,7 @@ class ShardingsTest(FolderTest):
             self.assert_sharded_as(row, want[row.path])
 
     def assert_sharded_as(self, row, want):
-        """A spec may be written in several ways; the rest of a sharding may not."""
+        """Specs may be equivalent; mesh and memory kind must be equal."""
         self.assertTrue(row.is_equivalent_to(want), row)
         self.assertEqual(row.memory_kind, want.memory_kind, row)
         self.assertEqual(getattr(row.sharding, "mesh", None), getattr(want, "mesh", None), row)
@@ -220,7 +220,7 @@ class ShardingsTest(FolderTest):
         want = shardings(target)
         self.assertIs(restore(self.path, target)[0], target[0])
         self.check(target, want)
-        # The mesh of the model has no devices; that of the restore has.
+        # The mesh of the model is abstract, the argument of restore is not.
         target = abstract_init(trained, here, MESH.abstract_mesh)
         with self.assertRaisesRegex(ValueError, r"0/down/kernel, .* mesh is abstract.*\n.*0/up"):
             restore(self.path, target)
@@ -255,7 +255,7 @@ class ShardingsTest(FolderTest):
     def test_bad_shardings(self):
         target = trained(1)[0]
         before = contents_of(target)
-        path = self.path / "nowhere"  # shardings are looked at first
+        path = self.path / "nowhere"  # shardings are checked first
         cases = [
             (StateSharding({nnx.PathContains("up"): P()}), "no filter"),
             ("model", r"P\('model'\)"),
@@ -289,7 +289,7 @@ class PartTest(FolderTest):
         with self.assertRaisesRegex(CheckpointError, "Missing in the checkpoint:\n  model/added"):
             two.added = nnx.Param(jnp.ones(1))
             restore(self.path, {"model": two}, only=nnx.Param)
-        with self.assertRaisesRegex(TypeError, "no NNX filter"):
+        with self.assertRaisesRegex(TypeError, "not an NNX filter"):
             restore(self.path, two, only=3)
         with self.assertRaisesRegex(ValueError, r"only='kernle' matches none of .*up/kernel"):
             restore(self.path, MLP(), only="kernle")
@@ -345,9 +345,9 @@ class PartTest(FolderTest):
 
 
 class OrbaxTest(FolderTest):
-    """Plain Orbax reads ours, and we read what it wrote."""
+    """Orbax and this library read the checkpoints of each other."""
 
-    def test_theirs(self):
+    def test_written_by_orbax(self):
         one = trained()
         model = Net()
         with ocp.StandardCheckpointer() as checkpointer:
@@ -367,7 +367,7 @@ class OrbaxTest(FolderTest):
         with self.assertRaisesRegex(CheckpointError, "There are checkpoints in it: 3. Name one"):
             restore(self.folder / "steps", two)
 
-    def test_ours(self):
+    def test_read_by_orbax(self):
         model = Net()
         save(self.path, model)
         with ocp.StandardCheckpointer() as checkpointer:
@@ -383,10 +383,11 @@ class ContentsTest(FolderTest):
         save(self.path, tree)
         rows = {row.path: row for row in contents(self.path)}
         for row in parameter_table(tree):
-            if row.path in ("0/ref", "0/number"):  # what they are is not what the table says
+            if row.path in ("0/ref", "0/number"):  # their types differ from those in the table
                 continue
-            self.assertEqual((rows[row.path].shape, rows[row.path].dtype), (row.shape, row.dtype))
-            self.assertEqual(rows[row.path].nbytes, row.bytes_total)
+            stored = rows[row.path]
+            self.assertEqual((stored.shape, str(stored.dtype)), (row.shape, row.dtype))
+            self.assertEqual(stored.nbytes, row.bytes_total)
         self.assertLen(rows, len(contents_of(tree)))
         with self.assertRaisesRegex(NoCheckpointError, "contents: there is no checkpoint"):
             contents(self.path / "x")
@@ -447,12 +448,12 @@ Of another dtype (cast=True converts among floats and among integers):
         self.assertEqual(contents_of(model), before)
 
 
-# When one read fails Orbax leaves the others alone, which then find its event loop closed.
+# When one read fails, Orbax does not cancel the others, whose event loop is then closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class DamageTest(FolderTest):
     def test_every_file(self):
         self.damage()
-        time.sleep(0.1)  # until they ended
+        time.sleep(0.1)  # until the other reads end
         gc.collect()
 
     def damage(self):
@@ -518,7 +519,7 @@ def rename(old, new):
 
 
 class SaveTest(FolderTest):
-    def test_what_is_there_stays(self):
+    def test_existing_checkpoints_are_kept(self):
         model = MLP()
         save(self.path, model)
         with self.assertRaisesRegex(FileExistsError, "overwrite=True replaces it"):
@@ -540,7 +541,7 @@ class SaveTest(FolderTest):
         with self.assertRaisesRegex(NoCheckpointError, "was to be replaced is .*-old.$"):
             restore(self.path, model)
 
-    def test_a_file_in_the_way(self):
+    def test_a_file_as_parent(self):
         (self.folder / "file").write_text("hello")
         with self.assertRaisesRegex(CheckpointError, "could not be written: NotADirectoryError"):
             save(self.folder / "file" / "x", MLP())
@@ -590,7 +591,7 @@ class SaveTest(FolderTest):
 
 
 class StepsTest(FolderTest):
-    def test_a_training_goes_on(self):
+    def test_a_training_run_resumes(self):
         @jax.jit
         def loss(state, x):
             return jnp.mean((nnx.merge(graph, state)(x) - x) ** 2)
@@ -619,7 +620,7 @@ class StepsTest(FolderTest):
         self.assertEqual(first + rest, want)
         self.assertEqual(len(set(want)), 6)
 
-    def test_which_are_kept(self):
+    def test_which_steps_are_kept(self):
         x = nnx.Param(jnp.zeros(2))
         with Checkpoints(
             self.folder, max_to_keep=1, keep_period=4, save_interval_steps=2
@@ -677,7 +678,7 @@ class StepsTest(FolderTest):
             self.assertTrue(checkpoints.save(np.int32(3), x))
             self.assertEqual(checkpoints.steps, (1, 3))
 
-    def test_a_step_that_is_deleted_meanwhile(self):
+    def test_a_step_that_is_deleted_while_it_is_read(self):
         folder, x = self.folder / "steps", nnx.Param(jnp.zeros(2))
 
         def write(step):
@@ -733,7 +734,7 @@ class ChecksumTest(parameterized.TestCase):
         "float32", "bfloat16", "float16", "int8", "uint16", "int32", "bool", "complex64", "int4",
         "float8_e4m3fn", "float4_e2m1fn",
     )  # fmt: skip
-    def test_layout_does_not_matter(self, dtype):
+    def test_shardings_do_not_matter(self, dtype):
         host = (np.arange(2**17).reshape(256, 512) * 37 % 101 - 40).astype(jnp.dtype(dtype))
         self.assertGreater(jnp.asarray(host).nbytes, _SMALL)
         there = NamedSharding(mesh_of((2, 4), ("a", "b"), "explicit"), P("b", "a"))

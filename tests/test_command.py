@@ -232,7 +232,7 @@ class CommandTest(parameterized.TestCase):
     def test_compare_what_fails(self):
         code, out, error = self.compare("one_fails", "--mesh", "data=4")
         assert (code, error) == (1, "compare: failed: bad\n")
-        assert "bad failed: UsersError: what " in out and "ZeroDivisionError" in out
+        assert "bad failed: UserError: what " in out and "ZeroDivisionError" in out
 
     def test_diff(self):
         before, after = self.reports()
@@ -291,20 +291,20 @@ class CommandTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (["inspect"], "the following arguments are required: MODULE:FUNCTION"),
-        (["inspect", "plan"], "'plan' names no function; write package.module:function"),
-        (["inspect", ":f"], "names no function"),
+        (["inspect", "plan"], "'plan' does not name a function; write package.module:function"),
+        (["inspect", ":f"], "does not name a function"),
         (["inspect", "missing.py:f"], "there is no file missing.py"),
         (["inspect", "no_such_module:f"], "there is no module 'no_such_module'"),
         (["inspect", "json.no_such_module:f"], "there is no module 'json.no_such_module'"),
         (["inspect", "{path}:forwrad"], "has no 'forwrad'; did you mean 'forward'?"),
-        (["inspect", "{path}:a_number"], "is no function, but 3"),
+        (["inspect", "{path}:a_number"], "is not a function, but 3"),
         (["inspect", "{path}:f", "--mesh", "data"], "write each axis once with its size"),
         (["inspect", "{path}:f", "--mesh", "data=2,data=4"], "write each axis once"),
         (["inspect", "{path}:forward", "--mesh", "data=0"], "size 0"),
         (["inspect", "{path}:forward", "--mesh", "data=99999999"], "at most 10000 devices, got"),
         (["compare", "{path}:forward", "--mesh", "data=101,model=100"], "got 10100"),
-        (["inspect", "{path}:f", "--devices", "99999999"], "must be at most 10000"),
-        (["inspect", "{path}:f", "--devices", "0"], "must be a number from 1 on"),
+        (["inspect", "{path}:f", "--devices", "99999999"], "must be from 1 to 10000, not 99999999"),
+        (["inspect", "{path}:f", "--devices", "0"], "must be from 1 to 10000, not 0"),
         (["inspect", "{path}:f", "--devices", "9"], "JAX runs in this process already, with 8"),
         (["inspect", "{path}:f", "--device", "TPU v5q"], "Did you mean"),
         (["compare", "{path}:f", "--memory-limit", "much"], "'much' is not a size"),

@@ -1,4 +1,4 @@
-"""``compare`` and ``diff``: against placed arrays, and layouts worked out by hand."""
+"""``compare`` and ``diff``: against placed arrays, and figures computed by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dp(model, x):
     return replicated(model), P("data")
 
 
-def cut(model, x):
+def split(model, x):
     return fsdp(model, min_size=0), P("data")
 
 
@@ -64,7 +64,7 @@ def planned():
     return compare(
         {
             "dp": dp,
-            "fsdp": cut,
+            "fsdp": split,
             "tp": Strategy(megatron, mesh=TWO_AXES),
             "typo": (P("modle"), P("data")),
         },
@@ -77,12 +77,12 @@ def planned():
 
 
 def folder_of(test):
-    """A folder that is gone after the test."""
+    """A temporary folder for a test."""
     return Path(test.enterContext(tempfile.TemporaryDirectory()))
 
 
 class CompareTest(parameterized.TestCase):
-    def test_arguments_are_those_worked_out_by_hand(self):
+    def test_arguments_computed_by_hand(self):
         arguments = {name: own["arguments"] for name, own in planned().figures.items()}
         rows = ROWS * WIDTH * F32
         assert arguments == {
@@ -91,7 +91,7 @@ class CompareTest(parameterized.TestCase):
             "tp": KERNELS // 4 + rows // 64,
         }
 
-    def test_collectives_are_those_worked_out_by_hand(self):
+    def test_collectives_computed_by_hand(self):
         sent = planned().bytes_sent_by_axes
         assert sent["dp"] == {}
         # One sum of the output, over rings of 4: each device sends 2 · 3/4 of its rows.
@@ -103,12 +103,12 @@ class CompareTest(parameterized.TestCase):
     def test_which_fit(self):
         found = planned()
         assert found.memory_limit == 150 * 1024
-        # What fsdp keeps is least of all, but it gathers both kernels.
+        # fsdp stores the least, but gathers both kernels.
         assert found.figures["fsdp"]["arguments"] < 2000 and KERNELS < 150 * 1024
         assert [found.fits(name) for name in found.reports] == [True, False, True, False]
         assert found.fitting == ("dp", "tp")
         assert found.best("bytes_sent") == "dp" and found.best("arguments") == "tp"
-        assert found.best("roofline") is None  # nobody named a device
+        assert found.best("roofline") is None  # no device was given
         one = dataclasses.replace(found, memory_limit=1)
         assert one.fitting == () and one.best("peak") is None
         assert dataclasses.replace(found, memory_limit=None).fitting == ("dp", "fsdp", "tp")
@@ -117,7 +117,7 @@ class CompareTest(parameterized.TestCase):
         with pytest.raises(ValueError, match="the columns are"):
             found.best("price")
 
-    def test_what_fails_keeps_its_error(self):
+    def test_failures_keep_their_errors(self):
         failure = planned().reports["typo"]
         assert isinstance(failure, Failure)
         assert failure.error.startswith("ValueError: ")
@@ -125,9 +125,11 @@ class CompareTest(parameterized.TestCase):
         assert "typo failed: ValueError: " in str(planned())
         assert "typo" not in planned().figures and set(planned().seconds) == set(planned().reports)
 
-    def test_figures_are_those_of_the_devices_that_are_here(self):
+    def test_figures_for_the_devices_that_are_here(self):
         mesh = mesh_of((8,), ("data",))
-        found = compare({"fsdp": cut}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh)
+        found = compare(
+            {"fsdp": split}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh
+        )
         assert found.reports["fsdp"].mesh.device_ids == [device.id for device in jax.devices()]
         [model] = [sharded_init(make, lambda model: fsdp(model, mesh, min_size=0), mesh)]
         held = sum(
@@ -139,7 +141,7 @@ class CompareTest(parameterized.TestCase):
         for part in ("parameters", "memory", "cost", "mesh"):
             assert getattr(found.reports["fsdp"], part) == getattr(expected, part)
 
-    def test_given_objects_are_left_alone(self):
+    def test_arguments_are_not_changed(self):
         model = make()
         before = model.up.kernel[...]
         with jax.set_mesh(mesh_of((8,), ("data",))):
@@ -159,7 +161,7 @@ class CompareTest(parameterized.TestCase):
         )  # fmt: skip
         assert found.figures["dp"]["arguments"] == KERNELS + ROWS * WIDTH * F32 // 2
 
-    def test_device_gives_bounds_and_limit(self):
+    def test_device_gives_roofline_and_limit(self):
         found = planned().judged(device="TPU v5e")
         own = device("TPU v5e")
         assert found.memory_limit == own.memory_bytes and found.fitting == ("dp", "fsdp", "tp")
@@ -339,7 +341,7 @@ class DiffTest(parameterized.TestCase):
         assert memory.relative == memory.after / memory.before - 1 < 0
         gathers = by_name["all-gather over data: number"]
         assert gathers.before == 0 and gathers.after > 0 and gathers.relative == math.inf
-        assert "x" not in by_name  # it is as it was
+        assert "x" not in by_name  # unchanged
         assert memory not in changes.grown() and gathers in changes.grown(10)
         back = diff(after, before)
         assert {(c.name, c.before, c.after) for c in back} == {
@@ -359,7 +361,7 @@ class DiffTest(parameterized.TestCase):
         assert (added.name, added.before) == (path, None)
         assert str(added).startswith(f"{path}: none → float32[")
 
-    def test_versions_are_told_and_are_no_change(self):
+    def test_versions_are_shown_but_are_not_changes(self):
         report = planned().reports["dp"]
         other = dataclasses.replace(report.made_with, jax="0.99")
         changes = diff(report, dataclasses.replace(report, made_with=other))

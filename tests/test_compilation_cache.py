@@ -108,7 +108,7 @@ class TwoProcessesTest(absltest.TestCase):
         self.assertEqual(second["cache_hits"], second["compile_requests_use_cache"])
         requests = [run["compile_requests_use_cache"] for run in (first, second)]
         self.assertEqual(*requests)
-        # The same holds for exported files, whose bytes tell still more.
+        # The same holds for exported files, whose bytes contain still more.
         self.assertEqual(exported, same)
 
 

@@ -1,9 +1,7 @@
-"""The demo: the whole of it as a user runs it, its checks, and the parts that choose devices."""
+"""The demo: as a user runs it, its checks, and how it chooses devices."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
 import subprocess
@@ -13,7 +11,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import rich.console
 from absl.testing import absltest, parameterized
 from flax import nnx
 
@@ -21,11 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import demo
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-
 from nnx_sharding.analysis import parameter_table
 
+MESH = demo.make_mesh({"data": 2, "model": 4})
 FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -75,35 +70,6 @@ class CommandLineTest(parameterized.TestCase):
             demo.main(argv)
         assert message in self.capsys.readouterr().err
 
-    @parameterized.parameters("optax", "rich", "sklearn")
-    def test_missing_extra(self, module):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, module, None)
-            assert demo.main([]) == 1
-        error = self.capsys.readouterr().err
-        assert module in error
-        assert "pip install -e" in error
-
-
-class ProgressTest(absltest.TestCase):
-    def shown(self, terminal):
-        console = rich.console.Console(file=io.StringIO(), force_terminal=terminal, width=80)
-        losses = [3.0, 2.0, 1.0]
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(console.file):
-            patch.setattr(rich, "get_console", lambda: console)
-            with demo._progress("sharded", len(losses)) as show:
-                for epoch, loss in enumerate(losses, 1):
-                    show(epoch, loss)
-        return console.file.getvalue()
-
-    def test_bar_on_a_terminal(self):
-        shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", self.shown(True)).splitlines()[-1]
-        assert re.search(r"sharded ━+ 3/3 epochs, loss 1\.0000, 0:00:0\d", shown)
-
-    def test_lines_elsewhere(self):
-        lines = self.shown(False).splitlines()
-        assert lines == [f"sharded: epoch {i}/3, loss {4 - i}.0000" for i in (1, 2, 3)]
-
 
 class CheckTest(absltest.TestCase):
     def test_losses_that_differ(self):
@@ -114,7 +80,7 @@ class CheckTest(absltest.TestCase):
 
     def test_outputs_that_differ(self):
         images = np.ones((8, demo.PIXELS), np.float32)
-        with jax.set_mesh(demo.make_mesh(jax.devices())):
+        with jax.set_mesh(MESH):
             model = demo.MLP(nnx.Rngs(0))
             assert demo.check_outputs(model, images).passed
             model.up.kernel[...] = model.up.kernel[...].at[0, 0].set(np.nan)
@@ -124,12 +90,12 @@ class CheckTest(absltest.TestCase):
         model = demo.MLP(nnx.Rngs(1))
         images = np.random.default_rng(0).random((8, demo.PIXELS), np.float32)
         expected = model(images)
-        with jax.set_mesh(demo.make_mesh(jax.devices())):
+        with jax.set_mesh(MESH):
             np.testing.assert_allclose(model.predict(images), expected, atol=1e-5)
             np.testing.assert_allclose(demo.predict_by_hand(model, images), expected, atol=1e-5)
 
     def test_optimizer_state_is_sharded_like_the_parameters(self):
-        with jax.set_mesh(demo.make_mesh(jax.devices())):
+        with jax.set_mesh(MESH):
             model, optimizer = demo.create_sharded(nnx.Rngs(0), steps=2)
             [batches] = demo.Digits.load(0).epochs(1, 0)
             demo.train_step(model, optimizer, *batches[0])
@@ -154,10 +120,11 @@ class DevicesTest(parameterized.TestCase):
             assert environment.get("XLA_FLAGS") == expected
 
     @parameterized.parameters(
-        (1, (1, 1)), (2, (1, 2)), (4, (2, 2)), (6, (2, 3)), (8, (2, 4)), (16, (4, 4))
+        (1, [1, 1]), (2, [1, 2]), (4, [2, 2]), (6, [2, 3]), (8, [2, 4]), (16, [4, 4])
     )
-    def test_mesh_shape(self, count, expected):
-        assert demo.mesh_shape(count) == expected
+    def test_mesh_sizes(self, count, expected):
+        sizes = demo.mesh_sizes(count)
+        assert list(sizes) == ["data", "model"] and list(sizes.values()) == expected
 
     # Three do not divide the hidden layer.
     @parameterized.parameters((1, 1), (2, 2), (3, 2), (6, 4), (7, 4), (8, 8), (100, 8))

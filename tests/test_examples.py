@@ -1,4 +1,4 @@
-"""The programs in ``examples/`` do what they say."""
+"""The programs in ``examples/``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models import mesh_of
 class TransformerTest(parameterized.TestCase):
     CONFIG = transformer.Config(context=16, features=32, layers=1, batch=8)
 
-    def test_losses_are_those_of_one_device(self):
+    def test_losses_match_one_device(self):
         mesh = mesh_of((2, 4), ("data", "model"))
         model, optimizer, losses = transformer.train_sharded(self.CONFIG, 20, mesh)
         alone = transformer.train_alone(self.CONFIG, 20)

@@ -17,8 +17,9 @@ import nnx_sharding
 from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
 from nnx_sharding.core.flatten import Flat
 from nnx_sharding.core.guard import record as guard_module
+from nnx_sharding.core.guard import walk as walk_module
 from nnx_sharding.core.guard.record import Guard, make_guard
-from nnx_sharding.core.guard.walk import PythonWalk
+from nnx_sharding.core.guard.walk import Kind, PythonWalk
 
 HAS_C_WALK = importlib.util.find_spec("nnx_sharding.core.guard._walk") is not None
 WALKS: list[Any] = [PythonWalk]
@@ -187,6 +188,15 @@ class TestChanges:
         model.note.pop()
         assert watched.check() is not None
 
+    def test_key_of_another_type(self):
+        model = linear()
+        model.note = nnx.static({1: 2.0})
+        watched = Watched(model)
+        assert watched.check() is not None
+        model.note.clear()
+        model.note[True] = 2.0
+        assert watched.check() is None
+
     def test_comparison_that_raises(self):
         class Angry:
             def __eq__(self, other: object) -> bool:
@@ -293,21 +303,57 @@ class TestCWalk:
         wanted = PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else CWalk
         assert guard_module.Walk is wanted
 
-    @pytest.mark.parametrize("fields", [0, 5, 13])
-    def test_refuses_what_is_no_recipe(self, fields):
+    @pytest.mark.parametrize("fields", [0, 5, 8, 13])
+    def test_refuses_other_tuples(self, fields):
         with pytest.raises(ValueError, match="recipe"):
             CWalk(((),) * fields)
 
-    def test_refuses_positions_out_of_range(self):
+    def test_refuses_recipes_that_would_read_other_memory(self):
         recipe = Watched(linear()).recipe
-        with pytest.raises(ValueError, match="out of range"):
-            CWalk(recipe._replace(leaves=(10**6,)))
-        with pytest.raises(ValueError, match="out of range"):
-            CWalk(recipe._replace(frozen=(-1,)))
-        with pytest.raises(ValueError, match="too short"):
-            CWalk(recipe._replace(keys=()))
-        with pytest.raises(ValueError, match="does not keep"):
-            CWalk(recipe._replace(mentions=(), objects=()))
+        [metadata] = [step for step in recipe.steps if step.kind is Kind.METADATA]
+        [node] = [step for step in recipe.steps if step.kind is Kind.NODE]
+        for match, change in [
+            ("out of range", {"leaves": (10**6,)}),
+            ("out of range", {"frozen": (-1,)}),
+            ("out of range", {"steps": (node._replace(positions=(10**6,)),)}),
+            ("too short", {"types": ()}),
+            ("too short", {"steps": (node._replace(expected=()),)}),
+            ("unknown kind", {"steps": (node._replace(kind=len(Kind)),)}),
+            ("no keys", {"steps": (node._replace(expected=(0,)),)}),
+            ("opens what", {"frozen": node.positions, "mentions": (), "objects": ()}),
+            ("any type", {"typed": (), "types": ()}),
+            ("not one", {"types": (0,) * len(recipe.types)}),
+            ("returns what it does not keep", {"frozen": recipe.leaves}),
+            ("slots", {"steps": (metadata._replace(positions=node.positions * 2),)}),
+        ]:
+            with pytest.raises(ValueError, match=match):
+                CWalk(recipe._replace(**change))
+        with pytest.raises(TypeError):
+            CWalk(recipe._replace(steps=((),)))
+
+    def test_extension_of_another_version_is_refused(self, monkeypatch):
+        from nnx_sharding.core.guard import _walk
+
+        fields = _walk.FIELDS
+        for name, names in fields.items():
+            monkeypatch.setattr(_walk, "FIELDS", {**fields, name: (*names[1:], names[0])})
+            with pytest.raises(RuntimeError, match="another version of nnx_sharding"):
+                walk_module._load_walk()
+        monkeypatch.delattr(_walk, "FIELDS")
+        with pytest.raises(RuntimeError, match="build_ext"):
+            walk_module._load_walk()
+
+    def test_set_up_needs_all_slots(self):
+        from nnx_sharding.core.guard import _walk
+
+        with pytest.raises(TypeError, match="needs the argument get_mapping"):
+            _walk.set_up()
+        functions = dict.fromkeys(("get_mapping", "open_tree", "open_static", "same_value"), len)
+        try:
+            with pytest.raises(TypeError, match="not the descriptor of a slot"):
+                _walk.set_up(**functions, METADATA=nnx.Linear.__call__)
+        finally:
+            walk_module._load_walk()
 
     def test_refuses_pins_of_another_walk(self):
         watched = Watched(linear())
@@ -315,7 +361,6 @@ class TestCWalk:
         for pins in [
             guard.pins._replace(frozen=()),
             guard.pins._replace(mentions=b""),
-            guard.pins._replace(flags=()),
             (),
             None,
         ]:

@@ -1,4 +1,4 @@
-"""``analysis.hlo``: what is read of HLO text, and that no text can break it."""
+"""``analysis.hlo``: reading HLO text, and robustness against any text."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def program():
 
 
 def read_all(text):
-    """Asks for everything that can be asked of a text."""
+    """Reads everything that a text contains."""
     module = parse(text)
     for computation in module.computations:
         runs = module.runs[computation.name]
@@ -200,7 +200,7 @@ class ReadTest(parameterized.TestCase):
         assert module.source(one) == [("m.py", 3)]
         assert one.trip_count is None
 
-    def test_device_ids_of_the_groups_are_an_attribute_of_their_own(self):
+    def test_device_ids_are_a_separate_attribute(self):
         text = (
             "%a = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=4,'b'=2], "
             "device_ids=([2,4]T(1,0)) {'b'}, to_apply=%add"
@@ -243,7 +243,7 @@ class ReadTest(parameterized.TestCase):
             "t": None,
             "rs": 1,
         }
-        # No groups are all devices: 8 partitions of 2 replicas.
+        # Empty groups mean all devices: 8 partitions of 2 replicas.
         assert found["r"].group_size == 16
         assert found["rs"].bytes == 16 * 4
         assert (found["t"].group_size, found["t"].num_groups) == (2, 1)
@@ -349,7 +349,7 @@ class ReadTest(parameterized.TestCase):
         unknown = with_loops(Cost(None, None, None, "s"), parse(body.format("")))
         assert (unknown.flops, unknown.bytes_accessed) == (None, None)
 
-    def test_no_memory_is_no_memory(self):
+    def test_unknown_memory(self):
         assert memory_of(None, {"x": 1}) is None
 
 

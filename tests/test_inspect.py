@@ -1,4 +1,4 @@
-"""``inspect``: the table of parameters against the arrays, the collectives against known ones."""
+"""The table of parameters against the arrays, counts of collectives against known ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def row_of(tree):
 
 
 ARRAYS = {
-    "cut": lambda: place(jnp.ones((8, 16)), "data", "model"),
-    "cut_by_two_axes": lambda: place(jnp.ones((8, 16)), ("data", "model")),
+    "sharded": lambda: place(jnp.ones((8, 16)), "data", "model"),
+    "sharded_over_two_axes": lambda: place(jnp.ones((8, 16)), ("data", "model")),
     "replicated": lambda: place(jnp.ones((8, 16), jnp.bfloat16)),
     "scalar": lambda: place(jnp.array(1, jnp.int8)),
     "empty": lambda: place(jnp.ones((0, 4)), None, "model"),
@@ -130,7 +130,7 @@ class ParameterTableTest(parameterized.TestCase):
     def test_nothing(self):
         assert parameter_table({}) == []
 
-    def test_data_is_not_touched(self):
+    def test_deleted_arrays(self):
         array = place(jnp.ones((8, 16)), "data")
         before = parameter_table(array)
         array.delete()
@@ -150,8 +150,8 @@ class ParameterTableTest(parameterized.TestCase):
             parameter_table(tree)
 
 
-class SharingQuestionsTest(absltest.TestCase):
-    """What a row says is what JAX says of the array itself."""
+class ShardingPropertiesTest(absltest.TestCase):
+    """The properties of a row are those of the array's sharding."""
 
     def setUp(self):
         super().setUp()
@@ -160,7 +160,7 @@ class SharingQuestionsTest(absltest.TestCase):
         self.array = jax.device_put(jnp.ones((4, 6)), self.sharding)
         [self.row] = parameter_table({"w": nnx.Param(self.array)})
 
-    def test_answers_are_those_of_the_array(self):
+    def test_properties_are_those_of_the_array(self):
         own = self.array.sharding
         names = ("device_set", "addressable_devices", "num_devices", "memory_kind")
         for name in (*names, "is_fully_addressable", "is_fully_replicated"):
@@ -170,7 +170,7 @@ class SharingQuestionsTest(absltest.TestCase):
         held = sum(shard.data.nbytes for shard in self.array.addressable_shards)
         self.assertEqual(self.row.bytes_addressable, held)
 
-    def test_equivalent_layouts(self):
+    def test_equivalent_shardings(self):
         self.assertTrue(self.row.is_equivalent_to(self.sharding.update(spec=P("data"))))
         self.assertFalse(self.row.is_equivalent_to(self.sharding.update(spec=P("model"))))
 

@@ -117,7 +117,7 @@ class Splits:
 
 def records(own: guards.Guards) -> list[Any]:
     """What is known of each set of arguments."""
-    return [record for shelf in own._shelves.values() for record in shelf.records.values()]
+    return [*own._records.values()]
 
 
 def num_guards(own: guards.Guards) -> int:
@@ -350,7 +350,7 @@ class MemoryTestCase(parameterized.TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        # What was there before is no matter of these tests, and to look at it takes long.
+        # These tests ignore earlier objects, which would take long to inspect.
         gc.collect()
         gc.freeze()
         cls.addClassCleanup(gc.unfreeze)
@@ -510,7 +510,7 @@ class ReleaseTest(MemoryTestCase):
 
 
 class ReusedAddressesTest(parameterized.TestCase):
-    """A new object may lie where a guarded one did: the guard of the old one says nothing of it."""
+    """A new object may have the address of a guarded one, whose guard must not hold for it."""
 
     MODELS = 100
 

@@ -129,9 +129,9 @@ class UpdatesTest(parameterized.TestCase):
         model = Model()
         memory = Memory(model)
         for f, named in (
-            (lambda m: m.w, "m.w and output"),
-            (lambda m: {"a": m}, r"m.block.w and output\S*\ba\S*.block.w"),
-            (lambda m: (1.0, m.block), r"m.block.w and output\[1\].w"),
+            (lambda m: m.w, "output: the input m.w"),
+            (lambda m: {"a": m}, r"output\S*\ba\S*.block.w: the input m.block.w"),
+            (lambda m: (1.0, m.block), r"output\[1\].w: the input m.block.w"),
         ):
             with pytest.raises(ValueError, match=named):
                 nnx_sharding.jit(f, **options)(model)

@@ -1,4 +1,4 @@
-"""What a program gets with ``import nnx_sharding``, and what it does not pay for."""
+"""What ``import nnx_sharding`` imports, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ON_DEMAND = sorted(nnx_sharding._MODULES)
 
 
 @pytest.mark.parametrize("name", ON_DEMAND)
-def test_parts_come_when_they_are_asked_for(name):
+def test_parts_are_imported_on_demand(name):
     assert getattr(nnx_sharding, name) is importlib.import_module(f"nnx_sharding.{name}")
     assert name in dir(nnx_sharding)
 
 
-def test_other_names_are_errors():
+def test_unknown_names():
     with pytest.raises(AttributeError, match="no attribute 'placment'"):
         nnx_sharding.placment  # noqa: B018
 
 
-def test_parts_and_libraries_that_are_not_needed_are_not_imported():
+def test_nothing_else_is_imported():
     unwanted = [*(f"nnx_sharding.{name}" for name in ON_DEMAND), "orbax.checkpoint.checkpointers"]
     unwanted = [name for name in unwanted if name not in NEEDED]
     program = (
@@ -35,5 +35,5 @@ def test_parts_and_libraries_that_are_not_needed_are_not_imported():
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
-# The stages stand on the one, StateSharding on the other.
+# `stages` imports the first two, StateSharding the last.
 NEEDED = ("nnx_sharding.analysis", "nnx_sharding.diagnostics", "nnx_sharding.filters")

@@ -60,7 +60,7 @@ def real_report():
 
 
 @pytest.mark.parametrize("make", [reports.report, reports.empty, reports.large])
-def test_the_reports_here_are_what_is_written(make):
+def test_handmade_reports_have_the_form_of_written_ones(make):
     data = make()
     assert ProgramReport.from_dict(json.loads(json.dumps(data))).as_dict() == data
 
@@ -75,9 +75,9 @@ def test_any_text_stays_text(texts):
     data["hlo"] = "\n".join(texts)
     page = Parsed(html_page(data))
     assert json.loads(page.scripts[0]) == data
-    # Only rows and cells, of which the summary has more.
-    own = Parsed(html_page(plain))
-    allowed = {tag for tag, _ in own.tags} | {
+    # The texts add rows and cells to the summary, and no other elements.
+    plain_page = Parsed(html_page(plain))
+    allowed = {tag for tag, _ in plain_page.tags} | {
         "b",
         "span",
         "table",
@@ -92,18 +92,20 @@ def test_any_text_stays_text(texts):
 
 
 @pytest.mark.parametrize("text", reports.NASTY)
-def test_nasty_text_ends_nothing(text):
-    found = html_page({**reports.nasty(), "name": text}, title=text)
-    page = Parsed(found)
+def test_nasty_text_is_not_markup(text):
+    text_of_page = html_page({**reports.nasty(), "name": text}, title=text)
+    page = Parsed(text_of_page)
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert json.loads(page.scripts[0])["name"] == text
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', found, re.S)[1]
+    data = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', text_of_page, re.S
+    )[1]
     assert data.isascii()
     assert not set("<>&") & set(data)
-    found.encode()  # lone surrogates could not be written
+    text_of_page.encode()  # lone surrogates could not be written
 
 
-def test_numbers_that_json_has_not():
+def test_nan_and_infinity_become_null():
     roofline = {**reports.report()["roofline"], "compute_s": float("inf"), "memory_s": float("nan")}
     page = Parsed(html_page(reports.report(roofline=roofline)))
     assert json.loads(page.scripts[0])["roofline"]["compute_s"] is None
@@ -122,14 +124,14 @@ def test_title():
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (5, TypeError, "not 5"),
-        ([], TypeError, "a report is"),
+        (5, TypeError, "got 5"),
+        ([], TypeError, "expected a ProgramReport"),
         ({}, ValueError, "format None"),
         ({"format": "nnx_sharding.report", "version": 2}, ValueError, "version 2"),
         ({"format": "other", "version": 1}, ValueError, "'other'"),
     ],
 )
-def test_what_is_no_report(data, error, message, tmp_path):
+def test_rejects_other_data(data, error, message, tmp_path):
     path = tmp_path / "page.html"
     path.write_text("before")
     with pytest.raises(error, match=message):
@@ -158,7 +160,7 @@ def test_fragments_for_notebooks():
 
 
 def chromium():
-    """Where the browser is; the tests are skipped without one, unless it is required."""
+    """The path of the browser; without one the tests are skipped, unless it is required."""
     return os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -176,14 +178,14 @@ def browser():
             pytest.fail("NNX_SHARDING_BROWSER=required, but there is no chromium")
         pytest.skip("there is no chromium; its path can be given in CHROMIUM")
     with sync_playwright() as playwright:
-        # Chromium refuses its sandbox to root, as whom containers run.
+        # Containers run as root, for whom Chromium has no sandbox.
         started = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         yield started
         started.close()
 
 
 class Page:
-    """A page in a tab of its own, with all that it complained of or asked the network for."""
+    """A page in a separate tab, with its console messages, its errors and its requests."""
 
     def __init__(self, browser, folder, data, *, width=1280, **options):
         path = folder / "page.html"
@@ -212,10 +214,10 @@ class Page:
 
     def rows(self, section):
         """The names of the rows that a table shows."""
-        names = self.tab.locator(f"#{section} table.cards > tbody > tr > th")
+        names = self.tab.locator(f"#{section} > div > table > tbody > tr > th")
         return [name.strip() for name in names.all_inner_texts()]
 
-    def told(self, section):
+    def result(self, section):
         return self.tab.locator(f"#{section} output").inner_text()
 
     def overflows(self):
@@ -234,11 +236,11 @@ def test_parameters(browser, tmp_path):
         assert page.rows("parameters")[2:5] == ["[1]", ".up", ".down.kernel"]
         tab.get_by_role("button", name="[1]", exact=True).press("Enter")
         assert page.rows("parameters")[2:4] == ["[1]", "[2]"]
-        # Searching opens what is found.
+        # A search opens the nodes of its results.
         page.search("Search arrays", "UP kernel")
         assert page.rows("parameters") == ["model.blocks", *(f"[{i}].up.kernel" for i in range(3))]
-        assert page.told("parameters") == "3 of 14 arrays"
-        tab.get_by_role("radio", name="List").check()
+        assert page.result("parameters") == "3 of 14 arrays"
+        tab.get_by_label("View").select_option("List")
         assert page.rows("parameters") == [path for path in paths if path.endswith("up.kernel")]
         sums = tab.locator("#parameters tfoot data").evaluate_all("all => all.map((n) => n.value)")
         assert sums == [str(3 * 64 * 64 * 4), str(3 * 64 * 256 * 4)]
@@ -253,9 +255,11 @@ def test_parameters(browser, tmp_path):
         tab.keyboard.press("Enter")
         by_size.sort(key=lambda row: row["bytes_per_device"])
         assert page.rows("parameters") == [row["path"] for row in by_size]
-        sorted_by = tab.locator("#parameters th[aria-sort]")
-        assert sorted_by.get_attribute("aria-sort") == "ascending"
-        # Only what both axes cut.
+        sorted_by = tab.locator("#parameters th[aria-sort=ascending]")
+        assert sorted_by.inner_text().startswith("Bytes/device")
+        tab.keyboard.press("Enter")  # and then the order of the report
+        assert page.rows("parameters") == paths
+        # Only arrays that are sharded over both axes.
         tab.get_by_role("button", name=re.compile(r"^data \+ model")).click()
         assert set(page.rows("parameters")) == {p for p in paths if "down" in p} | {"x"}
         # What each device holds.
@@ -269,19 +273,19 @@ def test_parameters(browser, tmp_path):
 def test_collectives_program_and_colours(browser, tmp_path):
     with Page(browser, tmp_path, reports.report(), color_scheme="light") as page:
         tab = page.tab
-        sums = tab.locator("#collectives .scroll tfoot data").evaluate_all(
+        sums = tab.locator("#collectives > div tfoot data").evaluate_all(
             "all => all.map((n) => Number(n.value))"
         )
         # 2048 / 2 once over model, 4096 / 2 three times over data, 100 / 2 at least once.
         assert sums == [1024, 3 * 2048, 50, 1024 + 3 * 2048 + 50]
-        header = tab.locator("#collectives thead").get_by_role("button", name="Sent per device")
+        header = tab.locator("#collectives thead").get_by_role("button", name="Bytes sent")
         header.click()
         assert page.tab.locator("#collectives .link").all_inner_texts() == [
             "all-gather.7",
             "all-reduce.3",
             "all-gather.8",
         ]
-        # The program is folded until someone opens it, the entry first.
+        # The program is folded at first; the entry comes first.
         heads = tab.locator("#program summary .path").all_inner_texts()
         assert heads == ["%main.9 entry", "Header", "%add.1", "%body"]
         assert tab.locator("#program .line").count() == 0
@@ -293,9 +297,9 @@ def test_collectives_program_and_colours(browser, tmp_path):
             "all => all.map((n) => n.dataset.number)"
         )
         assert numbers == [str(3 + i) for i in range(len(body))]
-        # Only lines with what is searched, which no longer is a pattern.
+        # Only matching lines; the query is plain text, not a pattern.
         page.search("Search the program", "f32[] PARAMETER(")
-        assert page.told("program") == "2 found in 1 part"
+        assert page.result("program") == "2 found in 1 part"
         tab.locator("#program mark").first.wait_for()
         assert tab.locator("#program mark").all_inner_texts() == ["f32[] parameter("] * 2
         tab.get_by_role("button", name="Show all lines").click()
@@ -307,12 +311,12 @@ def test_collectives_program_and_colours(browser, tmp_path):
         # The colours.
         shade = "getComputedStyle(document.body).backgroundColor"
         light = tab.evaluate(shade)
-        tab.get_by_role("radio", name="Dark").check()
+        tab.get_by_label("Colours").select_option("Dark")
         dark = tab.evaluate(shade)
         assert light != dark
         tab.reload()
         assert tab.evaluate(shade) == dark  # the choice is kept
-        tab.get_by_role("radio", name="Auto").check()
+        tab.get_by_label("Colours").select_option("Auto")
         assert tab.evaluate(shade) == light
         tab.emulate_media(color_scheme="dark")
         assert tab.evaluate(shade) == dark
@@ -337,16 +341,19 @@ def test_comparison(browser, tmp_path):
 
 
 def test_best_is_marked_with_words(browser, tmp_path):
-    with Page(browser, tmp_path, reports.comparison(memory_limit=None)) as page:
+    comparison = reports.comparison(memory_limit=None, best={"peak": "tp", "bytes_sent": "dp"})
+    assert "★ 1.00 KiB" in html_page(comparison)
+    with Page(browser, tmp_path, comparison) as page:
         lines = page.tab.locator("#comparison tbody > tr").all_inner_texts()
         assert "285 KiB ★ best" in lines[0]
+        assert lines[0].count("★") == 1
         assert "1.00 KiB ★ best" in lines[1]
 
 
 def test_injection(browser, tmp_path):
     with Page(browser, tmp_path, reports.nasty()) as page:
         tab = page.tab
-        tab.get_by_role("radio", name="List").check()
+        tab.get_by_label("View").select_option("List")
         shown = tab.locator("#parameters tbody th").all_inner_texts()
         assert any(reports.NASTY[2] in text for text in shown)
         for name in tab.locator("#parameters .fold").all()[:3]:
@@ -363,12 +370,12 @@ def test_injection(browser, tmp_path):
         assert page.tab.locator("#comparison tbody > tr").count() == len(named) + 1
 
 
-def test_the_policy_holds(browser, tmp_path):
+def test_content_security_policy(browser, tmp_path):
     page = Page(browser, tmp_path, reports.report())
     refused = page.tab.evaluate(
         """async () => {
-          const found = [];
-          const note = (event) => found.push(event.effectiveDirective);
+          const refused = [];
+          const note = (event) => refused.push(event.effectiveDirective);
           document.addEventListener("securitypolicyviolation", note);
           const script = document.createElement("script");
           script.textContent = "window.hacked = 1";
@@ -378,7 +385,7 @@ def test_the_policy_holds(browser, tmp_path):
           style.textContent = "body { display: none }";
           document.body.append(style);
           await new Promise((done) => setTimeout(done, 100));
-          return found;
+          return refused;
         }"""
     )
     assert sorted(refused) == ["connect-src", "script-src-elem", "style-src-elem"]
@@ -396,15 +403,17 @@ def test_phone(browser, tmp_path, make):
         for width in (320, 390, 740, 900):
             page.tab.set_viewport_size({"width": width, "height": 900})
             assert not page.overflows(), width
+            figures = page.tab.locator("#comparison td data, #parameters td data").all()
+            assert all(figure.is_visible() for figure in figures[:50]), width
 
 
-def test_nothing_is_known(browser, tmp_path):
+def test_report_in_which_everything_is_unknown(browser, tmp_path):
     for data in (reports.empty(), {"format": "nnx_sharding.report", "version": 1}):
         with Page(browser, tmp_path, data) as page:
             assert page.tab.locator("main section").count() == 6
     nothing = {"format": "nnx_sharding.comparison", "version": 1, "reports": {}}
     with Page(browser, tmp_path, nothing) as page:
-        assert page.told("comparison") == "0 strategies"
+        assert page.result("comparison") == "0 strategies"
 
 
 def test_meshes_of_other_ranks(browser, tmp_path):
@@ -415,11 +424,27 @@ def test_meshes_of_other_ranks(browser, tmp_path):
         for size in axes.values():
             count *= size
         with Page(browser, tmp_path, reports.report(mesh=mesh, parameters=rows)) as page:
-            shown = page.tab.locator("#mesh td:not([hidden])").count()
+            shown = page.tab.locator("#mesh td").count()
             assert shown == min(count, 1024)
             assert ("3,072 devices more" in page.tab.locator("#mesh").inner_text()) == (
                 count > 1024
             )
+
+
+def test_specs_of_other_forms(browser, tmp_path):
+    axes = {"data": 2, "model": 4}
+    rows = [reports.parameter(name, (8, 4), ["data"], axes) for name in ("sums", "other", "none")]
+    rows[0]["spec"] = {"partitions": ["data", None], "unreduced": ["model"], "reduced": []}
+    rows[1]["spec"], rows[2]["spec"] = "GSPMDSharding(<maximal>)", None
+    data = reports.report(parameters=rows)
+    expected = ("unreduced over model", "GSPMDSharding(<maximal>)", "no spec")
+    static = Parsed(html_page(data)).text
+    with Page(browser, tmp_path, data) as page:
+        text = page.tab.locator("#parameters").inner_text()
+        for part in expected:
+            assert part in static and part in text
+        # Without a named spec, which slices the devices hold is unknown.
+        assert page.tab.locator("#parameters .fold").count() == 1
 
 
 def test_without_javascript(browser, tmp_path):
@@ -446,9 +471,9 @@ CONTRAST = """() => {
     node ? [...behind(node.parentElement), getComputedStyle(node).backgroundColor] : ["white"];
   const low = [];
   for (const node of document.querySelectorAll("body *")) {
-    const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    const hasText = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
     const isSeen = node.checkVisibility({ visibilityProperty: true }) && !node.closest(".skip");
-    if (!own || !isSeen) continue;
+    if (!hasText || !isSeen) continue;
     const ground = behind(node);
     const [a, b] = [light([...ground, getComputedStyle(node).color]), light(ground)];
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
@@ -464,9 +489,9 @@ def test_contrast(browser, tmp_path, scheme):
     axes = {f"axis{i}": 1 for i in range(8)}
     mesh = {"axes": axes, "axis_types": {}, "device_ids": None}
     rows = [reports.parameter(axis, (2,), [axis], axes) for axis in axes]
-    found = reports.comparison()
-    found["reports"]["tp"] |= {"mesh": mesh, "parameters": rows}
-    with Page(browser, tmp_path, found, color_scheme=scheme) as page:
+    comparison = reports.comparison()
+    comparison["reports"]["tp"] |= {"mesh": mesh, "parameters": rows}
+    with Page(browser, tmp_path, comparison, color_scheme=scheme) as page:
         page.tab.get_by_text("%main.9").click()
         assert page.tab.evaluate(CONTRAST) == []
 
@@ -492,7 +517,7 @@ def test_large_program(browser, tmp_path):
         tab.locator("#program summary").first.wait_for()
         loaded = time.perf_counter() - start
         assert tab.evaluate("document.querySelectorAll('*').length") < 20_000
-        tab.get_by_role("radio", name="List").check()
+        tab.get_by_label("View").select_option("List")
         assert len(page.rows("parameters")) == 200
         tab.locator("#parameters .more").click()
         assert len(page.rows("parameters")) == 400
@@ -508,27 +533,29 @@ def test_large_program(browser, tmp_path):
               return new Promise((done) => setTimeout(() => done(performance.now() - start), 121));
             }"""
         )
-        assert page.told("parameters") == "10 of 5,000 arrays"
-        assert page.told("program") == "1 found in 1 part"
-        # Generous: machines that run tests are busy.
+        assert page.result("parameters") == "10 of 5,000 arrays"
+        assert page.result("program") == "1 found in 1 part"
+        # Generous limits: machines that run tests are busy.
         assert loaded < 20
         assert took < 5000
         print(f"loaded in {loaded:.2f} s, searched in {took - 121:.0f} ms")
 
 
 def test_comparison_of_real_reports(browser, tmp_path):
-    found = Comparison({"tp": real_report(), "pp": Failure("ValueError: <b>")}, 2**30, {"tp": 1.5})
-    assert "&lt;b&gt;" in found._repr_html_()
-    with Page(browser, tmp_path, found) as page:
+    comparison = Comparison(
+        {"tp": real_report(), "pp": Failure("ValueError: <b>")}, 2**30, {"tp": 1.5}
+    )
+    assert "&lt;b&gt;" in comparison._repr_html_()
+    with Page(browser, tmp_path, comparison) as page:
         text = page.tab.locator("#comparison").inner_text()
         for part in ("fits", "1.50 s", "TPU v5e", "ValueError: <b>"):
             assert part in text
 
 
 def test_parameters_of_a_module(browser, tmp_path):
-    found = real_report()
-    with Page(browser, tmp_path, found) as page:
-        assert page.rows("parameters") == [row.path for row in found.parameters]
+    report = real_report()
+    with Page(browser, tmp_path, report) as page:
+        assert page.rows("parameters") == [row.path for row in report.parameters]
         text = page.tab.locator("#collectives").inner_text()
         assert "all-reduce" in text and "model" in text
 

@@ -1,4 +1,4 @@
-"""``place``: every kind of source and target, and every mistake."""
+"""``place``: every kind of source and target, and all errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on(devices, shape, spec, kind=None):
     return NamedSharding(mesh, spec, memory_kind=kind)
 
 
-# Where arrays are, or are to be.
+# Shardings of sources and targets.
 PLACES = {
     "one": CPU0,
     "other one": SingleDeviceSharding(jax.devices()[5]),
@@ -140,6 +140,8 @@ class EveryWayTest(parameterized.TestCase):
         x = source("mesh")
         new = place([x, x, x], [P(), P("data"), None], MESH, donate=True)
         assert not x.is_deleted() and new[2] is x
+        new = place([x, x], [P("data"), None], MESH, donate=True)
+        assert not x.is_deleted() and new[1] is x
 
     def test_numpy_memory_is_not_shared(self):
         x = np.zeros((512, 512), np.float32)
@@ -239,7 +241,7 @@ class CountTest(parameterized.TestCase):
         assert compiled == []
 
     def test_no_full_array_is_fetched_or_kept(self):
-        """Parts of an array of other devices are put together for each device."""
+        """Shards of an array on other devices are assembled for each device."""
         x = jax.device_put(np.ones((64, 64), np.float32), PLACES["first half"])
         before = len(jax.live_arrays())
         y = place(x, on(DEVICES[4:], (4, 1), P("a")))
@@ -247,7 +249,7 @@ class CountTest(parameterized.TestCase):
         assert len(jax.live_arrays()) - before <= 1 + 2 * len(y.addressable_shards)
         assert getattr(x, "_npy_value", None) is None
 
-    def test_what_is_in_place_stays(self):
+    def test_placed_arrays_are_not_moved(self):
         model = place(MLP(), mlp_specs(), MESH)
         before = values_of(model)
         with programs() as compiled:
@@ -275,7 +277,7 @@ def assert_same_numbers(ours, theirs):
 
 
 class Shared(nnx.Module):
-    """Shared Variables and modules, a cycle, statics, a bare array and one of NumPy."""
+    """Shared Variables and modules, a cycle, statics, a bare array and a NumPy array."""
 
     def __init__(self):
         self.one = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
@@ -328,7 +330,7 @@ class ModelTest(parameterized.TestCase):
         x["b"][:] = 2
         assert new["b"].max() == 1
 
-    def test_none_leaves_alone(self):
+    def test_none_leaves_arrays_as_they_are(self):
         model = MLP()
         up, down = model.up.kernel[...], model.down.kernel[...]
         place({"m": model, "x": VALUE}, {"m": None, "x": P()}, MESH)
@@ -441,9 +443,9 @@ class MistakesTest(parameterized.TestCase):
         assert model.down.kernel.sharding.spec == P(None, None)
         assert model.up.kernel.sharding.spec == P(None, "model")
         self.unchanged(StrictError, ("corrected",), P("model"), on_indivisible="drop", strict=True)
-        own = StateSharding({...: P("model")}, on_indivisible="replicate")
+        rules = StateSharding({...: P("model")}, on_indivisible="replicate")
         with pytest.warns(CorrectedSpecWarning):
-            place(model, own, MESH)
+            place(model, rules, MESH)
         assert model.up.kernel.sharding.spec == P()
 
     def test_unused_filters(self):
@@ -459,7 +461,7 @@ class MistakesTest(parameterized.TestCase):
 
 
 class OthersTest(parameterized.TestCase):
-    """Constraints outside of traces, and the first placement of ``jit``, go the same way."""
+    """Constraints outside of traces move arrays in the same way."""
 
     def test_constraints_move_between_devices(self):
         x = jax.device_put(VALUE, PLACES["first half"])
@@ -467,7 +469,7 @@ class OthersTest(parameterized.TestCase):
             y = with_sharding_constraint(x, PLACES["reversed"])
         assert compiled == [] and y.sharding.is_equivalent_to(PLACES["reversed"], 2)
 
-    def test_constraints_name_what_was_deleted(self):
+    def test_constraints_name_deleted_arrays(self):
         x = jnp.ones(8)
         x.delete()
         with fails(ValueError, "tree, shape (8,)", "deleted"):

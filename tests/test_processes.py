@@ -1,4 +1,4 @@
-"""Several processes: the launcher, and what the library does in them."""
+"""Several processes: the launcher, and the library in them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from absl.testing import parameterized
 
 from models import mesh_of
 from nnx_sharding.cli.main import main
-from nnx_sharding.testing import launch
-from nnx_sharding.testing.environment import DEVICE_COUNT, environment_of, reserve_port
+from nnx_sharding.testing import launch, worker
+from nnx_sharding.testing.launcher import DEVICE_COUNT, environment_of, reserve_port
 from nnx_sharding.testing.output import Output
 
 WORKERS = Path(__file__).parent / "processes"
@@ -31,26 +31,22 @@ import os, signal, subprocess, sys, time
 
 rank = int(os.environ["SLURM_PROCID"])
 """
-QUICK = 15  # seconds after which a launch has to be over
+QUICK = 15  # seconds within which a launch has to end
 
-linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
+linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 
 
 def running(text):
     """The processes that have a text in their command line."""
-    found = []
+    processes = []
     for folder in Path("/proc").iterdir():
         try:
             words, state = (folder / "cmdline").read_bytes(), (folder / "stat").read_text()
         except OSError:
             continue
         if folder.name.isdigit() and text.encode() in words and ") Z" not in state:
-            found.append(int(folder.name))
-    return [process for process in found if process != os.getpid()]
-
-
-def is_child_of(parent):
-    return lambda process: f"PPid:\t{parent}\n" in Path(f"/proc/{process}/status").read_text()
+            processes.append(int(folder.name))
+    return [process for process in processes if process != os.getpid()]
 
 
 def ended(text, seconds=QUICK):
@@ -79,7 +75,7 @@ class Case(parameterized.TestCase):
 
 
 class OutputTest(Case):
-    def test_lines_have_their_rank(self):
+    def test_lines_have_a_rank(self):
         script = self.script(
             r"""
             print("out", rank, sys.argv[1:])
@@ -118,7 +114,7 @@ class OutputTest(Case):
         assert "".join(part.removeprefix("[0] ") for part in parts) == "b" * 5_000_000
         assert all(len(part) < 2 << 20 for part in parts)
         assert err.startswith("[0] " + "c" * 500_000 + "\n")
-        assert err.endswith("\n  " + "c" * 2000 + " ... 498000 more bytes\n")
+        assert err.endswith("\n  " + "c" * 2000 + " ... 498000 more characters\n")
 
     def test_timeout_while_a_line_does_not_end(self):
         script = self.script("while True: os.write(1, b'a' * 10_000)")
@@ -128,21 +124,21 @@ class OutputTest(Case):
         assert time.monotonic() - start < QUICK
         assert ended(script)
 
-    def test_ends_of_lines_that_come_in_parts(self):
-        output = Output(1, (io.StringIO(), io.StringIO()), lambda: None)
+    def test_line_ends_split_between_reads(self):
+        shown = io.StringIO()
+        with mock.patch("sys.stdout", shown):
+            output = Output(1, lambda: None)
         reading, writing = os.pipe()
-        with open(reading, "rb", buffering=0) as pipe, open(os.devnull, "rb") as nothing:
-            output.follow(0, pipe, nothing)
+        with open(reading) as pipe, open(os.devnull) as nothing:
+            output.follow(0, mock.Mock(stdout=pipe, stderr=nothing))
             for part in (b"a\r", b"\nb\r", b"c\n\n", b"d\r", b"\r", b"e\r"):
                 os.write(writing, part)
                 time.sleep(0.05)
             os.close(writing)
-            output.finish(QUICK)
-        assert output._streams[0].getvalue() == "".join(
-            f"[0] {x}\n" for x in ["a", "b", "c", "", "d", "", "e"]
-        )
+            output.finish(QUICK, str)
+        assert shown.getvalue() == "".join(f"[0] {x}\n" for x in ["a", "b", "c", "", "d", "", "e"])
 
-    def test_output_comes_at_once(self):
+    def test_output_is_shown_at_once(self):
         script = self.script(r"sys.stdout.buffer.write(b'here \xff\n'); time.sleep(100)")
         with subprocess.Popen(
             [sys.executable, "-m", "nnx_sharding", "launch", "--grace", "1", script],
@@ -154,7 +150,7 @@ class OutputTest(Case):
             assert launcher.wait(QUICK) == 128 + signal.SIGINT
         assert ended(script)
 
-    def test_nobody_reads(self):
+    def test_closed_stdout(self):
         script = self.script("while True: print('here'); time.sleep(0.01)")
         launcher = f"{sys.executable} -m nnx_sharding launch {script}; echo $? > {self.folder}/code"
         subprocess.run(f"({launcher}) | head -n 1", shell=True, timeout=60, check=True)
@@ -171,19 +167,19 @@ class EnvironmentTest(Case):
             "SLURM_JOB_ID": "17",
             "HOME": "/home",
         }
-        found = environment_of(1, 2, 4, "cpu", "127.0.0.1:1", inherited)
-        assert found["XLA_FLAGS"].split() == ["--xla_a=1", "--xla_b=2", f"{DEVICE_COUNT}=4"]
-        assert found["JAX_LOCAL_DEVICE_IDS"] == "4,5,6,7"
-        assert (found["SLURM_JOB_ID"], found["HOME"]) == ("17", "/home")
-        assert not {"JAX_NUM_CPU_DEVICES", "OMPI_COMM_WORLD_SIZE"} & set(found)
+        environment = environment_of(1, 2, 4, "cpu", "127.0.0.1:1", inherited)
+        assert environment["XLA_FLAGS"].split() == ["--xla_a=1", "--xla_b=2", f"{DEVICE_COUNT}=4"]
+        assert environment["JAX_LOCAL_DEVICE_IDS"] == "4,5,6,7"
+        assert (environment["SLURM_JOB_ID"], environment["HOME"]) == ("17", "/home")
+        assert not {"JAX_NUM_CPU_DEVICES", "OMPI_COMM_WORLD_SIZE"} & set(environment)
 
-    def test_ports_differ_as_long_as_they_are_kept(self):
+    def test_reserved_ports_differ(self):
         held = [reserve_port() for _ in range(20)]
         assert len({port.getsockname()[1] for port in held}) == 20
         for port in held:
             port.close()
 
-    def test_program_is_run_as_python_runs_it(self):
+    def test_program_runs_as_with_python(self):
         text = """
             if __name__ == "__main__":
                 import beside
@@ -219,8 +215,9 @@ class FailureTest(Case):
         ("os._exit(5)", 5, "with exit code 5", None),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"by signal 9 \(SIGKILL\)", None),
         ("os.abort()", 134, r"by signal 6 \(SIGABRT\)", None),
+        ("os.kill(os.getppid(), signal.SIGKILL)", 137, r"by signal 9 \(SIGKILL\)", None),
     )
-    def test_first_failure_is_told(self, fault, expected, how, last):
+    def test_first_failure_is_reported(self, fault, expected, how, last):
         script = self.script(
             f"""
             if rank == 1:
@@ -250,12 +247,12 @@ class FailureTest(Case):
         assert "[0] end" in out
         assert ended(script)
 
-    def test_error_is_told_before_python_ends(self):
+    def test_error_is_reported_before_exit_handlers(self):
         script = self.script(
             """
             import atexit
             if rank == 0:
-                atexit.register(time.sleep, 100)  # so does JAX: it waits for the others
+                atexit.register(time.sleep, 100)  # as JAX, which waits for the others
                 raise KeyError("first")
             time.sleep(100)
             """
@@ -265,7 +262,7 @@ class FailureTest(Case):
         assert "process 0 failed with exit code 1" in err
         assert ended(script)
 
-    def test_death_comes_before_the_errors_that_it_causes(self):
+    def test_death_is_reported_before_the_errors_it_causes(self):
         # Each process takes a second to end, but its connections are closed before.
         script = self.script(
             """
@@ -293,15 +290,15 @@ class FailureTest(Case):
         code, _, err = self.launch("--timeout", "1", "--grace", "0.5", script)
         assert code == 124
         assert 1 <= time.monotonic() - start < QUICK
-        assert "launch: not done in time, after 1." in err
+        assert "launch: timed out, after 1." in err
         assert ended(script)
 
-    def test_success_leaves_nothing_either(self):
+    def test_success_leaves_no_process(self):
         mark = f"100.{os.getpid()}"
         script = self.script(
             f"""
             time.sleep(0.3 * rank)
-            subprocess.Popen(["sleep", "{mark}"], start_new_session=True, env=dict(os.environ))
+            subprocess.Popen(["sleep", "{mark}"], start_new_session=True, env={{}})
             sys.exit(0)
             """
         )
@@ -310,7 +307,7 @@ class FailureTest(Case):
 
 
 class EndTest(Case):
-    """Signals to the launcher; the program starts processes of its own, which leave the group."""
+    """Signals to the launcher of a program that starts processes, also in other sessions."""
 
     @linux
     @parameterized.parameters((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9))
@@ -333,14 +330,13 @@ class EndTest(Case):
         ) as launcher:
             assert "ready" in launcher.stdout.readline() and "ready" in launcher.stdout.readline()
             assert len(running(mark)) == 4
-            [warden] = filter(is_child_of(launcher.pid), running("launching/ending.py"))
+            workers = set(running(worker.__file__))
+            assert len(workers & set(running(script))) == 4  # each forks to run the program
             launcher.send_signal(number)
             _, err = launcher.communicate(timeout=QUICK)
             assert launcher.returncode == expected
             if expected > 0:
                 assert f"launch: ended by signal {number:d} ({number.name})" in err
-            while warden in running("launching/ending.py"):
-                time.sleep(0.05)
         assert ended(mark) and ended(script)
 
 
@@ -352,14 +348,14 @@ class UsageTest(Case):
         (["launch", "-m"], "which module"),
         (["launch", "nothing.py"], "there is no file nothing.py"),
         (["launch", "-m", "nothing_like_it.at_all"], "there is no module nothing_like_it.at_all"),
-        (["launch", "--processes", "0", "x.py"], "at least 1, not 0"),
+        (["launch", "--processes", "0", "x.py"], "must be from 1 to 10000, not 0"),
         (["launch", "--processes", "two", "x.py"], "invalid"),
-        (["launch", "--devices-per-process", "-1", "x.py"], "at least 1, not -1"),
-        (["launch", "--processes", "99999999", "x.py"], "at most 10000, not 99999999"),
-        (["launch", "--devices-per-process", "99999999", "x.py"], "at most 10000"),
+        (["launch", "--devices-per-process", "-1", "x.py"], "must be from 1 to 10000, not -1"),
+        (["launch", "--processes", "99999999", "x.py"], "from 1 to 10000, not 99999999"),
+        (["launch", "--devices-per-process", "99999999", "x.py"], "from 1 to 10000"),
         (["launch", "--timeout", "0", "x.py"], "more than 0, not 0"),
         (["launch", "--timeout", "nan", "x.py"], "more than 0, not nan"),
-        (["launch", "--grace", "soon", "x.py"], "invalid"),
+        (["launch", "--grace", "soon", "x.py"], "could not convert"),
         (["launch", "--proceses", "2", "x.py"], "unrecognized arguments: --proceses"),
     )
     def test_wrong_usage(self, words, expected):
@@ -372,7 +368,7 @@ class UsageTest(Case):
         assert main(["launch", "--help"]) == 0
         assert "--devices-per-process" in self.capsys.readouterr().out
 
-    def test_errors_have_a_traceback_if_asked_for(self):
+    def test_traceback_option(self):
         def fail(*_, **__):
             raise OSError("no more processes")
 
@@ -383,7 +379,7 @@ class UsageTest(Case):
         with pytest.raises(OSError, match="no more"):
             main(["launch", "--traceback", script])
 
-    def test_function_checks_its_arguments(self):
+    def test_arguments_of_the_function(self):
         with pytest.raises(ValueError, match=r"processes is at least 1, not 0; .* is empty"):
             launch([], processes=0)
         with pytest.raises(ValueError, match="at most 10000 devices in all, got 200 processes of"):
@@ -394,22 +390,22 @@ class LibraryTest(Case):
     """With 2 processes of 4 devices each."""
 
     def work(self, *words):
-        # Half of the time goes into code that runs a few times.
+        # The programs run only a few times.
         flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
         self.monkeypatch.setenv("XLA_FLAGS", flags)
         return self.launch("--devices-per-process", "4", "--timeout", "240", *words)
 
-    def test_all_that_takes_arrays(self):
+    def test_functions_of_arrays(self):
         code, out, err = self.work(str(WORKERS / "library.py"))
         assert code == 0, err
         assert "[0] ok 0" in out and "[1] ok 1" in out
 
-    def test_batches_have_every_row_once(self):
+    def test_batches_contain_each_row_once(self):
         code, out, err = self.work(str(WORKERS / "batches.py"))
         assert code == 0, err
         assert "[0] ok" in out and "[1] ok" in out
 
-    def test_losses_are_those_of_one_process(self):
+    def test_losses_match_one_process(self):
         code, out, err = self.work(str(WORKERS / "training.py"))
         assert code == 0, err
         self.monkeypatch.syspath_prepend(WORKERS)
@@ -422,7 +418,7 @@ class LibraryTest(Case):
         *_, losses = training.transformer.train_sharded(training.CONFIG, training.STEPS, mesh)
         assert len(shown) == training.STEPS
         for step, loss in shown.items():
-            assert abs(loss - losses[step]) < 2e-4  # of which 5e-5 are lost in print
+            assert abs(loss - losses[step]) < 2e-4  # 5e-5 is the precision of the output
         demo = [json.loads(line[4:])["demo"] for line in out.splitlines() if '"demo"' in line]
         assert len(demo) == 2 and demo[0] == demo[1]
         assert jax.process_count() == 1

@@ -1,4 +1,4 @@
-"""The pictures in the terminal, and who holds which part of an array."""
+"""The pictures in the terminal, and which device holds which slice of an array."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def is_shown(text):
     return text.replace("\n", "").isprintable() and "hacked" in text
 
 
-def test_what_is_printed_controls_no_terminal():
+def test_output_has_no_control_sequences():
     text = json.dumps(reports.report()).replace("blocks", json.dumps(HOSTILE)[1:-1])
     text = text.replace('"data', '"' + json.dumps(HOSTILE)[1:-1])
     report = ProgramReport.from_dict({**json.loads(text), "name": HOSTILE})
@@ -199,7 +199,7 @@ def test_what_is_printed_controls_no_terminal():
 
 
 def nasty():
-    """A report of hostile texts, as far as a report allows any."""
+    """A report of hostile texts, where a report allows any text."""
     found = reports.nasty()
     versions = dict.fromkeys(("nnx_sharding", "jax", "flax", "python"), reports.NASTY[0])
     for one in found["collectives"]:

@@ -396,7 +396,7 @@ class DescriptionTest(absltest.TestCase):
 
     def test_export(self):
         exported = export(jit(total, in_shardings=SUMMANDS))(summands())
-        self.assertEqual(exported.manifest.inputs[0].unreduced, ("x",))
+        self.assertEqual(exported.manifest.inputs[0].spec.unreduced, frozenset({"x"}))
         self.assertIn("unreduced={'x'}", str(exported.manifest))
         np.testing.assert_array_equal(exported.call(summands()).output, X @ W)
         self.assertEqual(

@@ -1,8 +1,7 @@
-"""Finds words that are not the field's: ``python tools/check_words.py [FILE_OR_FOLDER ...]``.
+"""Finds words to avoid: ``python tools/check_words.py [FILE_OR_FOLDER ...]`` (``make lint``).
 
-The terms of the project are those of JAX's documentation: shard, replicate, partition, reshard,
-leaf, pytree prefix, trace, retrace, cache hit, donate, upper bound, roofline. What is listed here
-has been written in their place before.
+The project uses the terms of JAX's documentation: shard, replicate, partition, reshard, leaf,
+pytree prefix, trace, retrace, cache hit, donate, upper bound, roofline.
 """
 
 import re
@@ -10,11 +9,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "nnx_sharding", "tests")
-HERE += ("examples", "benchmarks", "tools")
-KINDS = {".py", ".pyi", ".md", ".c", ".js", ".html"}
+CHECKED = "README.md CONTRIBUTING.md CHANGELOG.md docs nnx_sharding tests examples benchmarks tools"
+SUFFIXES = {".py", ".pyi", ".md", ".c", ".js", ".html"}
 
-BANNED = {
+INSTEAD = {
     r"cuts?|cutting": "shard, partition",
     r"whole": "fully replicated, full, complete",
     r"anew": "again; for a layout: reshard",
@@ -31,31 +29,27 @@ BANNED = {
     r"taken apart|takes apart|take apart": "split, flattened",
     r"in the way of|by way of": "like",
 }
-PATTERN = re.compile("|".join(rf"\b(?P<g{i}>{p})\b" for i, p in enumerate(BANNED)))
-INSTEAD = dict(enumerate(BANNED.values()))
+PATTERNS = {re.compile(rf"\b(?:{words})\b"): instead for words, instead in INSTEAD.items()}
 
 
-def files(places: list[str]) -> list[Path]:
-    """All text files in these places."""
-    found = []
-    for place in places or [str(ROOT / name) for name in HERE]:
-        path = Path(place)
-        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-        found += [p for p in inside if p.suffix in KINDS and "_build" not in p.parts]
-    return [path for path in found if path.name != Path(__file__).name]
+def files(paths: list[Path]) -> list[Path]:
+    """The text files that are, or are in, these paths."""
+    paths = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+    texts = (p for p in paths if p.suffix in SUFFIXES and "_build" not in p.parts)
+    return sorted(p for p in texts if p.name != Path(__file__).name)
 
 
-def main(places: list[str]) -> int:
-    """Prints each place of a banned word; returns 1 if there is any."""
+def main(arguments: list[str]) -> int:
+    """Prints each of the words; returns 1 if there are any."""
     count = 0
-    for path in files(places):
+    for path in files([Path(a) for a in arguments] or [ROOT / name for name in CHECKED.split()]):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            for match in PATTERN.finditer(line):
-                instead = INSTEAD[int((match.lastgroup or "g0")[1:])]
-                print(f"{path}:{number}: {match[0]!r} (write: {instead}): {line.strip()}")
-                count += 1
+            for pattern, instead in PATTERNS.items():
+                for match in pattern.finditer(line):
+                    print(f"{path}:{number}: {match[0]!r} (write: {instead}): {line.strip()}")
+                    count += 1
     if count:
-        print(f"{count} banned words", file=sys.stderr)
+        print(f"{count} words to avoid", file=sys.stderr)
     return int(bool(count))
 
 

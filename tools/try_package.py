@@ -1,7 +1,6 @@
-"""Builds sdist and wheel, installs each into an empty environment, and tries it there.
+"""Builds sdist and wheel, installs each in a new environment, and tries it there.
 
-``python tools/try_package.py`` (``make package``) needs the package ``build``; what it built is in
-``dist/``.
+``python tools/try_package.py`` (``make package``) needs ``build``, and leaves both in ``dist/``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ print("works:", home)
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
-    """Runs a command, with eight virtual devices and without this source tree in reach."""
+    """Runs a command with eight virtual devices, and without this source tree on the path."""
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     unset = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     subprocess.run(list(map(str, command)), cwd=cwd, env={**unset, **flags}, check=True)
@@ -58,7 +57,7 @@ def main() -> int:
     """Builds, installs and tries; raises where one of these fails."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    # The wheel is built from the sdist, so it shows that nothing is missing there.
+    # The wheel is built from the sdist, which is therefore complete.
     run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
     [sdist], [wheel] = dist.glob("*.tar.gz"), dist.glob("*.whl")
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 
 
@@ -18,8 +17,8 @@ class Device:
       memory_bytes: the size of its memory.
       memory_bandwidth: bytes per second from and to its memory.
       interconnect_bandwidth: bytes per second that it can send to others of its kind over all
-        of its links together, in one direction; ``math.inf`` for a device that is alone.
-      source: where the figures are from.
+        of its links together, in one direction; ``math.inf`` for a single device.
+      source: the source of the figures.
 
     Raises:
       ValueError: a figure is not positive.
@@ -38,26 +37,18 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        figures = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("name", "source")
-        }
-        wrong = [f"{name} = {value!r}" for name, value in figures.items() if not _positive(value)]
+        names = ("flops", "memory_bytes", "memory_bandwidth", "interconnect_bandwidth")
+        figures = {name: getattr(self, name) for name in names}
+        wrong = [f"{name} = {n!r}" for name, n in figures.items() if not n > 0]  # or is NaN
         if wrong:
             raise ValueError(f"Device {self.name!r}: not positive: {', '.join(wrong)}.")
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not math.isnan(value) and value > 0
 
 
 def device(name: str) -> Device:
     """The figures of a device.
 
     Args:
-      name: a key of ``DEVICES``, or what ``jax.Device.device_kind`` says of it; case does not
-        matter.
+      name: a key of ``DEVICES`` or a ``jax.Device.device_kind``, in upper or lower case.
 
     Raises:
       ValueError: the device is not in the table.
@@ -69,23 +60,23 @@ def device(name: str) -> Device:
       >>> device("TPU v5e").flops
       197000000000000.0
     """
-    found = known(name)
-    if found is None:
+    peak = known(name)
+    if peak is None:
         keys = {key.lower(): key for key in DEVICES}
         close = difflib.get_close_matches(name.lower(), keys, 1, 0.75)
         hint = f" Did you mean {keys[close[0]]!r}?" if close else ""
         raise ValueError(
             f"there are no figures for the device {name!r}.{hint} Known are "
-            f"{', '.join(map(repr, DEVICES))}; make a Device of your own for another."
+            f"{', '.join(map(repr, DEVICES))}; make a Device for another."
         )
-    return found
+    return peak
 
 
 def known(name: str) -> Device | None:
     """As :func:`device`; None if the device is not in the table."""
-    keys = {key.lower(): key for key in DEVICES} | {k.lower(): key for k, key in _KINDS.items()}
-    key = keys.get(name.lower())
-    return None if key is None else DEVICES[key]
+    kinds = {key: key for key in DEVICES} | _KINDS
+    keys = {kind.lower(): key for kind, key in kinds.items()}
+    return DEVICES.get(keys.get(name.lower(), ""))
 
 
 _GIB = 2**30
@@ -93,10 +84,10 @@ _TPU = "https://docs.cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
 # Halved are bandwidths that a vendor gives for both directions together, and flops that it gives
-# with sparsity. A chip of TPU7x is two devices to JAX, so each has half of what it has.
+# with sparsity. A chip of TPU7x is two devices to JAX, each with half of its figures.
 DEVICES: Mapping[str, Device] = {
-    found.name: found
-    for found in (
+    one.name: one
+    for one in (
         Device("TPU v4", 275e12, 32 * _GIB, 1200e9, 300e9, "https://arxiv.org/abs/2304.01433"),
         Device("TPU v5e", 197e12, 16 * 10**9, 819e9, 200e9, _TPU + "v5e"),
         Device("TPU v5p", 459e12, 95 * _GIB, 2765e9, 600e9, _TPU + "tpu7x"),
@@ -110,7 +101,7 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
-# What jax.Device.device_kind says.
+# By jax.Device.device_kind.
 _KINDS = {
     "TPU v5 lite": "TPU v5e",
     "TPU v5": "TPU v5p",

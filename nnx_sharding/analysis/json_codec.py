@@ -57,17 +57,12 @@ def read(kind: type[T], data: Any, what: str) -> T:
     faults: list[str] = []
     value = _read(kind, data, "", faults)
     if faults:
-        raise invalid(what, faults)
+        more = [f"… and {len(faults) - _MAX_FAULTS} more"] * (len(faults) > _MAX_FAULTS)
+        lines = "\n".join(f"  {fault}" for fault in [*faults[:_MAX_FAULTS], *more])
+        raise ValueError(
+            f"not a valid {what}:\n{lines}\nIt may be damaged, or written by another program."
+        )
     return typing.cast(T, value)
-
-
-def invalid(what: str, faults: Sequence[str]) -> ValueError:
-    """The error for data with these faults."""
-    more = [f"… and {len(faults) - _MAX_FAULTS} more"] * (len(faults) > _MAX_FAULTS)
-    lines = "\n".join(f"  {fault}" for fault in [*faults[:_MAX_FAULTS], *more])
-    return ValueError(
-        f"not a valid {what}:\n{lines}\nIt may be damaged, or written by another program."
-    )
 
 
 def _entry(entry: Any) -> Any:
@@ -107,14 +102,14 @@ def _read_union(kinds: tuple[Any, ...], data: Any, path: str, faults: list[str])
     if data is None and types.NoneType in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
-    own: list[str] = []
+    wrong: list[str] = []
     for kind in kinds:
-        own.clear()
-        value = _read(kind, data, path, own)
-        if not own:
+        wrong.clear()
+        value = _read(kind, data, path, wrong)
+        if not wrong:
             return value
     names = " or ".join(map(_name, kinds))
-    faults += own if len(kinds) == 1 else [f"{_named(path)}: {_shown(data)} is not {names}"]
+    faults += wrong if len(kinds) == 1 else [f"{_named(path)}: {_shown(data)} is not {names}"]
     return None
 
 

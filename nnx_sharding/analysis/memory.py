@@ -93,13 +93,8 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     return Memory(**sizes, peak=max(filter(None, peaks), default=None), by_path=dict(by_path or {}))
 
 
-_NAMES = {
-    "arguments": "argument",
-    "outputs": "output",
-    "temporaries": "temp",
-    "aliased": "alias",
-    "generated_code": "generated_code",
-}
+_NAMES = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}
+_NAMES |= {"aliased": "alias", "generated_code": "generated_code"}
 
 
 def _size(value: Any) -> int | None:

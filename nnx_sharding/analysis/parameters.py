@@ -21,6 +21,15 @@ from .tables import Pictured, axis_styles, drawn, table, text
 from .units import bytes_text
 
 
+def spec_text(spec: PartitionSpec | str | None) -> str:
+    """A spec as a user would write it; ``-`` without one."""
+    if not isinstance(spec, PartitionSpec):
+        return spec or "-"
+    axes = {kind: sorted(getattr(spec, kind)) for kind in ("unreduced", "reduced")}
+    sums = [f"{kind}={{{', '.join(map(repr, of))}}}" for kind, of in axes.items() if of]
+    return f"P({', '.join([*map(repr, spec.partitions), *sums])})"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterRow:
     """How one array is sharded.
@@ -60,11 +69,7 @@ class ParameterRow:
     @property
     def spec_text(self) -> str:
         """The spec as a user would write it; ``-`` without one."""
-        if not isinstance(self.spec, PartitionSpec):
-            return self.spec or "-"
-        axes = {kind: sorted(getattr(self.spec, kind)) for kind in ("unreduced", "reduced")}
-        sums = [f"{kind}={{{', '.join(map(repr, of))}}}" for kind, of in axes.items() if of]
-        return f"P({', '.join([*map(repr, self.spec.partitions), *sums])})"
+        return spec_text(self.spec)
 
     @property
     def marks(self) -> list[str]:
@@ -200,11 +205,11 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       >>> from nnx_sharding.analysis import format_table, parameter_table
       >>> model = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
       >>> print(format_table(parameter_table(model)))
-      path  shape    dtype   spec shard shape bytes/device bytes
-      ----- -------- ------- ---- ----------- ------------ -----
-      up    (64,256) float32 -    (64,256)           65536 65536
-      ----- -------- ------- ---- ----------- ------------ -----
-      total                                          65536 65536
+      path   shape     dtype    spec  shard shape  bytes/device  bytes
+      ------ --------- -------- ----- ------------ ------------- -----
+      up     (64,256)  float32  -     (64,256)            65536  65536
+      ------ --------- -------- ----- ------------ ------------- -----
+      total                                               65536  65536
     """
     rows = list(rows)
     sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,12 @@ def drawn(*pictures: RenderableType) -> str:
     from rich.console import Console
 
     file = io.StringIO()
-    console = Console(file=file, width=100_000, no_color=True, force_jupyter=False)
+    # Whatever the environment asks for.
+    plain = Console(
+        file=file, width=100_000, color_system=None, force_terminal=False, force_jupyter=False
+    )
     for picture in pictures:
-        console.print(picture)
+        plain.print(picture)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -50,7 +54,7 @@ def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None)
 
     shown = Text(printable(content), style, overflow="fold")
     for word, word_style in (styles or {}).items():
-        shown.highlight_words([printable(word)], word_style)
+        shown.highlight_regex(rf"(?<!\w){re.escape(printable(word))}(?!\w)", word_style)
     return shown
 
 
@@ -95,13 +99,6 @@ def grid(rows: Iterable[Sequence[Any]], styles: Mapping[str, str] | None = None)
 
 def _cell(content: Any) -> Text:
     return text(content) if isinstance(content, str) else content
-
-
-def indented(picture: RenderableType) -> RenderableType:
-    """A picture two columns to the right."""
-    from rich.padding import Padding
-
-    return Padding(picture, (0, 0, 0, 2), expand=False)
 
 
 def axis_styles(axes: Iterable[str]) -> dict[str, str]:

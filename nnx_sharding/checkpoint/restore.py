@@ -18,7 +18,7 @@ from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
 from ..errors import CheckpointError
 from ..filters import to_predicate
-from ..fitting import describe, fit_sharding, suggestion, unsummed
+from ..fitting import fit_sharding, suggestion, unsummed
 from ..partition.apply import has_memory, rebuilt, sharding_of
 from ..partition.constrain import assign
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
@@ -106,8 +106,8 @@ def restore(
     values = load("restore", stored, wanted | {target.name: None for target in narrowed})
     _check_range(narrowed, values)
     leaves, references = list(flat.leaves), []
-    for array, name, goal in targets:
-        value = _like(values[name], array.leaf, goal)
+    for array, name, array_sharding in targets:
+        value = _like(values[name], array.leaf, array_sharding)
         if is_reference(array.leaf):
             references.append((array.leaf, value))
         else:
@@ -152,25 +152,22 @@ def _shardings(
     declared: list[Any] = [None] * len(flat.leaves)
     if sharding is not None:
         assigned = assign(tree, flat, sharding, mesh=mesh, strict=False, caller="restore")
-        declared = [goal.sharding for goal in assigned]
-    result, problems = {}, []
-    for array in arrays:
-        leaf = array.leaf
-        result[array.slot] = goal = (
-            None if isinstance(leaf, _ON_HOST) else declared[array.slot] or _present(leaf)
-        )
-        if not isinstance(goal, NamedSharding):
-            continue
-        onto = goal.mesh if sharding is not None or mesh is None else mesh
-        fit = fit_sharding(goal.spec, onto, leaf.shape)
-        if isinstance(onto, AbstractMesh):
-            what = f"{array.path}, shape {tuple(leaf.shape)}, {describe(goal)}"
-            problems.append(f"  {what}: the mesh is abstract, without devices; give a mesh")
-        elif fit.problems:
-            problems.append(fit.line(array.path))
-        elif onto != goal.mesh:
-            kind = goal.memory_kind if has_memory(goal) else None
-            result[array.slot] = NamedSharding(onto, goal.spec, memory_kind=kind)
+        declared = [assignment.sharding for assignment in assigned]
+    result: dict[int, Any] = {}
+    problems = []
+    for slot, leaf, *_, path, _, _ in arrays:
+        target = None if isinstance(leaf, _ON_HOST) else declared[slot] or _present(leaf)
+        if isinstance(target, NamedSharding):
+            onto = target.mesh if sharding is not None or mesh is None else mesh
+            fit = fit_sharding(target.spec, onto, leaf.shape)
+            if isinstance(onto, AbstractMesh):
+                fit = fit.refuse("the mesh is abstract, without devices; give a mesh")
+            if fit.problems:
+                problems.append(fit.line(path))
+            elif onto != target.mesh:
+                kind = target.memory_kind if has_memory(target) else None
+                target = NamedSharding(onto, target.spec, memory_kind=kind)
+        result[slot] = target
     if problems:
         raise ValueError("restore: these shardings cannot be used:\n" + "\n".join(problems))
     return result

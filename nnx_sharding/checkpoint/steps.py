@@ -273,8 +273,12 @@ class Checkpoints:
 def _step_number(method: str, step: Any) -> int:
     """The number of a step, a Python or NumPy integer."""
     message = f"Checkpoints.{method}: expected a step of 0 or more, got {step!r}."
-    if isinstance(step, bool | np.bool_) or not hasattr(step, "__index__"):
+    if isinstance(step, bool | np.bool_):
         raise TypeError(message)
-    if step < 0:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(message) from None
+    if number < 0:
         raise ValueError(message)
-    return operator.index(step)
+    return number

@@ -1,5 +1,1 @@
-"""The command line, with each subcommand in a module of its own.
-
-Such a module has ``add(subparsers, **common)``, which adds its parser and names ``run`` in it, and
-``run(arguments)``, which returns the exit code.
-"""
+"""The command line. The module of a command has ``add_parser(add_command)``."""

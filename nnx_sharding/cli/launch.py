@@ -8,99 +8,65 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from ..partition.virtual import MOST_DEVICES
 from ..testing import launch
+from .options import UsageError, count, seconds
+
+_DESCRIPTION = """\
+Runs a Python program in several processes on this machine, in which jax.distributed.initialize()
+needs no arguments, as on a cluster. If one fails the others are ended."""
+
+_EPILOG = """\
+exit code: that of the process that failed first, 128 + n after signal n; 124 after --timeout; else
+0, or 2 if the command line is wrong"""
 
 
-def add(subparsers: Any, **common: Any) -> None:
+def add_parser(add_command: Any) -> None:
     """Adds the parser of this command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
         "launch",
+        run,
         help="run a program in several processes on this machine",
-        description="Runs a Python program in several processes on this machine, in which "
-        "jax.distributed.initialize() needs no arguments, as on a cluster. If one fails the "
-        "others are ended, and its exit code is that of the command (128 + n for signal n; 124 "
-        "after --timeout).",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
         usage="%(prog)s [options] script.py [argument ...]\n"
         "       %(prog)s [options] -m module [argument ...]",
-        **common,
     )
-    parser.add_argument(
-        "--processes", type=_count, default=2, metavar="N", help="how many (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--devices-per-process",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="how many devices each has, on the CPU virtual ones (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--platform",
-        default="cpu",
-        metavar="NAME",
-        help="what JAX_PLATFORMS is set to, such as cuda (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        metavar="SECONDS",
-        help="end all processes after this time (default: never)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=_seconds,
-        default=3.0,
-        metavar="SECONDS",
-        help="from asking a process to end until it is killed (default: %(default)g)",
-    )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does"
-    )
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run, parser=parser)
+    add = parser.add_argument
+    processes = "number of processes (default: %(default)s)"
+    add("--processes", type=count, default=2, metavar="N", help=processes)
+    devices = "devices of each process, virtual ones on the CPU (default: %(default)s)"
+    add("--devices-per-process", type=count, default=1, metavar="N", help=devices)
+    platform = "value of JAX_PLATFORMS, such as cuda (default: %(default)s)"
+    add("--platform", default="cpu", metavar="NAME", help=platform)
+    add("--timeout", type=seconds, metavar="SECONDS", help="end all processes after this time")
+    grace = "time from asking a process to end until it is killed (default: %(default)g)"
+    add("--grace", type=seconds, default=3.0, metavar="SECONDS", help=grace)
+    module = "run a module, as python -m does"
+    add("-m", dest="module", nargs=argparse.REMAINDER, help=module)
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Launches the program; returns the exit code."""
-    is_module = arguments.module is not None
-    program = arguments.module if is_module else arguments.program
-    fault = _fault(program, is_module)
-    if fault:
-        arguments.parser.error(fault)
+    if arguments.module is None:
+        program = arguments.program
+        if not program:
+            raise UsageError("which program? Name a script")
+        if not Path(program[0]).exists():
+            raise UsageError(f"there is no file {program[0]}")
+    else:
+        program = ["-m", *arguments.module]
+        if not arguments.module:
+            raise UsageError("which module? -m needs a name")
+        # As the processes will look for it, but without importing the packages that it is in.
+        package = arguments.module[0].partition(".")[0]
+        if not PathFinder.find_spec(package, ["", *sys.path]):
+            raise UsageError(f"there is no module {arguments.module[0]}")
     return launch(
-        ["-m", *program] if is_module else program,
+        program,
         processes=arguments.processes,
         devices_per_process=arguments.devices_per_process,
         platform=arguments.platform,
         timeout=arguments.timeout,
         grace=arguments.grace,
     )
-
-
-def _fault(program: list[str], is_module: bool) -> str | None:
-    """What is wrong with a program, as far as that can be seen without running it."""
-    if not program:
-        return "which module? -m needs a name" if is_module else "which program? Name a script"
-    name = program[0]
-    if not is_module:
-        return None if Path(name).exists() else f"there is no file {name}"
-    # As the processes will look for it, but without importing the packages that it is in.
-    found = PathFinder.find_spec(name.partition(".")[0], ["", *sys.path])
-    return None if found else f"there is no module {name}"
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    if number > MOST_DEVICES:
-        raise argparse.ArgumentTypeError(f"must be at most {MOST_DEVICES}, not {number}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, not {text}")
-    return number

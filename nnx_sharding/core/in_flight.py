@@ -1,8 +1,8 @@
-"""A bound on the programs in flight on virtual CPU devices.
+"""Limits the programs in flight on virtual CPU devices.
 
 There XLA runs all devices of a process on one pool of threads, and each device waits in a
-collective until the others reach it. With many programs queued all threads may wait for devices
-that have none, and after a while XLA aborts the process.
+collective for the others. With many programs queued, all threads may wait for devices that have
+none, and after a while XLA aborts the process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from .. import _compat
 from .outcome import OutputGroup
 
-# Without a bound 2,000 evaluation steps stop with jax 0.10.2 on 2 cores; with this one they run.
+# Without a limit, 2,000 evaluation steps hang with jax 0.10.2 on 2 cores; with this one they run.
 MAX_IN_FLIGHT = 16
 
 
 @functools.cache
 def is_bounded() -> bool:
-    """Whether the devices at hand are virtual CPU devices."""
+    """Whether the devices are virtual CPU devices."""
     return jax.default_backend() == "cpu" and jax.local_device_count() > 1
 
 
@@ -36,11 +36,7 @@ _COUNT = _Count()
 
 
 def wait_for_some(groups: Sequence[OutputGroup]) -> None:
-    """Waits for the results of every 16th program that runs on several devices.
-
-    Args:
-      groups: the results of the program that was started last. Those before it end first.
-    """
+    """Waits for the results of every 16th program on several devices: earlier ones end first."""
     _COUNT.value += 1
     if _COUNT.value < MAX_IN_FLIGHT:
         return

@@ -77,7 +77,7 @@ def install(diagnostics: Diagnostics) -> None:
 
 def refuse(problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any) -> NoReturn:
     """Raises the error for a problem."""
-    raise _installed.error(problem, offenders, **details)
+    raise _installed.error(problem, offenders, **details) from None
 
 
 def warn(problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any) -> None:

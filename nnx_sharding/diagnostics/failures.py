@@ -36,7 +36,7 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     """
     if isinstance(error, _compat.TraceContextError):
         _note_object(plan, error)
-    elif _compat.is_captured_error(error):
+    elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         _note_captured(plan, error)
     if not isinstance(error, ValueError | RuntimeError) or isinstance(error, NoMeshError):
         return

@@ -47,13 +47,14 @@ def _parameters(
     parameters: Sequence[str], static: Sequence[str], missing: Sequence[str], count: int
 ) -> str:
     dynamic = [name for name in parameters if name not in static]
-    return (
-        f"{count} {'entry' if count == 1 else 'entries'} for the {len(parameters)} positional "
-        f"parameters {', '.join(parameters)}."
-        + (f" Static, needs no entry or None: {', '.join(static)}." if static else "")
-        + (f" No entry: {', '.join(missing)}." if missing else "")
-        + f" Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names."
-    )
+    lines = [
+        f"{count} {'entry' if count == 1 else 'entries'} for {len(parameters)} positional "
+        f"parameters: {', '.join(parameters)}",
+        *(f"{name}: static, needs no entry, or None" for name in static),
+        *(f"{name}: no entry" for name in missing),
+        f"Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names.",
+    ]
+    return "\n  ".join(lines)
 
 
 def _unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
@@ -99,7 +100,7 @@ MESSAGES: dict[Problem, Message] = {
     Problem.STATIC_HOLDS_ARRAYS: Message(
         ValueError,
         "static arguments must not hold arrays, which would become constants of the program:",
-        lambda name, value: f"argument {name!r}: {type(value).__name__}",
+        lambda name, value: f"argument {name!r}: {type(value).__name__} with arrays",
         "Pass it as an ordinary argument: its structure and static attributes are part of the key "
         "of the compiled function in any case.",
     ),

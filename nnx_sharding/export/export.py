@@ -1,4 +1,4 @@
-"""A lifted function → an :class:`Exported`."""
+"""Exports a function of ``jit`` or ``shard_map``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..core.outcome import Outcome
 from ..core.plan import Plan, abstract, is_committed
 from ..core.statics import Static
 from ..core.structure import (
+    LEAF,
     Child,
     Container,
-    NodeEntry,
     RefEntry,
     Structure,
     VariableEntry,
-    container_keys,
+    parts_of,
 )
 from ..diagnostics.differences import differences, show, show_child
 from ..diagnostics.failures import explained
 from ..lifted import Lifted
-from ..paths import Path, accessor
+from ..paths import accessor
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, MeshInfo, meshes_of
-from .trees import Tree, places, state_tree, tree_of
+from .trees import Tree, leaves, tree_from, tree_of
 
 
 def export(
@@ -38,29 +38,29 @@ def export(
     platforms: str | Sequence[str] | None = None,
     disabled_checks: Sequence[jax.export.DisabledSafetyCheck] = (),
 ) -> Callable[..., Exported]:
-    """Lowers a function to a program that can be kept in a file and called without its code.
+    """Lowers a function to a program that can be saved in a file and called without its code.
 
-    What ``jax.export.export`` is to ``jax.jit``, for functions and methods of
+    The counterpart of ``jax.export.export`` for functions and methods of
     :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map`.
 
     Args:
       fun: the function, or a bound method, as the decorator returned it.
       platforms: the platforms to lower for, of ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``;
-        None for the one at hand. The devices need not be there, nor need the mesh: an
-        ``AbstractMesh`` in the function's shardings will do.
+        None for the current one. Neither devices nor mesh have to be present: the function's
+        shardings may have an ``AbstractMesh``.
       disabled_checks: checks of ``jax.export`` to leave out, such as
         ``jax.export.DisabledSafetyCheck.custom_call("name")``.
 
     Returns:
       A function that takes the arguments of ``fun`` and returns an :class:`Exported`. Arguments
       may be abstract, with the symbolic sizes of ``jax.export.symbolic_shape`` in their shapes.
-      Nothing is run, and nothing of the caller's is changed.
+      Nothing is run, and no argument is changed.
 
     Raises:
-      TypeError: ``fun`` is no function of ours; an argument holds a ``jax.Ref`` or a Variable
-        made with ``hijax=True``, whose identity no file can keep.
-      ValueError: the function does to its arguments what arrays by path cannot tell, such as
-        changing a static attribute; a platform is ``"gpu"``, which says too little; and what
+      TypeError: ``fun`` was not returned by ``jit`` or ``shard_map``; an argument holds a
+        ``jax.Ref`` or a Variable made with ``hijax=True``, whose identity a file cannot keep.
+      ValueError: the function changes its arguments in a way that arrays by path cannot express,
+        such as a static attribute; a platform is ``"gpu"``, which is ambiguous; and what
         ``lower`` raises.
 
     Example:
@@ -76,8 +76,8 @@ def export(
     """
     if not isinstance(fun, Lifted):
         raise TypeError(
-            f"export takes what nnx_sharding.jit or shard_map returned, not {fun!r}. For a "
-            "function of jax.jit there is jax.export.export."
+            "export takes a function that nnx_sharding.jit or shard_map returned, not "
+            f"{fun!r}. For a function of jax.jit use jax.export.export."
         )
     names = (platforms,) if isinstance(platforms, str) else platforms
     if names is not None and "gpu" in names:
@@ -85,22 +85,20 @@ def export(
 
     @_compat.api_boundary
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
-        _, plan, split = fun._planned(args, kwargs)
-        _check_refs(plan, split.leaves)
-        slots = zip(split.leaves, plan.shardings, plan.specs, strict=True)
+        _, plan, flat = fun._planned(args, kwargs)
+        _check_refs(plan, flat.leaves)
+        slots = zip(flat.leaves, plan.shardings, plan.specs, strict=True)
         types = [_type_of(*slot) for slot in slots]
         lower = jax.export.export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
         )
-        with _compat.no_source_locations(), fun._tracing(split):
+        with _compat.no_source_locations(), fun._tracing(flat):
             lowered = explained(plan, types, lower)
         count = lowered.out_tree.num_leaves
-        outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))[-1]
-        outputs = _output_positions(lowered.out_tree)
-        # Only arrays go into the file; what they mean is in the manifest.
-        flat = dataclasses.replace(lowered, out_tree=jax.tree_util.tree_structure((0,) * count))
-        _check_expressible(plan, outcome)
-        return Exported(_manifest(plan, outcome, outputs, flat), flat)
+        *groups, outcome = jax.tree_util.tree_unflatten(lowered.out_tree, range(count))
+        # Only arrays go into the file; the manifest says what they mean.
+        program = dataclasses.replace(lowered, out_tree=jax.tree_util.tree_structure((0,) * count))
+        return Exported(_manifest(plan, outcome, groups, program), program)
 
     return for_arguments
 
@@ -114,101 +112,108 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
     ]
     if lines:
         raise TypeError(
-            f"{plan.fun_name} cannot be exported with these arguments, whose identity no file can "
-            "keep:\n" + "\n".join(lines) + "\nUse Variables that hold arrays."
+            f"{plan.fun_name} cannot be exported with these arguments, whose identity a file "
+            "cannot keep:\n" + "\n".join(lines) + "\nUse Variables that hold arrays."
         )
 
 
-def _type_of(leaf: Any, layout: Any, spec: Any) -> Any:
-    """The type of an argument: laid out as declared; if nothing is declared, as it is."""
-    if layout is None and spec is None and is_committed(leaf):
-        layout = leaf.sharding
-    return abstract(leaf, layout)
+def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
+    """The type of an argument, with its declared sharding; if none is declared, with its own."""
+    if sharding is None and spec is None and is_committed(leaf):
+        sharding = leaf.sharding
+    return abstract(leaf, sharding)
 
 
-def _output_positions(out_tree: Any) -> list[list[int]]:
-    """For each group of outputs, where its arrays stand among all."""
-    positions = range(out_tree.num_leaves)
-    groups = jax.tree_util.tree_unflatten(out_tree, positions)[:-1]
-    return [list(group.arrays) for group in groups]
-
-
-def _check_expressible(plan: Plan, outcome: Outcome) -> None:
-    """Refuses changes of the arguments that a State of arrays cannot tell."""
+def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
+    """The arguments after the call; an object that the outcome leaves out has inverted slots."""
     before, after = plan.structure, outcome.structure
-    expressible = not outcome.metadata and all(
-        not change.removed
-        and all(
-            key == _compat.STATUSES
-            or _is_expressible(_attribute(before, change.node, key), child, before, after)
-            for key, child, _ in change.changed
-        )
-        for change in outcome.nodes
-    )
-    expressible = expressible and not outcome.statics
-    if expressible:
+    entries, slots = list(after.entries), list(after.slots)
+    for index, entry in enumerate(before.entries):
+        if entries[index] is None:
+            entries[index], slots[index] = entry, _inverted(before.slots[index])
+    root_slots = _inverted(before.root_slots)
+    return Structure(tuple(entries), before.root, tuple(slots), root_slots, before.statics)
+
+
+def _inverted(slots: Sequence[int]) -> tuple[int, ...]:
+    return tuple(~slot for slot in slots)
+
+
+def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> None:
+    """Rejects changes of the arguments that arrays by path cannot express."""
+    before, after = plan.structure, outcome.structure
+    changes = [(change.node, *changed) for change in outcome.nodes for changed in change.changed]
+    if not (outcome.metadata or outcome.statics or any(c.removed for c in outcome.nodes)) and all(
+        key == _compat.STATUSES
+        or _is_expressible(parts_of(before.entries[node]).get((key,)), child, before, after)
+        for node, key, child, _ in changes
+    ):
         return
-    arguments = Structure(
-        after.entries, before.root, after.slots, before.root_slots, before.statics
-    )
-    lines = [
-        f"  {line}" for line in differences((plan.signature, before), (plan.signature, arguments))
-    ]
+    lines = differences((plan.signature, before), (plan.signature, arguments))
     raise ValueError(
         f"{plan.fun_name} cannot be exported, because it changes more than arrays:\n"
-        + "\n".join(lines)
-        + "\nOnly values of Variables, and Variables that are added, can come back from a file. "
+        + "\n".join(f"  {line}" for line in lines)
+        + "\nOnly values of Variables, and added Variables, are returned by a program in a file. "
         "Make these changes outside of the function, or keep what changes in a Variable."
     )
 
 
-def _attribute(structure: Structure, index: int, key: Any) -> Child | None:
-    entry = structure.entries[index]
-    assert isinstance(entry, NodeEntry)
-    return dict(zip(entry.keys, entry.children, strict=True)).get(key)
-
-
 def _is_expressible(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:
-    """Whether an attribute that became ``new`` is told by its arrays."""
-    if old is not None and old == new:
-        return True
-    if isinstance(old, int) and isinstance(new, int):
-        entries = before.entries[old], after.entries[new]
-        return isinstance(entries[0], VariableEntry) and entries[0] == entries[1]
+    """Whether the arrays of an attribute that became ``new`` express the change."""
+    if old is not None:
+        if old == new or not (isinstance(old, int) and isinstance(new, int)):
+            return old == new
+        entry = before.entries[old]
+        return isinstance(entry, VariableEntry) and entry == after.entries[new]
     if isinstance(new, Container):
-        return old is None and all(_is_expressible(None, c, before, after) for c in new.children)
-    is_new_object = isinstance(new, int) and new >= len(before.entries)
-    return old is None and (is_new_object or not isinstance(new, int | Static))
+        return all(_is_expressible(None, child, before, after) for child in new.children)
+    return new is LEAF or (isinstance(new, int) and new >= len(before.entries))
 
 
 def _manifest(
-    plan: Plan, outcome: Outcome, positions: list[list[int]], exported: jax.export.Exported
+    plan: Plan, outcome: Outcome, groups: Sequence[Any], program: jax.export.Exported
 ) -> Manifest:
     def source(slot: int) -> Tree:
-        group, position = outcome.sources[slot]
-        return {"input": position} if group < 0 else {"output": positions[group][position]}
+        group, position = outcome.sources[slot] if slot >= 0 else (-1, ~slot)
+        return {"input": position} if group < 0 else {"output": groups[group].arrays[position]}
 
-    arguments = _arguments(plan)
-    inputs, outputs = _compat.exported_shardings(exported)
-    meshes = meshes_of((*inputs, *outputs))
+    before = tree_of(plan.structure, lambda slot: {"input": slot})
+    after = _arguments_after(plan, outcome)
+    _check_expressible(plan, outcome, after)
+    updates = {}
+    for argument in _arguments(plan, tree_of(after, source)):
+        found = leaves(argument.tree)
+        changed = [(path, {kind: i}) for path, kind, i in found if kind == "output"]
+        if changed:
+            updates[argument.name] = tree_from("state", changed)
     result = tree_of(outcome.structure, source)
-    updates = _updates(plan, outcome, source)
-    labels = [f"output {i}" for i in range(len(exported.out_avals))]
-    for name, tree in (("result", result), *updates.items()):
-        labels = _labelled(labels, name, tree)
+    inputs, outputs = _compat.exported_shardings(program)
+    meshes = meshes_of((*inputs, *outputs))
+    names = {
+        position: accessor(name, path)
+        for name, tree in (("result", result), *updates.items())
+        for path, kind, position in leaves(tree)
+        if kind == "output"
+    }
+    output_names = [names.get(i, f"output {i}") for i in range(len(outputs))]
+
+    def arrays(names: Any, avals: Any, shardings: Any) -> tuple[ArrayInfo, ...]:
+        infos = zip(names, avals, shardings, strict=True)
+        return tuple(ArrayInfo.of(*info, meshes) for info in infos)
+
     return Manifest(
         function=plan.fun_name,
         transform=plan.transform.name,
-        arguments=tuple(arguments),
+        arguments=tuple(_arguments(plan, before)),
         static=_statics(plan),
-        inputs=_arrays(plan.names, exported.in_avals, inputs, meshes),
-        outputs=_arrays(labels, exported.out_avals, outputs, meshes),
+        inputs=arrays(plan.names, program.in_avals, inputs),
+        outputs=arrays(output_names, program.out_avals, outputs),
         result=result,
         updates=updates,
-        devices=exported.nr_devices,
+        devices=program.nr_devices,
         meshes=tuple(map(MeshInfo.of, meshes)),
-        platforms=tuple(exported.platforms),
-        calling_convention=exported.calling_convention_version,
+        platforms=tuple(program.platforms),
+        calling_convention=program.calling_convention_version,
         versions={
             "flax": metadata.version("flax"),
             "jax": jax.__version__,
@@ -217,72 +222,21 @@ def _manifest(
     )
 
 
-def _arguments(plan: Plan) -> Iterator[Argument]:
-    layout = plan.signature
-    (positional, keywords) = tree_of(plan.structure, lambda slot: {"input": slot})["tuple"]
-    for index, tree in zip(layout.dynamic, positional["tuple"], strict=True):
-        yield Argument(layout.names[index], False, index in layout.donated, tree)
-    for name, tree in keywords["dict"]:
-        yield Argument(name, True, name in layout.donated_keywords, tree)
+def _arguments(plan: Plan, tree: Tree) -> Iterator[Argument]:
+    signature = plan.signature
+    (_, positional), (_, keywords) = tree["tuple"]
+    for index, (_, tree) in zip(signature.dynamic, positional["tuple"], strict=True):
+        yield Argument(signature.names[index], False, index in signature.donated, tree)
+    for (name,), tree in keywords["dict"]:
+        yield Argument(name, True, name in signature.donated_keywords, tree)
 
 
 def _statics(plan: Plan) -> dict[str, str]:
-    found = zip(plan.signature.static_names, plan.structure.statics, strict=True)
-    return {name: _text(plan.structure, child) for name, child in sorted(found)}
-
-
-def _text(structure: Structure, child: Child) -> str:
-    """A value in words, the same in each process."""
-    value = child.value if isinstance(child, Static) else None
-    if isinstance(value, set | frozenset):
-        return f"{type(value).__name__}({{{', '.join(sorted(map(show, value)))}}})"
-    return show_child(structure, child)
-
-
-def _arrays(
-    names: Sequence[str], avals: Sequence[Any], shardings: Sequence[Any], meshes: Sequence[Any]
-) -> tuple[ArrayInfo, ...]:
-    triples = zip(names, avals, shardings, strict=True)
-    return tuple(ArrayInfo.of(*triple, meshes) for triple in triples)
-
-
-def _updates(plan: Plan, outcome: Outcome, source: Callable[[int], Tree]) -> dict[str, Tree]:
-    """For each argument its arrays that the function changed or added, by path."""
-    layout, root = plan.signature, plan.structure.root
-    assert isinstance(root, Container)
-    names = [layout.names[i] for i in layout.dynamic]
-    found: dict[str, list[tuple[Path, Tree]]] = {}
-    for keys, child in zip(container_keys(root.treedef), root.children, strict=True):
-        if not isinstance(child, int):
-            continue
-        name = names[keys[1]] if keys[0] == 0 else str(keys[1])
-        for path, slot in _slots_after(plan.structure, outcome.structure, child):
-            origin = source(slot)
-            if "output" in origin:
-                found.setdefault(name, []).append(((*keys[2:], *path), origin))
-    return {name: state_tree(items) for name, items in found.items()}
-
-
-def _slots_after(before: Structure, after: Structure, child: int) -> Iterator[tuple[Path, int]]:
-    """The arrays of one object of the arguments after the call, each with its path."""
-    described = after.entries[child] is not None
-    structure = after if described else before  # without graph updates modules stay as they are
-    for place in structure.walk(child, iter(())):
-        if place.entry is None:
-            if described:
-                yield place.path, place.slots[0]
-            continue
-        entry = after.entries[place.entry]
-        value = entry.value if isinstance(entry, VariableEntry) else None
-        keys = container_keys(value.treedef) if isinstance(value, Container) else [()]
-        for key, slot in zip(keys, after.slots[place.entry], strict=True):
-            yield (*place.path, *key), slot
-
-
-def _labelled(labels: list[str], name: str, tree: Tree) -> list[str]:
-    """The labels, with the path in ``tree`` for each output that stands there."""
-    labels = list(labels)
-    for path, kind, position in places(tree):
-        if kind == "output":
-            labels[position] = accessor(name, path)
-    return labels
+    texts = {}
+    names = plan.signature.static_names
+    for name, child in sorted(zip(names, plan.structure.statics, strict=True)):
+        value = child.value if isinstance(child, Static) else None
+        texts[name] = show_child(plan.structure, child)
+        if isinstance(value, set | frozenset):  # in the same order in each process
+            texts[name] = f"{type(value).__name__}({{{', '.join(sorted(map(show, value)))}}})"
+    return texts

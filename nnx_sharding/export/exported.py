@@ -13,19 +13,19 @@ from .. import _compat
 from ..analysis.units import printable
 from ..errors import ExportError
 from . import files, trees
-from .devices import Layouts, layouts_on, mesh_at_hand, place
-from .given import given
+from .bind import bind
+from .devices import Shardings, mesh_for, place, shardings_on
 from .manifest import ArrayInfo, Manifest
 
 
 class Result(NamedTuple):
-    """What a call of an exported function gives.
+    """The result of a call of an exported function.
 
     Attributes:
-      output: what the function returned. Tuples, lists and dicts come back as they are, a module
-        as an ``nnx.State``, and an object of any other class as a dict.
+      output: what the function returned. Tuples, lists and dicts keep their type; a module is an
+        ``nnx.State``, and an object of any other class a dict.
       updates: for each argument that the function changed, by name, its new arrays: those of
-        changed and of added Variables. They have the form in which the argument was given: a
+        changed and of added Variables. They have the form in which the argument was passed: a
         mapping by path if it was a mapping, else an ``nnx.State``.
     """
 
@@ -34,116 +34,108 @@ class Result(NamedTuple):
 
 
 class Exported:
-    """A lowered function that needs no code of its model: a program and its manifest.
+    """A lowered function that can be called without its code: a program and its manifest.
 
-    Made by :func:`export` and :func:`load`.
+    Returned by :func:`export` and :func:`load`.
 
     Attributes:
       manifest: how it is called, and what it was made with; ``str`` of it is a table.
+      jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
     """
 
     manifest: Manifest
+    jax_exported: jax.export.Exported
 
     def __init__(self, manifest: Manifest, program: jax.export.Exported, data: bytes | None = None):
         self.manifest = manifest
-        self._program = program
-        self._data = data  # the program as it was read; JAX would write it in another way
-        self._compiled: dict[Mesh | None, tuple[Any, Layouts]] = {}
+        self.jax_exported = program
+        self._data = data  # the program as it was read; JAX would write other bytes
+        self._compiled: dict[Mesh | None, tuple[Any, Shardings]] = {}
 
     @property
     def args_info(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(positional, keywords)`` with a ``ShapeDtypeStruct`` for each array.
 
-        Modules are ``nnx.State``s. Where a layout is declared it is on an ``AbstractMesh``.
+        A module is an ``nnx.State``. A declared sharding has an ``AbstractMesh``.
         """
-        shardings, _ = _compat.exported_shardings(self._program)
-        pairs = zip(self._program.in_avals, shardings, strict=True)
-        arrays = {"input": [trees.struct(aval, sharding) for aval, sharding in pairs]}
-        infos = [(a, trees.build(a.tree, arrays)) for a in self.manifest.arguments]
+        shardings, _ = _compat.exported_shardings(self.jax_exported)
+        arrays = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+            for aval, sharding in zip(self.jax_exported.in_avals, shardings, strict=True)
+        ]
+        infos = [(a, trees.build(a.tree, {"input": arrays})) for a in self.manifest.arguments]
         positional = tuple(info for argument, info in infos if not argument.keyword)
         return positional, {a.name: info for a, info in infos if a.keyword}
 
-    @property
-    def jax_exported(self) -> jax.export.Exported:
-        """The program alone, over flat arrays in the order of ``manifest.inputs``."""
-        return self._program
-
     @_compat.api_boundary
     def call(self, *args: Any, **kwargs: Any) -> Result:
-        """Runs the program; inside of another trace, makes it part of that.
+        """Runs the program; inside another trace, makes it part of that.
 
-        Nothing that was given is changed; but the memory of donated arguments is taken.
+        The arguments are not changed, but the memory of donated ones is taken.
 
         Args:
-          *args: the arguments of the function, without static ones. In place of a module stand
-            its arrays by path, in any of these forms: an ``nnx.State``; nested dicts; a flat
-            mapping by paths such as ``"up/kernel"`` or ``("up", "kernel")``; or a module.
-            Arrays are brought to where the program wants them. That is the mesh in context, if
-            it has the sizes and names of the exported one; without one, the first devices.
-          **kwargs: those that are given by name.
+          *args: the arguments of the function, without static ones. A module is passed as its
+            arrays by path, in any of these forms: an ``nnx.State``; nested dicts; a flat mapping
+            by paths such as ``"up/kernel"`` or ``("up", "kernel")``; or a module. Arrays are moved
+            to where the program needs them: the mesh in context, if it has the sizes and names of
+            the exported one; without one, the first devices.
+          **kwargs: the arguments that are passed by name.
 
         Returns:
           The result of the function, and what it changed.
 
         Raises:
           TypeError: arguments or arrays are missing or unknown, or have other shapes or dtypes;
-            all of them are listed by path.
-          ExportError: this machine has another platform, too few devices, or a mesh in context
-            that is not like the exported one.
+            all are listed by path.
+          ExportError: this machine has another platform or too few devices, or the mesh in context
+            is not like the exported one.
         """
-        bound = given(self.manifest, args, kwargs)
+        arrays, forms = bind(self.manifest, args, kwargs)
+        program: Any = self.jax_exported.call
         if _compat.trace_is_clean():
-            program, arrays = self._on_devices(bound.arrays)
-        else:
-            program, arrays = self._program.call, bound.arrays
-        outputs = program(*arrays)
-        known: Mapping[str, Sequence[Any]] = {"input": arrays, "output": outputs}
+            mesh = mesh_for(self.manifest, self.jax_exported)
+            if mesh not in self._compiled:
+                self._compiled[mesh] = self._compile(mesh)
+            program, shardings = self._compiled[mesh]
+            arrays = place(arrays, shardings, mesh)
+        known: Mapping[str, Sequence[Any]] = {"input": arrays, "output": program(*arrays)}
         updates = {}
         for name, tree in self.manifest.updates.items():
-            flat = {path: known[kind][i] for path, kind, i in trees.places(tree)}
-            updates[name] = bound.form[name](flat)
+            flat = {path: known[kind][i] for path, kind, i in trees.leaves(tree)}
+            updates[name] = forms[name](flat)
         return Result(trees.build(self.manifest.result, known), updates)
 
     def save(self, path: str | os.PathLike[str], *, vjp_order: int = 0) -> None:
-        """Writes program and manifest to one file; the same function gives the same bytes.
+        """Writes program and manifest to one file; the same function results in the same bytes.
 
         Args:
-          path: where to. The file is a zip archive, whose ``manifest.json`` can be read with any
-            tool.
-          vjp_order: how many times what is loaded can be differentiated in reverse mode, as in
-            ``jax.export``. What was loaded keeps the order that it was saved with.
+          path: the file, a zip archive, whose ``manifest.json`` can be read with any tool.
+          vjp_order: how many times the loaded program can be differentiated in reverse mode, as
+            in ``jax.export``. A loaded program keeps the order that it was saved with.
 
         Raises:
           ImportError: ``flatbuffers`` is missing, which ``jax.export`` writes with.
-          ValueError: a dtype or another part of the program has no form in a file, or there are
-            too many arrays.
+          ValueError: a dtype or another part of the program cannot be written, or there are too
+            many arrays.
         """
         try:
-            program = self._data or bytes(self._program.serialize(vjp_order=vjp_order))
+            program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
         except ImportError:
             raise ImportError(_NO_FLATBUFFERS) from None
-        except KeyError as error:  # what JAX raises for a dtype that it has no number for
+        except KeyError as error:  # of JAX, for a dtype that it has no number for
             raise ValueError(
-                f"{self.manifest.function} cannot be saved: jax.export has no form for {error}."
+                f"{self.manifest.function} cannot be saved: jax.export cannot write {error}."
             ) from None
-        files.write(path, files.Content(self.manifest.to_json(), program))
+        files.write(path, self.manifest.to_json(), program)
 
-    def _on_devices(self, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The compiled program for the devices at hand, and the arrays where it wants them."""
-        mesh = mesh_at_hand(self.manifest, self._program)
-        if mesh not in self._compiled:
-            layouts = layouts_on(mesh, self._program)
-            options: dict[str, Any] = {"donate_argnums": self._donated_positions()}
-            if mesh is not None:
-                options |= {"in_shardings": layouts.inputs, "out_shardings": layouts.outputs}
-            program = jax.jit(self._program.call, **options)
-            self._compiled[mesh] = program, layouts
-        program, layouts = self._compiled[mesh]
-        return program, place(arrays, layouts.inputs, mesh)
-
-    def _donated_positions(self) -> tuple[int, ...]:
+    def _compile(self, mesh: Mesh | None) -> tuple[Any, Shardings]:
+        inputs, outputs = shardings_on(mesh, self.jax_exported)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
-        return tuple(sorted({place.position for argument in donated for place in argument.places}))
+        positions = sorted({leaf.position for argument in donated for leaf in argument.leaves})
+        options: dict[str, Any] = {"donate_argnums": positions}
+        if mesh is not None:
+            options |= {"in_shardings": inputs, "out_shardings": outputs}
+        return jax.jit(self.jax_exported.call, **options), inputs
 
     def __str__(self) -> str:
         return str(self.manifest)
@@ -153,18 +145,18 @@ class Exported:
 
 
 def load(path: str | os.PathLike[str]) -> Exported:
-    """Reads what :meth:`Exported.save` wrote, where the code of the model need not be.
+    """Reads what :meth:`Exported.save` wrote; the code of the model is not needed.
 
-    Reading runs no code of the file and needs none of the exported devices: a program for a
-    machine that is not here can be looked at. But a *call* runs the program, with the rights of
-    this process; so take files only from where you would take a library.
+    Reading runs no code of the file and needs none of the exported devices: a program for another
+    machine can be inspected. But a *call* runs the program with the rights of this process, so
+    load files only from sources that you would install a library from.
 
     Args:
       path: the file.
 
     Raises:
-      ExportError: it is no such file; it is damaged, or was changed; its format is unknown; or
-        this JAX cannot read programs of its age.
+      ExportError: the file is of another kind, damaged or changed; its format is unknown; or this
+        JAX does not support the version of its program.
       ImportError: ``flatbuffers`` is missing, which ``jax.export`` reads with.
       OSError: the file cannot be read.
 
@@ -182,25 +174,28 @@ def load(path: str | os.PathLike[str]) -> Exported:
       >>> loaded.call({"kernel": jnp.ones((2, 3))}, jnp.ones((4, 2))).output[0]
       Array([2., 2., 2.], dtype=float32)
     """
-    content = files.read(path)
+    data, content = files.read(path)
     try:
-        manifest = Manifest.from_json(content.manifest)
-    except ValueError as error:
-        raise ExportError(f"{path} has a manifest that cannot be read: {error}.") from None
+        manifest = Manifest.from_json(data)
+    except (RecursionError, ValueError) as error:
+        raise ExportError(f"{path} has a manifest that cannot be read: {error}") from None
     _check_convention(path, manifest)
     try:
-        program = jax.export.deserialize(bytearray(content.program))
+        program = jax.export.deserialize(bytearray(content))
     except ImportError:
         raise ImportError(_NO_FLATBUFFERS) from None
-    except Exception as error:  # JAX checks nothing, so anything may come out of it
+    except Exception as error:  # JAX checks nothing, so it may be of any kind
         raise ExportError(
-            f"{path} holds a program that jax {jax.__version__} cannot read ({error}); it was "
+            f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
             f"written by {manifest.versions}."
         ) from None
     sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
-    if not all(_describes(infos, avals) for infos, avals in sides):
+    if not all(
+        [info.type for info in infos] == [ArrayInfo.of("", aval, None).type for aval in avals]
+        for infos, avals in sides
+    ):
         raise ExportError(f"{path} has a manifest that does not describe its program.")
-    return Exported(manifest, program, content.program)
+    return Exported(manifest, program, content)
 
 
 _NO_FLATBUFFERS = (
@@ -212,16 +207,11 @@ _NO_FLATBUFFERS = (
 def _check_convention(path: str | os.PathLike[str], manifest: Manifest) -> None:
     oldest = jax.export.minimum_supported_calling_convention_version
     newest = jax.export.maximum_supported_calling_convention_version
-    own = manifest.calling_convention
-    if not oldest <= own <= newest:
-        remedy = "a newer jax" if own > newest else "an older jax, or export it again"
+    version = manifest.calling_convention
+    if not oldest <= version <= newest:
+        remedy = "a newer jax" if version > newest else "an older jax, or export it again"
         raise ExportError(
-            f"{path} has version {own} of the calling convention of jax.export; jax "
-            f"{jax.__version__} takes versions {oldest} to {newest}. Use {remedy}. It was written "
-            f"by {manifest.versions}."
+            f"{path} has version {version} of the calling convention of jax.export; jax "
+            f"{jax.__version__} supports versions {oldest} to {newest}. Use {remedy}. It was "
+            f"written by {manifest.versions}."
         )
-
-
-def _describes(infos: Sequence[ArrayInfo], avals: Sequence[Any]) -> bool:
-    own = [ArrayInfo.of("", aval, None) for aval in avals]
-    return [(i.shape, i.dtype) for i in infos] == [(i.shape, i.dtype) for i in own]

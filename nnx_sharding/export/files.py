@@ -1,8 +1,9 @@
 """The file: a zip archive with a manifest and a program, sealed by a digest.
 
-The two entries are stored as they are, so any zip tool shows the manifest, and nothing grows when
-it is read. The comment of the archive, which is the end of the file, is the SHA-256 of all before
-it: whatever is cut off or changed shows. That is a seal against accidents, not a signature.
+The two entries are stored uncompressed, so any zip tool shows the manifest, and nothing grows when
+it is read. The comment of the archive, which is the end of the file, is the SHA-256 of everything
+before it, so that truncation and changes are detected. It protects from accidents; it is not a
+signature.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import json
 import os
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ExportError
 
 FORMAT = "nnx_sharding export"
 VERSION = 1
-# Bytes; that of 40,000 arrays fits. What JSON is read into may take 20 times as much.
+# Bytes, enough for 40,000 arrays. Parsed JSON may take 20 times as much memory.
 MAX_MANIFEST = 32 * 1024 * 1024
 
 _MANIFEST, _PROGRAM = "manifest.json", "program.bin"
@@ -27,29 +28,14 @@ _START = b"PK\x03\x04"
 _DIGEST = 64  # hexadecimal digits of SHA-256
 
 
-class Content(NamedTuple):
-    """What a file holds: the manifest as plain data, and the program."""
-
-    manifest: dict[str, Any]
-    program: bytes
-
-
-def write(path: str | os.PathLike[str], content: Content) -> None:
-    """Writes a file; the same content gives the same bytes.
+def write(path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes) -> None:
+    """Writes a file; the same content results in the same bytes.
 
     Raises:
       ValueError: the manifest is larger than what is read.
     """
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        **content.manifest,
-        "program": {
-            "sha256": hashlib.sha256(content.program).hexdigest(),
-            "bytes": len(content.program),
-        },
-    }
-    text = json.dumps(manifest, indent=1, sort_keys=True).encode()
+    head = {"format": FORMAT, "version": VERSION, "program": _description(program)}
+    text = json.dumps({**head, **manifest}, indent=1, sort_keys=True).encode()
     if len(text) > MAX_MANIFEST:
         raise ValueError(
             f"{path} cannot be written: expected a manifest of at most {MAX_MANIFEST} bytes, got "
@@ -57,37 +43,38 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
         )
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in ((_MANIFEST, text), (_PROGRAM, content.program)):
-            archive.writestr(_entry(name), data)
+        for name, data in ((_MANIFEST, text), (_PROGRAM, program)):
+            # The same entry, whenever and wherever it is made.
+            info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            info.create_system, info.external_attr = 3, 0o644 << 16
+            archive.writestr(info, data)
         archive.comment = b"0" * _DIGEST
     sealed = buffer.getvalue()[:-_DIGEST]
-    Path(path).write_bytes(sealed + hashlib.sha256(sealed).hexdigest().encode())
+    Path(path).write_bytes(sealed + _digest(sealed))
 
 
-def _entry(name: str) -> zipfile.ZipInfo:
-    """An entry that looks the same whenever and wherever it was made."""
-    info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-    info.create_system = 3
-    info.external_attr = 0o644 << 16
-    return info
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
 
 
-def read(path: str | os.PathLike[str]) -> Content:
-    """Reads a file.
+def _description(program: bytes) -> dict[str, Any]:
+    return {"sha256": _digest(program).decode(), "bytes": len(program)}
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
+    """Reads the manifest as JSON data, and the program.
 
     Raises:
-      ExportError: it is no such file, is damaged, or of a format that is not known here.
+      ExportError: the file is of another kind or format, or damaged.
       OSError: it cannot be read.
     """
     data = Path(path).read_bytes()
-    start = data[: len(_START)]
-    if not data or not _START.startswith(start):
-        raise ExportError(f"{path} is no file of nnx_sharding.export: it does not start as one.")
-    sealed, seal = data[:-_DIGEST], data[-_DIGEST:]
-    if hashlib.sha256(sealed).hexdigest().encode() != seal:
+    if not data or not _START.startswith(data[: len(_START)]):
+        raise ExportError(f"{path} is not a file of nnx_sharding.export: it starts differently.")
+    if _digest(data[:-_DIGEST]) != data[-_DIGEST:]:
         raise ExportError(
-            f"{path} is damaged, or no file of nnx_sharding.export: its digest is not that of "
-            "its content. It was cut short or changed after it was written; copy or export it "
+            f"{path} is damaged, or not a file of nnx_sharding.export: its digest is not that of "
+            "its content. It was truncated or changed after it was written; copy or export it "
             "again."
         )
     try:
@@ -95,26 +82,26 @@ def read(path: str | os.PathLike[str]) -> Content:
     except ExportError:
         raise
     except Exception as error:  # zipfile raises errors of many kinds
-        raise ExportError(f"{path} is no file of nnx_sharding.export: {error}.") from None
+        raise ExportError(f"{path} is not a file of nnx_sharding.export: {error}.") from None
 
 
-def _unpacked(path: str | os.PathLike[str], data: bytes) -> Content:
+def _unpacked(path: str | os.PathLike[str], data: bytes) -> tuple[dict[str, Any], bytes]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
-        if [entry.filename for entry in entries] != [_MANIFEST, _PROGRAM]:
-            raise ValueError("it holds other entries")
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("its entries are compressed")
-        if any(entry.flag_bits & 1 for entry in entries):
-            raise ValueError("its entries are encrypted")
-        if sum(max(entry.file_size, entry.compress_size) for entry in entries) > len(data):
-            raise ValueError("its entries are larger than the file")
-        if entries[0].file_size > MAX_MANIFEST:
-            raise ValueError(
-                f"its manifest has {entries[0].file_size} bytes, more than {MAX_MANIFEST}"
-            )
-        manifest = json.loads(archive.read(_MANIFEST))
-        program = archive.read(_PROGRAM)
+        size = entries[0].file_size if entries else 0
+        names = [entry.filename for entry in entries]
+        sizes = [max(entry.file_size, entry.compress_size) for entry in entries]
+        faults = {
+            "it has other entries": names != [_MANIFEST, _PROGRAM],
+            "its entries are compressed": any(entry.compress_type for entry in entries),
+            "its entries are encrypted": any(entry.flag_bits & 1 for entry in entries),
+            "its entries are larger than the file": sum(sizes) > len(data),
+            f"its manifest has {size} bytes, more than {MAX_MANIFEST}": size > MAX_MANIFEST,
+        }
+        for fault, is_present in faults.items():
+            if is_present:
+                raise ValueError(fault)
+        manifest, program = json.loads(archive.read(_MANIFEST)), archive.read(_PROGRAM)
     if not isinstance(manifest, dict) or manifest.pop("format", None) != FORMAT:
         raise ValueError("its manifest is of another kind")
     version, described = manifest.pop("version", None), manifest.pop("program", None)
@@ -124,10 +111,9 @@ def _unpacked(path: str | os.PathLike[str], data: bytes) -> Content:
             "with the version that wrote it, or a newer one: "
             f"{manifest.get('versions')!s:.200}."
         )
-    digest = hashlib.sha256(program).hexdigest()
-    if described != {"sha256": digest, "bytes": len(program)}:
+    if described != _description(program):
         raise ExportError(
-            f"{path} was changed after it was written: the digest of its program is {digest}, its "
+            f"{path} was changed after it was written: its program is {_description(program)}, its "
             f"manifest says {described!r:.120}. Export it again."
         )
-    return Content(manifest, program)
+    return manifest, program

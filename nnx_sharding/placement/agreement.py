@@ -13,14 +13,12 @@ import json
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
 from .. import _compat
 from .feed import Consumer
-
-Message: TypeAlias = dict[str, Any]
 
 # After each of these intervals of waiting, it is checked whether the consumer has gone.
 _INTERVAL_MS = 250
@@ -39,13 +37,8 @@ class Agreement:
     The first process collects the messages and answers with all of them at once: three messages for
     each process, not one for each pair.
 
-    Args:
-      processes: the indices of the processes that take part, in ascending order.
-      timeout: seconds to wait for another process while the consumer waits, too.
-      consumer: the consumer of this process.
-
-    Raises:
-      RuntimeError: there are several processes, and no coordination service.
+    ``processes`` are those that take part, in ascending order; ``timeout`` is in seconds, of which
+    only those count in which the consumer waits.
     """
 
     def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
@@ -68,7 +61,7 @@ class Agreement:
         group = zlib.crc32(repr(self.processes).encode())
         self._prefix = f"nnx_sharding/batches/{group:08x}/{number}"
 
-    def exchange(self, message: Message) -> list[Message]:
+    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """The messages of all processes at this turn, in their order.
 
         Raises:
@@ -78,15 +71,17 @@ class Agreement:
         """
         if len(self.processes) == 1:
             return [message]
+        turn = self._turn
         if self._process == self._leader:
-            messages = [message, *(self._receive(p, p) for p in self.processes[1:])]
+            messages = [message, *(self._receive(turn, p, p) for p in self.processes[1:])]
             self._send("all", messages)
-            if self._turn:  # all have received the last turn's messages before they sent these
-                self._store.key_value_delete(f"{self._prefix}/{self._turn - 1}")
+            if turn:  # all have received the last turn's messages before they sent these
+                self._store.key_value_delete(f"{self._prefix}/{turn - 1}")
+            self._turn += 1
         else:
             self._send(self._process, message)
-            messages = self._receive("all", self._leader)
-        self._turn += 1
+            self._turn += 1  # if it leaves now, its note is for the next turn
+            messages = self._receive(turn, "all", self._leader)
         left = [m["left"] for m in messages if "left" in m]
         if left:
             self._is_over = True
@@ -113,14 +108,14 @@ class Agreement:
     def _send(self, key: int | str, message: Any) -> None:
         self._store.key_value_set(f"{self._prefix}/{self._turn}/{key}", json.dumps(message))
 
-    def _receive(self, key: int | str, sender: int) -> Any:
+    def _receive(self, turn: int, key: int | str, sender: int) -> Any:
         began = time.monotonic()
         while True:
             try:
-                path = f"{self._prefix}/{self._turn}/{key}"
+                path = f"{self._prefix}/{turn}/{key}"
                 return json.loads(self._store.blocking_key_value_get(path, _INTERVAL_MS))
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if not _compat.is_timeout(error):
                     raise RuntimeError(
                         "shard_batches: the coordination service, through which processes agree on "
                         "the end of their batches, is no longer available."

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from ..core.specs import Specs
 from ..core.structure import PyTreeDef
+from ..diagnostics.differences import show
 from ..paths import accessor, path_key
-from .host import host_array
 from .place import shardings_for, trimmed
 from .rows import Rows, next_size, row_axes, row_parts, row_sharding, rows_by_process
 
@@ -52,10 +53,6 @@ class BatchSharding:
       rows: the sharding of their rows, that of the leaf with the most shards along rows.
       size: the number of rows of a full global batch; 0 until :meth:`set_size`.
       held: the rows of it that each process holds.
-
-    Raises:
-      TypeError: leaves are not arrays.
-      ValueError: specs do not fit, or no leaf has rows.
     """
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | None):
@@ -66,7 +63,7 @@ class BatchSharding:
         wrong: dict[int, str] = {}
         for i, (_, leaf) in enumerate(paths):
             try:
-                arrays.append(host_array(leaf))
+                arrays.append(_host_array(leaf))
             except TypeError as error:  # which is fine with the spec None
                 arrays.append(np.zeros((), np.bool_))
                 wrong[i] = f"  {names[i]}: {error}"
@@ -88,12 +85,7 @@ class BatchSharding:
         self.held: dict[int, Rows] = {}
 
     def arrays(self, batch: Any) -> list[Any]:
-        """The leaves of a batch as host arrays; those without a sharding as they are.
-
-        Raises:
-          TypeError: leaves are not arrays.
-          ValueError: the batch differs from the first one in structure, shapes or dtypes.
-        """
+        """The leaves of a batch, which must be like the first one, as host arrays."""
         leaves, treedef = jax.tree_util.tree_flatten(batch)
         if treedef != self._treedef:
             raise ValueError(self._other_structure(batch))
@@ -102,7 +94,7 @@ class BatchSharding:
             if leaf.sharding is None:
                 continue
             try:
-                leaves[i] = host_array(leaves[i])
+                leaves[i] = _host_array(leaves[i])
             except TypeError as error:
                 wrong.append(f"  {leaf.name}: {error}")
                 continue
@@ -130,11 +122,7 @@ class BatchSharding:
         )
 
     def count(self, arrays: Sequence[Any]) -> int:
-        """The number of rows of a batch.
-
-        Raises:
-          ValueError: leaves differ in it.
-        """
+        """The number of rows of a batch, in which all leaves must agree."""
         pairs = zip(self.leaves, arrays, strict=True)
         counts = {leaf.name: len(array) for leaf, array in pairs if leaf.has_rows}
         if len(set(counts.values())) > 1:
@@ -147,16 +135,12 @@ class BatchSharding:
         return next(iter(counts.values()))
 
     def set_size(self, batch_size: int | None, counts: dict[int, int | None]) -> None:
-        """Sets the size of a full batch; None is the least that the loaded rows fit into.
-
-        Raises:
-          ValueError: rows cannot be sharded evenly, or leaves need different rows of a process.
-        """
+        """Sets the size of a full batch; None is the least that the loaded rows fit into."""
         if batch_size is None:
             parts = row_parts(self.rows)
             shares = rows_by_process(self.rows, parts)
             batch_size = max(-(-(n or 0) * parts // len(shares[p])) for p, n in counts.items())
-        size = batch_size
+        self.size = size = batch_size
         lines = [f"  {name} by {row_axes(s)}" for name, s in self._by_rows if size % row_parts(s)]
         if lines:
             good = next_size(size, math.lcm(*(row_parts(s) for _, s in self._by_rows)))
@@ -166,7 +150,7 @@ class BatchSharding:
                 + f"\nLoad {good} rows, or pass batch_size={good}, with uneven='pad', to have each "
                 "batch padded."
             )
-        self.size, self.held = size, rows_by_process(self.rows, size)
+        self.held = rows_by_process(self.rows, size)
         if len(counts) == 1:
             return
         others = [f"  {n}, by {row_axes(s)}" for n, s in self._by_rows if not self._has_rows_of(s)]
@@ -236,3 +220,47 @@ def _placed(
         jax.make_array_from_process_local_data(sharding, np.asarray(array), shape)
         for array, sharding, shape in zip(arrays, shardings, shapes, strict=True)
     ]
+
+
+def _host_array(x: Any) -> Any:
+    """An array that shares the memory of ``x`` where possible, or a TypeError that says why not."""
+    if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
+        return np.asarray(x, jnp.result_type(type(x)))
+    if isinstance(x, jax.Array):
+        return x
+    array = np.asarray(x if isinstance(x, np.ndarray | np.generic) else _converted(x))
+    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
+        raise TypeError(f"an array of dtype {array.dtype}")
+    return array
+
+
+def _converted(x: Any) -> Any:
+    """A foreign array, such as a tensor of PyTorch, as a NumPy array."""
+    try:
+        if hasattr(x, "__array__"):
+            try:
+                return np.asarray(x)
+            except TypeError:
+                if not hasattr(x, "__dlpack__"):
+                    raise
+        if hasattr(x, "__dlpack__"):
+            return np.asarray(jax.dlpack.from_dlpack(x))  # supports bfloat16, unlike NumPy
+    except Exception as error:  # of another library, which may raise anything
+        raise TypeError(f"a {type(x).__name__} that gives no array: {error}") from error
+    raise TypeError(f"{show(x)} of type {type(x).__name__}")
+
+
+def padded(array: Any, rows: int, filler: Any) -> Any:
+    """The array with ``rows`` rows: its last row, or ``filler`` if it has none, is repeated.
+
+    A loaded row is one that a model can compute with; zeros might become NaN, which no mask removes
+    from a sum.
+    """
+    count = len(array)
+    if count == rows:
+        return array
+    source = np.asarray(array)
+    result = np.empty((rows, *source.shape[1:]), source.dtype)
+    result[:count] = source
+    result[count:] = source[-1:] if count else filler
+    return result

@@ -57,11 +57,15 @@ class Feed(Generic[T]):
           BaseException: what ``make`` raised, after all results before it.
         """
         with self._change:
-            if self._depth == 0:
-                self._make_one()
-            else:
-                self._start()
-                self._wait()
+            self._consumer.waiting_since = time.monotonic()
+            try:
+                if self._depth == 0:
+                    self._make_one()
+                elif self._thread is None and not self._over:
+                    self._start()
+                self._change.wait_for(lambda: self._ready or self._over or self._consumer.gone)
+            finally:
+                self._consumer.waiting_since = None
             if self._ready:
                 self._change.notify_all()
                 return self._ready.popleft()
@@ -83,21 +87,11 @@ class Feed(Generic[T]):
         if thread is not None and thread is not threading.current_thread():
             thread.join(wait)
 
-    def _wait(self) -> None:
-        self._consumer.waiting_since = time.monotonic()
-        try:
-            self._change.wait_for(lambda: self._ready or self._over or self._consumer.gone)
-        finally:
-            self._consumer.waiting_since = None
-
     def _start(self) -> None:
-        if self._thread is None and not self._over:
-            # A daemon, since the program could not end while the loader is blocked.
-            self._thread = threading.Thread(
-                target=self._run, name="nnx_sharding-batches", daemon=True
-            )
-            _stopped_at_exit().add(self)
-            self._thread.start()
+        # A daemon, since the program could not end while the loader is blocked.
+        self._thread = threading.Thread(target=self._run, name="nnx_sharding-batches", daemon=True)
+        _stopped_at_exit().add(self)
+        self._thread.start()
 
     def _run(self) -> None:
         while self._has_room() and not self._over:

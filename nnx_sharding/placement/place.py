@@ -153,8 +153,7 @@ def shardings_for(
     resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
     names = slot_names(len(flat.leaves), locations)
     declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
-    if mesh is None:
-        _check_has_mesh(caller, names, declared)
+    _check_leaves(caller, names, flat.leaves, declared, mesh)
     transform = Transform(
         name=caller,
         in_name="sharding",
@@ -164,8 +163,6 @@ def shardings_for(
         strict=strict,
     )
     check_mesh(transform, locations, flat.objects, flat.leaves)
-    # Errors come before the warning about corrections.
-    _check_leaves(caller, names, flat.leaves, declared, mesh)
     shapes = [shape_of(leaf) for leaf in flat.leaves]
     fitting = fit_specs(transform, names, shapes, declared, resolved.on_indivisible)
     check_filters(resolved.uses, name=caller, strict=strict)
@@ -183,37 +180,30 @@ def mesh_for(caller: str, mesh: Any) -> Any:
     return None if mesh is None else mesh_here(mesh)
 
 
-def _check_has_mesh(caller: str, names: Sequence[str], specs: Sequence[Any]) -> None:
-    lines = [
-        f"  {name}: {spec}"
-        for name, spec in zip(names, specs, strict=True)
-        if isinstance(spec, PartitionSpec)
-    ]
-    if lines:
-        raise NoMeshError(
-            f"{caller}: these partition specs have no mesh:\n"
-            + "\n".join(lines)
-            + "\nPass mesh=..., use `with jax.set_mesh(mesh):`, or give NamedShardings."
-        )
-
-
 def _check_leaves(
     caller: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any], mesh: Any
 ) -> None:
-    """Raises an error if something with a sharding cannot be placed, whatever its shape."""
-    not_arrays, obstacles = [], []
+    """Raises an error if a leaf cannot be placed by its spec, whatever its shape."""
+    no_mesh, not_arrays, obstacles = [], [], []
     for name, leaf, spec in zip(names, leaves, specs, strict=True):
+        where = spec.sharding if isinstance(spec, Format) else spec
+        if isinstance(where, PartitionSpec):
+            if mesh is None:
+                no_mesh.append(f"  {name}: {spec}")
+                continue
+            where = NamedSharding(mesh, PartitionSpec())
         if spec is None or isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
             continue
         if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
             not_arrays.append(f"  {name}: a {type(leaf).__name__}")
-            continue
-        where = spec.sharding if isinstance(spec, Format) else spec
-        if isinstance(where, PartitionSpec):
-            where = NamedSharding(mesh, PartitionSpec())
-        problem = obstacle(leaf, where) if isinstance(where, Sharding) else None
-        if problem:
+        elif isinstance(where, Sharding) and (problem := obstacle(leaf, where)):
             obstacles.append(f"  {name}, shape {shape_of(leaf)}, {describe(spec)}: {problem}")
+    if no_mesh:
+        raise NoMeshError(
+            f"{caller}: these partition specs have no mesh:\n"
+            + "\n".join(no_mesh)
+            + "\nPass mesh=..., use `with jax.set_mesh(mesh):`, or give NamedShardings."
+        )
     if not_arrays:
         raise TypeError(
             f"{caller}: these leaves have a sharding, but are not arrays:\n"

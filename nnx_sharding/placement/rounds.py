@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 
 from ..core.specs import Specs
 from ..fitting import describe
-from .agreement import Agreement, ConsumerGoneError, Message
-from .batch_sharding import BatchSharding
-from .host import padded
+from .agreement import Agreement, ConsumerGoneError
+from .batch_sharding import BatchSharding, padded
 
 _NAME = "shard_batches"
 
@@ -60,9 +59,8 @@ class Rounds(Iterator[Round]):
         self._count = 0
         self._has_ended = False
         self._state: Any = None
-        self._sharding: BatchSharding | None = None
-        self._described: tuple[int, list[str]] | None = None  # a process, and its batches
-        self._known: set[int] = set()  # the processes that have described their batches
+        self._sharding: Any = None  # a BatchSharding from the first batch on
+        self._known: dict[int, list[str]] = {}  # the processes that have described their batches
         self._fillers: list[Any] = []
         self._failure = "closed its iteration"
 
@@ -102,63 +100,50 @@ class Rounds(Iterator[Round]):
             self._state = copy.deepcopy(self._source.get_state())
         if self._sharding is None:
             self._sharding = BatchSharding(batch, self._options.specs, self._options.mesh)
-        arrays = self._sharding.arrays(batch)
+        arrays: list[Any] = self._sharding.arrays(batch)
         if self._options.copy:
             pairs = zip(arrays, self._sharding.leaves, strict=True)
             arrays = [x if leaf.sharding is None else np.array(x) for x, leaf in pairs]
         return arrays
 
     def _count_rows(self, arrays: Sequence[Any]) -> int:
-        assert self._sharding is not None
-        rows = self._sharding.count(arrays)
+        rows: int = self._sharding.count(arrays)
         if len(self._agreement.processes) > 1 and (rows or not self._fillers):
             # If this process ends before others do, its rows are copies of these.
             self._fillers = [
-                (np.array(x[-1:]) if rows else np.zeros((1, *x.shape[1:]), x.dtype))
-                if leaf.has_rows
-                else x
+                x if not leaf.has_rows else np.array(padded(x[-1:], 1, 0))
                 for x, leaf in zip(arrays, self._sharding.leaves, strict=True)
             ]
         return rows
 
     def _exchange(self, rows: int | None) -> Counts:
-        """The rows of all processes.
-
-        Raises:
-          ValueError: processes have batches of different kinds.
-        """
-        message: Message = {"rows": rows}
+        """The rows of all processes, which must have batches of the same kind."""
+        message: dict[str, Any] = {"rows": rows}
         if rows is not None and jax.process_index() not in self._known:
-            assert self._sharding is not None
             options = f"uneven={self._options.uneven!r}, batch_size={self._options.batch_size}"
             leaves = [f"{leaf}, {describe(leaf.sharding)}" for leaf in self._sharding.leaves]
             message["about"] = [*leaves, options]
-        processes = self._agreement.processes
-        messages = self._agreement.exchange(message)
-        for process, answer in zip(processes, messages, strict=True):
+        answers = zip(self._agreement.processes, self._agreement.exchange(message), strict=True)
+        counts = {}
+        for process, answer in answers:
+            counts[process] = answer["rows"]
             if "about" in answer:
-                self._known.add(process)
-                self._check_alike(process, answer["about"])
-        return {p: answer["rows"] for p, answer in zip(processes, messages, strict=True)}
-
-    def _check_alike(self, process: int, lines: list[str]) -> None:
-        first, expected = self._described = self._described or (process, lines)
-        if lines != expected:
-            ours = [line for line in expected if line not in lines]
-            theirs = [line for line in lines if line not in expected]
-            raise ValueError(
-                f"{_NAME}: processes have different batches.\n"
-                f"  process {first}: {'; '.join(ours)}\n  process {process}: {'; '.join(theirs)}\n"
-                "All of them have to iterate over the same kinds of batches, in the same order."
-            )
+                self._known[process] = lines = answer["about"]
+                first, expected = next(iter(self._known.items()))
+                if lines != expected:
+                    ours = [line for line in expected if line not in lines]
+                    theirs = [line for line in lines if line not in expected]
+                    raise ValueError(
+                        f"{_NAME}: processes have different batches.\n"
+                        f"  process {first}: {'; '.join(ours)}\n"
+                        f"  process {process}: {'; '.join(theirs)}\n"
+                        "All of them have to iterate over the same kinds of batches, in the same "
+                        "order."
+                    )
+        return counts
 
     def _makes_batch(self, counts: Counts) -> bool:
-        """Whether these rows make a batch.
-
-        Raises:
-          StopIteration: there are no more batches.
-          ValueError: they do not, and should.
-        """
+        """Whether these rows make a batch; StopIteration if there are no more."""
         uneven, ended = self._options.uneven, [p for p, n in counts.items() if n is None]
         if len(ended) == len(counts) or (ended and uneven == "drop"):
             raise StopIteration
@@ -171,7 +156,6 @@ class Rounds(Iterator[Round]):
                 "cannot know what to fill its rows with. Give each process at least one batch, "
                 "or use uneven='drop'."
             )
-        assert self._sharding is not None
         if not self._sharding.size:
             self._sharding.set_size(self._options.batch_size, counts)
         missing = [len(self._sharding.held[p]) - (n or 0) for p, n in counts.items()]
@@ -183,7 +167,6 @@ class Rounds(Iterator[Round]):
         return uneven == "pad" or not any(missing)
 
     def _describe(self, counts: Counts, what: str) -> str:
-        assert self._sharding is not None
         each = ", ".join(f"{n or 0} on process {p}" for p, n in counts.items())
         [*others, last] = counts.values()
         rows = f"these rows: {each}" if others else f"{last} rows"
@@ -195,7 +178,6 @@ class Rounds(Iterator[Round]):
 
     def _global(self, arrays: list[Any] | None, counts: Counts) -> Any:
         """The global batch, with its mask if there is one."""
-        assert self._sharding is not None
         leaves, held = self._sharding.leaves, self._sharding.held
         fillers = self._fillers or [None] * len(leaves)
         if arrays is None:
@@ -212,11 +194,7 @@ class Rounds(Iterator[Round]):
 
 
 def _mask(sharding: BatchSharding, counts: Counts) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which rows of a global batch are loaded and not padding.
-
-    Raises:
-      ValueError: processes that hold the same rows have different numbers of them.
-    """
+    """Which rows of a global batch are loaded and not padding."""
     mask = np.ones(sharding.size, np.bool_)
     for process, rows in counts.items():
         mask[sharding.held[process][rows or 0 :]] = False

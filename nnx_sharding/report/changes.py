@@ -182,9 +182,9 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
 
 
 def _changes(changes: Iterable[Change], made_with: Mapping[str, tuple[str, str]]) -> Changes:
-    found = Changes(changes)
-    found.made_with = made_with
-    return found
+    result = Changes(changes)
+    result.made_with = made_with
+    return result
 
 
 def load(source: Source) -> ProgramReport | Comparison:

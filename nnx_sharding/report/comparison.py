@@ -128,9 +128,9 @@ class Comparison(JsonForm):
 
     @property
     def marked(self) -> dict[Column, str]:
-        """:meth:`best` of each column, as tables mark it; empty for a single strategy."""
-        columns = get_args(Column) if len(self.compiled) > 1 else ()
-        best = {column: self.best(column) for column in columns}
+        """:meth:`best` of each figure, as tables mark it; empty for a single strategy."""
+        columns = [column for column in get_args(Column) if column != "planning"]
+        best = {column: self.best(column) for column in columns if len(self.compiled) > 1}
         return {column: name for column, name in best.items() if name is not None}
 
     def judged(
@@ -201,10 +201,12 @@ class Comparison(JsonForm):
         all_axes = {axes for by_axes in sent.values() for axes in by_axes}
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
 
+        unit = {"flops": count_text, "roofline": time_text, "planning": time_text}
+
         def figure(column: Column) -> Callable[[str], Any]:
             def cell(name: str) -> Any:
                 is_best = marked.get(column) == name
-                shown = _TEXTS[column](figures[name][column])
+                shown = unit.get(column, bytes_text)(figures[name][column])
                 return text(f"{shown} {'*' if is_best else ' '}", "green" if is_best else "")
 
             return cell
@@ -243,16 +245,6 @@ class Comparison(JsonForm):
         shown = {title: cell for title, cell in columns.items() if title not in hidden}
         rows = [[cell(name) for cell in shown.values()] for name in compiled]
         return table([*shown], rows, numbers=len(shown) - 2)
-
-
-_TEXTS: dict[Column, Callable[[float | None], str]] = {
-    "peak": bytes_text,
-    "arguments": bytes_text,
-    "bytes_sent": bytes_text,
-    "flops": count_text,
-    "roofline": time_text,
-    "planning": time_text,
-}
 
 
 @dataclasses.dataclass(frozen=True)

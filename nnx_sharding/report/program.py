@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import flax
 import jax
@@ -25,9 +25,6 @@ from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text
 from .json_form import JsonForm
-
-if TYPE_CHECKING:
-    from ..stages import Compiled
 
 FORMAT = "nnx_sharding.report"
 VERSION = 1
@@ -192,8 +189,8 @@ class ProgramReport(JsonForm):
 _MAX_ROWS = 12
 
 
-def describe(compiled: Compiled, name: str, device: Device | str | None) -> ProgramReport:
-    """The report of a compiled program; see ``Compiled.report``."""
+def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramReport:
+    """The report of a ``Compiled``, which calls this; see its ``report``."""
     hlo = compiled.as_text()
     module = parse(hlo or "")
     shardings = compiled.shardings()

@@ -35,11 +35,11 @@ def show_parameters(tree: Any, *, console: Console | None = None) -> None:
       >>> import jax
       >>> from nnx_sharding.report.terminal import show_parameters
       >>> show_parameters({"up": jax.ShapeDtypeStruct((64, 256), "float32")})
-      path  shape    dtype   spec bytes/device    bytes
-      ----- -------- ------- ---- ------------ --------
-      up    (64,256) float32 -        64.0 KiB 64.0 KiB
-      ----- -------- ------- ---- ------------ --------
-      total                           64.0 KiB 64.0 KiB
+      path   shape     dtype    spec  bytes/device     bytes
+      ------ --------- -------- ----- ------------- --------
+      up     (64,256)  float32  -         64.0 KiB  64.0 KiB
+      ------ --------- -------- ----- ------------- --------
+      total                               64.0 KiB  64.0 KiB
     """
     is_table = isinstance(tree, list) and all(isinstance(row, ParameterRow) for row in tree)
     _console(console).print(ParameterTable(tree) if is_table else parameter_table(tree))

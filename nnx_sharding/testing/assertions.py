@@ -1,7 +1,6 @@
 """Assertions about compiled programs, for tests: what they exchange, and what they take.
 
-Each takes the result of ``lower(...).compile()``, or a report of it, and names the instructions or
-arrays that are the cause.
+Each takes the result of ``lower(...).compile()`` or its report, and names the causes.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from ..stages import Compiled, Lowered, Traced
 
 Axes: TypeAlias = str | tuple[str, ...]
 Program: TypeAlias = Compiled | ProgramReport
+_Key: TypeAlias = tuple[Kind, frozenset[str] | None]
 
 _MAX_LINES = 10
 
@@ -49,9 +49,8 @@ def assert_no_collective(
       >>> from nnx_sharding.testing import assert_no_collective
       >>> from nnx_sharding.partition import make_mesh
       >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> x = jax.ShapeDtypeStruct((64, 64), "float32")
       >>> fun = jit(lambda x: x.sum(1), in_shardings=P("data", "model"), mesh=mesh)
-      >>> compiled = fun.lower(x).compile()
+      >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_no_collective(compiled, "all-gather")
       >>> assert_no_collective(compiled, axes="data")
       >>> assert_no_collective(compiled, axes="model")
@@ -61,11 +60,12 @@ def assert_no_collective(
       ...
     """
     report = _report(program)
-    hits = _over(_collectives(report).of(kind), wanted := _checked_axes(report, axes))
+    collectives, wanted = _collectives(report).of(kind), _checked_axes(report, axes)
+    hits = _over(collectives, wanted)
     if hits:
-        what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}"
+        what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{_over_text(wanted)}"
         raise AssertionError(
-            f"{report.name} has {what}{_over_text(wanted)}:\n{_listed(hits)}\n"
+            f"{report.name} has {what}:\n{_listed(hits)}\n"
             "Change the shardings, or constrain intermediate values "
             "(nnx_sharding.partition.with_sharding_constraint)."
         )
@@ -108,14 +108,16 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
         wanted[kind, _checked_axes(report, axes)] += count
-    counts = Counter(map(_key, collectives))
+    actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
+    for one in collectives:
+        axes_of_one = None if one.axes is None else frozenset(one.axes)
+        actual.setdefault((one.kind, axes_of_one), []).append(one)
     lines: list[str] = []
-    for key in dict.fromkeys([*wanted, *counts]):
-        if counts[key] != wanted[key]:
-            over = " over unknown axes" if key[1] is None else _over_text(key[1]) or " over no axes"
-            lines.append(f"  {key[0]}{over}: {counts[key]}, expected {wanted[key]}")
-            same = [one for one in collectives if _key(one) == key]
-            lines += [f"  {line}" for line in _listed(same).splitlines()]
+    for (kind, over), some in actual.items():
+        if len(some) != wanted[kind, over]:
+            where = " over unknown axes" if over is None else _over_text(over) or " over no axes"
+            lines.append(f"  {kind}{where}: {len(some)}, expected {wanted[kind, over]}")
+            lines += [f"  {line}" for line in _listed(some).splitlines()]
     if lines:
         raise AssertionError(f"{report.name} has other collectives:\n" + "\n".join(lines))
 
@@ -126,8 +128,7 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
     Args:
       program: a compiled function, or its report.
       limit: bytes, or a text such as ``"1 GiB"``.
-      axes: a mesh axis, or several: only collectives that run over any of them count. None for
-        all.
+      axes: a mesh axis, or several: counts collectives over any of them. None for all.
 
     Raises:
       AssertionError: it sends more, or may do so as a loop is of unknown length; the largest
@@ -146,7 +147,8 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
     most, report = read_bytes(limit), _report(program)
-    some = _over(_collectives(report), wanted := _checked_axes(report, axes))
+    collectives, wanted = _collectives(report), _checked_axes(report, axes)
+    some = _over(collectives, wanted)
     if some.bytes_sent > most or some.has_unknown_times:
         largest = sorted(some, key=lambda one: -one.total_bytes_sent)
         more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
@@ -228,11 +230,8 @@ def assert_no_parameter_replicated(
       >>> from nnx_sharding.testing import assert_no_parameter_replicated
       >>> from nnx_sharding.partition import make_mesh, replicated
       >>> model = nnx.eval_shape(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
-      >>> fun = jit(
-      ...     lambda model, x: model(x),
-      ...     in_shardings=(replicated(model), P("data")),
-      ...     mesh=make_mesh({"data": -1}),
-      ... )
+      >>> specs = (replicated(model), P("data"))
+      >>> fun = jit(lambda model, x: model(x), in_shardings=specs, mesh=make_mesh({"data": -1}))
       >>> compiled = fun.lower(model, jax.ShapeDtypeStruct((8, 256), "float32")).compile()
       >>> assert_no_parameter_replicated(compiled, allowed=["kernel$"])
       >>> assert_no_parameter_replicated(compiled)
@@ -261,10 +260,8 @@ def assert_no_parameter_replicated(
     ]
     if replicated:
         replicated.sort(key=lambda row: -row.bytes_total)
-        lines = [
-            f"  {_at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}"
-            for row in replicated
-        ]
+        sizes = [f"{bytes_text(row.bytes_total)}, spec {row.spec_text}" for row in replicated]
+        lines = [f"  {_at(row)}: {size}" for row, size in zip(replicated, sizes, strict=True)]
         verb = "is" if len(replicated) == 1 else "are"
         raise AssertionError(
             f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:\n"
@@ -273,20 +270,13 @@ def assert_no_parameter_replicated(
         )
 
 
-_Key: TypeAlias = tuple[str, frozenset[str] | None]
-
-
-def _key(one: Collective) -> _Key:
-    return one.kind, None if one.axes is None else frozenset(one.axes)
-
-
 def _report(program: Any) -> ProgramReport:
     if isinstance(program, ProgramReport):
         return program
     if isinstance(program, Compiled):
         return program.report()
-    hint = "; compile it first: lowered.compile()" if isinstance(program, Lowered) else ""
-    hint = "; lower and compile it first" if isinstance(program, Traced) else hint
+    hints = {Lowered: "; compile it first: lowered.compile()", Traced: "; compile it first"}
+    hint = hints.get(type(program), "")
     raise TypeError(
         f"expected a function that nnx_sharding.jit compiled, or its report, got {program!r}{hint}."
     )

@@ -1,27 +1,26 @@
-"""Starts processes, watches them, and says how they ended."""
+"""Starts processes, watches them, and reports how they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import queue
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..partition.virtual import MOST_DEVICES
 from . import worker
-from .ending import MARK, dismiss, end_all, start_warden
-from .environment import environment_of, reserve_port
-from .output import Output, indented
+from .output import Output
 
 TIMED_OUT = 124  # as of timeout(1)
+DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _SETTLING = 0.3  # seconds
 
 
@@ -36,28 +35,27 @@ def launch(
 ) -> int:
     """Runs a Python program in several processes on this machine, and waits for them.
 
-    In each, ``jax.distributed.initialize()`` needs no arguments. Their output is shown line by
-    line, with the number of the process before it. If one fails, the others are ended: first they
-    are asked to, then killed. The message says which one failed and ends with what it wrote to
-    stderr; what the others had to say after that comes last. No process is left, also none that
-    the program started, and not if this process is killed either (on Linux; elsewhere none that
-    stayed in the process group of its parent).
+    In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
+    by line, prefixed with the number of the process. If one fails, the others are asked to end,
+    then killed. A message names the process that failed, with the end of its stderr; the output of
+    the others after the failure follows. On Linux no process is left that the program started,
+    even if this process is killed; elsewhere none in the process group of the program.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
-      processes: how many.
-      devices_per_process: how many devices each has: virtual ones on the CPU; of others, those
+      processes: the number of processes.
+      devices_per_process: the number of devices of each: virtual ones on the CPU; of others, those
         with the numbers from ``rank * devices_per_process`` on.
-      platform: what ``JAX_PLATFORMS`` is set to.
-      timeout: end all after so many seconds; None for never.
-      grace: how many seconds a process has that is asked to end.
+      platform: the value of ``JAX_PLATFORMS``.
+      timeout: the seconds after which all processes are ended; None for no limit.
+      grace: the seconds between asking a process to end and killing it.
 
     Returns:
-      0 if all processes returned that. Else the exit code of the first that failed, 128 + n for
-      one that signal n ended; 124 after the timeout; 128 + n after signal n to this process.
+      0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if
+      signal n ended it; 124 after the timeout; 128 + n after signal n to this process.
 
     Raises:
-      ValueError: there is no program, or a number is too small or too large.
+      ValueError: ``program`` is empty, or a number is too small or too large.
       OSError: a process could not be started.
 
     Example:
@@ -70,8 +68,8 @@ def launch(
       ...     launch([str(script)], processes=2)
       0
     """
-    small = {"processes": processes, "devices_per_process": devices_per_process}
-    wrong = [f"{name} is at least 1, not {value}" for name, value in small.items() if value < 1]
+    least = {"processes": processes, "devices_per_process": devices_per_process}
+    wrong = [f"{name} is at least 1, not {value}" for name, value in least.items() if value < 1]
     if processes * devices_per_process > MOST_DEVICES:
         devices = f"{processes} processes of {devices_per_process} devices"
         wrong.append(f"expected at most {MOST_DEVICES} devices in all, got {devices}")
@@ -79,150 +77,124 @@ def launch(
         wrong.append("program is empty")
     if wrong:
         raise ValueError("; ".join(wrong))
-    deadline = None if timeout is None else time.monotonic() + timeout
     started = time.monotonic()
-    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-    mark = ":".join(filter(None, [os.environ.get(MARK), uuid.uuid4().hex]))
-    output = Output(
-        processes,
-        (sys.stdout, sys.stderr),
-        lambda: events.put(_Event("signal", code=128 + signal.SIGPIPE)),
-    )
-    groups: list[int] = []
-    with _signals_to(events), reserve_port() as port, _warden(mark, grace) as tell:
+    ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
+    output = Output(processes, lambda: ends.put(_End(128 + signal.SIGPIPE)))
+    workers: list[subprocess.Popen[str]] = []
+    with _signals_to(ends), reserve_port() as port:
         address = f"127.0.0.1:{port.getsockname()[1]}"
-        inherited = {**os.environ, MARK: mark}
         try:
             for rank in range(processes):
-                sizes = (rank, processes, devices_per_process, platform)
-                process, told = _start(program, environment_of(*sizes, address, inherited))
-                groups.append(process.pid)
-                tell(process.pid)
-                assert process.stdout is not None and process.stderr is not None
-                output.follow(rank, process.stdout, process.stderr)
-                _wait_for(rank, process, told, events)
-            end = _first_end(events, processes, deadline)
+                sizes = (rank, processes, devices_per_process)
+                environment = environment_of(*sizes, platform, address, os.environ)
+                workers.append(_start(rank, [str(grace), *program], environment, ends))
+                output.follow(rank, workers[-1])
+            end = _first_failure(ends, processes, None if timeout is None else started + timeout)
             seconds = time.monotonic() - started
-            if end.rank is not None:
-                output.hold_all_but(end.rank)
+            output.hold_all_but(end.rank)
         finally:
-            end_all(groups, mark, grace)
-    output.finish(grace)
-    if end.code:
-        _explain(end, output, processes, seconds)
-    output.release(b"launch: what the others wrote after that:\n")
+            for process in workers:
+                assert process.stdin is not None
+                process.stdin.close()  # the worker then ends all that it started
+            for process in workers:
+                process.wait()
+    output.finish(grace, lambda: _explanation(end, output, seconds))
     return end.code
 
 
-class _Event(NamedTuple):
-    """Something that happened.
+class _End(NamedTuple):
+    """The exit code of one process, or that of the launch.
 
-    Attributes:
-      kind: "failed" (told by a process that has not ended yet), "ended", "signal" to the
-        launcher, or "timeout".
-      rank: the process that it happened to, if it did to one.
-      code: an exit code, as a shell shows it.
+    A process that has only reported its failure is still running.
     """
 
-    kind: str
+    code: int
     rank: int | None = None
-    code: int = 0
-
-
-def _first_end(events: queue.SimpleQueue[_Event], processes: int, deadline: float | None) -> _Event:
-    """Waits for the first failure, or until all processes have ended well."""
-    running = processes
-    while running:
-        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            event = events.get(timeout=seconds)
-        except queue.Empty:
-            return _Event("timeout", code=TIMED_OUT)
-        if event.code:
-            return _cause(event, events)
-        running -= 1
-    return _Event("ended")
-
-
-def _cause(found: _Event, events: queue.SimpleQueue[_Event]) -> _Event:
-    """The failure that led to this one, if it did not come by itself.
-
-    A process that dies closes its connections before it has ended, so the others may be faster to
-    tell of an error than the system is to tell of its end.
-    """
-    deadline = time.monotonic() + _SETTLING
-    while found.kind == "failed" and (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(queue.Empty):
-            event = events.get(timeout=left)
-            if event.kind == "ended" and event.code and event.rank != found.rank:
-                return event
-    return found
-
-
-def _explain(end: _Event, output: Output, processes: int, seconds: float) -> None:
-    """Says on stderr why the launch failed."""
-    if end.rank is None:
-        what = "not done in time" if end.kind == "timeout" else f"ended by {_name_of(end.code)}"
-        output.write(f"launch: {what}, after {seconds:.1f} s; all processes were ended\n".encode())
-        return
-    how = f"with exit code {end.code}" if end.code <= 128 else f"by {_name_of(end.code)}"
-    others = "" if processes == 1 else "; the others were ended"
-    last = output.last[end.rank]
-    wrote = ". The last that it wrote to stderr:" if last else ""
-    text = f"launch: process {end.rank} failed {how}, after {seconds:.1f} s{others}{wrote}\n"
-    output.write(text.encode() + indented(list(last)))
-
-
-def _name_of(code: int) -> str:
-    number = code - 128
-    known = number in set(signal.Signals)
-    return f"signal {number} ({signal.Signals(number).name})" if known else f"signal {number}"
+    has_ended: bool = True
 
 
 def _start(
-    program: Sequence[str], environment: dict[str, str]
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts one process; the number is where it tells that it failed."""
-    told, telling = os.pipe()
+    rank: int, words: Sequence[str], environment: Mapping[str, str], ends: queue.SimpleQueue[_End]
+) -> subprocess.Popen[str]:
+    reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, str(Path(worker.__file__)), str(telling), *program],
+            [sys.executable, worker.__file__, str(writing), *words],
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=(telling,),
-            start_new_session=True,  # a group that can be ended as a whole
+            encoding="utf-8",
+            errors="surrogateescape",
+            pass_fds=(writing,),
+            start_new_session=True,  # Ctrl-C comes to the launcher alone
         )
     finally:
-        os.close(telling)
-    return process, told
+        os.close(writing)
+
+    def listen() -> None:
+        with open(reading) as reports:
+            for kind, code in map(str.split, reports):
+                ends.put(_End(int(code), rank, kind == "ended"))
+                if kind == "ended":
+                    return
+        ends.put(_End(128 - process.wait(), rank))  # the worker itself was killed
+
+    threading.Thread(target=listen, daemon=True).start()
+    return process
 
 
-def _wait_for(
-    rank: int, process: subprocess.Popen[bytes], told: int, events: queue.SimpleQueue[_Event]
-) -> None:
-    def wait() -> None:
-        with open(told, "rb") as pipe:
-            for line in pipe:
-                events.put(_Event("failed", rank, int(line)))
-        code = process.wait()
-        events.put(_Event("ended", rank, 128 - code if code < 0 else code))
+def _first_failure(ends: queue.SimpleQueue[_End], running: int, deadline: float | None) -> _End:
+    """Waits for the failure that led to the others, or until all processes have succeeded.
 
-    threading.Thread(target=wait, daemon=True).start()
+    A process that dies closes its connections before it has ended, so another one may report an
+    error earlier than the system reports that end.
+    """
+    first: _End | None = None
+    while running:
+        try:
+            end = ends.get(timeout=deadline and max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return first or _End(TIMED_OUT)
+        if not end.code:
+            running -= 1
+        elif first is None:
+            if end.has_ended:
+                return end
+            first, deadline = end, time.monotonic() + _SETTLING
+        elif end.has_ended and end.rank not in (None, first.rank):
+            return end
+    return _End(0)
+
+
+def _explanation(end: _End, output: Output, seconds: float) -> str:
+    """Why the launch failed; empty if it did not."""
+    if not end.code:
+        return ""
+    number = end.code - 128
+    name = f"signal {number}"
+    if number in set(signal.Signals):
+        name += f" ({signal.Signals(number).name})"
+    if end.rank is None:
+        what = "timed out" if end.code == TIMED_OUT else f"ended by {name}"
+        return f"launch: {what}, after {seconds:.1f} s; all processes were ended\n"
+    what = f"with exit code {end.code}" if number <= 0 else f"by {name}"
+    last = output.last[end.rank]
+    text = f"launch: process {end.rank} failed {what}, after {seconds:.1f} s"
+    text += "; the others were ended" if len(output.last) > 1 else ""
+    text += ". The last that it wrote to stderr:" if last else ""
+    return "".join([f"{text}\n", *(f"  {line}\n" for line in last)])
 
 
 @contextlib.contextmanager
-def _signals_to(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
-    """Makes events of the signals that ask this process to end."""
+def _signals_to(ends: queue.SimpleQueue[_End]) -> Iterator[None]:
+    """Puts signals that ask this process to end into a queue."""
 
     def handle(number: int, _: Any) -> None:
-        events.put(_Event("signal", code=128 + number))
+        ends.put(_End(128 + number))
 
-    wanted = ("SIGINT", "SIGTERM", "SIGHUP")
-    is_main = threading.current_thread() is threading.main_thread()  # others cannot ask for any
-    numbers = [getattr(signal, name) for name in wanted if hasattr(signal, name) and is_main]
+    is_main = threading.current_thread() is threading.main_thread()  # no other may handle signals
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
     before = [signal.signal(number, handle) for number in numbers]
     try:
         yield
@@ -231,19 +203,48 @@ def _signals_to(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-@contextlib.contextmanager
-def _warden(mark: str, grace: float) -> Iterator[Any]:
-    """Has what is left ended if this process is killed; gives how to tell the groups."""
-    warden = start_warden(mark, grace)
-    assert warden.stdin is not None
+def reserve_port() -> socket.socket:
+    """A socket that keeps a free port on the loopback interface for as long as it is open.
 
-    def tell(group: int) -> None:
-        assert warden.stdin is not None
-        with contextlib.suppress(OSError):  # someone ended it; we end ours ourselves
-            warden.stdin.write(b"%d\n" % group)
-            warden.stdin.flush()
+    JAX's coordinator can still listen there, because gRPC sets ``SO_REUSEPORT``, too.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
-    try:
-        yield tell
-    finally:
-        dismiss(warden)
+
+def environment_of(
+    rank: int,
+    processes: int,
+    devices: int,
+    platform: str,
+    address: str,
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """The environment of one process: that of a Slurm step.
+
+    JAX reads the coordinator's address from the environment, but takes the rank and the number of
+    processes from a scheduler. It recognizes Slurm by these five variables.
+    """
+    # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith("OMPI_") and name != "JAX_NUM_CPU_DEVICES"
+    }
+    flags = re.sub(rf"{DEVICE_COUNT}=\S*", "", kept.get("XLA_FLAGS", "")).split()
+    return {
+        **kept,
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else it listens on all interfaces
+        "JAX_LOCAL_DEVICE_IDS": ",".join(str(rank * devices + i) for i in range(devices)),
+        "JAX_PLATFORMS": platform,
+        "PYTHONUNBUFFERED": "1",
+        "SLURM_JOB_ID": kept.get("SLURM_JOB_ID", "0"),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": str(processes),
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NODELIST": "localhost",
+        "XLA_FLAGS": " ".join([*flags, f"{DEVICE_COUNT}={devices}"]),
+    }

@@ -1,129 +1,87 @@
-"""What several processes write, line by line, each with the number of its process."""
+"""The output of several processes, line by line, each with the number of its process."""
 
 from __future__ import annotations
 
 import os
-import re
+import subprocess
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import IO, Any
 
-# A progress bar goes back to the start of its line instead of ending it.
-_END = re.compile(rb"\r?\n|\r(?!\Z)")
-_REMEMBERED = 40
-_LONGEST = 1 << 20  # bytes of a line that is shown as one
-_LONGEST_REMEMBERED = 2000
+_REMEMBERED = 40  # lines of stderr
+_LONGEST, _LONGEST_REMEMBERED = 1 << 20, 2000  # characters of a line
 
 
 class Output:
-    """Shows lines as they come, whole, and keeps the last that each process wrote to stderr.
+    """Shows complete lines as they come, and keeps the last that each process wrote to stderr.
 
-    A line of more than 1 MiB is shown in parts, and a long one is shortened when it is kept.
-
-    Attributes:
-      last: for each process its last lines of stderr, without their ends.
+    A line of more than 1 Mi characters is shown in parts, and a long one is shortened when it is
+    kept. ``on_closed`` is called if nobody reads stdout or stderr any more.
     """
 
-    def __init__(self, processes: int, streams: Sequence[Any], on_closed: Callable[[], None]):
-        """Shows lines on the two streams, of text; tells if nobody reads them any more."""
-        self.last = [deque[bytes](maxlen=_REMEMBERED) for _ in range(processes)]
-        self._streams = streams
+    def __init__(self, processes: int, on_closed: Callable[[], None]):
+        self.last = [deque[str](maxlen=_REMEMBERED) for _ in range(processes)]
+        self._streams = sys.stdout, sys.stderr
         self._on_closed = on_closed
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._shown: int | None = None
-        self._held: list[tuple[int, bytes]] | None = None
+        self._held: list[tuple[int, str]] = []
 
-    def follow(self, rank: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Shows what one process writes, in threads of its own, until nobody can write more."""
-        for stream, pipe in enumerate((stdout, stderr)):
-            thread = threading.Thread(target=self._pump, args=(rank, stream, pipe), daemon=True)
+    def follow(self, rank: int, process: subprocess.Popen[str]) -> None:
+        """Shows what one process writes, until its streams are closed."""
+        for stream, pipe in enumerate((process.stdout, process.stderr)):
+            thread = threading.Thread(target=self._copy, args=(rank, stream, pipe), daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def hold_all_but(self, rank: int) -> None:
-        """Keeps back from now on what all but one of the processes write."""
+    def hold_all_but(self, rank: int | None) -> None:
+        """Keeps back from now on what the other processes write; nothing if there is no rank."""
         with self._lock:
-            self._shown, self._held = rank, []
+            self._shown = rank
 
-    def release(self, heading: bytes = b"") -> None:
-        """Shows what was kept back, below a heading if there is anything."""
-        with self._lock:
-            held, self._held = self._held, None
-            if held and heading:
-                self._write(1, heading)
-            for stream, text in held or ():
-                self._write(stream, text)
-
-    def write(self, text: bytes) -> None:
-        """Writes to stderr without a prefix."""
-        with self._lock:
-            self._write(1, text)
-
-    def finish(self, seconds: float) -> None:
-        """Waits until all that was written is shown."""
+    def finish(self, seconds: float, message: Callable[[], str]) -> None:
+        """Waits for the rest, then shows the message on stderr, and what was kept back."""
         for thread in self._threads:
             thread.join(seconds)
-
-    def _pump(self, rank: int, stream: int, pipe: IO[bytes]) -> None:
-        line, end = bytearray(), b""
-        with pipe:
-            while chunk := os.read(pipe.fileno(), 1 << 16):
-                *lines, rest = _END.split(end + chunk)
-                if lines:
-                    lines[0] = bytes(line) + lines[0]
-                    line.clear()
-                end = rest[len(rest.rstrip(b"\r")) :]  # the next chunk may go on with a newline
-                line += rest.removesuffix(end)
-                if len(line) >= _LONGEST:
-                    lines.append(bytes(line))
-                    line.clear()
-                if lines:
-                    self._show(rank, stream, lines)
-        if line or end:
-            self._show(rank, stream, [bytes(line)])
-
-    def _show(self, rank: int, stream: int, lines: Sequence[bytes]) -> None:
-        """Shows whole lines at once."""
-        shown = b"".join(b"[%d] %s\n" % (rank, line) for line in lines)
         with self._lock:
-            if stream == 1:
-                self.last[rank].extend(map(_shortened, lines))
-            if self._held is not None and rank != self._shown:
-                self._held.append((stream, shown))
-            else:
-                self._write(stream, shown)
+            heading = "launch: what the others wrote after that:\n" if self._held else ""
+            for stream, text in ((1, message() + heading), *self._held):
+                self._write(stream, text)
 
-    def _write(self, stream: int, text: bytes) -> None:
-        target = self._streams[stream]
+    def _copy(self, rank: int, stream: int, pipe: IO[str]) -> None:
+        with pipe:
+            while line := pipe.readline(_LONGEST):
+                line = line.removesuffix("\n")
+                shown = f"[{rank}] {line}\n"
+                with self._lock:
+                    if stream == 1:
+                        self.last[rank].append(_shortened(line))
+                    if self._shown in (None, rank):
+                        self._write(stream, shown)
+                    else:
+                        self._held.append((stream, shown))
+
+    def _write(self, stream: int, text: str) -> None:
+        target: Any = self._streams[stream]
+        data = text.encode(errors="surrogateescape")
         try:
-            if hasattr(target, "buffer"):  # whatever the encoding, what comes is what goes
+            if hasattr(target, "buffer"):  # unchanged, whatever the encoding
                 target.flush()
-                target.buffer.write(text)
+                target.buffer.write(data)
             else:
-                target.write(text.decode(errors="replace"))
+                target.write(data.decode(errors="replace"))
             target.flush()
-        except (OSError, ValueError) as error:  # whoever read it is gone
-            if isinstance(error, BrokenPipeError):
-                _discard(target)
+        except (OSError, ValueError) as error:
+            if isinstance(error, BrokenPipeError):  # Python would fail to flush the rest at its end
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, target.fileno())
+                os.close(nowhere)
             self._on_closed()
 
 
-def _discard(stream: IO[str]) -> None:
-    """Sends to nowhere what a stream still holds: Python would fail to flush it when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, stream.fileno())
-    finally:
-        os.close(nowhere)
-
-
-def _shortened(line: bytes) -> bytes:
-    left = len(line) - _LONGEST_REMEMBERED
-    return line if left <= 0 else b"%s ... %d more bytes" % (line[:_LONGEST_REMEMBERED], left)
-
-
-def indented(lines: Sequence[bytes]) -> bytes:
-    """Lines as part of a message."""
-    return b"".join(b"  %s\n" % line for line in lines)
+def _shortened(line: str) -> str:
+    more = len(line) - _LONGEST_REMEMBERED
+    return line if more <= 0 else f"{line[:_LONGEST_REMEMBERED]} ... {more} more characters"

@@ -62,9 +62,9 @@ def rows_are_those_of_jax():
         [(ours, mask)] = shard_batches([batch], specs_of(spec), mesh)
         assert ours["x"].sharding == plain.sharding == sharding
         expected = of(np.arange(SIZE))
-        for found, own in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
+        for found, key in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
             for shard in found.addressable_shards:
-                part = expected[own][shard.index]
+                part = expected[key][shard.index]
                 np.testing.assert_array_equal(shard.data, part, f"{name}, {spec}")
         assert ours["id"].dtype == np.int32, ours["id"].dtype
         assert mask.shape == (SIZE,) and all(s.data.all() for s in mask.addressable_shards)
@@ -84,8 +84,8 @@ def every_row_once(counts, *, prefetch=2, mesh=BY_PROCESS, spec=ROWS):
         number += 1
     assert number == max(-(-count // 8) for count in counts), number
     for process, count in enumerate(counts):
-        own = [i - 1000 * process for i in seen if i // 1000 == process]
-        assert own == list(range(count)), own
+        ids_of_process = [i - 1000 * process for i in seen if i // 1000 == process]
+        assert ids_of_process == list(range(count)), ids_of_process
     assert len(seen) == sum(counts)
 
 
@@ -171,6 +171,25 @@ def one_that_stops_early(process):
     assert f"process {process} closed its iteration" in text, text
 
 
+def one_that_leaves_while_it_waits():
+    """A process that closes while it waits for another one still informs it."""
+
+    def loader():
+        yield of(np.arange(8))
+        time.sleep(3 if RANK == 0 else 0)
+        while True:
+            yield of(np.arange(8))
+
+    batches = iter(shard_batches(loader(), P("data"), BY_PROCESS, timeout=20.0))
+    next(batches)
+    if RANK == 1:
+        time.sleep(1)  # its thread then waits for process 0
+        batches.close()
+    else:
+        text = raised(RuntimeError, lambda: list(batches))
+        assert "process 1 closed its iteration" in text, text
+
+
 def one_that_does_not_come():
     batches = shard_batches([of(np.arange(8))], P("data"), BY_PROCESS, timeout=1.0)
     iterator = iter(batches)
@@ -229,6 +248,7 @@ def main():
     for process in (0, 1):
         a_loader_that_fails(process)
         one_that_stops_early(process)
+    one_that_leaves_while_it_waits()
     training()
     a_pause_is_no_fault()
     own_devices_only()

@@ -1,4 +1,4 @@
-"""Checkpoints that one number of processes writes and another reads; a training that is killed."""
+"""Checkpoints written and read by different numbers of processes; a killed training run."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def write(folder):
 
 
 def read(folder):
-    """What others wrote, onto several meshes, and damaged."""
+    """Reads what others wrote, onto several meshes."""
     for shape in (2, 4), (8, 1):
         model = Model(mesh_of(shape), scale=3)
         objects = [id(x) for _, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)]
@@ -106,7 +106,7 @@ def read(folder):
 
 
 def refuse(folder):
-    """A bit of an array is not what was written: all processes know, and keep what they have."""
+    """With a bit of an array changed, restore fails on all processes and changes nothing."""
     model = Model(mesh_of((2, 4)), scale=3)
     try:
         restore(folder, model)
@@ -144,7 +144,7 @@ def train_step(model, optimizer, x):
 
 
 def train(folder, killed_at=None):
-    """The step at which a training begins, and the losses from there on."""
+    """The step at which training begins, and the losses from there on."""
     mesh = mesh_of((2, 4))
     with jax.set_mesh(mesh), Checkpoints(folder) as checkpoints:
         model, optimizer = sharded_init(make, RULES, mesh)
@@ -169,11 +169,11 @@ def show(found):
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
     if what == "exchange":
-        own = where / str(jax.process_count())
-        write(own)
+        written = where / str(jax.process_count())
+        write(written)
         for other in sys.argv[3:]:
             read(where / other)
-        read(own)
+        read(written)
         refuse(where / "damaged")
     if what == "train":
         for folder in where, *sys.argv[3:]:

@@ -1,4 +1,4 @@
-"""Trains for ever; after some steps one process does what the command line says."""
+"""Trains without end; after some steps one process fails as the command line says."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ HOW, WHO = sys.argv[1], int(sys.argv[2])
 
 @jit(in_shardings=(P("data"),), mesh=mesh_of((8,), ("data",)))
 def step(model):
-    """Takes a sum over all processes."""
+    """Sums over all processes."""
     model.kernel[...] += jnp.sum(model.kernel[...])
 
 

@@ -1,7 +1,6 @@
-"""What each of several processes does first: it joins the others.
+"""Joins the other processes, and checks arrays of which a process holds only some shards.
 
-It also has checks of arrays that a process holds only a part of. A worker imports this before
-anything else; ``tests/test_processes.py`` launches it.
+Imported first by the programs that ``tests/test_processes.py`` launches.
 """
 
 import sys
@@ -27,7 +26,7 @@ def mesh_of(shape=(2, 4), names=("data", "model"), kind=AxisType.Auto):
 
 
 def assert_holds(array, expected, atol=0.0):
-    """The part of an array that this process holds is that part of another, whole one."""
+    """The shards of this process are those of the expected array."""
     assert array.shape == np.shape(expected), (array.shape, np.shape(expected))
     assert array.addressable_shards
     for shard in array.addressable_shards:
@@ -36,7 +35,7 @@ def assert_holds(array, expected, atol=0.0):
 
 
 def spans_all(array):
-    """Whether an array lies on the devices of all processes."""
+    """Whether an array is on the devices of all processes."""
     return {device.process_index for device in array.sharding.device_set} == set(
         range(jax.process_count())
     )

@@ -1,4 +1,4 @@
-"""The trainings of the transformer example and of the demo, as they show their losses."""
+"""Trains the transformer example and the demo, and prints their losses."""
 
 import json
 import sys
@@ -21,17 +21,17 @@ CONFIG = transformer.Config(context=16, features=32, layers=1, batch=8)
 
 def losses_of_demo():
     """The loss at each step of an epoch."""
-    mesh, digits = demo.make_mesh(jax.devices()), demo.Digits.load(0)
+    mesh, digits = demo.make_mesh(demo.mesh_sizes(8)), demo.Digits.load(0)
     with jax.set_mesh(mesh):
         model, optimizer = demo.create_sharded(nnx.Rngs(0), steps=STEPS)
         rows = process_rows(P("data"), demo.BATCH)
         [epoch] = digits.epochs(1, seed=0)
         batches = [(images[rows], labels[rows]) for images, labels in epoch[:STEPS]]
-        found = []
+        losses = []
         for images, labels in shard_batches(batches, P("data"), uneven="error"):
-            found.append(float(demo.train_step(model, optimizer, images, labels)))
+            losses.append(float(demo.train_step(model, optimizer, images, labels)))
     assert jax.process_count() == 1 or not model.up.kernel[...].is_fully_addressable
-    return found
+    return losses
 
 
 if __name__ == "__main__":

@@ -1,126 +1,93 @@
 /* The walk of walk.py, several times as fast: read that file first.
  *
- * A recipe becomes a list of steps. Each step opens one object of the stream, checks its type and
- * its names, and appends what it holds. What is appended is compared at once, and kept only if
- * it is asked for later: arrays and objects go straight into the result.
- *
- * Python code runs only between steps (other pytrees, rarer static objects) and after the last one
- * (statics that are equal without being identical), never while a dict is being read.
- * What is kept is owned, so that no such code can take it away.
+ * Each item is compared when it is appended to the stream, and owned from then on, so that no
+ * Python code can free it. Python code runs only between steps (other pytrees, rarer static
+ * objects) and after the last one (statics that are equal without being identical), never while a
+ * dict or a list is being read.
  */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <structmember.h>
 
-enum kind { NODE, STATE, DICT, METADATA, VALUE, SEQUENCE, TREE, STATIC };
+/* The names that are shared with walk.py, in its order: it compares them on import. A slot is where
+ * Flax keeps something in its objects. */
+#define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP) X(NODE_TRACE)
+#define KINDS(X) X(NODE) X(STATE) X(DICT) SLOTS(X) X(SEQUENCE) X(TREE) X(STATIC)
+#define STEP(X) X(kind) X(positions) X(expected)
+#define RECIPE(X) X(steps) X(frozen) X(mentions) X(typed) X(types) X(leaves) X(objects) X(size)
+#define PINS(X) X(frozen) X(mentions)
+/* Functions that the module needs from Python, besides the descriptors of the slots. */
+#define FUNCTIONS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value)
 
-/* What happens to an item of the stream. */
-enum rule {
-    UNSET,
-    FROZEN, /* is compared with a pin */
-    LEAF,   /* its type is compared; goes to slot `index` */
-    FIRST,  /* its identity is compared; goes to object `index` */
-    AGAIN,  /* its identity is compared */
-    OTHER,  /* is opened or compared later; goes to place `index` */
-};
+#define AS_NAME(name) #name,
+#define AS_KIND(name) name,
+#define AS_STEP(name) STEP_##name,
+#define AS_RECIPE(name) RECIPE_##name,
+#define AS_PINS(name) PINS_##name,
+#define AS_FUNCTION(name) CALL_##name,
 
+enum kind { KINDS(AS_KIND) NUM_KINDS };
+enum { STEP(AS_STEP) NUM_STEP };
+enum { RECIPE(AS_RECIPE) NUM_RECIPE };
+enum { PINS(AS_PINS) NUM_PINS };
+enum { FUNCTIONS(AS_FUNCTION) NUM_FUNCTIONS };
+
+static PyObject *functions[NUM_FUNCTIONS];
+static Py_ssize_t offsets[NUM_KINDS];   /* of the slots */
+static PyTypeObject *owners[NUM_KINDS]; /* the types with the slots; NULL for other kinds */
+
+/* How an item of the stream is compared. */
 typedef struct {
-    enum rule rule;
-    int32_t index;
+    enum { PLAIN, FROZEN, MENTION } rule; /* FROZEN: with a pin. MENTION: by identity. */
+    PyObject *type; /* its type, borrowed from the recipe; NULL for any */
 } Place;
 
 typedef struct {
     enum kind kind;
-    int is_object;      /* whether it opens an object of the result, or another item */
-    int32_t index;      /* of that object or item */
-    PyObject *type;     /* its type; borrowed from the recipe, as the next */
-    PyObject *expected; /* the keys of a mapping, the treedef of a tree, the kind of a static */
-    Py_ssize_t length;  /* of a sequence */
+    Py_ssize_t position; /* of the item that is opened */
+    PyObject *expected;  /* borrowed from the recipe */
 } Step;
-
-/* A jax.Ref is an object and the content of a slot. */
-typedef struct {
-    int32_t slot, object;
-} RefSlot;
 
 typedef struct {
     PyObject_HEAD
     PyObject *recipe;
-    PyObject *leaf_types; /* borrowed from the recipe */
     Place *places;
-    Py_ssize_t size;
     Step *steps;
-    Py_ssize_t num_steps;
-    RefSlot *refs;
-    Py_ssize_t num_refs, num_leaves, num_objects, num_others, num_frozen, num_mentions;
+    Py_ssize_t size, num_steps, num_frozen, num_mentions;
 } Walk;
-
-/* What the module needs from Python, looked up once. */
-static PyObject *get_mapping_name;
-static PyObject *open_tree;
-static PyObject *open_static;
-static PyObject *same_value;
-static Py_ssize_t value_offset, metadata_offset, trace_state_offset;
-static Py_ssize_t initializing_offset, is_setup_offset;
-
-static inline PyObject *slot_at(PyObject *object, Py_ssize_t offset) {
-    return *(PyObject **)((char *)object + offset);
-}
-
-static inline uint64_t id_of(PyObject *object) {
-    return (uint64_t)(uintptr_t)object;
-}
-
-#define MAX_UNEQUAL 128
 
 /* One walk. */
 typedef struct {
     const Walk *walk;
+    PyObject **items; /* owned; NULL for a static that is identical to its pin */
     Py_ssize_t length;
-    /* What is found, owned. No tuples yet: the collector would show them to others half filled. */
-    PyObject **leaves, **objects, **others;
-    /* Pins, in the order of the stream. */
-    PyObject *const *frozen;
+    PyObject *const *frozen; /* the next pins */
     const uint64_t *mentions;
-    Py_ssize_t num_frozen, num_mentions;
-    /* Statics that are not identical to their pins, to be compared when the walk is over. */
-    PyObject *unequal[MAX_UNEQUAL], *unequal_pins[MAX_UNEQUAL];
-    int num_unequal;
+    Py_ssize_t num_unequal; /* statics that are not identical to their pins */
 } Stream;
+
+static inline PyObject *slot_of(PyObject *object, enum kind slot) {
+    return *(PyObject **)((char *)object + offsets[slot]);
+}
 
 /* Appends an item. Returns 1, or 0 for a change. */
 static inline int append(Stream *stream, PyObject *item) {
     if (item == NULL || stream->length >= stream->walk->size) return 0;
-    const Place place = stream->walk->places[stream->length++];
-    switch (place.rule) {
-        case FROZEN: {
-            PyObject *expected = stream->frozen[stream->num_frozen++];
-            if (item == expected) return 1;
-            if (stream->num_unequal == MAX_UNEQUAL) return 0;
-            stream->unequal[stream->num_unequal] = Py_NewRef(item);
-            stream->unequal_pins[stream->num_unequal++] = expected;
+    const Place place = stream->walk->places[stream->length];
+    if (place.rule == FROZEN) {
+        if (item == *stream->frozen++) {
+            stream->length++;
             return 1;
         }
-        case LEAF:
-            if ((PyObject *)Py_TYPE(item) !=
-                PyTuple_GET_ITEM(stream->walk->leaf_types, place.index)) {
-                return 0;
-            }
-            stream->leaves[place.index] = Py_NewRef(item);
-            return 1;
-        case FIRST:
-            if (stream->mentions[stream->num_mentions++] != id_of(item)) return 0;
-            stream->objects[place.index] = Py_NewRef(item);
-            return 1;
-        case AGAIN:
-            return stream->mentions[stream->num_mentions++] == id_of(item);
-        default:
-            stream->others[place.index] = Py_NewRef(item);
-            return 1;
+        stream->num_unequal++;
+    } else if (place.rule == MENTION && *stream->mentions++ != (uint64_t)(uintptr_t)item) {
+        return 0;
     }
+    if (place.type != NULL && (PyObject *)Py_TYPE(item) != place.type) return 0;
+    stream->items[stream->length++] = Py_NewRef(item);
+    return 1;
 }
 
 /* Appends the values of a mapping if it has exactly these keys in this order. */
@@ -143,16 +110,9 @@ static int append_mapping(Stream *stream, PyObject *mapping, PyObject *keys) {
 }
 
 static int append_sequence(Stream *stream, PyObject *sequence, Py_ssize_t length) {
-    PyObject **items;
-    if (PyTuple_Check(sequence)) {
-        if (PyTuple_GET_SIZE(sequence) != length) return 0;
-        items = ((PyTupleObject *)sequence)->ob_item;
-    } else if (PyList_CheckExact(sequence)) {
-        if (PyList_GET_SIZE(sequence) != length) return 0;
-        items = ((PyListObject *)sequence)->ob_item;
-    } else {
-        return 0;
-    }
+    if (!PyTuple_Check(sequence) && !PyList_CheckExact(sequence)) return 0;
+    if (PySequence_Fast_GET_SIZE(sequence) != length) return 0;
+    PyObject **items = PySequence_Fast_ITEMS(sequence);
     for (Py_ssize_t i = 0; i < length; i++) {
         if (!append(stream, items[i])) return 0;
     }
@@ -161,336 +121,238 @@ static int append_sequence(Stream *stream, PyObject *sequence, Py_ssize_t length
 
 /* Appends the parts of what only Python can open. Returns -1 with an error set. */
 static int append_opened(Stream *stream, PyObject *open, PyObject *item, PyObject *expected) {
-    PyObject *found = PyObject_CallOneArg(open, item);
-    if (found == NULL) return -1;
-    int same = 0;
-    if (PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 2) {
-        same = PyObject_RichCompareBool(PyTuple_GET_ITEM(found, 1), expected, Py_EQ);
-        PyObject *parts = PyTuple_GET_ITEM(found, 0);
-        if (same == 1) {
-            same = PyList_CheckExact(parts) &&
-                   append_sequence(stream, parts, PyList_GET_SIZE(parts));
-        }
+    PyObject *opened = PyObject_CallOneArg(open, item), *parts, *name;
+    if (opened == NULL) return -1;
+    int same = -1;
+    if (PyArg_ParseTuple(opened, "O!O", &PyList_Type, &parts, &name)) {
+        same = PyObject_RichCompareBool(name, expected, Py_EQ);
+        if (same == 1) same = append_sequence(stream, parts, PyList_GET_SIZE(parts));
     }
-    Py_DECREF(found);
+    Py_DECREF(opened);
     return same;
 }
 
+/* Returns 1, 0 for a change, or -1 with an error set. */
 static int take_step(Stream *stream, const Step *step) {
-    PyObject *item = (step->is_object ? stream->objects : stream->others)[step->index];
+    PyObject *item = stream->items[step->position], *mapping;
     if (item == NULL) return 0;
-    if (step->kind == VALUE) return append(stream, slot_at(item, value_offset));
-    if ((PyObject *)Py_TYPE(item) != step->type) return 0;
+    int same = 0;
     switch (step->kind) {
-        case METADATA:
-            return append_mapping(stream, slot_at(item, metadata_offset), step->expected);
-        case NODE: {
-            PyObject *own = PyObject_GenericGetDict(item, NULL);
-            int same = append_mapping(stream, own, step->expected);
-            Py_XDECREF(own);
+        case NODE:
+        case STATE:
+            mapping = step->kind == NODE ? PyObject_GenericGetDict(item, NULL)
+                                         : PyObject_CallOneArg(functions[CALL_get_mapping], item);
+            if (mapping == NULL) return -1;
+            same = append_mapping(stream, mapping, step->expected);
+            Py_DECREF(mapping);
             return same;
-        }
-        case STATE: {
-            PyObject *own = PyObject_GetAttr(item, get_mapping_name);
-            int same = append_mapping(stream, own, step->expected);
-            Py_XDECREF(own);
-            return same;
-        }
         case DICT:
             return append_mapping(stream, item, step->expected);
+        case METADATA:
+            return append_mapping(stream, slot_of(item, METADATA), step->expected);
         case SEQUENCE:
-            return append_sequence(stream, item, step->length);
+            return append_sequence(stream, item, PyLong_AsSsize_t(step->expected));
         case TREE:
-            return append_opened(stream, open_tree, item, step->expected);
+            return append_opened(stream, functions[CALL_open_tree], item, step->expected);
         case STATIC:
-            return append_opened(stream, open_static, item, step->expected);
+            return append_opened(stream, functions[CALL_open_static], item, step->expected);
         default:
-            return 0;
+            return append(stream, slot_of(item, step->kind));
     }
 }
 
-/* Whether each Variable belongs to the trace that it belonged to. */
-static int same_trace_states(const Stream *stream, PyObject *pins) {
-    const Walk *walk = stream->walk;
-    Py_ssize_t count = 0;
-    for (Py_ssize_t i = 0; i < walk->num_steps; i++) {
-        if (walk->steps[i].kind != METADATA) continue;
-        PyObject *variable = stream->objects[walk->steps[i].index];
-        if (count >= PyTuple_GET_SIZE(pins)) return 0;
-        if (slot_at(variable, trace_state_offset) != PyTuple_GET_ITEM(pins, count++)) return 0;
-    }
-    return 1;
+static PyObject *recipe_field(const Walk *walk, int index) {
+    return PyTuple_GET_ITEM(walk->recipe, index);
 }
 
-/* Whether nodes are as far set up as they were. */
-static int same_flags(PyObject *states, PyObject *flags) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
-        PyObject *state = PyTuple_GET_ITEM(states, i), *own = PyTuple_GET_ITEM(flags, i);
-        if (slot_at(state, initializing_offset) != PyTuple_GET_ITEM(own, 0)) return 0;
-        if (slot_at(state, is_setup_offset) != PyTuple_GET_ITEM(own, 1)) return 0;
-    }
-    return 1;
-}
-
-/* Asks Python of statics that are not identical. Returns -1 with an error set. */
-static int same_statics(const Stream *stream) {
-    int same = 1;
-    for (int i = 0; i < stream->num_unequal && same == 1; i++) {
-        PyObject *answer = PyObject_CallFunctionObjArgs(same_value, stream->unequal[i],
-                                                        stream->unequal_pins[i], NULL);
+/* Compares statics that are not identical by value. Returns -1 with an error set. */
+static int same_statics(const Stream *stream, PyObject *pins) {
+    if (stream->num_unequal == 0) return 1;
+    PyObject *positions = recipe_field(stream->walk, RECIPE_frozen);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
+        PyObject *item = stream->items[PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i))];
+        if (item == NULL) continue;
+        PyObject *answer = PyObject_CallFunctionObjArgs(functions[CALL_same_value], item,
+                                                        PyTuple_GET_ITEM(pins, i), NULL);
         if (answer == NULL) return -1;
-        same = answer == Py_True;
-        Py_DECREF(answer);
+        Py_DECREF(answer); /* a bool */
+        if (answer != Py_True) return 0;
     }
-    return same;
+    return 1;
 }
-
-/* Fields of Pins. */
-enum { PIN_FROZEN, PIN_MENTIONS, PIN_TRACE_STATES, PIN_NODE_STATES, PIN_FLAGS, NUM_PINS };
 
 /* Returns 1 if all is as it was, 0 for a change, -1 with an error set. */
 static int follow_stream(Stream *stream, PyObject *pins, PyObject *arguments) {
-    const Walk *walk = stream->walk;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++) {
-        if (!append(stream, PyTuple_GET_ITEM(arguments, i))) return 0;
-    }
-    for (Py_ssize_t i = 0; i < walk->num_steps; i++) {
-        int same = take_step(stream, &walk->steps[i]);
+    if (!append_sequence(stream, arguments, PyTuple_GET_SIZE(arguments))) return 0;
+    for (Py_ssize_t i = 0; i < stream->walk->num_steps; i++) {
+        int same = take_step(stream, &stream->walk->steps[i]);
         if (same != 1) return same;
     }
-    if (stream->length != walk->size) return 0;
-    for (Py_ssize_t i = 0; i < walk->num_refs; i++) {
-        PyObject *ref = stream->objects[walk->refs[i].object];
-        Py_ssize_t slot = walk->refs[i].slot;
-        if ((PyObject *)Py_TYPE(ref) != PyTuple_GET_ITEM(walk->leaf_types, slot)) return 0;
-        stream->leaves[slot] = Py_NewRef(ref);
-    }
-    if (!same_trace_states(stream, PyTuple_GET_ITEM(pins, PIN_TRACE_STATES))) return 0;
-    PyObject *node_states = PyTuple_GET_ITEM(pins, PIN_NODE_STATES);
-    if (!same_flags(node_states, PyTuple_GET_ITEM(pins, PIN_FLAGS))) return 0;
-    return same_statics(stream);
+    if (stream->length != stream->walk->size) return 0;
+    return same_statics(stream, PyTuple_GET_ITEM(pins, PINS_frozen));
 }
 
-static int check_pins(const Walk *walk, PyObject *pins) {
-    if (!PyTuple_Check(pins) || PyTuple_GET_SIZE(pins) != NUM_PINS) goto bad;
-    for (int i = 0; i < NUM_PINS; i++) {
-        PyObject *own = PyTuple_GET_ITEM(pins, i);
-        if (i == PIN_MENTIONS ? !PyBytes_Check(own) : !PyTuple_Check(own)) goto bad;
-    }
-    if (PyTuple_GET_SIZE(PyTuple_GET_ITEM(pins, PIN_FROZEN)) != walk->num_frozen) goto bad;
-    Py_ssize_t bytes = walk->num_mentions * (Py_ssize_t)sizeof(uint64_t);
-    if (PyBytes_GET_SIZE(PyTuple_GET_ITEM(pins, PIN_MENTIONS)) != bytes) goto bad;
-    PyObject *states = PyTuple_GET_ITEM(pins, PIN_NODE_STATES);
-    if (PyTuple_GET_SIZE(states) != PyTuple_GET_SIZE(PyTuple_GET_ITEM(pins, PIN_FLAGS))) goto bad;
-    return 0;
-bad:
-    PyErr_SetString(PyExc_TypeError, "these pins do not belong to this walk");
-    return -1;
+static int are_pins(const Walk *walk, PyObject *pins) {
+    if (!PyTuple_Check(pins) || PyTuple_GET_SIZE(pins) != NUM_PINS) return 0;
+    PyObject *frozen = PyTuple_GET_ITEM(pins, PINS_frozen);
+    PyObject *mentions = PyTuple_GET_ITEM(pins, PINS_mentions);
+    return PyTuple_Check(frozen) && PyTuple_GET_SIZE(frozen) == walk->num_frozen &&
+           PyBytes_Check(mentions) &&
+           PyBytes_GET_SIZE(mentions) == walk->num_mentions * (Py_ssize_t)sizeof(uint64_t);
 }
 
-/* A tuple of what was found; NULL with an error set where something was not. */
-static PyObject *tuple_of(PyObject *const *items, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (items[i] == NULL) {
-            PyErr_SetString(PyExc_RuntimeError, "the recipe leaves out what it should find");
-            return NULL;
-        }
+/* The items at some positions as a tuple; NULL with an error set. */
+static PyObject *pick(const Stream *stream, PyObject *positions) {
+    Py_ssize_t count = PyTuple_GET_SIZE(positions);
+    PyObject *picked = PyTuple_New(count);
+    for (Py_ssize_t i = 0; i < count && picked != NULL; i++) {
+        PyObject *item = stream->items[PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i))];
+        PyTuple_SET_ITEM(picked, i, Py_NewRef(item));
     }
-    PyObject *tuple = PyTuple_New(count);
-    if (tuple == NULL) return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(items[i]));
-    return tuple;
+    return picked;
 }
 
 static PyObject *Walk_follow(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Walk *walk = (Walk *)self;
+    const Walk *walk = (Walk *)self;
     if (count != 2 || !PyTuple_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "follow(pins, arguments) takes two tuples");
         return NULL;
     }
-    PyObject *pins = args[0];
-    if (check_pins(walk, pins) < 0) return NULL;
-    PyObject *mentions = PyTuple_GET_ITEM(pins, PIN_MENTIONS);
-    Py_ssize_t count_found = walk->num_leaves + walk->num_objects + walk->num_others;
-    PyObject **found = PyMem_Calloc(count_found + 1, sizeof(PyObject *));
-    if (found == NULL) return PyErr_NoMemory();
+    if (!are_pins(walk, args[0])) {
+        PyErr_SetString(PyExc_TypeError, "these pins do not belong to this walk");
+        return NULL;
+    }
     Stream stream = {
         .walk = walk,
-        .leaves = found,
-        .objects = found + walk->num_leaves,
-        .others = found + walk->num_leaves + walk->num_objects,
-        .frozen = ((PyTupleObject *)PyTuple_GET_ITEM(pins, PIN_FROZEN))->ob_item,
-        .mentions = (const uint64_t *)PyBytes_AS_STRING(mentions),
+        .items = PyMem_Calloc(walk->size + 1, sizeof(PyObject *)),
+        .frozen = ((PyTupleObject *)PyTuple_GET_ITEM(args[0], PINS_frozen))->ob_item,
+        .mentions = (uint64_t *)PyBytes_AS_STRING(PyTuple_GET_ITEM(args[0], PINS_mentions)),
     };
+    if (stream.items == NULL) return PyErr_NoMemory();
     PyObject *result = NULL;
-    int same = follow_stream(&stream, pins, args[1]);
+    int same = follow_stream(&stream, args[0], args[1]);
     if (same == 1) {
-        PyObject *leaves = tuple_of(stream.leaves, walk->num_leaves);
-        PyObject *objects = leaves == NULL ? NULL : tuple_of(stream.objects, walk->num_objects);
-        if (objects != NULL) result = PyTuple_Pack(2, leaves, objects);
+        PyObject *leaves = pick(&stream, recipe_field(walk, RECIPE_leaves));
+        PyObject *objects = pick(&stream, recipe_field(walk, RECIPE_objects));
+        if (leaves != NULL && objects != NULL) result = PyTuple_Pack(2, leaves, objects);
         Py_XDECREF(leaves);
         Py_XDECREF(objects);
     } else if (same == 0) {
         PyErr_Clear();
         result = Py_NewRef(Py_None);
     }
-    for (int i = 0; i < stream.num_unequal; i++) Py_DECREF(stream.unequal[i]);
-    for (Py_ssize_t i = 0; i < count_found; i++) Py_XDECREF(found[i]);
-    PyMem_Free(found);
+    for (Py_ssize_t i = 0; i < stream.length; i++) Py_XDECREF(stream.items[i]);
+    PyMem_Free(stream.items);
     return result;
 }
 
 /* Building: a recipe into places and steps. */
 
-/* Fields of Recipe. */
-enum {
-    WAVES,
-    KEYS,
-    TYPES,
-    LENGTHS,
-    TREEDEFS,
-    KINDS,
-    FROZEN_STATICS,
-    MENTIONS,
-    LEAVES,
-    LEAF_TYPES,
-    OBJECTS,
-    SIZE,
-    NUM_FIELDS,
-};
-
-static PyObject *field(const Walk *walk, int index) {
-    return PyTuple_GET_ITEM(walk->recipe, index);
+static int fail(const char *message) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, message);
+    return -1;
 }
 
-/* The place that a number in the recipe speaks of; NULL with an error set if there is none. */
-static Place *place_at(Walk *walk, PyObject *number) {
-    Py_ssize_t position = PyLong_AsSsize_t(number);
+/* The place at a position of the recipe; NULL with an error set if there is none. */
+static Place *place_at(Walk *walk, PyObject *positions, Py_ssize_t i) {
+    Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
     if (position >= 0 && position < walk->size) return &walk->places[position];
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "position out of range");
+    fail("the recipe has a position that is out of range");
     return NULL;
 }
 
-static int set_rules(Walk *walk, int which, enum rule rule) {
-    PyObject *positions = field(walk, which);
+static int set_rules(Walk *walk, PyObject *positions, int rule) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Place *place = place_at(walk, PyTuple_GET_ITEM(positions, i));
+        Place *place = place_at(walk, positions, i);
         if (place == NULL) return -1;
-        if (rule == LEAF && place->rule == FIRST) {
-            walk->refs[walk->num_refs++] = (RefSlot){.slot = (int32_t)i, .object = place->index};
-        } else {
-            place->rule = rule;
-            place->index = (int32_t)i;
-        }
+        place->rule = rule;
     }
     return 0;
 }
 
-/* Gives all that has no rule yet a place of its own. */
-static void place_others(Walk *walk) {
-    for (Py_ssize_t i = 0; i < walk->size; i++) {
-        if (walk->places[i].rule != UNSET) continue;
-        walk->places[i] = (Place){.rule = OTHER, .index = (int32_t)walk->num_others++};
-    }
-}
-
-/* The next expectations of each kind, in the order in which the recipe lists them. */
-typedef struct {
-    Py_ssize_t type, key, length, treedef, kind;
-} Cursor;
-
-static PyObject *next_of(const Walk *walk, int which, Py_ssize_t *index) {
-    PyObject *tuple = field(walk, which);
-    if (*index < PyTuple_GET_SIZE(tuple)) return PyTuple_GET_ITEM(tuple, (*index)++);
-    PyErr_SetString(PyExc_ValueError, "the recipe is too short");
-    return NULL;
-}
-
-static int add_steps(Walk *walk, enum kind kind, PyObject *positions, Cursor *cursor) {
-    int opens_object = kind == NODE || kind == METADATA || kind == VALUE;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Place *place = place_at(walk, PyTuple_GET_ITEM(positions, i));
+static int set_types(Walk *walk, PyObject *positions, PyObject *types) {
+    Py_ssize_t count = PyTuple_GET_SIZE(positions);
+    if (PyTuple_GET_SIZE(types) != count) return fail("the recipe is too short");
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Place *place = place_at(walk, positions, i);
         if (place == NULL) return -1;
-        int is_object = place->rule == FIRST;
-        if (opens_object ? !is_object : !is_object && place->rule != OTHER) {
-            PyErr_SetString(PyExc_ValueError, "the recipe opens what it does not keep");
-            return -1;
-        }
-        Step *step = &walk->steps[walk->num_steps];
-        step->kind = kind;
-        step->is_object = is_object;
-        step->index = place->index;
-        if (kind != VALUE) {
-            step->type = next_of(walk, TYPES, &cursor->type);
-            if (step->type == NULL) return -1;
-        }
-        if (kind == SEQUENCE) {
-            PyObject *length = next_of(walk, LENGTHS, &cursor->length);
-            if (length == NULL) return -1;
-            step->length = PyLong_AsSsize_t(length);
-        } else if (kind == TREE) {
-            step->expected = next_of(walk, TREEDEFS, &cursor->treedef);
-            if (step->expected == NULL) return -1;
-        } else if (kind == STATIC) {
-            step->expected = next_of(walk, KINDS, &cursor->kind);
-            if (step->expected == NULL) return -1;
-        } else if (kind != VALUE) {
-            step->expected = next_of(walk, KEYS, &cursor->key);
-            if (step->expected == NULL) return -1;
-        }
-        walk->num_steps++;
+        place->type = PyTuple_GET_ITEM(types, i);
+        if (!PyType_Check(place->type)) return fail("the recipe has a type that is not one");
     }
     return 0;
 }
 
-static int make_steps(Walk *walk) {
-    /* Fields of a wave, with Variables taken twice: first all metadata, then all values. */
-    enum { STEPS = 8 };
-    static const enum kind kinds[STEPS] = {NODE,     STATE, DICT,  METADATA, VALUE,
-                                           SEQUENCE, TREE,  STATIC};
-    static const int fields[STEPS] = {0, 1, 2, 3, 3, 4, 5, 6};
-    PyObject *waves = field(walk, WAVES);
-    Py_ssize_t count = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waves); i++) {
-        PyObject *wave = PyTuple_GET_ITEM(waves, i);
-        for (int j = 0; j < STEPS; j++) count += PyTuple_GET_SIZE(PyTuple_GET_ITEM(wave, fields[j]));
+/* Results must be kept, which identical statics are not. */
+static int check_results(Walk *walk, PyObject *positions) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
+        Place *place = place_at(walk, positions, i);
+        if (place == NULL) return -1;
+        if (place->rule == FROZEN) return fail("the recipe returns what it does not keep");
     }
-    walk->steps = PyMem_Calloc(count + 1, sizeof(Step));
-    if (walk->steps == NULL) {
-        PyErr_NoMemory();
-        return -1;
+    return 0;
+}
+
+static int add_steps(Walk *walk, PyObject *step) {
+    long kind = PyLong_AsLong(PyTuple_GET_ITEM(step, STEP_kind));
+    PyObject *positions = PyTuple_GET_ITEM(step, STEP_positions);
+    PyObject *expected = PyTuple_GET_ITEM(step, STEP_expected);
+    if (kind < 0 || kind >= NUM_KINDS) return fail("the recipe has a step of an unknown kind");
+    if (PyTuple_GET_SIZE(positions) != PyTuple_GET_SIZE(expected)) {
+        return fail("the recipe is too short");
     }
-    Cursor cursor = {0};
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(waves); i++) {
-        PyObject *wave = PyTuple_GET_ITEM(waves, i);
-        for (int j = 0; j < STEPS; j++) {
-            PyObject *positions = PyTuple_GET_ITEM(wave, fields[j]);
-            if (add_steps(walk, kinds[j], positions, &cursor) < 0) return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
+        Place *place = place_at(walk, positions, i);
+        if (place == NULL) return -1;
+        if (place->rule == FROZEN || place->type == NULL) {
+            return fail("the recipe opens what it does not keep, or an item of any type");
         }
+        PyTypeObject *owner = owners[kind];
+        if (owner != NULL && !PyType_IsSubtype((PyTypeObject *)place->type, owner)) {
+            return fail("the recipe looks for slots where there are none");
+        }
+        Step new = {kind, place - walk->places, PyTuple_GET_ITEM(expected, i)};
+        int has_keys = kind == NODE || kind == STATE || kind == DICT || kind == METADATA;
+        if (has_keys && !PyTuple_Check(new.expected)) return fail("the recipe has no keys");
+        walk->steps[walk->num_steps++] = new;
     }
     return 0;
 }
 
 static int build(Walk *walk) {
-    walk->size = PyLong_AsSsize_t(field(walk, SIZE));
-    if (walk->size < 0) return -1;
-    walk->leaf_types = field(walk, LEAF_TYPES);
-    walk->num_leaves = PyTuple_GET_SIZE(field(walk, LEAVES));
-    walk->num_objects = PyTuple_GET_SIZE(field(walk, OBJECTS));
-    walk->num_frozen = PyTuple_GET_SIZE(field(walk, FROZEN_STATICS));
-    walk->num_mentions = PyTuple_GET_SIZE(field(walk, MENTIONS));
+    PyObject *fields[NUM_RECIPE];
+    for (int i = 0; i < NUM_RECIPE; i++) {
+        fields[i] = recipe_field(walk, i);
+        int is_right = i == RECIPE_size ? PyLong_Check(fields[i]) : PyTuple_Check(fields[i]);
+        if (!is_right) return fail("expected a recipe");
+    }
+    walk->size = PyLong_AsSsize_t(fields[RECIPE_size]);
+    if (walk->size < 0) return fail("the recipe has a negative size");
+    walk->num_frozen = PyTuple_GET_SIZE(fields[RECIPE_frozen]);
+    walk->num_mentions = PyTuple_GET_SIZE(fields[RECIPE_mentions]);
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fields[RECIPE_steps]); i++) {
+        PyObject *step = PyTuple_GET_ITEM(fields[RECIPE_steps], i), *positions, *expected;
+        if (!PyArg_ParseTuple(step, "OO!O!", &(PyObject *){NULL}, &PyTuple_Type, &positions,
+                              &PyTuple_Type, &expected)) {
+            return -1;
+        }
+        count += PyTuple_GET_SIZE(positions);
+    }
     walk->places = PyMem_Calloc(walk->size + 1, sizeof(Place));
-    walk->refs = PyMem_Calloc(walk->num_leaves + 1, sizeof(RefSlot));
-    if (walk->places == NULL || walk->refs == NULL) {
+    walk->steps = PyMem_Calloc(count + 1, sizeof(Step));
+    if (walk->places == NULL || walk->steps == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    if (set_rules(walk, FROZEN_STATICS, FROZEN) < 0) return -1;
-    if (set_rules(walk, MENTIONS, AGAIN) < 0) return -1;
-    if (set_rules(walk, OBJECTS, FIRST) < 0) return -1;
-    if (set_rules(walk, LEAVES, LEAF) < 0) return -1;
-    place_others(walk);
-    return make_steps(walk);
+    if (set_rules(walk, fields[RECIPE_frozen], FROZEN) < 0) return -1;
+    if (set_rules(walk, fields[RECIPE_mentions], MENTION) < 0) return -1;
+    if (set_types(walk, fields[RECIPE_typed], fields[RECIPE_types]) < 0) return -1;
+    if (check_results(walk, fields[RECIPE_leaves]) < 0) return -1;
+    if (check_results(walk, fields[RECIPE_objects]) < 0) return -1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fields[RECIPE_steps]); i++) {
+        if (add_steps(walk, PyTuple_GET_ITEM(fields[RECIPE_steps], i)) < 0) return -1;
+    }
+    return 0;
 }
 
 static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -499,12 +361,8 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &PyTuple_Type, &recipe)) {
         return NULL;
     }
-    if (same_value == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "set_up has not been called");
-        return NULL;
-    }
-    if (PyTuple_GET_SIZE(recipe) != NUM_FIELDS) {
-        PyErr_SetString(PyExc_ValueError, "this is no recipe");
+    if (PyTuple_GET_SIZE(recipe) != NUM_RECIPE || functions[0] == NULL) {
+        PyErr_SetString(PyExc_ValueError, "expected a recipe, after a call of set_up");
         return NULL;
     }
     Walk *walk = (Walk *)type->tp_alloc(type, 0);
@@ -519,7 +377,6 @@ static void Walk_dealloc(PyObject *self) {
     PyObject_GC_UnTrack(self);
     PyMem_Free(walk->places);
     PyMem_Free(walk->steps);
-    PyMem_Free(walk->refs);
     Py_XDECREF(walk->recipe);
     Py_TYPE(self)->tp_free(self);
 }
@@ -546,36 +403,38 @@ static PyTypeObject WalkType = {
     .tp_methods = Walk_methods,
 };
 
-/* The place of a slot in its objects, by its descriptor; -1 with an error set if it is no slot. */
-static Py_ssize_t offset_of(PyObject *descriptor) {
-    if (Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) {
-        PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
-        if (member->type == T_OBJECT_EX) return member->offset;
-    }
-    PyErr_Format(PyExc_TypeError, "%R is not the descriptor of a slot", descriptor);
-    return -1;
+/* One keyword argument of set_up, borrowed; NULL with an error set. */
+static PyObject *needed(PyObject *kwargs, const char *name) {
+    PyObject *value = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, name);
+    if (value == NULL) PyErr_Format(PyExc_TypeError, "set_up() needs the argument %s", name);
+    return value;
 }
 
-static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *tree, *content, *same, *value, *metadata, *trace_state, *initializing, *is_setup;
-    if (!PyArg_ParseTuple(args, "OOOOOOOO", &tree, &content, &same, &value, &metadata,
-                          &trace_state, &initializing, &is_setup)) {
-        return NULL;
+static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
+    static const char *const names[] = {FUNCTIONS(AS_NAME) SLOTS(AS_NAME)};
+    const int count = sizeof(names) / sizeof(*names);
+    for (int i = 0; i < count; i++) {
+        PyObject *value = needed(kwargs, names[i]);
+        if (value == NULL) return NULL;
+        if (i < NUM_FUNCTIONS) {
+            Py_XSETREF(functions[i], Py_NewRef(value));
+            continue;
+        }
+        PyMemberDescrObject *slot = (PyMemberDescrObject *)value;
+        if (!Py_IS_TYPE(value, &PyMemberDescr_Type) || slot->d_member->type != T_OBJECT_EX) {
+            PyErr_Format(PyExc_TypeError, "%R is not the descriptor of a slot", value);
+            return NULL;
+        }
+        enum kind kind = METADATA + i - NUM_FUNCTIONS; /* the first slot, and those after it */
+        offsets[kind] = slot->d_member->offset;
+        Py_XSETREF(owners[kind], (PyTypeObject *)Py_NewRef(PyDescr_TYPE(slot)));
     }
-    if ((value_offset = offset_of(value)) < 0) return NULL;
-    if ((metadata_offset = offset_of(metadata)) < 0) return NULL;
-    if ((trace_state_offset = offset_of(trace_state)) < 0) return NULL;
-    if ((initializing_offset = offset_of(initializing)) < 0) return NULL;
-    if ((is_setup_offset = offset_of(is_setup)) < 0) return NULL;
-    Py_XSETREF(open_tree, Py_NewRef(tree));
-    Py_XSETREF(open_static, Py_NewRef(content));
-    Py_XSETREF(same_value, Py_NewRef(same));
     Py_RETURN_NONE;
 }
 
 static PyMethodDef module_methods[] = {
-    {"set_up", set_up, METH_VARARGS,
-     "Tells what the walk needs of Python, and where Flax keeps what. TypeError if elsewhere."},
+    {"set_up", (PyCFunction)(void (*)(void))set_up, METH_VARARGS | METH_KEYWORDS,
+     "Takes the functions that the walk calls, and the slots in which Flax keeps values."},
     {NULL},
 };
 
@@ -587,15 +446,30 @@ static struct PyModuleDef module_definition = {
     .m_methods = module_methods,
 };
 
-PyMODINIT_FUNC PyInit__walk(void) {
-    if (PyType_Ready(&WalkType) < 0) return NULL;
-    get_mapping_name = PyUnicode_InternFromString("_mapping");
-    if (get_mapping_name == NULL) return NULL;
-    PyObject *module = PyModule_Create(&module_definition);
-    if (module == NULL) return NULL;
-    if (PyModule_AddObjectRef(module, "Walk", (PyObject *)&WalkType) < 0) {
-        Py_DECREF(module);
-        return NULL;
+/* Adds a tuple of names to a dict. Returns -1 with an error set. */
+static int add_names(PyObject *fields, const char *key, const char *const *names, int count) {
+    PyObject *tuple = PyTuple_New(count);
+    for (int i = 0; i < count && tuple != NULL; i++) {
+        PyTuple_SET_ITEM(tuple, i, PyUnicode_FromString(names[i]));
     }
+    int failed = tuple == NULL ? -1 : PyDict_SetItemString(fields, key, tuple);
+    Py_XDECREF(tuple);
+    return failed;
+}
+
+PyMODINIT_FUNC PyInit__walk(void) {
+    static const char *const kinds[] = {KINDS(AS_NAME)}, *const step[] = {STEP(AS_NAME)};
+    static const char *const recipe[] = {RECIPE(AS_NAME)}, *const pins[] = {PINS(AS_NAME)};
+    if (PyType_Ready(&WalkType) < 0) return NULL;
+    PyObject *module = PyModule_Create(&module_definition), *fields = PyDict_New();
+    if (module == NULL || fields == NULL || add_names(fields, "Kind", kinds, NUM_KINDS) < 0 ||
+        add_names(fields, "Step", step, NUM_STEP) < 0 ||
+        add_names(fields, "Recipe", recipe, NUM_RECIPE) < 0 ||
+        add_names(fields, "Pins", pins, NUM_PINS) < 0 ||
+        PyModule_AddObjectRef(module, "FIELDS", fields) < 0 ||
+        PyModule_AddObjectRef(module, "Walk", (PyObject *)&WalkType) < 0) {
+        Py_CLEAR(module);
+    }
+    Py_XDECREF(fields);
     return module;
 }

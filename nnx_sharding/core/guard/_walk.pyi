@@ -3,6 +3,8 @@ from typing import Any
 
 from .walk import Pins, Recipe
 
+FIELDS: dict[str, tuple[str, ...]]
+
 class Walk:
     def __init__(self, recipe: Recipe) -> None: ...
     def follow(
@@ -10,13 +12,10 @@ class Walk:
     ) -> tuple[Sequence[Any], Sequence[Any]] | None: ...
 
 def set_up(
+    *,
+    get_mapping: Callable[..., Any],
     open_tree: Callable[..., Any],
     open_static: Callable[..., Any],
     same_value: Callable[..., Any],
-    value: Any,
-    metadata: Any,
-    trace_state: Any,
-    initializing: Any,
-    is_setup: Any,
-    /,
+    **slots: Any,
 ) -> None: ...

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ... import _compat
 from ..flatten import Flat
@@ -39,17 +39,14 @@ class _Record:
         self.misses = 0
 
 
-class _Shelf(NamedTuple):
-    """What is known of arguments of certain types: which are modules; records by who they are."""
-
-    pick_roots: Callable[[Sequence[Any]], Sequence[Any]]
-    records: dict[tuple[int, ...], _Record]
+# The types of the arguments with the names of the keyword arguments, and the ids of the modules.
+_Key: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
 
 
 class Guards:
-    """Guards by the arguments of a call: by their types, and by who the modules are.
+    """Guards by the arguments of a call: by their types, and by which modules are among them.
 
-    Holds no object of the user's: what belongs to a module goes when the module does.
+    Holds no object of the user's: a record is dropped when one of its modules is collected.
 
     Args:
       key_of: what a plan depends on besides the arguments' structure, such as the mesh in
@@ -58,19 +55,17 @@ class Guards:
 
     def __init__(self, key_of: Callable[[Sequence[Any]], Hashable] | None = None):
         self._key_of = key_of
-        self._shelves: dict[tuple[Any, ...], _Shelf] = {}
+        self._pick_modules: dict[tuple[Any, ...], Callable[[Sequence[Any]], Sequence[Any]]] = {}
+        self._records: dict[_Key, _Record] = {}
         self._walks: dict[Recipe, Any] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
-        """The plan that serves a call, and its arguments taken apart; None if no guard holds."""
+        """The plan that serves a call, and its arguments as split; None if no guard holds."""
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
-            shelf = self._shelves.get((*map(type, arguments), *kwargs))
+            record = self._records.get(self._key(arguments, kwargs))
         except TypeError:  # a class that cannot be hashed
             return None
-        if shelf is None:
-            return None
-        record = shelf.records.get((*map(id, shelf.pick_roots(arguments)),))
         if record is None:
             return None
         for entry in record.entries:
@@ -94,18 +89,18 @@ class Guards:
         *,
         is_new: bool,
     ) -> None:
-        """Notes which plan serves a call that no guard held for.
+        """Records which plan serves a call for which no guard held.
 
-        A guard costs about as much as splitting, which a model that is used once would pay for
-        nothing: unless the plan is new too, it is made when the same arguments come again.
+        A guard costs about as much as two splits, which would be lost on a model that is used
+        once: unless the plan is new too, it is made when the same arguments come again.
         """
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
-            shelf = self._shelf(arguments, kwargs)
+            key = self._key(arguments, kwargs)
+            record = self._records.setdefault(key, _Record())
         except TypeError:
             return
-        ids = (*map(id, shelf.pick_roots(arguments)),)
-        record = self._record(shelf, ids)
+        make_room(self._records, MAX_ARGUMENTS)
         record.misses += 1
         # Arguments that change all the time are not worth a guard each time.
         often = record.misses <= 2 * MAX_GUARDS or record.misses % 64 == 0
@@ -118,59 +113,52 @@ class Guards:
         if guard is None:
             record.misses += 2 * MAX_GUARDS
             return
-        forget = functools.partial(_forget, shelf.records, ids)
-        watched = (*_roots(plan, flat), *guard.watched)
-        guard = guard._replace(watched=tuple(_watch(one, forget) for one in watched))
-        key = None if self._key_of is None else self._key_of(flat.leaves)
-        entry = _Entry(guard, plan, key)
+        records = self._records  # and not the guards, which would then live as long as the module
+        watched = _watch((*_modules(plan, flat), *guard.watched), lambda _: records.pop(key, None))
+        depends_on = None if self._key_of is None else self._key_of(flat.leaves)
+        entry = _Entry(guard._replace(watched=tuple(watched)), plan, depends_on)
         record.entries = (entry, *record.entries[: MAX_GUARDS - 1])
 
     def clear(self) -> None:
         """Forgets all."""
-        self._shelves.clear()
-        self._walks.clear()
+        for table in (self._pick_modules, self._records, self._walks):
+            table.clear()
 
-    def _shelf(self, arguments: Sequence[Any], kwargs: dict[str, Any]) -> _Shelf:
-        signature = (*map(type, arguments), *kwargs)
-        # Variables are not told apart here: nobody tells when they go, so they would pile up.
-        positions = [
-            i
-            for i, arg in enumerate(arguments)
-            if _compat.is_graph_object(arg) and type(arg).__weakrefoffset__
-        ]
-        found = self._shelves.setdefault(signature, _Shelf(picker(positions), {}))
-        make_room(self._shelves, MAX_ARGUMENTS)
-        return found
-
-    def _record(self, shelf: _Shelf, ids: tuple[int, ...]) -> _Record:
-        found = shelf.records.setdefault(ids, _Record())
-        make_room(shelf.records, MAX_ARGUMENTS)
-        return found
+    def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:
+        types = (*map(type, arguments), *names)
+        pick = self._pick_modules.get(types)
+        if pick is None:
+            # Not Variables: they have no weak references, so their records would accumulate.
+            positions = [
+                i
+                for i, argument in enumerate(arguments)
+                if _compat.is_graph_object(argument) and type(argument).__weakrefoffset__
+            ]
+            pick = self._pick_modules.setdefault(types, picker(positions))
+            make_room(self._pick_modules, MAX_ARGUMENTS)
+        return types, (*map(id, pick(arguments)),)
 
 
-def make_room(kept: dict[Any, V], limit: int) -> list[V]:
-    """Takes the oldest entries out of a dict until no more than ``limit`` are left."""
-    taken = []
-    while len(kept) > limit:
+def make_room(table: dict[Any, V], limit: int) -> list[V]:
+    """Removes the oldest entries of a dict until no more than ``limit`` are left; returns them."""
+    removed = []
+    while len(table) > limit:
         try:
-            taken.append(kept.pop(next(iter(kept))))
+            removed.append(table.pop(next(iter(table))))
         except (RuntimeError, StopIteration, KeyError):  # changed by another thread or a finalizer
             continue
-    return taken
+    return removed
 
 
-def _watch(root: Any, forget: Callable[[Any], None]) -> Any:
-    try:
-        return weakref.ref(root, forget)
-    except TypeError:  # a Variable, of which only metadata is held; or a static, held by the plan
-        return None
+def _watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]:
+    """References that call ``forget`` when an object is collected."""
+    for x in objects:
+        # Without them: a Variable, of which only metadata is held; or a static, held by the plan.
+        with contextlib.suppress(TypeError):
+            yield weakref.ref(x, forget)
 
 
-def _forget(records: dict[tuple[int, ...], _Record], ids: tuple[int, ...], _: Any) -> None:
-    records.pop(ids, None)
-
-
-def _roots(plan: Plan, flat: Flat) -> list[Any]:
-    """The objects that stand in the arguments themselves."""
+def _modules(plan: Plan, flat: Flat) -> list[Any]:
+    """The graph objects among the arguments and in their containers."""
     parts = (part.child for target in plan.targets for part in target.parts)
     return [flat.objects[child] for child in parts if isinstance(child, int)]

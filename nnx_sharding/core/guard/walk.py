@@ -1,21 +1,22 @@
-"""The walk over a live graph that tells whether it is still what it was.
+"""Follows the way through a live graph, and compares it with what it was.
 
-Everything that the walk meets goes into one flat list, the stream: first the arguments, then what
-they hold, then what that holds. The names in it, the types, the statics and who is who are
-compared with what a recipe and pins say, each at one stroke.
+All that the walk meets goes into one flat list, the stream: first the arguments, then what they
+hold, then what that holds. A recipe says what is opened and how each item is compared.
 
-There are two implementations of one class: this one, and ``_walk.c``, which does the same several
-times as fast and is used where it could be compiled. They must agree.
+There are two implementations of one class: this one, whose loops all run in C, and ``_walk.c``,
+which is about ten times as fast and is used where it was compiled. They must agree.
 """
 
 from __future__ import annotations
 
 import array
+import enum
+import functools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -25,180 +26,113 @@ from ..statics import opened as open_static
 from ..statics import value_key
 from ..unflatten import picker
 
-Positions = tuple[int, ...]
+Positions: TypeAlias = tuple[int, ...]
 
 
-class Wave(NamedTuple):
-    """Positions in the stream whose objects are opened next; what they hold extends the stream.
+class Kind(enum.IntEnum):
+    """What a step opens, what that adds to the stream, and what else is compared."""
 
-    In this order: attributes of nodes and of static objects, entries of States and dicts, metadata
-    of Variables, values of Variables, items of sequences, leaves and data of other pytrees, parts
-    of other static objects.
+    NODE = 0  # a module or a static object: the values of its attributes; their names
+    STATE = 1  # an nnx.State: its values; its keys
+    DICT = 2  # a dict: its values; its keys
+    METADATA = 3  # a Variable: the values of its metadata; their names
+    VALUE = 4  # a Variable: its value
+    TRACE = 5  # a Variable: the trace that it belongs to
+    INITIALIZING = 6  # what Flax notes on a module while it is set up: a flag
+    IS_SETUP = 7  # the other flag
+    NODE_TRACE = 8  # the trace that the module belongs to
+    SEQUENCE = 9  # a tuple or list: its items; its length
+    TREE = 10  # another pytree: its leaves and the data of its node types; its treedef
+    STATIC = 11  # another static object: its parts; its kind
+
+
+class Step(NamedTuple):
+    """Opens items of one kind; what they hold is appended to the stream.
+
+    Attributes:
+      kind: what is opened.
+      positions: where the items are in the stream.
+      expected: names, keys, length, treedef or kind of each item.
     """
 
-    nodes: Positions
-    states: Positions
-    dicts: Positions
-    variables: Positions
-    sequences: Positions
-    trees: Positions
-    statics: Positions
+    kind: Kind
+    positions: Positions
+    expected: tuple[Any, ...]
 
 
 class Recipe(NamedTuple):
     """How to walk all graphs of one structure whose attributes come in one order.
 
     Attributes:
-      waves: what to open, in turn.
-      keys: the keys of each mapping that is opened, in the order of opening.
-      types: the type of each object and container that is opened.
-      lengths: the length of each sequence.
-      treedefs: the treedef of each other pytree.
-      kinds: the kind of each other static object, and how many parts it has.
+      steps: what is opened, in order.
       frozen: positions of statics that are compared by value.
       mentions: positions of objects, each as often as it is mentioned.
+      typed: positions of items whose type is compared: all that are opened, and the arrays.
+      types: their types.
       leaves: the position of each array, by slot.
-      leaf_types: their types.
       objects: the first position of each object, by index.
-      size: how long the stream becomes.
+      size: the length of the stream.
     """
 
-    waves: tuple[Wave, ...]
-    keys: tuple[tuple[Any, ...], ...]
-    types: tuple[type, ...]
-    lengths: tuple[int, ...]
-    treedefs: tuple[Any, ...]
-    kinds: tuple[Any, ...]
+    steps: tuple[Step, ...]
     frozen: Positions
     mentions: Positions
+    typed: Positions
+    types: tuple[type, ...]
     leaves: Positions
-    leaf_types: tuple[type, ...]
     objects: Positions
     size: int
 
 
 class Pins(NamedTuple):
-    """What one graph must still have in the places that a recipe names.
+    """What one graph must still have at the positions of a recipe.
 
     Attributes:
-      frozen: statics that are compared by value.
+      frozen: the statics that are compared by value.
       mentions: the id of each mentioned object, as in memory.
-      trace_states: the trace state of each Variable.
-      node_states: what Flax notes on each node while it is set up, and the two flags in it.
-      flags: these flags.
     """
 
     frozen: tuple[Any, ...]
     mentions: bytes
-    trace_states: tuple[Any, ...]
-    node_states: tuple[Any, ...]
-    flags: tuple[tuple[bool, bool], ...]
 
 
-class PythonWalk:
-    """A recipe, ready to be followed."""
-
-    __slots__ = ("_frozen", "_leaves", "_mentions", "_objects", "_recipe", "_waves")
-
-    def __init__(self, recipe: Recipe):
-        self._recipe = recipe
-        self._waves = [[picker(p) if p else None for p in wave] for wave in recipe.waves]
-        self._frozen = picker(recipe.frozen)
-        self._mentions = picker(recipe.mentions)
-        self._leaves = picker(recipe.leaves)
-        self._objects = picker(recipe.objects)
-
-    def follow(
-        self, pins: Pins, arguments: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        """The arrays and objects of an unchanged graph, in order; None if it may have changed.
-
-        Raises whatever comes of walking and comparing what is there now: this, too, is a change.
-
-        Args:
-          pins: what must be found.
-          arguments: all arguments of the call, positional ones first.
-        """
-        recipe = self._recipe
-        stream = list(arguments)
-        opened: list[Any] = []
-        mappings: list[Any] = []
-        variables: list[Any] = []
-        lengths: list[int] = []
-        treedefs: list[Any] = []
-        kinds: list[Any] = []
-        for nodes, states, dicts, own_variables, sequences, trees, statics in self._waves:
-            start = len(mappings)
-            if nodes is not None:
-                found = nodes(stream)
-                opened += found
-                mappings += map(object.__getattribute__, found, repeat("__dict__"))
-            if states is not None:
-                found = states(stream)
-                opened += found
-                mappings += map(_compat.get_mapping, found)
-            if dicts is not None:
-                found = dicts(stream)
-                opened += found
-                mappings += found
-            values: Any = ()
-            if own_variables is not None:
-                found = own_variables(stream)
-                opened += found
-                variables += found
-                mappings += map(_compat.get_metadata, found)
-                values = map(_compat.get_value, found)
-            items: Any = ()
-            if sequences is not None:
-                found = sequences(stream)
-                opened += found
-                lengths += map(len, found)
-                items = chain.from_iterable(found)
-            parts: list[Any] = []
-            if trees is not None:
-                for tree in trees(stream):
-                    own, treedef = open_tree(tree)
-                    parts += own
-                    treedefs.append(treedef)
-                    opened.append(tree)
-            if statics is not None:
-                for value in statics(stream):
-                    own, kind = open_static(value)
-                    parts += own
-                    kinds.append(kind)
-                    opened.append(value)
-            stream += chain.from_iterable(map(dict.values, mappings[start:]))
-            stream += values
-            stream += items
-            stream += parts
-        if not all(map(operator.is_, map(type, opened), recipe.types)):
-            return None
-        if tuple(map(tuple, mappings)) != recipe.keys:
-            return None
-        if tuple(lengths) != recipe.lengths:
-            return None
-        if tuple(treedefs) != recipe.treedefs:
-            return None
-        if tuple(kinds) != recipe.kinds:
-            return None
-        if not _are_equal(self._frozen(stream), pins.frozen):
-            return None
-        if ids_of(self._mentions(stream)) != pins.mentions:
-            return None
-        leaves = self._leaves(stream)
-        if not all(map(operator.is_, map(type, leaves), recipe.leaf_types)):
-            return None
-        trace_states = map(_compat.get_trace_state, variables)
-        if not all(map(operator.is_, trace_states, pins.trace_states)):
-            return None
-        if tuple(map(_compat.node_flags, pins.node_states)) != pins.flags:
-            return None
-        return leaves, self._objects(stream)
+# What must be equal for each of some items, and what is appended to the stream for all of them.
+_Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
 
 
-def ids_of(objects: Sequence[Any]) -> bytes:
-    """Who the objects are, as numbers of 64 bits."""
-    return array.array("Q", map(id, objects)).tobytes()
+def _open_mappings(mappings: Sequence[Any]) -> _Opened:
+    return [*map(tuple, mappings)], chain.from_iterable(map(dict.values, mappings))
+
+
+def _open_nodes(nodes: Sequence[Any]) -> _Opened:
+    return _open_mappings([*map(object.__getattribute__, nodes, repeat("__dict__"))])
+
+
+def _open_states(states: Sequence[Any]) -> _Opened:
+    return _open_dicts([*map(_compat.get_mapping, states)])
+
+
+def _open_dicts(dicts: Sequence[Any]) -> _Opened:
+    if not {str, int}.issuperset(map(type, chain.from_iterable(dicts))):
+        raise TypeError("other keys may be equal without being the same")
+    return _open_mappings(dicts)
+
+
+def _open_metadata(variables: Sequence[Any]) -> _Opened:
+    return _open_mappings([*map(_compat.get_metadata, variables)])
+
+
+def _open_slots(get: Callable[[Any], Any], items: Sequence[Any]) -> _Opened:
+    return [None] * len(items), map(get, items)
+
+
+def _open_sequences(sequences: Sequence[Any]) -> _Opened:
+    return [*map(len, sequences)], chain.from_iterable(sequences)
+
+
+def _open_each(open_one: Callable[[Any], tuple[Any, Any]], items: Sequence[Any]) -> _Opened:
+    opened = [open_one(item) for item in items]
+    return [name for _, name in opened], chain.from_iterable(parts for parts, _ in opened)
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
@@ -207,9 +141,70 @@ def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
 
 
 def open_tree(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of a pytree and the data of its node types, and its treedef."""
+    """The leaves of a pytree and the data of its node types; its treedef."""
     leaves, treedef = flatten_tree(tree)
     return [*leaves, *aux_of(treedef)], treedef
+
+
+OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
+    **{
+        Kind[name]: functools.partial(_open_slots, slot.__get__)
+        for name, slot in _compat.SLOTS.items()
+    },
+    Kind.NODE: _open_nodes,
+    Kind.STATE: _open_states,
+    Kind.DICT: _open_dicts,
+    Kind.METADATA: _open_metadata,
+    Kind.SEQUENCE: _open_sequences,
+    Kind.TREE: functools.partial(_open_each, open_tree),
+    Kind.STATIC: functools.partial(_open_each, open_static),
+}
+
+
+class PythonWalk:
+    """A recipe, ready to be followed."""
+
+    __slots__ = ("_frozen", "_leaves", "_mentions", "_objects", "_steps", "_typed", "_types")
+
+    def __init__(self, recipe: Recipe):
+        self._steps = [
+            (OPEN[kind], picker(positions), list(expected))
+            for kind, positions, expected in recipe.steps
+        ]
+        self._types = recipe.types
+        self._typed, self._frozen, self._mentions, self._leaves, self._objects = map(
+            picker, (recipe.typed, recipe.frozen, recipe.mentions, recipe.leaves, recipe.objects)
+        )
+
+    def follow(
+        self, pins: Pins, arguments: tuple[Any, ...]
+    ) -> tuple[Sequence[Any], Sequence[Any]] | None:
+        """The arrays and objects of an unchanged graph, in order; None if it may have changed.
+
+        Raises whatever comes of opening and comparing what is there: this, too, is a change.
+
+        Args:
+          pins: what is compared.
+          arguments: all arguments of the call, positional ones first.
+        """
+        stream = list(arguments)
+        for open_items, pick, expected in self._steps:
+            names, parts = open_items(pick(stream))
+            if names != expected:
+                return None
+            stream += parts
+        if not all(map(operator.is_, map(type, self._typed(stream)), self._types)):
+            return None
+        if not _are_equal(self._frozen(stream), pins.frozen):
+            return None
+        if ids_of(self._mentions(stream)) != pins.mentions:
+            return None
+        return self._leaves(stream), self._objects(stream)
+
+
+def ids_of(objects: Sequence[Any]) -> bytes:
+    """The ids of objects as numbers of 64 bits."""
+    return array.array("Q", map(id, objects)).tobytes()
 
 
 def _are_equal(values: Sequence[Any], pinned: Sequence[Any]) -> bool:
@@ -229,10 +224,21 @@ def same_value(value: Any, other: Any) -> bool:
 def _load_walk() -> Any:
     try:
         from . import _walk
-
-        _walk.set_up(open_tree, open_static, same_value, *_compat.GUARDED_SLOTS)
-    except (ImportError, TypeError):  # there was no compiler, or Flax keeps things elsewhere
+    except ImportError:  # there was no compiler
         return PythonWalk
+    fields = {shared.__name__: shared._fields for shared in (Step, Recipe, Pins)}
+    if getattr(_walk, "FIELDS", None) != {"Kind": tuple(Kind.__members__), **fields}:
+        raise RuntimeError(
+            f"{_walk.__file__} was compiled from another version of nnx_sharding. Install it "
+            "again; in a checkout, run `python setup.py build_ext --inplace`."
+        )
+    _walk.set_up(
+        get_mapping=_compat.get_mapping,
+        open_tree=open_tree,
+        open_static=open_static,
+        same_value=same_value,
+        **_compat.SLOTS,
+    )
     return PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else _walk.Walk
 
 

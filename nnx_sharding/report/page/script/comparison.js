@@ -1,176 +1,75 @@
 // Strategies side by side, and one of them in full.
 
-function comparisonTable(data, show) {
-  const rows = Object.entries(data.reports ?? {}).map(([name, report]) => ({
-    name,
-    report,
-    failed: report.error !== undefined,
-  }));
-  const peak = ({ report }) => report.memory?.peak ?? null;
-  const sent = ({ report }) => totalMoved(report);
-  const flops = ({ report }) => report.cost?.executed?.flops ?? null;
-  const least = ({ report }) => boundTime(report);
-  const limit = isNumber(data.memory_limit) ? data.memory_limit : null;
+const linkButton = (text, onclick, title) => el("button.link", { title, onclick }, text);
 
-  function rated(value, text, extra = () => null, bar = null) {
-    const known = rows.filter((row) => !row.failed && isNumber(value(row)));
-    const high = Math.max(...known.map(value));
-    const low = Math.min(...known.filter((row) => fits(row) !== false).map(value));
-    return (row) => {
-      const n = value(row);
-      const best = isNumber(n) && n === low && low < high;
-      return row.failed
-        ? ""
-        : el(
-            "span",
-            { class: "rated" },
-            el("span", { class: best ? "best" : null }, text(n), best ? " ★ best" : ""),
-            extra(row),
-            bar && isNumber(n) && high > 0 ? bar(row, high) : null,
-          );
-    };
-  }
-  const fits = (row) => (limit === null || !isNumber(peak(row)) ? null : peak(row) <= limit);
-  const fitWord = (row) =>
-    fits(row) === null
-      ? null
-      : el(
-          "span",
-          { class: `small ${fits(row) ? "muted" : "bad"}` },
-          fits(row) ? "fits" : "does not fit",
-        );
-  const plain = (value) => (row, high) =>
-    el("span", { class: "bar", "aria-hidden": "true" }, width(el("span"), value(row) / high));
-  function byAxes(row) {
-    const sums = new Map();
-    for (const c of row.report.collectives) {
-      const key = axisKey(axesOf(c));
-      sums.set(key, { axes: axesOf(c), bytes: (sums.get(key)?.bytes ?? 0) + moved(c) });
-    }
-    return [...sums].filter(([, { bytes }]) => bytes).sort(([, a], [, b]) => b.bytes - a.bytes);
-  }
-  const sentBar = (row, high) =>
-    el(
-      "span",
-      { class: "bar", "aria-hidden": "true" },
-      byAxes(row).map(([, { axes, bytes }]) => piece(axes, bytes / high)),
-    );
-  const sentWords = (row) =>
-    el(
-      "span",
-      { class: "small muted" },
-      byAxes(row)
-        .map(([key, { bytes }]) => `${key === "?" ? "no axes fit" : key} ${byteText(bytes)}`)
-        .join(", "),
-    );
-
-  const columns = [
-    {
-      label: "Strategy",
-      value: (row) => row.name,
-      cell: (row) => [
-        row.failed
-          ? el("strong", {}, row.name)
-          : el(
-              "button",
-              { class: "link", type: "button", onclick: () => show(row.name) },
-              row.name,
-            ),
-        row.failed ? el("p", { class: "error" }, String(row.report.error)) : null,
-      ],
-    },
-    {
-      label: "Peak memory",
-      number: true,
-      value: peak,
-      cell: rated(peak, bytes, fitWord, plain(peak)),
-    },
-    {
-      label: "Sent by each device",
-      number: true,
-      value: sent,
-      cell: rated(sent, bytes, sentWords, sentBar),
-    },
-    { label: "Operations", number: true, value: flops, cell: rated(flops, count) },
-    {
-      label: "Takes at least",
-      number: true,
-      value: least,
-      cell: rated(
-        least,
-        time,
-        (row) =>
-          el(
-            "span",
-            { class: "small muted" },
-            row.report.roofline ? `${row.report.roofline.bound_by}, ${row.report.roofline.device}` : "",
-          ),
-        plain(least),
-      ),
-    },
-  ];
-  const seconds = ({ name }) => data.seconds?.[name] ?? null;
-  if (rows.some(seconds))
-    columns.push({
-      label: "Compiled in",
-      number: true,
-      value: seconds,
-      cell: (row) => time(seconds(row)),
-    });
-  const table = dataTable({
-    name: "Strategies compared",
-    noun: "strategy",
-    columns,
-    rows,
-    className: "strategies",
-    search: (row) => `${row.name} ${row.report.error ?? ""}`,
-    line: (row) =>
-      row.failed
-        ? el(
-            "tr",
-            { role: "row" },
-            el(
-              "th",
-              { scope: "row", role: "rowheader", colspan: columns.length },
-              columns[0].cell(row),
-            ),
-          )
-        : rowOf(columns, row),
-  });
-  return section(
-    "comparison",
-    "Strategies compared",
-    el(
-      "p",
-      { class: "muted small lead" },
-      "All figures are for one device. ",
-      limit === null ? "" : ["The limit for its memory is ", bytes(limit), "."],
-    ),
-    table.node,
-  );
+function bytesSentByAxes({ collectives }) {
+  const byAxes = Map.groupBy(listOf(collectives), axesKeyOf).values();
+  const sums = [...byAxes].map((some) => [sum(some, bytesSent), axesOf(some[0])]);
+  return sums.filter(([size]) => size).sort(([a], [b]) => b - a);
 }
 
+/** A remark on a figure of a report: whether it fits, what bounds it, or its parts by axes. */
+function remark(key, report, limit) {
+  const { memory, roofline } = report;
+  if (key === "peak" && isNumber(limit) && isNumber(memory?.peak))
+    return memory.peak <= limit ? el("small.muted", "fits") : el("small.bad", "does not fit");
+  if (key === "roofline" && roofline)
+    return el("small.muted", `${roofline.bound_by}, ${roofline.device}`);
+  const sums = key === "bytes_sent" ? bytesSentByAxes(report) : [];
+  const words = sums.map(([size, axes]) => `${axesText(axes)} ${byteText(size)}`);
+  return el("small.muted", words.join(", "));
+}
+
+function strategyColumns(data, rows, show) {
+  /** A column of a figure, with a remark and a bar; the best strategy is marked. */
+  const rated = ([key, label, number, of]) => {
+    const value = ({ report }) => of(report);
+    const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
+    const cell = ({ name, report }) => {
+      const star = data.best?.[key] === name && " ★ best";
+      const figure = el("span", { class: star && "best" }, number(of(report)), star);
+      const sizes = key === "bytes_sent" ? bytesSentByAxes(report) : [[of(report)]];
+      const pieces = sizes.map(([size, axes]) => [size / most, axes]);
+      return el("div.rated", figure, remark(key, report, data.memory_limit), bar(...pieces));
+    };
+    return { label, value, number, cell };
+  };
+  const link = ({ name }) => linkButton(name, () => show(name));
+  const columns = [{ label: "Strategy", value: ({ name }) => name, cell: link }];
+  columns.push(...FIGURES.map(rated));
+  const seconds = ({ name }) => data.seconds?.[name];
+  if (rows.some(seconds)) columns.push({ label: "Compiled in", value: seconds, number: time });
+  return columns;
+}
+
+/** The table of strategies, and the report of the chosen one. */
 function comparisonNodes(data, navigate) {
-  const names = Object.keys(data.reports ?? {}).filter(
-    (name) => data.reports[name].error === undefined,
-  );
-  const holder = el("div");
-  const choice = el(
-    "select",
-    { "aria-label": "Strategy", onchange: () => show(choice.value) },
-    names.map((name) => el("option", { value: name }, name)),
-  );
+  const reports = new Map(Object.entries(data.reports ?? {}));
+  const rows = [...reports].map(([name, report]) => ({ name, report }));
+  const names = rows.filter(({ report }) => !isSet(report.error)).map(({ name }) => name);
+  const choice = choiceOf("Strategy", names, names[0], (name) => show(name));
+  const [head, detail] = [el("div.controls", el("h2", "One strategy"), choice), el("div")];
   function show(name) {
     choice.value = name;
-    holder.replaceChildren(...reportNodes(data.reports[name]));
+    detail.replaceChildren(...reportNodes(reports.get(name)));
     navigate();
   }
-  const table = comparisonTable(data, (name) => {
+  const columns = strategyColumns(data, rows, (name) => {
     show(name);
-    detail.scrollIntoView();
+    head.scrollIntoView();
     choice.focus({ preventScroll: true });
   });
-  const detail = el("div", { class: "controls detail" }, el("h2", {}, "One strategy"), choice);
-  if (names.length) holder.replaceChildren(...reportNodes(data.reports[names[0]]));
-  return [table, names.length ? [detail, holder] : null];
+  const line = (row) => {
+    if (!isSet(row.report.error)) return lineOf(columns, cellsOf(columns, row));
+    const span = { scope: "row", role: "rowheader", colspan: columns.length };
+    return el("tr", el("th", span, el("strong", row.name), el("pre.error", row.report.error)));
+  };
+  const [name, noun] = ["Strategies compared", "strategy"];
+  const search = ({ name, report }) => [name, report.error];
+  const table = tableOf({ name, noun, columns, rows, search, line });
+  const limit = isNumber(data.memory_limit) && ["A device has ", bytes(data.memory_limit), "."];
+  const figures = note("All figures are for one device. ", limit);
+  if (names.length) show(names[0]);
+  const nodes = [section("comparison", name, figures, table.node)];
+  return names.length ? [...nodes, head, detail] : nodes;
 }

@@ -1,121 +1,88 @@
-// Memory, cost, and its roofline.
+// The most important figures: memory, cost, and the roofline.
 
-const MEMORY_PARTS = [
-  ["arguments", "Arguments"],
-  ["outputs", "Outputs"],
-  ["temporaries", "Temporaries"],
-  ["generated_code", "Generated code"],
-  ["aliased", "Shared by arguments and outputs"],
-];
+const MEMORY = ["arguments", "outputs", "temporaries", "generated_code", "aliased"];
 
-function memorySection(report) {
-  const { memory } = report;
-  if (!memory)
-    return section("memory", "Memory", el("p", { class: "muted" }, "The backend does not tell."));
-  const part = (prefix) =>
-    MEMORY_PARTS.map(([key, label]) => [
-      label,
-      memory[prefix + key],
-      bytes,
-      key === "aliased" ? "again" : null,
-    ]);
-  const hasHost = MEMORY_PARTS.some(([key]) => memory[`host_${key}`]);
-  return section(
-    "memory",
-    "Memory of each device",
-    el(
-      "div",
-      { class: "stack" },
-      bars([...part(""), ["Peak", memory.peak, bytes, "strong"]]),
-      hasHost
-        ? [el("h3", {}, "On its host"), bars(part("host_"))]
-        : el("p", { class: "muted small" }, "Nothing in host memory."),
-    ),
-  );
+const titled = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
+
+// How often a collective runs is unknown in some loops; then it counts once.
+const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.times ?? 1);
+const totalSent = (report) => report.collectives && sum(report.collectives, bytesSent);
+
+function rooflineTimes({ roofline }) {
+  const kinds = roofline ? ["compute", "memory", "interconnect"] : [];
+  return kinds.map((kind) => [kind, roofline[`${kind}_s`]]);
+}
+function rooflineSeconds(report) {
+  const known = rooflineTimes(report).flatMap(([, seconds]) => (isNumber(seconds) ? seconds : []));
+  return known.length ? Math.max(...known) : null;
 }
 
-function costSection(report) {
-  const stages = [
-    ["lowered", "As written"],
-    ["executed", "As run"],
-  ];
-  const cost = report.cost ?? {};
-  const rows = [
-    ["flops", "Floating point operations", count],
-    ["bytes_accessed", "Bytes accessed", bytes],
-    ["transcendentals", "Transcendental functions", count],
-  ];
-  return section(
-    "cost",
-    "Cost",
-    el(
-      "table",
-      {},
-      el("caption", { class: "hidden" }, "Cost by stage"),
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          el("td", {}),
-          stages.map(([key, title]) => el("th", { class: "number", scope: "col" }, title)),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        rows.map(([key, label, show]) =>
-          el(
-            "tr",
-            {},
-            el("th", { scope: "row" }, label),
-            stages.map(([stage]) => el("td", { class: "number" }, show(cost[stage]?.[key]))),
-          ),
-        ),
-      ),
-    ),
-    el(
-      "p",
-      { class: "muted small after" },
-      stages
-        .filter(([key]) => cost[key]?.stage)
-        .map(([key, title]) => `${title}: ${cost[key].stage}.`)
-        .join(" "),
-    ),
-  );
+// The figures that matter most: key, label, format, and how they are read from a report.
+const FIGURES = [
+  ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
+  ["bytes_sent", "Bytes sent", bytes, totalSent],
+  ["flops", "Flops", count, ({ cost }) => cost?.executed?.flops],
+  ["roofline", "Roofline", time, rooflineSeconds],
+];
+
+function overview(report) {
+  const { roofline } = report;
+  const [parameters, collectives] = [listOf(report.parameters), listOf(report.collectives)];
+  const inLoop = collectives.some(({ times }) => times === null);
+  const counted = inLoop ? "; some in loops of unknown length, counted once" : "";
+  const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by}`;
+  const notes = {
+    bytes_sent: many(collectives.length, "collective") + counted,
+    roofline: bound ?? "no device was given",
+  };
+  const tile = (label, value, note) => el("div", el("dt", label), el("dd", value), el("dd", note));
+  const total = [bytes(sum(parameters, (row) => row.bytes_total)), " in total"];
+  const tiles = [tile("Argument arrays", integer(parameters.length), total)];
+  for (const [key, label, show, of] of FIGURES)
+    tiles.push(tile(label, show(of(report)), notes[key] ?? "of each device"));
+  return el("dl.tiles", tiles);
+}
+
+function memorySection({ memory }) {
+  const title = "Memory of each device";
+  if (!memory) return section("memory", title, note("The backend does not report it."));
+  const parts = (prefix) =>
+    MEMORY.map((part) => [titled(part), memory[prefix + part], part === "aliased" && part]);
+  const device = bars([...parts(""), ["Peak", memory.peak, "strong"]], bytes);
+  const host = parts("host_");
+  const hasHost = host.some(([, size]) => size);
+  const below = hasHost
+    ? [el("h3", "On its host"), bars(host, bytes)]
+    : note("Nothing on its host.");
+  return section("memory", title, device, below);
+}
+
+function costSection({ cost }) {
+  const stages = ["lowered", "executed"];
+  const columns = stages.map((stage) => {
+    const cell = ([figure, show]) => show(cost?.[stage]?.[figure]);
+    return { label: titled(stage), number: true, cell };
+  });
+  const name = { label: "", cell: ([figure]) => titled(figure) };
+  const rows = Object.entries({ flops: count, bytes_accessed: bytes, transcendentals: count });
+  const table = tableOf({ name: "Cost by stage", columns: [name, ...columns], rows });
+  const known = stages.filter((stage) => cost?.[stage]?.stage);
+  const notes = known.map((stage) => `${titled(stage)}: ${cost[stage].stage}.`);
+  return section("cost", "Cost", table.node, note(notes.join(" ")));
 }
 
 function rooflineSection(report) {
   const { roofline } = report;
   if (!roofline) return null;
-  const isUrl = /^https?:\/\//i.test(roofline.source ?? "");
-  return section(
-    "roofline",
-    `Least time on ${roofline.device}`,
-    el(
-      "div",
-      { class: "stack" },
-      bars(
-        boundTimes(roofline).map(([kind, s]) => [
-          kind === roofline.bound_by ? el("strong", {}, `${kind} (the bound)`) : kind,
-          s,
-          time,
-          kind === roofline.bound_by ? "strong" : null,
-        ]),
-      ),
-      el(
-        "p",
-        { class: "muted small" },
-        "Arithmetic intensity ",
-        figure(roofline.arithmetic_intensity, digits, String),
-        " operations per byte. ",
-        !roofline.source
-          ? null
-          : isUrl
-            ? el("a", { href: roofline.source, rel: "noopener noreferrer" }, "Figures of the device")
-            : `Figures of the device: ${roofline.source}`,
-      ),
-    ),
-  );
+  const entries = rooflineTimes(report).map(([kind, seconds]) => {
+    const isBound = kind === roofline.bound_by;
+    const label = isBound ? el("strong", `${titled(kind)} (the bound)`) : titled(kind);
+    return [label, seconds, isBound && "strong"];
+  });
+  const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
+  const [href, text] = [String(roofline.source ?? ""), "Figures of the device"];
+  const link = el("a", { href, rel: "noopener noreferrer" }, text);
+  const source = /^https?:\/\//i.test(href) ? link : href && `${text}: ${href}`;
+  const words = note("Arithmetic intensity ", intensity, " flops per byte. ", source);
+  return section("roofline", `Roofline of ${roofline.device}`, bars(entries, time), words);
 }

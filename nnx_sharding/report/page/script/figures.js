@@ -1,97 +1,46 @@
-// Sections, the most important figures, and bars.
+// Sections, mesh axes and their colours, bars.
+
+const listOf = (value) => (Array.isArray(value) ? value : []);
+const note = (...text) => el("p.muted", el("small", text));
 
 function section(id, title, ...content) {
-  const heading = uniqueId(id);
-  const name = id[0].toUpperCase() + id.slice(1);
-  return el(
-    "section",
-    { id, "data-name": name, "aria-labelledby": heading },
-    el("h2", { id: heading }, title),
-    content,
-  );
+  const heading = el("h2", { id: `${id}-title` }, title);
+  return el("section", { id, "aria-labelledby": heading.id }, heading, content);
 }
 
-function tiles(entries) {
-  return el(
-    "dl",
-    { class: "tiles" },
-    entries.map(([label, value, note]) =>
-      el(
-        "div",
-        {},
-        el("dt", {}, label),
-        el("dd", {}, value),
-        el("dd", { class: "note" }, note ?? ""),
-      ),
-    ),
-  );
+// Each axis has a number, which gives its colour; its name is always shown as well.
+const axisNumbers = new Map();
+const numberOf = (axis) =>
+  axisNumbers.get(axis) ?? axisNumbers.set(axis, axisNumbers.size).size - 1;
+const axisStyle = (axis) => ({ "--axis": `var(--axis-${numberOf(axis) % 8})` });
+
+const entryAxes = (entry) => (isSet(entry) ? [entry].flat().map(String) : []);
+const sortedAxes = (axes) => [...new Set(axes)].sort((a, b) => numberOf(a) - numberOf(b));
+// With unreduced or reduced axes a spec is an object, else its entries, or a text.
+const specEntries = (spec) => listOf(spec?.partitions ?? spec);
+const specAxes = (spec) => sortedAxes(specEntries(spec).flatMap(entryAxes));
+const axesOf = (collective) => collective.axes && sortedAxes(collective.axes.map(String));
+const axesText = (axes) => (axes ? axes.join(" + ") || "none" : "no axes fit");
+
+const chip = (axis, size) =>
+  el("span.chip", { style: axisStyle(axis) }, size ? `${axis}\u00a0÷${size}` : axis);
+const axesNode = (axes) =>
+  axes?.length ? axes.map((axis) => [chip(axis), " "]) : el("span.muted", axesText(axes));
+
+/** A bar of pieces [fraction, axes, kind]; each piece shows the colours of its axes as stripes. */
+function bar(...pieces) {
+  const piece = ([fraction, axes, kind]) => {
+    const colours = axes?.map((axis) => el("span", { style: axisStyle(axis) }));
+    return el("span.piece", { class: kind, style: { width: `${100 * fraction}%` } }, colours);
+  };
+  const shown = pieces.filter(([fraction]) => fraction > 0);
+  return el("span.bar", { "aria-hidden": "true" }, shown.map(piece));
 }
 
-function bars(entries) {
+/** A list of labelled bars; an entry is [label, number, kind]. */
+function bars(entries, show) {
   const most = Math.max(...entries.map(([, n]) => n ?? 0), Number.MIN_VALUE);
-  return el(
-    "dl",
-    { class: "bars" },
-    entries.map(([label, n, show, kind]) =>
-      el(
-        "div",
-        {},
-        el("dt", {}, label),
-        el(
-          "dd",
-          { class: "bar", "aria-hidden": "true" },
-          n ? width(el("span", { class: kind }), n / most) : null,
-        ),
-        el("dd", { class: "amount" }, show(n)),
-      ),
-    ),
-  );
-}
-
-function width(node, part) {
-  node.style.width = `${100 * part}%`;
-  return node;
-}
-
-// How often a collective runs is not known in some loops; then it counts once.
-const moved = (c) => (c.bytes_sent ?? 0) * (c.times ?? 1);
-const totalMoved = (report) => (report.collectives ? sum(report.collectives, moved) : null);
-const axesOf = (c) => (Array.isArray(c.axes) ? axisSet(c.axes.map(String)) : null);
-
-function boundTimes(roofline) {
-  if (!roofline) return [];
-  return ["compute", "memory", "interconnect"].map((kind) => [kind, roofline[`${kind}_s`]]);
-}
-function boundTime(report) {
-  const known = boundTimes(report.roofline)
-    .map(([, s]) => s)
-    .filter(isNumber);
-  return known.length ? Math.max(...known) : null;
-}
-
-function overview(report) {
-  const { memory, roofline } = report;
-  const parameters = listOf(report.parameters);
-  const inLoop = listOf(report.collectives).some((c) => c.times === null);
-  const flops = report.cost?.executed?.flops ?? null;
-  return tiles([
-    [
-      "Argument arrays",
-      integer(parameters.length),
-      [bytes(sum(parameters, (p) => p.bytes_total)), " in all"],
-    ],
-    ["Peak memory", bytes(memory?.peak), "on each device"],
-    ["Operations", count(flops), "floating point, on each device"],
-    [
-      "Sent by each device",
-      bytes(totalMoved(report)),
-      many(listOf(report.collectives).length, "collective") +
-        (inLoop ? "; some in loops of unknown length, counted once" : ""),
-    ],
-    [
-      "Takes at least",
-      time(boundTime(report)),
-      roofline ? `${roofline.device}, bound by ${roofline.bound_by}` : "no device was given",
-    ],
-  ]);
+  const entry = ([label, n, kind]) =>
+    el("div", el("dt", label), el("dd", show(n)), el("dd", bar([n / most, null, kind])));
+  return el("dl.bars", entries.map(entry));
 }

@@ -4,58 +4,50 @@ function reportNodes(report) {
   const program = programSection(report);
   return [
     overview(report),
-    el("div", { class: "pair" }, meshSection(report), memorySection(report)),
-    el("div", { class: "pair" }, costSection(report), rooflineSection(report)),
+    el("div.pair", meshSection(report), memorySection(report)),
+    el("div.pair", costSection(report), rooflineSection(report)),
     parametersSection(report),
-    collectivesSection(report, (name) => program.find(`${name} =`)),
+    collectivesSection(report, (name) => program.show(`${name} =`)),
     program.node,
   ];
 }
 
-function madeWith(report) {
-  const versions = Object.entries(report.made_with ?? {}).map(
-    ([name, version]) => `${name} ${version}`,
-  );
-  const devices = `${report.num_devices ?? UNKNOWN} × ${report.device_kind ?? "device"}`;
-  const platform =
-    report.platform && report.platform !== report.device_kind ? ` (${report.platform})` : "";
-  return [devices + platform, ...versions].join(" · ");
+/** Reads or writes the local storage, which a sandboxed frame does not have. */
+function stored(key, ...value) {
+  try {
+    return value.length ? localStorage.setItem(key, ...value) : localStorage.getItem(key);
+  } catch {
+    return null;
+  }
+}
+
+function themeChoice() {
+  const themes = ["Auto", "Light", "Dark"];
+  const key = "nnx_sharding.theme";
+  const set = (theme) => {
+    document.documentElement.style.colorScheme = theme === "Auto" ? "" : theme.toLowerCase();
+    stored(key, theme);
+  };
+  const start = themes.find((theme) => theme === stored(key)) ?? "Auto";
+  set(start);
+  return choiceOf("Colours", themes, start, set);
 }
 
 function main() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const isComparison = data.format === "nnx_sharding.comparison";
-  const reports = isComparison ? Object.values(data.reports ?? {}) : [data];
-  for (const report of reports) {
-    const named = [
-      ...Object.keys(report.mesh?.axes ?? {}),
-      ...listOf(report.parameters).flatMap((p) => specAxes(p.spec)),
-      ...listOf(report.collectives).flatMap((c) => axesOf(c) ?? []),
-    ];
-    for (const axis of named) if (!axisNumbers.has(axis)) axisNumbers.set(axis, axisNumbers.size);
-  }
-  const nav = el("ul");
-  const navigate = () =>
-    nav.replaceChildren(
-      ...[...document.querySelectorAll("main section")].map((node) =>
-        el("li", {}, el("a", { href: `#${node.id}` }, node.dataset.name)),
-      ),
-    );
-  const known = reports.find((report) => report.error === undefined);
-  document
-    .getElementById("top")
-    .append(
-      el("div", {}, el("h1", {}, document.title), el("p", {}, known ? madeWith(known) : "")),
-      themeSwitch(),
-    );
-  document.getElementById("top").after(el("nav", { "aria-label": "Parts of the report" }, nav));
-  document
-    .getElementById("main")
-    .append(
-      ...(isComparison ? comparisonNodes(data, navigate) : reportNodes(data))
-        .flat(Infinity)
-        .filter(Boolean),
-    );
+  // Colours go to the axes of the mesh first, in their order.
+  for (const report of isComparison ? Object.values(data.reports ?? {}) : [data])
+    Object.keys(report.mesh?.axes ?? {}).forEach(numberOf);
+  const links = el("ul");
+  const navigate = () => {
+    const ids = [...document.querySelectorAll("main section")].map(({ id }) => id);
+    links.replaceChildren(...ids.map((id) => el("li", el("a", { href: `#${id}` }, id))));
+  };
+  const [top, content] = ["top", "main"].map((id) => document.getElementById(id));
+  top.append(themeChoice());
+  top.after(el("nav", { "aria-label": "Parts of the report" }, links));
+  content.append(...(isComparison ? comparisonNodes(data, navigate) : reportNodes(data)));
   navigate();
 }
 

@@ -2,126 +2,53 @@
 
 const MOST_DEVICES = 1024;
 
-function meshFigures(mesh, label, paintCell) {
+const range = (n) => [...Array(n).keys()];
+const deviceAt = (mesh, position) => position.reduce((ids, i) => ids?.[i], mesh.device_ids);
+
+function* positions([size, ...rest]) {
+  if (size === undefined) return yield [];
+  for (const i of range(size)) for (const more of positions(rest)) yield [i, ...more];
+}
+
+/** The devices of a mesh in grids; `cell` returns the content for a position in the mesh. */
+function meshFigures(mesh, cell) {
   const axes = Object.entries(mesh.axes ?? {});
   const total = axes.reduce((n, [, size]) => n * size, 1);
-  const [rows, columns] = [axes.at(-2), axes.at(-1)];
-  const outer = axes.slice(0, -2);
-  const dense = total > 32;
+  const [outer, inner] = [axes.slice(0, -2), axes.slice(-2)];
+  const [columnAxis, columnCount] = inner.at(-1) ?? ["", 1];
+  const [rowAxis, rowCount] = inner.at(-2) ?? ["", 1];
+  const width = Math.min(columnCount, MOST_DEVICES);
+  const isDense = total > 32;
+  const label = (axis, i) => axis && (isDense ? String(i) : `${axis} ${i}`);
   const figures = [];
-  let drawn = 0;
+  let left = MOST_DEVICES;
   for (const position of positions(outer.map(([, size]) => size))) {
-    if (drawn >= MOST_DEVICES) break;
+    if (left <= 0) break;
+    const height = Math.min(rowCount, Math.max(1, Math.floor(left / width)));
+    left -= width * height;
+    const cellAt = (i, j) => cell([...position, ...[i, j].slice(2 - inner.length)]);
     const caption = outer.map(([axis], i) => `${axis} ${position[i]}`).join(", ");
-    const range = (n) => [...Array(n).keys()];
-    const width = Math.min(columns?.[1] ?? 1, MOST_DEVICES);
-    const height = Math.min(
-      rows?.[1] ?? 1,
-      Math.max(1, Math.floor((MOST_DEVICES - drawn) / width)),
-    );
-    drawn += width * height;
-    figures.push(
-      el(
-        "figure",
-        { class: "scroll" },
-        outer.length ? el("figcaption", {}, caption) : null,
-        el(
-          "table",
-          {},
-          el("caption", { class: "hidden" }, `Devices of the mesh ${caption}`),
-          el(
-            "thead",
-            {},
-            el(
-              "tr",
-              {},
-              rows ? el("td", { hidden: true }) : null,
-              rows ? el("th", { "aria-hidden": "true" }) : null,
-              range(width).map((j) =>
-                el(
-                  "th",
-                  { scope: "col", class: columns ? axisClass(columns[0]) : "" },
-                  columns ? (dense ? j : `${columns[0]} ${j}`) : "",
-                ),
-              ),
-            ),
-          ),
-          el(
-            "tbody",
-            {},
-            range(height).map((i) =>
-              el(
-                "tr",
-                {},
-                rows
-                  ? el(
-                      "th",
-                      { scope: "row", class: axisClass(rows[0]) },
-                      dense ? i : `${rows[0]} ${i}`,
-                    )
-                  : null,
-                range(width).map((j) => {
-                  const at = [...position, ...(rows ? [i] : []), ...(columns ? [j] : [])];
-                  const cell = el("td", {}, label(at));
-                  return paintCell ? paintCell(cell, at) : cell;
-                }),
-              ),
-            ),
-          ),
-        ),
-      ),
-    );
+    const rowStyle = rowAxis && axisStyle(rowAxis);
+    const rowName = (i) => el("span", { style: rowStyle }, label(rowAxis, i));
+    const column = (j) => ({ label: label(columnAxis, j), cell: (i) => cellAt(i, j) });
+    const columns = [{ label: "", cell: rowName }, ...range(width).map(column)];
+    const name = `Devices of the mesh ${caption}`;
+    const { node } = tableOf({ name, columns, rows: range(height) });
+    figures.push(el("figure.scroll", caption && el("figcaption", caption), node));
   }
-  const rest = total - drawn;
-  return el(
-    "div",
-    { class: `mesh${dense ? " dense" : ""}` },
-    figures,
-    rest > 0 ? el("p", { class: "muted small" }, `… and ${integer(rest)} devices more`) : null,
-  );
+  const rest = total - (MOST_DEVICES - left);
+  const more = rest > 0 && note(`… and ${integer(rest)} devices more`);
+  const style = columnAxis && axisStyle(columnAxis);
+  return el("div.mesh", { class: isDense && "dense", style }, figures, more);
 }
 
-function* positions(sizes) {
-  if (!sizes.length) return yield [];
-  const [size, ...rest] = sizes;
-  for (let i = 0; i < size; i++) for (const more of positions(rest)) yield [i, ...more];
-}
-
-const deviceAt = (mesh, at) => at.reduce((ids, i) => ids?.[i], mesh.device_ids);
-const deviceName = (mesh, at) => String(deviceAt(mesh, at) ?? "·");
-
-function meshSection(report) {
-  const { mesh } = report;
-  const axes = Object.entries(mesh?.axes ?? {});
-  if (!mesh)
-    return section("mesh", "Mesh", el("p", { class: "muted" }, "The program has no mesh."));
-  return section(
-    "mesh",
-    "Mesh",
-    el(
-      "div",
-      { class: "stack" },
-      el(
-        "ul",
-        { class: "axes" },
-        axes.map(([axis, size]) =>
-          el(
-            "li",
-            {},
-            chip(axis),
-            ` ${size} `,
-            el("span", { class: "muted" }, mesh.axis_types?.[axis] ?? ""),
-          ),
-        ),
-      ),
-      meshFigures(mesh, (at) => deviceName(mesh, at)),
-      el(
-        "p",
-        { class: "muted small" },
-        mesh.device_ids
-          ? `Numbers are the ids of the ${report.device_kind ?? ""} devices.`
-          : "An abstract mesh: its devices have no ids.",
-      ),
-    ),
+function meshSection({ mesh, device_kind }) {
+  if (!mesh) return section("mesh", "Mesh", note("The program has no mesh."));
+  const axes = Object.entries(mesh.axes ?? {}).map(([axis, size]) =>
+    el("li", chip(axis), ` ${size} `, el("span.muted", mesh.axis_types?.[axis])),
   );
+  const devices = meshFigures(mesh, (position) => deviceAt(mesh, position) ?? "·");
+  const ids = `Numbers are the ids of the ${device_kind ?? ""} devices.`;
+  const legend = note(mesh.device_ids ? ids : "The mesh is abstract: its devices have no ids.");
+  return section("mesh", "Mesh", el("ul.axes", axes), devices, legend);
 }

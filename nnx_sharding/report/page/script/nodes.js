@@ -2,35 +2,64 @@
 
 const CHUNK = 200; // rows or lines that are shown at first
 
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value === true ? "" : value);
+// Explicit, as browsers may drop the role of a table whose CSS `display` is another one.
+const ROLES = { table: "table", tr: "row", td: "cell" };
+for (const group of ["thead", "tbody", "tfoot"]) ROLES[group] = "rowgroup";
+
+const isSet = (value) => value !== null && value !== undefined && value !== false;
+
+/** An element, as `el("p.muted", { title: "…" }, "text", node)`; attributes may be left out. */
+function el(tag, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
+  const node = document.createElement(name);
+  node.classList.add(...classes);
+  if (ROLES[name]) node.setAttribute("role", ROLES[name]);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (!isSet(value)) continue;
+    if (key === "class") node.classList.add(value);
+    else if (key === "style")
+      Object.entries(value).forEach((rule) => node.style.setProperty(...rule));
+    else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else node.setAttribute(key, value === true ? "" : value);
   }
-  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  node.append(...children.flat(Infinity).filter(isSet));
   return node;
 }
 
-let ids = 0;
-const uniqueId = (name) => `${name}-${++ids}`;
-
-/** Adds the nodes of the first items to a container, and a button that doubles their number. */
-function grow(container, items, make, { wrap = (button) => button, atLeast = 0 } = {}) {
-  let shown = 0;
-  const button = el("button", { class: "more", type: "button", onclick: () => add(shown) });
-  const end = wrap(button);
+/** Shows the first items in a container; `more` is a button that doubles their number. */
+function growing(container, make) {
+  let [items, count] = [[], 0];
+  const more = el("button.more", { onclick: () => add(count) });
   function add(some) {
-    const nodes = items.slice(shown, shown + some).map(make);
-    shown = Math.min(items.length, shown + some);
-    end.remove();
-    container.append(...nodes);
-    if (shown === items.length) return;
-    button.textContent = `Show more (${integer(items.length - shown)} left)`;
-    container.append(end);
+    container.append(...items.slice(count, count + some).map(make));
+    count = Math.min(items.length, count + some);
+    more.hidden = count === items.length;
+    more.textContent = `Show more (${integer(items.length - count)} left)`;
   }
-  container.replaceChildren();
-  add(Math.max(CHUNK, atLeast));
-  return () => shown;
+  function show(all, keepCount = false) {
+    const some = keepCount ? Math.max(CHUNK, count) : CHUNK;
+    [items, count] = [all, 0];
+    container.replaceChildren();
+    add(some);
+  }
+  return { more, show };
+}
+
+function searchBox(label, onchange) {
+  let timer = 0;
+  const oninput = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => onchange(box.value), 120);
+  };
+  const names = { placeholder: label, "aria-label": label };
+  const box = el("input", { type: "search", ...names, autocomplete: "off", oninput });
+  return box;
+}
+
+function choiceOf(label, names, chosen, onchoice) {
+  const onchange = () => onchoice(choice.value);
+  const options = names.map((name) => el("option", { selected: name === chosen }, name));
+  const choice = el("select", { "aria-label": label, onchange }, options);
+  return choice;
 }

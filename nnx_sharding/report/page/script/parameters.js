@@ -1,357 +1,176 @@
 // The arguments of the program, as a tree of their paths or as a list.
 
-function layoutOf(row, mesh) {
-  const shape = listOf(row.shape);
-  if (row.spec === null || row.spec === undefined)
-    return el(
-      "span",
-      { class: "shape" },
-      shape.join(" × ") || "scalar",
-      " ",
-      el("span", { class: "muted" }, "no spec"),
-    );
-  return el(
-    "span",
-    { class: "shape" },
-    shape.length
-      ? shape.map((size, i) => [
-          i ? " × " : "",
-          String(size),
-          entryAxes(specEntries(row.spec)[i]).map((axis) => [" ", chip(axis, axisSize(mesh, axis))]),
-        ])
-      : "scalar",
-    ["unreduced", "reduced"]
-      .filter((kind) => listOf(row.spec[kind]).length)
-      .map((kind) =>
-        el("span", { class: "muted" }, `, ${kind} over ${row.spec[kind].join(" and ")}`),
-      ),
-  );
+const sizes = (shape) => listOf(shape).join(" × ") || "scalar";
+
+const isNamed = ({ spec }) => isSet(spec) && typeof spec !== "string";
+
+/** The shape of an array, with the axes over which each dimension is sharded. */
+function shapeAndAxes(row, mesh) {
+  const { spec } = row;
+  if (!isNamed(row)) return [sizes(row.shape), " ", el("span.muted", spec ?? "no spec")];
+  const dimension = (size, i) => {
+    const axes = entryAxes(specEntries(spec)[i]);
+    return [i ? ` × ${size}` : size, axes.map((axis) => [" ", chip(axis, mesh?.axes?.[axis])])];
+  };
+  const sums = ["unreduced", "reduced"].filter((kind) => listOf(spec[kind]).length);
+  const words = sums.map((kind) => `, ${kind} over ${spec[kind].join(" and ")}`);
+  return [row.shape.length ? row.shape.map(dimension) : "scalar", el("span.muted", words)];
 }
 
-function slicesAt(row, mesh, at) {
+function slicesAt(row, mesh, position) {
   const names = Object.keys(mesh.axes);
-  return listOf(row.shape).map((size, i) => {
+  return row.shape.map((size, i) => {
     let [part, parts] = [0, 1];
     for (const axis of entryAxes(specEntries(row.spec)[i])) {
       const n = mesh.axes[axis] ?? 1;
-      [part, parts] = [part * n + (at[names.indexOf(axis)] ?? 0), parts * n];
+      [part, parts] = [part * n + (position[names.indexOf(axis)] ?? 0), parts * n];
     }
     return parts === 1 ? ":" : `${(size / parts) * part}:${(size / parts) * (part + 1)}`;
   });
 }
 
-function whoHolds(row, mesh) {
+/** A line with the slice of an array that each device holds. */
+function heldLine(row, mesh, columns) {
   const axes = specAxes(row.spec);
-  return [
-    el(
-      "p",
-      { class: "muted small" },
-      axes.length ? "What each device holds" : "Every device holds the whole array",
-    ),
-    meshFigures(
-      mesh,
-      (at) => {
-        const slices = `[${slicesAt(row, mesh, at).join(", ")}]`;
-        const device = deviceAt(mesh, at);
-        return el(
-          "span",
-          {
-            title: device === undefined || device === null ? slices : `device ${device}: ${slices}`,
-          },
-          deviceName(mesh, at),
-          el("br"),
-          el("span", { class: "mono" }, slices),
-        );
-      },
-      (cell, at) => {
-        if (axes.length) cell.classList.add("holds", ...[axisClass(axes[0])].filter(Boolean));
-        cell.style.width = "auto";
-        cell.style.padding = ".25rem .5rem";
-        return cell;
-      },
-    ),
-  ];
+  const title = axes.length ? "What each device holds" : "Fully replicated: each device holds all";
+  const cell = (position) => {
+    const slices = `[${slicesAt(row, mesh, position).join(", ")}]`;
+    return [deviceAt(mesh, position) ?? "·", el("br"), el("code", slices)];
+  };
+  const region = { tabindex: 0, role: "region", "aria-label": title };
+  const held = el("div.scroll", region, note(title), meshFigures(mesh, cell));
+  const style = axes.length ? { "--held": axisStyle(axes[0])["--axis"] } : {};
+  return el("tr", el("td.held", { colspan: columns.length, style }, held));
 }
 
-function parameterColumns(mesh) {
-  return [
-    { label: "Path", value: (row) => row.path, cell: (row) => row.path },
-    {
-      label: "Type",
-      value: (row) => row.dtype,
-      cell: (row) => el("span", { class: "mono" }, row.dtype),
-    },
-    {
-      label: "Shape and axes",
-      value: (row) => axisKey(axisSet(specAxes(row.spec))) || null,
-      cell: (row) => layoutOf(row, mesh),
-    },
-    {
-      label: "Each device holds",
-      value: (row) => (row.shard_shape ? row.shard_shape.reduce((a, b) => a * b, 1) : null),
-      cell: (row) =>
-        el("span", { class: "shape" }, listOf(row.shard_shape).join(" × ") || "scalar"),
-    },
-    {
-      label: "Notes",
-      value: (row) => notes(row) || null,
-      cell: (row) => el("span", { class: "muted small" }, notes(row)),
-    },
-    {
-      label: "Bytes/device",
-      number: true,
-      value: (row) => row.bytes_per_device,
-      cell: (row) => bytes(row.bytes_per_device),
-      total: (rows) => bytes(sum(rows, (row) => row.bytes_per_device)),
-    },
-    {
-      label: "Bytes in all",
-      number: true,
-      value: (row) => row.bytes_total,
-      cell: (row) => bytes(row.bytes_total),
-      total: (rows) => bytes(sum(rows, (row) => row.bytes_total)),
-    },
-  ];
+function notesOf({ donated, used, memory_kind }) {
+  const kind = memory_kind !== "device" && memory_kind;
+  return [donated && "donated", used === false && "unused", kind].filter(Boolean).join(", ");
 }
 
-const notes = (row) =>
-  [
-    row.donated && "donated",
-    row.used === false && "unused",
-    row.memory_kind && row.memory_kind !== "device" && row.memory_kind,
-  ]
-    .filter(Boolean)
-    .join(", ");
+const shardSize = (row) => row.shard_shape?.reduce((a, b) => a * b, 1);
+const axesKey = (row) => axesText(specAxes(row.spec));
 
-const strip = (row) => strips(specAxes(row.spec));
-const strips = (axes) =>
-  (axes.length ? axes.map(axisClass) : ["none"]).map((kind) =>
-    el("span", { class: `strip ${kind}`, "aria-hidden": "true" }),
-  );
+const parameterColumns = (mesh) => [
+  { label: "Path", value: (row) => row.path },
+  { label: "Dtype", value: (row) => row.dtype, cell: (row) => el("code", row.dtype) },
+  { label: "Shape and axes", value: axesKey, cell: (row) => shapeAndAxes(row, mesh) },
+  { label: "Shard shape", value: shardSize, cell: (row) => sizes(row.shard_shape) },
+  { label: "Notes", value: (row) => notesOf(row) || null },
+  summed("Bytes/device", (row) => row.bytes_per_device, bytes),
+  summed("Bytes", (row) => row.bytes_total, bytes),
+];
 
-function parametersSection(report) {
-  const { mesh } = report;
-  const rows = listOf(report.parameters);
-  if (!rows.length)
-    return section(
-      "parameters",
-      "Parameters",
-      el("p", { class: "muted" }, "The program takes no arrays."),
-    );
-  const columns = parameterColumns(mesh);
-  const view = { tree: rows.length > 12, filtered: false, turned: new Set() };
-  const tree = treeOf(rows);
-  const isOpen = (node, depth) => (view.filtered || depth === 0) !== view.turned.has(node.id);
-
-  function leaf({ row, label, depth }) {
-    const path = [strip(row), el("span", { class: "path" }, label || row.path)];
-    const canTell = mesh && row.spec && listOf(row.shape).length;
-    const name = canTell
-      ? el(
-          "button",
-          {
-            class: "fold leaf",
-            type: "button",
-            "aria-expanded": "false",
-            title: "What each device holds",
-            onclick: turn,
-          },
-          path,
-        )
-      : el("span", { class: "nofold" }, path);
-    const line = rowOf(columns, row, indent(depth ?? 0, name));
-    let detail = null;
-    function turn() {
-      name.setAttribute("aria-expanded", String(detail === null));
-      if (detail === null) {
-        const held = el(
-          "div",
-          { class: "scroll", tabindex: 0, role: "region", "aria-label": "What each device holds" },
-          whoHolds(row, mesh),
-        );
-        detail = el(
-          "tr",
-          { role: "row" },
-          el("td", { role: "cell", colspan: columns.length, class: "held" }, held),
-        );
-        line.after(detail);
-      } else {
-        detail.remove();
-        detail = null;
-      }
-    }
-    return line;
-  }
-
-  function group({ node, depth, open }) {
-    const toggle = el(
-      "button",
-      {
-        class: "fold",
-        type: "button",
-        "aria-expanded": String(open),
-        "data-id": node.id,
-        onclick: () => {
-          if (!view.turned.delete(node.id)) view.turned.add(node.id);
-          table.redraw();
-          document.querySelector(`[data-id="${CSS.escape(node.id)}"]`)?.focus();
-        },
-      },
-      el("span", { class: "path" }, node.label),
-    );
-    return el(
-      "tr",
-      { role: "row", class: "group" },
-      columns.map((column, i) => {
-        if (i === 0) return el("th", { scope: "row", role: "rowheader" }, indent(depth, toggle));
-        if (i === 1)
-          return el(
-            "td",
-            { role: "cell", "data-label": "Holds", class: "muted small shape" },
-            many(node.rows.length, "array"),
-          );
-        return el(
-          "td",
-          { role: "cell", "data-label": column.label, class: column.number ? "number" : "blank" },
-          el("span", {}, column.total ? column.total(node.rows) : ""),
-        );
-      }),
-    );
-  }
-
-  function arrange(found, order, state) {
-    const filtered = found.length !== rows.length;
-    if (filtered !== view.filtered) view.turned.clear();
-    view.filtered = filtered;
-    if (!view.tree) return [...found].sort(order).map((row) => ({ row }));
-    const lines = [];
-    const visit = (nodes, depth) => {
-      for (const node of state.column
-        ? [...nodes].sort((a, b) => order(a.stands, b.stands))
-        : nodes) {
-        const open = isOpen(node, depth);
-        lines.push(node.row ? { row: node.row, label: node.label, depth } : { node, depth, open });
-        if (node.children && open) visit(node.children, depth + 1);
-      }
-    };
-    visit(filtered ? treeOf(found) : tree, 0);
-    return lines;
-  }
-
-  const table = dataTable({
-    name: "Argument arrays",
-    noun: "array",
-    columns,
-    rows,
-    arrange,
-    search: (row) =>
-      [
-        row.path,
-        row.dtype,
-        listOf(row.shape).join("×"),
-        specAxes(row.spec).join(" "),
-        notes(row),
-      ].join(" "),
-    controls: [
-      switchOf("View", { tree: "Tree", flat: "List" }, view.tree ? "tree" : "flat", (value) => {
-        view.tree = value === "tree";
-        table.redraw();
-      }),
-    ],
-    line: (item) => (item.row ? leaf(item) : group(item)),
-  });
-  return section("parameters", "Parameters and other arguments", legend(rows, table), table.node);
+function strips(axes) {
+  const styles = axes.length ? axes.map(axisStyle) : [{ "--axis": "var(--line)" }];
+  return styles.map((style) => el("span.strip", { "aria-hidden": "true", style }));
 }
 
-function indent(depth, ...children) {
-  const node = el("span", {}, children);
-  node.style.display = "block";
-  node.style.paddingLeft = `${Math.min(depth, 12) * 1.125}rem`;
-  return node;
-}
+/** The parts of a path, such as `model`, `.blocks`, `[0]`. */
+const pathParts = (path) =>
+  String(path).match(/\[(?:'[^']*'|"[^"]*"|[^\]]*)\]|\.?[^.[\]]+|./gs) ?? [""];
 
 /** A tree by the parts of the paths; a chain of single children is one node. */
-function treeOf(rows) {
-  const root = { children: new Map() };
-  for (const row of rows) {
-    const parts = String(row.path).match(/\[(?:'[^']*'|"[^"]*"|[^\]]*)\]|\.?[^.[\]]+|./gs) ?? [""];
-    let node = root;
-    for (const part of parts.slice(0, 24)) {
-      if (!node.children.has(part)) node.children.set(part, { label: part, children: new Map() });
-      node = node.children.get(part);
-    }
-    // Two rows may have one path, and one path may begin another.
-    const name = Symbol("row");
-    node.children.set(name, { label: "", row, children: new Map() });
-  }
-  const finish = (node, id) => {
-    while (node.children.size === 1) {
-      const [child] = node.children.values();
-      node = { ...child, label: node.label + child.label };
-    }
-    const { row, label } = node;
-    if (row) return { label, row, rows: [row], stands: row };
-    const here = `${id}/${label}`;
-    const children = [...node.children.values()].map((child) => finish(child, here));
-    const below = children.flatMap((child) => child.rows);
-    // What sorting sees of the node.
-    const stands = {
-      path: label,
-      bytes_per_device: sum(below, (r) => r.bytes_per_device),
-      bytes_total: sum(below, (r) => r.bytes_total),
-    };
-    return { id: here, label, children, rows: below, stands };
-  };
-  return [...root.children.values()].map((child) => finish(child, ""));
+function treeOf(rows, parts, start = 0, parent = "") {
+  // A path may end here and begin others, and several rows may have it: each is a child.
+  const groups = Map.groupBy(rows, (row) => parts.get(row)[start] ?? row);
+  return [...groups.values()].map((rows) => {
+    const path = parts.get(rows[0]);
+    if (rows.length === 1) return { key: rows[0], row: rows[0], label: path.slice(start).join("") };
+    let end = start + 1;
+    while (path[end] && rows.every((row) => parts.get(row)[end] === path[end])) end++;
+    const label = path.slice(start, end).join("");
+    const key = `${parent}/${label}`;
+    const bytes_per_device = sum(rows, (row) => row.bytes_per_device);
+    const bytes_total = sum(rows, (row) => row.bytes_total);
+    const children = treeOf(rows, parts, end, key);
+    return { key, label, rows, children, path: label, bytes_per_device, bytes_total };
+  });
 }
 
-function legend(rows, table) {
-  const groups = new Map();
-  for (const row of rows) {
-    const axes = axisSet(specAxes(row.spec));
-    const key = axisKey(axes);
-    if (!groups.has(key)) groups.set(key, { key, axes, rows: [] });
-    groups.get(key).rows.push(row);
+function parametersSection({ mesh, parameters }) {
+  const rows = listOf(parameters);
+  const title = "Parameters and other arguments";
+  if (!rows.length) return section("parameters", title, note("There are no array arguments."));
+  const columns = parameterColumns(mesh);
+  const parts = new Map(rows.map((row) => [row, pathParts(row.path)]));
+  const [toggled, buttons, chosenAxes] = [new Set(), new Map(), new Set()];
+  const views = ["Tree", "List"];
+  const view = choiceOf("View", views, views[Number(rows.length <= 12)], () => table.redraw());
+  let isFiltered = false;
+
+  function withToggle({ key, depth, isOpen, row }, name) {
+    const toggle = () => {
+      if (!toggled.delete(key)) toggled.add(key);
+      table.redraw();
+      buttons.get(key)?.focus();
+    };
+    const state = { "aria-expanded": String(isOpen), onclick: toggle };
+    buttons.set(key, el("button.fold", { ...state, class: row && "leaf" }, name));
+    const canOpen = !row || (mesh && isNamed(row) && listOf(row.shape).length);
+    const style = { "padding-left": `${1.125 * Math.min(depth, 12)}rem` };
+    return el("div", { style }, canOpen ? buttons.get(key) : el("span.nofold", name));
   }
-  const found = [...groups.values()].sort((a, b) => size(b) - size(a));
-  function size(group) {
-    return sum(group.rows, (row) => row.bytes_per_device);
+
+  function line(item) {
+    const { heldRow, row, rows, label } = item;
+    if (heldRow) return heldLine(heldRow, mesh, columns);
+    if (row) {
+      const name = [strips(specAxes(row.spec)), el("code.path", label || row.path)];
+      return lineOf(columns, cellsOf(columns, row).with(0, withToggle(item, name)));
+    }
+    const cells = columns.map(({ total }) => total?.(rows));
+    const size = el("small.muted", many(rows.length, "array"));
+    const name = withToggle(item, el("code.path", label));
+    return lineOf(columns, cells.with(0, name).with(1, size), "group");
   }
-  const total = Math.max(sum(found, size), 1);
-  const chosen = new Set();
-  function choose(key, button) {
-    const on = !chosen.delete(key);
-    if (on) chosen.add(key);
-    button.setAttribute("aria-pressed", String(on));
-    table.filter((row) => !chosen.size || chosen.has(axisKey(axisSet(specAxes(row.spec)))));
+
+  function arrange(kept, order) {
+    if (isFiltered !== kept.length < rows.length) toggled.clear();
+    isFiltered = kept.length < rows.length;
+    const isTree = view.value === "Tree";
+    const nodes = isTree ? treeOf(kept, parts) : kept.map((row) => ({ key: row, row }));
+    const visit = (nodes, depth) => {
+      const sorted = nodes.toSorted((a, b) => order(a.row ?? a, b.row ?? b));
+      return sorted.flatMap((node) => {
+        const isOpen = (!node.row && (isFiltered || depth === 0)) !== toggled.has(node.key);
+        const below = node.row ? [{ heldRow: node.row }] : visit(node.children, depth + 1);
+        return [{ ...node, depth, isOpen }, ...(isOpen ? below : [])];
+      });
+    };
+    return visit(nodes, 0);
   }
-  return [
-    el(
-      "div",
-      { class: "share", "aria-hidden": "true" },
-      found.map((group) => piece(group.axes, size(group) / total)),
-    ),
-    el(
-      "div",
-      { class: "legend", role: "group", "aria-label": "Show only arrays that are cut by" },
-      found.map((group) =>
-        el(
-          "button",
-          {
-            type: "button",
-            class: "key",
-            "aria-pressed": "false",
-            onclick: (event) => choose(group.key, event.currentTarget),
-          },
-          strips(group.axes),
-          group.key || "whole on each device",
-          el(
-            "span",
-            { class: "muted" },
-            `  ${many(group.rows.length, "array")}, ${byteText(size(group))}`,
-          ),
-        ),
-      ),
-    ),
+
+  const search = (row) => [
+    row.path,
+    row.dtype,
+    listOf(row.shape).join("×"),
+    axesKey(row),
+    notesOf(row),
   ];
+  const accept = (row) => !chosenAxes.size || chosenAxes.has(axesKey(row));
+  const names = { name: "Argument arrays", noun: "array", controls: view };
+  const table = tableOf({ ...names, columns, rows, search, accept, arrange, line });
+  return section("parameters", title, legend(rows, chosenAxes, table.redraw), table.node);
+}
+
+/** A bar of the bytes by mesh axes, and buttons that filter by axes. */
+function legend(rows, chosen, redraw) {
+  const size = (rows) => sum(rows, (row) => row.bytes_per_device);
+  const groups = [...Map.groupBy(rows, axesKey)].sort(([, a], [, b]) => size(b) - size(a));
+  const total = Math.max(size(rows), 1);
+  const pieces = groups.map(([, rows]) => [size(rows) / total, specAxes(rows[0].spec)]);
+  const button = ([key, rows]) => {
+    const onclick = ({ currentTarget }) => {
+      if (!chosen.delete(key)) chosen.add(key);
+      currentTarget.setAttribute("aria-pressed", String(chosen.has(key)));
+      redraw();
+    };
+    const axes = specAxes(rows[0].spec);
+    const name = [strips(axes), axes.length ? key : "fully replicated"];
+    const held = el("span.muted", `  ${many(rows.length, "array")}, ${byteText(size(rows))}`);
+    return el("button", { "aria-pressed": "false", onclick }, name, held);
+  };
+  const attributes = { role: "group", "aria-label": "Show only arrays that are sharded over" };
+  return [bar(...pieces), el("div.legend", attributes, groups.map(button))];
 }

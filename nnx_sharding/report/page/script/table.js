@@ -2,144 +2,80 @@
 
 const collator = new Intl.Collator("en", { numeric: true });
 
-/** What is not known comes last in either direction. */
-function compareValues(a, b, sign) {
-  const [noA, noB] = [a === null || a === undefined, b === null || b === undefined];
-  if (noA || noB) return noA - noB;
-  const areNumbers = typeof a === "number" && typeof b === "number";
-  return sign * (areNumbers ? a - b : collator.compare(a, b));
+/** Compares two values; what is unknown comes last in either direction. */
+function compare(a, b, sign) {
+  if (!isSet(a) || !isSet(b)) return isSet(b) - isSet(a);
+  return sign * (typeof a === "number" && typeof b === "number" ? a - b : collator.compare(a, b));
+}
+
+/** A column of numbers with their sum. */
+function summed(label, value, number) {
+  return { label, value, number, total: (rows) => number(sum(rows, value)) };
+}
+
+const shownText = (value) => value;
+const cellsOf = (columns, row) =>
+  columns.map(({ value, number = shownText, cell = (row) => number(value(row)) }) => cell(row));
+
+function lineOf(columns, [name, ...cells], kind) {
+  const tds = cells.map((cell, i) => {
+    const { label, number } = columns[i + 1];
+    return el("td", { "data-label": label, class: number && "number" }, el("span", cell));
+  });
+  return el("tr", { class: kind }, el("th", { scope: "row", role: "rowheader" }, name), tds);
 }
 
 /**
- * A table with search and sort. A column is {label, value, cell, number, total}; the first is the
- * name of the row. `arrange` makes the lines to show of the rows found, and `line` the node of one.
+ * A table: its node, and a function that draws it again. With `search` it can be searched and sorted.
+ *
+ * A column is { label, head, value, number, cell, total }; the first column names the row. `value`
+ * returns what the column sorts by, `number` formats it if it is a number, and `cell` returns the
+ * content of a cell if that is something else; `head` is a node in place of `label`; `total` returns
+ * the sum of some rows. `search` returns the texts of a row that a search looks at, `accept` whether
+ * a row is shown at all. `arrange` turns rows into the items to show, `line` an item into its node.
  */
-function dataTable({ name, columns, rows, search, noun, controls = [], arrange, line, className }) {
-  const state = { words: [], column: null, descending: false, accept: () => true };
-  const body = el("tbody", { role: "rowgroup" });
-  const totals = el("tfoot", { role: "rowgroup" });
-  const told = el("output", { "aria-live": "polite" });
-  const texts = new Map(rows.map((row) => [row, search(row).toLowerCase()]));
-  let shown = () => 0;
+function tableOf({ name, noun = "row", columns, rows, search, accept, arrange, line, controls }) {
+  const [body, foot, result] = [el("tbody"), el("tfoot"), el("output", { "aria-live": "polite" })];
+  const lines = growing(body, line ?? ((row) => lineOf(columns, cellsOf(columns, row))));
+  const texts = new Map(rows.map((row) => [row, search?.(row).join(" ").toLowerCase()]));
+  let [words, sorted, sign] = [[], null, 1];
+  const order = (a, b) => (sorted ? compare(sorted.value(a), sorted.value(b), sign) : 0);
+  const isMatch = (row) =>
+    (!accept || accept(row)) && words.every((word) => texts.get(row).includes(word));
 
-  const headers = columns.map((column) =>
-    el(
-      "th",
-      { scope: "col", role: "columnheader", class: column.number ? "number" : null },
-      el("button", { type: "button", onclick: () => sortBy(column) }, column.label),
-    ),
-  );
-  const select = el(
-    "select",
-    { onchange: () => sortBy(columns[select.value] ?? null) },
-    el("option", { value: "" }, "as given"),
-    columns.map((column, i) => el("option", { value: i }, column.label)),
-  );
+  function draw(keepCount) {
+    const matches = rows.filter(isMatch);
+    const part = matches.length < rows.length ? `${integer(matches.length)} of ` : "";
+    result.textContent = part + many(rows.length, noun);
+    lines.show(arrange ? arrange(matches, order) : matches.toSorted(order), keepCount);
+    const sums = columns.map(({ total }, i) => (i ? total?.(matches) : "Total"));
+    if (columns.some(({ total }) => total)) foot.replaceChildren(lineOf(columns, sums));
+  }
+  const box = searchBox(`Search ${plural(noun)}`, (text) => {
+    words = text.toLowerCase().split(/\s+/).filter(Boolean);
+    draw();
+  });
 
+  /** First the largest number or the first name, then the reverse, then the order of the report. */
   function sortBy(column) {
-    const again = column !== null && state.column === column;
-    state.descending = again ? !state.descending : Boolean(column?.number);
-    state.column = column;
-    select.value = column === null ? "" : columns.indexOf(column);
-    headers.forEach((header, i) => {
-      if (columns[i] === column)
-        header.setAttribute("aria-sort", state.descending ? "descending" : "ascending");
-      else header.removeAttribute("aria-sort");
-    });
+    const first = column.number ? -1 : 1;
+    if (sorted !== column) [sorted, sign] = [column, first];
+    else if (sign === first) sign = -first;
+    else sorted = null;
+    const direction = sign > 0 ? "ascending" : "descending";
+    for (const [i, header] of headers.entries())
+      header.setAttribute("aria-sort", columns[i] === sorted ? direction : "none");
     draw();
   }
+  const headers = columns.map((column) => {
+    const attributes = { scope: "col", role: "columnheader", class: column.number && "number" };
+    if (!search) return el("th", attributes, column.head ?? column.label);
+    const sort = { onclick: () => sortBy(column) };
+    return el("th", attributes, el("button", sort, column.label));
+  });
 
-  const order = (a, b) =>
-    state.column === null
-      ? 0
-      : compareValues(state.column.value(a), state.column.value(b), state.descending ? -1 : 1);
-
-  function draw(atLeast = 0) {
-    const found = rows.filter(
-      (row) => state.accept(row) && state.words.every((word) => texts.get(row).includes(word)),
-    );
-    const lines = arrange ? arrange(found, order, state) : [...found].sort(order);
-    shown = grow(body, lines, line ?? ((row) => rowOf(columns, row)), {
-      atLeast,
-      wrap: (button) =>
-        el("tr", { role: "row" }, el("td", { role: "cell", colspan: columns.length }, button)),
-    });
-    told.textContent =
-      found.length === rows.length
-        ? many(rows.length, noun)
-        : `${integer(found.length)} of ${many(rows.length, noun)}`;
-    if (columns.some((column) => column.total))
-      totals.replaceChildren(
-        el(
-          "tr",
-          { role: "row" },
-          columns.map((column, i) =>
-            i
-              ? el(
-                  "td",
-                  {
-                    role: "cell",
-                    "data-label": column.label,
-                    class: column.total ? "number" : "blank",
-                  },
-                  el("span", {}, column.total ? column.total(found) : ""),
-                )
-              : el("th", { scope: "row", role: "rowheader" }, "Total"),
-          ),
-        ),
-      );
-  }
-
-  const node = el(
-    "div",
-    { class: className },
-    el(
-      "div",
-      { class: `controls${rows.length > 8 ? "" : " few"}` },
-      searchBox(`Search ${plural(noun)}`, (text) => {
-        state.words = text.toLowerCase().split(/\s+/).filter(Boolean);
-        draw();
-      }),
-      controls,
-      el("label", { class: "phone" }, "Sort by", select),
-      told,
-    ),
-    el(
-      "table",
-      { class: "cards", role: "table" },
-      el("caption", { class: "hidden" }, name),
-      el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, headers)),
-      body,
-      totals,
-    ),
-  );
+  const top = search && el("div.controls", rows.length > 8 && box, controls, result);
+  const table = el("table", { "aria-label": name }, el("thead", el("tr", headers)), body, foot);
   draw();
-  return {
-    node,
-    redraw: () => draw(shown()),
-    filter: (accept) => {
-      state.accept = accept;
-      draw();
-    },
-  };
-}
-
-function rowOf(columns, row, first = null, attributes = {}) {
-  return el(
-    "tr",
-    { role: "row", ...attributes },
-    columns.map((column, i) =>
-      i
-        ? el(
-            "td",
-            {
-              role: "cell",
-              "data-label": column.label,
-              class: column.number ? "number" : column.value(row) === null ? "blank" : null,
-            },
-            el("span", {}, column.cell(row)),
-          )
-        : el("th", { scope: "row", role: "rowheader" }, first ?? column.cell(row)),
-    ),
-  );
+  return { node: el("div", top, table, lines.more), redraw: () => draw(true) };
 }

@@ -1,0 +1,108 @@
+"""Types of options, output and errors that the commands share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NoReturn, TypeVar
+
+from ..analysis.units import printable
+from ..partition.virtual import MOST_DEVICES
+
+T = TypeVar("T")
+
+
+class UsageError(ValueError):
+    """The command line is wrong; the exit code is 2."""
+
+
+class UserError(RuntimeError):
+    """The user's code failed."""
+
+
+@contextlib.contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Makes a UserError of whatever the user's code raises in the block."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f": {error}" if str(error) else ""
+        raise UserError(f"{what}: {type(error).__name__}{text}") from error
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors print no control characters."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with a message."""
+        super().error(printable(message, kept="\n"))
+
+
+def say(text: Any, file: IO[str] | None = None) -> None:
+    """Prints a text of several lines without control characters, to stdout by default."""
+    print(printable(text, kept="\n"), file=file)
+
+
+def say_error(text: Any) -> None:
+    """The same on stderr."""
+    say(text, sys.stderr)
+
+
+def option(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """An option's type, which shows the message of a ValueError."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+@option
+def count(text: str) -> int:
+    """A number of processes or devices."""
+    number = int(text)
+    if not 1 <= number <= MOST_DEVICES:
+        raise ValueError(f"must be from 1 to {MOST_DEVICES}, not {number}")
+    return number
+
+
+@option
+def seconds(text: str) -> float:
+    """A time limit."""
+    number = float(text)
+    if not number > 0:
+        raise ValueError(f"must be more than 0, not {text}")
+    return number
+
+
+@option
+def percentage(text: str) -> float:
+    """The fraction that ``5%`` or ``5`` is."""
+    try:
+        percent = float(text.strip().removesuffix("%"))
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent < float("inf"):
+        raise ValueError(f"must be a percentage such as 5%, not {text}")
+    return percent / 100
+
+
+@option
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The sizes of axes, from ``data=2,model=4``."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        if not name or not number.lstrip("-").isdecimal() or name in sizes:
+            raise ValueError(
+                f"{part!r} in {text!r}: write each axis once with its size, as in data=2,model=4"
+            )
+        sizes[name] = int(number)
+    return sizes
