@@ -128,12 +128,12 @@ class OpenTest(parameterized.TestCase):
             jit(lambda a, model: a, in_shardings=specs, mesh=mesh)(
                 {"x": X}, nnx.Linear(8, 8, rngs=nnx.Rngs(0))
             )
-        for fact in ("for a['x'], model.kernel", "take no UNCONSTRAINED; write None, or an axis"):
+        for fact in ("for a['x'], model.kernel", "is UNCONSTRAINED; write None or a mesh axis"):
             self.assertIn(fact, str(caught.exception))
-        with self.assertRaisesRegex(ValueError, "for out_shardings: .* take no UNCONSTRAINED"):
+        with self.assertRaisesRegex(ValueError, "for out_shardings: .* is UNCONSTRAINED"):
             jit(double, out_shardings=own, mesh=mesh)(X)
         if not with_mesh:
-            with self.assertRaisesRegex(ValueError, "for x: .* take no UNCONSTRAINED"):
+            with self.assertRaisesRegex(ValueError, "for x: .* is UNCONSTRAINED"):
                 shard_map(double, mesh=mesh, in_specs=own, out_specs=P())(X)
 
 
@@ -141,7 +141,7 @@ class AbstractMeshTest(parameterized.TestCase):
     """Without devices nothing runs; all that needs none works."""
 
     def check(self, call):
-        with self.assertRaisesRegex(NoMeshError, r"no devices to run on: AbstractMesh\('x': 8"):
+        with self.assertRaisesRegex(NoMeshError, r"(?s)no devices to run on.*AbstractMesh\('x': 8"):
             call()
 
     def test_jit(self):

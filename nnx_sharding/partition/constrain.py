@@ -109,9 +109,9 @@ def assign(
     mesh = _compat.context_mesh() if mesh is None else mesh
     specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
     check_specs(caller, sharding=specs)
-    reached = reach(flat.structure, [target("tree", specs.tree, tree, flat.structure.root)])
-    resolved = resolve(reached, flat.objects, flat.leaves, lambda spec: spec)
-    names = slot_names(len(flat.leaves), reached)
+    locations = reach(flat.structure, [target("tree", specs.tree, tree, flat.structure.root)])
+    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
+    names = slot_names(len(flat.leaves), locations)
     assigned, corrected, refused = [], [], []
     for slot, (name, leaf, spec) in enumerate(zip(names, flat.leaves, resolved.slots, strict=True)):
         parts = spec_and_mesh(spec, mesh)
