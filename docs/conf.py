@@ -32,9 +32,9 @@ napoleon_use_ivar = True  # attributes of NamedTuples would otherwise be documen
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!nnx_sharding\b).*"),
-    # In signatures: what the package re-exports goes by the name of the file there.
-    ("py:class", r"nnx_sharding\.(lifting|transforms)\..*"),
-    ("py:class", r"nnx_sharding\.(analysis|inspect)\.\w+\..*"),
+    # Signatures name a re-exported class by its file.
+    ("py:class", r"nnx_sharding\.(core|diagnostics|fitting|lifted|paths)\b.*"),
+    ("py:class", r"nnx_sharding\.\w+\.\w+\..*"),
 ]
 
 html_theme = "sphinx_book_theme"

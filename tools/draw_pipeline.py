@@ -1,4 +1,4 @@
-"""Draws the way of one call from the first sentences of the files that it goes through.
+"""Draws one call, from the first sentences of the files that it goes through.
 
 ``python tools/draw_pipeline.py`` writes ``docs/images/pipeline.svg``; a test compares that file
 with what the code says now.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "pipeline.svg"
-_PACKAGE = ROOT / "nnx_sharding" / "lifting"
+_PACKAGE = ROOT / "nnx_sharding"
 
 
 class Stage(NamedTuple):
@@ -29,14 +29,21 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("lifted.py",))
-GUARD = Stage("guard", ("guard.py", "guards.py", "walk.py", "_walk.c"))
+GUARD = Stage("guard", ("guard/store.py", "guard/record.py", "guard/walk.py", "guard/_walk.c"))
 SLOW_WAY = (
-    Stage("arguments", ("arguments.py",)),
-    Stage("split", ("split.py", "structure.py", "statics.py")),
-    Stage("resolve", ("resolve.py", "prefixes.py")),
-    Stage("plan", ("plan.py", "pure.py")),
+    Stage("signature", ("signature.py",)),
+    Stage("flatten", ("flatten.py", "structure.py", "statics.py", "static_forms.py")),
+    Stage("specs", ("specs.py",)),
+    Stage("resolve", ("resolve.py", "fit.py")),
+    Stage("plan", ("plan.py", "transform.py", "cache.py")),
+    Stage("trace", ("pure.py", "caller.py", "trace_checks.py", "outcome.py")),
 )
-LAST = (Stage("run", ("run.py", "transfer.py", "in_flight.py")), Stage("merge", ("merge.py",)))
+LAST = (
+    Stage("run", ("call.py", "transfer.py", "in_flight.py")),
+    Stage("write-back", ("unflatten.py",)),
+)
+# Not on the way of a call: the stages' view of it, and what is reported when something is wrong.
+BESIDE = ("user_tree.py", "problems.py")
 
 _WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 620, 52, 76
 _WRAP = 90
@@ -60,9 +67,14 @@ _STYLE = """
 """
 
 
+def _path(file: str) -> Path:
+    in_core = _PACKAGE / "core" / file
+    return in_core if in_core.exists() else _PACKAGE / file
+
+
 def sentence(file: str) -> str:
     """The first line of a file's docstring as plain text."""
-    text = ast.get_docstring(ast.parse((_PACKAGE / file).read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(ast.parse(_path(file).read_text(encoding="utf-8"))) or ""
     plain = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text.splitlines()[0])
     return plain.replace("``", "").rstrip(".")
 
@@ -76,7 +88,7 @@ def picture() -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" role="img" aria-labelledby="title">',
-        '<title id="title">The way of one call through nnx_sharding.core</title>',
+        '<title id="title">One call through nnx_sharding.core</title>',
         f"<style>{_STYLE}</style>",
     ]
     for stage in stages:
@@ -109,7 +121,7 @@ def _arrow(start: int, end: int) -> Iterator[str]:
 
 
 def _shortcut(start: int, end: int) -> Iterator[str]:
-    """The way of most calls: from the guard straight to the execution."""
+    """What most calls do: from the guard straight to the execution."""
     x, out = _LEFT + _BOX, _LEFT + _BOX + 44
     a, b = start + _HEIGHT // 2, end + _HEIGHT // 2
     yield f'<path class="short" d="M{x} {a}H{out - 12}q12 0 12 12V{b - 12}q0 12 -12 12H{x + 8}"/>'
