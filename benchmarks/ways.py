@@ -135,7 +135,7 @@ def jit_ways(program: Program) -> dict[str, Way | Unavailable]:
 
 
 class Layout:
-    """Which part of a model lies where: a mesh, and a spec for each filter.
+    """How a model is sharded: a mesh, and a spec for each filter.
 
     It says the same thing in the words of each way to call.
     """
@@ -164,7 +164,7 @@ class Layout:
         return jax.tree.map(self.named, specs, is_leaf=_is_spec)
 
     def placed(self, program: Program) -> Program:
-        """The same program, whose data lie where they belong."""
+        """The same program with its data placed as declared."""
         return program._replace(data=jax.device_put(program.data, self.named(self.data)))
 
 
@@ -176,18 +176,24 @@ def sharded_ways(program: Program, layout: Layout) -> dict[str, Way | Unavailabl
     """All ways to compile a program with ``in_shardings`` and ``out_shardings``."""
     program = layout.placed(program)
     fun, make, data = program.fun, program.make, program.data
-    cut = layout.named(layout.data)
+    data_sharding = layout.named(layout.data)
 
     def nnx_jit() -> Any:
         rules = nnx.StateSharding(layout.shardings)
         return nnx.jit(
-            fun, in_shardings=(rules, cut), out_shardings=cut, graph=True, graph_updates=True
+            fun,
+            in_shardings=(rules, data_sharding),
+            out_shardings=data_sharding,
+            graph=True,
+            graph_updates=True,
         )
 
     def nnx_tree() -> Way:
         (model,) = make()
         rules = nnx.prefix(model, layout.shardings, graph=False)
-        jitted = nnx.jit(fun, in_shardings=(rules, cut), out_shardings=cut, graph=False)
+        jitted = nnx.jit(
+            fun, in_shardings=(rules, data_sharding), out_shardings=data_sharding, graph=False
+        )
         return functools.partial(jitted, model, *data)
 
     ours = nnx_sharding.jit(
@@ -207,14 +213,21 @@ def sharded_ways(program: Program, layout: Layout) -> dict[str, Way | Unavailabl
 
 def _sharded_flat(program: Program, layout: Layout) -> Way:
     flat = Flat(program)
-    shardings, cut = layout.all_named(layout.flat_specs(program)), layout.named(layout.data)
+    shardings, data_sharding = (
+        layout.all_named(layout.flat_specs(program)),
+        layout.named(layout.data),
+    )
     flat.arrays = jax.device_put(flat.arrays, shardings)
     outputs = [shardings[i] for i in flat.changed]
-    return flat.way(jax.jit(flat, in_shardings=(shardings, cut), out_shardings=(cut, outputs)))
+    return flat.way(
+        jax.jit(
+            flat, in_shardings=(shardings, data_sharding), out_shardings=(data_sharding, outputs)
+        )
+    )
 
 
 def _sharded_partial(program: Program, layout: Layout) -> Way:
-    # It takes no shardings for parts of a module; it goes by where the arrays lie.
+    # It takes no shardings for parts of a module; it uses the shardings of the arrays.
     graphs = program.make()
     state = nnx.state(graphs)
     nnx.update(graphs, jax.device_put(state, layout.all_named(layout.state_specs(state))))
@@ -226,8 +239,13 @@ def _sharded_partial(program: Program, layout: Layout) -> Way:
 
 def _sharded_state(program: Program, layout: Layout) -> Way:
     step, state = state_program(program)
-    shardings, cut = layout.all_named(layout.state_specs(state)), layout.named(layout.data)
-    jitted = jax.jit(step, in_shardings=(shardings, cut), out_shardings=(cut, shardings))
+    shardings, data_sharding = (
+        layout.all_named(layout.state_specs(state)),
+        layout.named(layout.data),
+    )
+    jitted = jax.jit(
+        step, in_shardings=(shardings, data_sharding), out_shardings=(data_sharding, shardings)
+    )
     return carried(jitted, jax.device_put(state, shardings), program.data)
 
 
@@ -239,11 +257,11 @@ def _sharded_equinox(program: Program, layout: Layout) -> Way | Unavailable:
 
     from .equinox_models import network_specs
 
-    shardings, cut = layout.all_named(network_specs(own.state)), layout.named(layout.data)
+    shardings, data_sharding = layout.all_named(network_specs(own.state)), layout.named(layout.data)
 
     def step(state: Any, *data: Any) -> tuple[Any, Any]:
         result, state = own.fun(state, *data)
-        return equinox.filter_shard(result, cut), equinox.filter_shard(state, shardings)
+        return equinox.filter_shard(result, data_sharding), equinox.filter_shard(state, shardings)
 
     return carried(equinox.filter_jit(step), jax.device_put(own.state, shardings), program.data)
 
@@ -256,17 +274,19 @@ def shard_map_ways(program: Program, layout: Layout) -> Ways:
     """All ways to map a program over shards; it may not change its model."""
     program = layout.placed(program)
     fun, make, data = program.fun, program.make, program.data
-    mesh, cut = layout.mesh, layout.data
+    mesh, data_sharding = layout.mesh, layout.data
 
     def nnx_shard_map() -> Any:
-        specs = (nnx.StateSharding(layout.specs), cut)
-        return nnx.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=cut)
+        specs = (nnx.StateSharding(layout.specs), data_sharding)
+        return nnx.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=data_sharding)
 
     def nnx_tree_shard_map() -> Any:
-        specs = (nnx.prefix(make()[0], layout.specs, graph=False), cut)
-        return nnx.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=cut, graph=False)
+        specs = (nnx.prefix(make()[0], layout.specs, graph=False), data_sharding)
+        return nnx.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=data_sharding, graph=False)
 
-    ours = nnx_sharding.shard_map(fun, mesh=mesh, in_specs=(layout.rules, cut), out_specs=cut)
+    ours = nnx_sharding.shard_map(
+        fun, mesh=mesh, in_specs=(layout.rules, data_sharding), out_specs=data_sharding
+    )
     tree_jit = nnx.jit(nnx_tree_shard_map(), graph=False)
     cached = nnx.cached_partial(nnx.jit(nnx_shard_map()), *make())
     partial = nnx.jit_partial(nnx_tree_shard_map(), *make(), graph=False)

@@ -80,7 +80,7 @@ def numbers(x):
 
 
 def assert_same(test, ours, theirs, rtol=0):
-    """Two outputs are the same pytree of the same arrays, laid out in the same way."""
+    """Two outputs are the same pytree of the same arrays, with the same shardings."""
     test.assertEqual(jax.tree.structure(ours), jax.tree.structure(theirs))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         test.assertEqual(describe(a), describe(b))
@@ -102,7 +102,7 @@ def assert_same_state(test, ours, theirs, rtol=0):
 
 
 def pointers(x):
-    """Where the shards of an array, or of all Variables of a module, lie in memory."""
+    """Where the shards of an array, or of all Variables of a module, are in memory."""
     if isinstance(x, jax.Array):
         return tuple(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
     flat = nnx.to_flat_state(nnx.state(x))

@@ -253,7 +253,7 @@ class KindsTest(parameterized.TestCase):
         ours, eager = make(), make()
         nnx_sharding.jit(function)(*ours)
         function(*eager)
-        if not isinstance(ours[0], nnx.Linear):  # optimizers hold functions made anew
+        if not isinstance(ours[0], nnx.Linear):  # optimizers hold new functions
             assert shape(ours) == shape(eager)
 
     def test_abstract_arguments_are_for_stages_only(self):

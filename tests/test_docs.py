@@ -48,7 +48,7 @@ def test_there_are_eight_devices():
     assert jax.device_count() == 8
 
 
-# One test for a whole page: its blocks build on each other, and pytest-xdist would otherwise
+# One test for each page: its blocks build on each other, and pytest-xdist would otherwise
 # spread them over processes.
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page):

@@ -283,7 +283,7 @@ class ShardingInEveryModeTest(parameterized.TestCase):
 
 
 class FlaxPrefixTest(parameterized.TestCase):
-    """What ``nnx.prefix`` makes stands where a spec may stand, as in Flax."""
+    """The result of ``nnx.prefix`` is accepted as a spec, as in Flax."""
 
     def setUp(self):
         super().setUp()

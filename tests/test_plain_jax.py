@@ -254,7 +254,7 @@ class TraceCountTest(parameterized.TestCase):
         )
 
     def test_statics_of_equal_value_and_other_type_give_their_own_results(self):
-        """JAX calls 1 and True one static; a function can tell them apart, so we do too."""
+        """JAX calls 1 and True one static; a function can distinguish them, so we do too."""
         fun = jit(lambda x, n: x + (10 if n is True else n), static_argnums=1)
         self.assertEqual([float(fun(1.0, n)) for n in (1, True, 1.0)], [2.0, 11.0, 2.0])
 
@@ -565,7 +565,7 @@ class ErrorsTest(parameterized.TestCase):
     def test_error_type(self, name):
         case = self.CASES[name]
         expected = error_of(lambda: case(jax.jit))
-        self.assertIsNotNone(expected, "jax.jit raises nothing: the case is no case")
+        self.assertIsNotNone(expected, "jax.jit raises nothing: the case tests nothing")
         self.assertIs(error_of(lambda: case(jit)), expected)
 
     def test_leaked_tracer(self):
@@ -902,7 +902,7 @@ class ShardMapTest(parameterized.TestCase):
     def test_error_type(self, name):
         case, mesh = self.CASES[name], mesh_of((8,), ("a",))
         expected = error_of(lambda: case(jax.shard_map, mesh))
-        self.assertIsNotNone(expected, "jax.shard_map raises nothing: the case is no case")
+        self.assertIsNotNone(expected, "jax.shard_map raises nothing: the case tests nothing")
         error = error_of(lambda: case(shard_map, mesh))
         self.assertIn(error, (expected, NoMeshError))
         self.assertTrue(issubclass(error, expected))

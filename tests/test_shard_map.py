@@ -298,7 +298,7 @@ class SpecsTest(parameterized.TestCase):
         for scale in (1.0, 2.0):
             out = fun(jnp.ones(8), how="so", scale=scale, flag=3)
             np.testing.assert_array_equal(out, scale * np.ones(8))
-        [(how, kind, more)] = seen  # what is not mentioned is no reason to trace again
+        [(how, kind, more)] = seen  # what is not mentioned does not retrace
         self.assertEqual((how, more), ("so", {"flag": 3}))
         self.assertTrue(issubclass(kind, jax.core.Tracer))
 
@@ -519,7 +519,7 @@ class MeshTest(parameterized.TestCase):
 
     @parameterized.parameters("auto", "explicit")
     def test_fresh_model_on_either_kind_of_mesh(self, kind):
-        """Variables that nobody committed are laid out as declared, also on Explicit meshes."""
+        """Variables that nobody committed are placed as declared, also on Explicit meshes."""
         model = MLP()
         self.fun(mesh=mesh8(kind))(model, X)
         self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh8(kind), P(None, "model")))

@@ -463,13 +463,13 @@ class NewModelTest(parameterized.TestCase):
         def make():
             return MLP(nnx.Rngs(0), features=256, hidden=2048)
 
-        whole = 2 * 256 * 2048 * 4
+        total = 2 * 256 * 2048 * 4
         lowered = jit(make, out_shardings=mlp_specs(), mesh=mesh8()).lower()
         memory = lowered.compile().memory_analysis()
-        self.assertLess(memory.output_size_in_bytes, whole / 7)
-        self.assertLess(memory.temp_size_in_bytes, whole / 2)
+        self.assertLess(memory.output_size_in_bytes, total / 7)
+        self.assertLess(memory.temp_size_in_bytes, total / 2)
         plain = jit(make).lower().compile().memory_analysis()
-        self.assertGreaterEqual(plain.output_size_in_bytes, whole)
+        self.assertGreaterEqual(plain.output_size_in_bytes, total)
 
     def test_model_and_optimizer(self):
         def make():
@@ -543,7 +543,7 @@ class NewModelTest(parameterized.TestCase):
 
 
 class PlacementTest(MovesTest):
-    """After a call the Variables are laid out as declared; the next one moves nothing."""
+    """After a call the Variables have the declared sharding; the next one moves nothing."""
 
     def specs(self):
         return StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})

@@ -605,9 +605,9 @@ class AbstractTest(parameterized.TestCase):
         x = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
         fun = jit(lambda m, x: m(x), in_shardings=(mlp_specs(), None), mesh=mesh8())
         memory = fun.lower(model, x).compile().memory_analysis()
-        whole = 2 * 4 * 4096 * 65536
-        self.assertLess(memory.argument_size_in_bytes, whole / 8 * 1.1)
-        self.assertGreater(memory.argument_size_in_bytes, whole / 8 * 0.9)
+        total = 2 * 4 * 4096 * 65536
+        self.assertLess(memory.argument_size_in_bytes, total / 8 * 1.1)
+        self.assertGreater(memory.argument_size_in_bytes, total / 8 * 0.9)
 
     def test_calling_with_an_abstract_model_is_an_error(self):
         model, _ = self.abstract()

@@ -234,7 +234,7 @@ def lay_out_all(w: World, a: int, b: int, c: int) -> None:
 
 
 def uncommit(w: World, a: int, b: int, c: int) -> None:
-    """Values that nobody has laid out yet."""
+    """Values that are not placed yet."""
     for variable in reachable(choose(w.models, a)):
         if isinstance(variable, nnx.Variable):
             number = np.asarray(variable.get_raw_value())
@@ -304,7 +304,7 @@ class Family(NamedTuple):
     Attributes:
       make: fills a world.
       mutations: what may happen between calls.
-      calls: the calls, by name; more often what stands there twice.
+      calls: the calls, by name; more often what is listed twice.
       truth: whether the plain Python function does the same. It does not where the user breaks
         the rules for statics: then what a call without a guard does is right.
       weight: its share of the tests. Layers take long to compile.

@@ -594,7 +594,7 @@ def unlink(w: World, a: int, b: int, c: int) -> None:
 
 
 def link_raw(w: World, a: int, b: int, c: int) -> None:
-    """One array in two places, which is no alias."""
+    """One array in two places, which is not an alias."""
     nodes, raw = nodes_of(w), w.array()
     for number in (a, b)[: 1 + c % 2]:
         assign(choose(nodes, number), "raw", raw)

@@ -86,7 +86,7 @@ class Twin(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class Box:
-    """A pytree of the user's, with a part that is no child."""
+    """A pytree of the user's, with a part that is not a child."""
 
     def __init__(self, value: Any, tag: Any):
         self.value, self.tag = value, tag

@@ -280,15 +280,15 @@ scenarios(
         "static object by one of another type": put("bare", Slim("a")),
         "flag: initializing": put("_pytree__state._initializing", True),
         "flag: set up": put("equal._pytree__state._is_setup", True),
-        "flag of a module that is no pytree": put("loose._pytree__state._initializing", True),
+        "flag of a module that is not a pytree": put("loose._pytree__state._initializing", True),
         "static of a module that is always equal": put("equal.k", True),
         "static of a module that cannot be compared": put("never.k", True),
-        "static of a module that is no pytree": put("loose.k", True),
+        "static of a module that is not a pytree": put("loose.k", True),
         "class to one that is always equal": lambda w: object.__setattr__(
             w.model.never, "__class__", AlwaysEqual
         ),
         "property": put("measured.size", True),
-        "data in a module that is no pytree": put("loose.v", lambda w: [w.array(), "s"]),
+        "data in a module that is not a pytree": put("loose.v", lambda w: [w.array(), "s"]),
         "record by one with True for 1": put("record", lambda w: Record(w.model.record.w, True)),
         "always equal modules become one": put("equal_too", lambda w: w.model.equal),
         "static object by identity, in place": _static_object("label", "text", "b"),
@@ -692,7 +692,7 @@ def call_in_a_mesh(w: World) -> Any:
 
 @scenario(make_shardings, call_in_a_mesh)
 def mesh_in_context(w: World) -> None:
-    for model in w.models:  # not yet laid out in the new mesh
+    for model in w.models:  # not yet on the new mesh
         uncommit(w, w.models.index(model), 0, 0)
     w.mode = FLIPPED
 
@@ -727,12 +727,12 @@ def name_that_a_filter_looks_at(w: World) -> None:
 
 scenarios(
     {
-        "value that is not yet laid out": lambda w: uncommit(w, 0, 1, 0),
-        "NumPy value that is not yet laid out": lambda w: uncommit(w, 0, 0, 0),
-        "value laid out otherwise": lambda w: lay_out(w, 0, 1, 0),
+        "value that is not yet placed": lambda w: uncommit(w, 0, 1, 0),
+        "NumPy value that is not yet placed": lambda w: uncommit(w, 0, 0, 0),
+        "value with another sharding": lambda w: lay_out(w, 0, 1, 0),
         "value on one device": lambda w: lay_out(w, 0, 3, 0),
         "value on another device": lambda w: lay_out(w, 0, 4, 0),
-        "value laid out as declared": lambda w: lay_out(w, 0, 0, 0),
+        "value with the declared sharding": lambda w: lay_out(w, 0, 0, 0),
         "value of a shape that does not fit": do("big.set_raw_value", jnp.arange(3.0)),
     },
     make_shardings,
@@ -760,8 +760,8 @@ scenarios(
 scenarios(
     {
         "mapped: value of another shape": lambda w: resize(w, 0, 1, 1),
-        "mapped: value that is not yet laid out": lambda w: uncommit(w, 0, 0, 0),
-        "mapped: value laid out otherwise": lambda w: lay_out_all(w, 0, 1, 0),
+        "mapped: value that is not yet placed": lambda w: uncommit(w, 0, 0, 0),
+        "mapped: value with another sharding": lambda w: lay_out_all(w, 0, 1, 0),
         "mapped: value on one device": lambda w: lay_out(w, 0, 3, 0),
     },
     make_shardings,
