@@ -14,7 +14,7 @@ from .fit import check_mesh, fit_specs, shape_of
 from .flatten import Flat
 from .problems import Problem, refuse
 from .pure import Pure
-from .resolve import NamedLocation, reach, resolve, slot_names
+from .resolve import NamedLocation, locate, resolve, slot_names
 from .signature import Call, Parameters, Signature, align_specs
 from .specs import Target, argument_targets
 from .structure import RefEntry, Structure, VariableEntry
@@ -96,7 +96,7 @@ def make_plan(
     prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
     positional = [signature.names[i] for i in signature.dynamic]
     targets = argument_targets(structure, call.tree, prefixes, positional)
-    locations = reach(structure, targets)
+    locations = locate(structure, targets)
     names = [
         name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))
     ]

@@ -26,7 +26,7 @@ from .fit import fit_specs, shape_of
 from .flatten import Flat, flatten
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
-from .resolve import FilterUse, NamedLocation, check_filters, reach, resolve, slot_names
+from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
 from .signature import Signature, join_call
 from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
@@ -174,7 +174,7 @@ class Pure(NamedTuple):
         output = target("output", self.transform.out_specs.tree, out, after.structure.root)
         # What is known keeps its spec and its name, so only new things are looked for.
         changed = self.updates and not self._is_unchanged(after.structure)
-        locations = reach(after.structure, [*self.targets, output] if changed else [output])
+        locations = locate(after.structure, [*self.targets, output] if changed else [output])
         names = self._output_names(after.structure, locations)
         not_arrays = [
             (n, x) for n, x in zip(names, after.leaves, strict=True) if not _compat.is_array_like(x)

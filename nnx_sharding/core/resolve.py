@@ -19,7 +19,7 @@ SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
 
 
 class NamedLocation(NamedTuple):
-    """A location that is reachable from a target.
+    """A location in a target.
 
     Attributes:
       target: the target.
@@ -45,7 +45,7 @@ class NamedLocation(NamedTuple):
         return leaves[self.location.slots[0]] if index is None else objects[index]
 
 
-def reach(structure: Structure, targets: Sequence[Target]) -> list[NamedLocation]:
+def locate(structure: Structure, targets: Sequence[Target]) -> list[NamedLocation]:
     """All locations in the targets, in their order; shared ones once for each part.
 
     The arrays that the targets hold outside of objects must be those of the structure's root.
@@ -77,7 +77,7 @@ class Resolved(NamedTuple):
 
     Attributes:
       slots: the spec of each array, by slot.
-      variables: for each Variable or ref that was reached, its name and spec.
+      variables: for each located Variable or ref its name and spec.
       on_indivisible: by slot, what the ``StateSharding`` there does on an indivisible spec.
       uses: the decisions of each ``StateSharding``.
     """

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.resolve import check_filters, reach, resolve, slot_names
+from ..core.resolve import check_filters, locate, resolve, slot_names
 from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, report
@@ -109,7 +109,7 @@ def assign(
     mesh = _compat.context_mesh() if mesh is None else mesh
     specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
     check_specs(caller, sharding=specs)
-    locations = reach(flat.structure, [target("tree", specs.tree, tree, flat.structure.root)])
+    locations = locate(flat.structure, [target("tree", specs.tree, tree, flat.structure.root)])
     resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
     names = slot_names(len(flat.leaves), locations)
     assigned, corrected, refused = [], [], []

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
-from ..core.resolve import check_filters, reach, resolve, slot_names
+from ..core.resolve import check_filters, locate, resolve, slot_names
 from ..core.specs import Specs, check_specs, target
 from ..core.transfer import obstacle, transfer
 from ..core.transform import Transform, check_options
@@ -149,7 +149,7 @@ def shardings_for(
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
     check_specs(caller, sharding=specs)
     targets = [target(name, specs.tree, tree, flat.structure.root)]
-    locations = reach(flat.structure, targets)
+    locations = locate(flat.structure, targets)
     resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
     names = slot_names(len(flat.leaves), locations)
     declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]

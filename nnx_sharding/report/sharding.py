@@ -20,7 +20,7 @@ from ..analysis.device_bytes import device_bytes
 from ..analysis.json_codec import as_data
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
-from ..core.resolve import reach
+from ..core.resolve import locate
 from ..core.specs import target
 from ..core.structure import Location
 from ..errors import NoMeshError
@@ -236,7 +236,7 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     structure = flat.structure
     predicates = list(enumerate(map(to_predicate, sharding.filters)))
     seen: set[tuple[int, ...]] = {()}
-    for named in reach(structure, [target("", sharding, None, structure.root)]):
+    for named in locate(structure, [target("", sharding, None, structure.root)]):
         location = named.location
         if location.slots not in seen:
             seen.add(location.slots)
