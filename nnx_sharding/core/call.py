@@ -23,7 +23,7 @@ from .outcome import Outcome, OutputGroup
 from .plan import Plan, is_committed, known_variables
 from .problems import Problem, refuse
 from .resolve import locate
-from .statics import Operation
+from .static_forms import Operation
 from .structure import LEAF, VariableEntry
 from .transfer import obstacle, transfer
 

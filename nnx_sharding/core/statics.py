@@ -36,8 +36,6 @@ from jax.tree_util import PyTreeDef
 
 from .. import _compat
 from .static_forms import SCALARS, Kind, has_hidden_state, has_state, is_builtin, open_object
-from .static_forms import Operation as Operation
-from .static_forms import has_only_dict as has_only_dict
 
 # By value
 

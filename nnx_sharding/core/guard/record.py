@@ -22,7 +22,8 @@ import jax
 from ... import _compat
 from ..flatten import Flat, aux_of
 from ..signature import Call
-from ..statics import Static, has_only_dict, opened
+from ..static_forms import has_only_dict
+from ..statics import Static, opened
 from ..structure import (
     LEAF,
     Child,
