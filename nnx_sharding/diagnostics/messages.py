@@ -59,8 +59,7 @@ def _parameters(
 
 def _unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
     shape = getattr(subject, "shape", None)
-    shape_text = "" if shape is None else f" of shape {shape}"
-    return f"{path}: {type(subject).__name__}{shape_text}; filters: {', '.join(filters)}"
+    return f"{path}: {type(subject).__name__}{'' if shape is None else f' of shape {shape}'}"
 
 
 def _conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
@@ -141,7 +140,7 @@ MESSAGES: dict[Problem, Message] = {
         ValueError,
         "no filter of the StateSharding matches:",
         _unmatched,
-        "Add a filter for them, or a last entry `...: PartitionSpec()`.",
+        "The filters are {filters}. Add one for these, or a last entry `...: PartitionSpec()`.",
     ),
     Problem.CONFLICTING_SPECS: Message(
         ValueError,
@@ -315,6 +314,9 @@ def _text(
     if problem is Problem.SPEC_DOES_NOT_FIT_SHAPE:
         indivisible = any(fit.is_indivisible for _, fit, _ in offenders)
         details["remedy"] = _ON_INDIVISIBLE if indivisible else _ONE_ENTRY
+    if problem is Problem.NO_FILTER_MATCHES:
+        names = dict.fromkeys(", ".join(filters) for *_, filters in offenders)
+        details["filters"] = "; or ".join(names)
     if problem is Problem.VARYING_OUTPUT:
         axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
         details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)
