@@ -327,7 +327,6 @@ SLOTS = {
     "TRACE": _trace,
     "INITIALIZING": _initializing,
     "IS_SETUP": _is_setup,
-    "NODE_TRACE": _private("flax.nnx.pytreelib", "PytreeState._trace_state"),
 }
 
 

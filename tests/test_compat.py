@@ -59,7 +59,6 @@ PRIVATE_NAMES = {
     "flax.nnx.graphlib.GRAPH_CONTEXT": "the cache of nnx.cached_partial is for nnx.jit only",
     "flax.nnx.pytreelib.PytreeState._initializing": "how far a module is set up",
     "flax.nnx.pytreelib.PytreeState._is_setup": "how far a module is set up",
-    "flax.nnx.pytreelib.PytreeState._trace_state": "the trace that a module belongs to",
     "flax.nnx.variablelib.Variable._raw_value": "the value of a Variable, without hooks",
     "flax.nnx.variablelib.Variable._trace_state": "the trace that it belongs to",
     "flax.nnx.variablelib.Variable._var_metadata": "its metadata, without a copy",

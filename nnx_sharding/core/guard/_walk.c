@@ -13,7 +13,7 @@
 
 /* The names that are shared with walk.py, in its order: it compares them on import. A slot is where
  * Flax keeps something in its objects. */
-#define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP) X(NODE_TRACE)
+#define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP)
 #define KINDS(X) X(NODE) X(STATE) X(DICT) SLOTS(X) X(SEQUENCE) X(TREE) X(STATIC)
 #define STEP(X) X(kind) X(positions) X(expected)
 #define RECIPE(X) X(steps) X(frozen) X(mentions) X(typed) X(types) X(leaves) X(objects) X(size)
@@ -38,22 +38,20 @@ static PyObject *functions[NUM_FUNCTIONS];
 static Py_ssize_t offsets[NUM_KINDS];   /* of the slots */
 static PyTypeObject *owners[NUM_KINDS]; /* the types with the slots; NULL for other kinds */
 
-/* How an item of the stream is compared. */
-typedef struct {
-    enum { PLAIN, FROZEN, MENTION } rule; /* FROZEN: with a pin. MENTION: by identity. */
-    PyObject *type; /* its type, borrowed from the recipe; NULL for any */
-} Place;
+/* How an item of the stream is compared: with a pin, by identity, by its type. */
+enum { FROZEN = 1, MENTION = 2, TYPED = 4 };
 
 typedef struct {
     enum kind kind;
-    Py_ssize_t position; /* of the item that is opened */
-    PyObject *expected;  /* borrowed from the recipe */
+    int32_t position;   /* of the item that is opened */
+    PyObject *expected; /* borrowed from the recipe */
 } Step;
 
 typedef struct {
     PyObject_HEAD
     PyObject *recipe;
-    Place *places;
+    unsigned char *rules; /* by position in the stream */
+    PyObject **types;     /* likewise, where the rule is TYPED; borrowed from the recipe */
     Step *steps;
     Py_ssize_t size, num_steps, num_frozen, num_mentions;
 } Walk;
@@ -75,18 +73,16 @@ static inline PyObject *slot_of(PyObject *object, enum kind slot) {
 /* Appends an item. Returns 1, or 0 for a change. */
 static inline int append(Stream *stream, PyObject *item) {
     if (item == NULL || stream->length >= stream->walk->size) return 0;
-    const Place place = stream->walk->places[stream->length];
-    if (place.rule == FROZEN) {
-        if (item == *stream->frozen++) {
-            stream->length++;
-            return 1;
-        }
-        stream->num_unequal++;
-    } else if (place.rule == MENTION && *stream->mentions++ != (uint64_t)(uintptr_t)item) {
-        return 0;
+    Py_ssize_t position = stream->length++;
+    const unsigned char rule = stream->walk->rules[position];
+    if (rule == FROZEN && item == *stream->frozen) {
+        stream->frozen++;
+        return 1;
     }
-    if (place.type != NULL && (PyObject *)Py_TYPE(item) != place.type) return 0;
-    stream->items[stream->length++] = Py_NewRef(item);
+    if (rule & FROZEN && item != *stream->frozen++) stream->num_unequal++;
+    if (rule & MENTION && *stream->mentions++ != (uint64_t)(uintptr_t)item) return 0;
+    if (rule & TYPED && (PyObject *)Py_TYPE(item) != stream->walk->types[position]) return 0;
+    stream->items[position] = Py_NewRef(item);
     return 1;
 }
 
@@ -253,19 +249,18 @@ static int fail(const char *message) {
     return -1;
 }
 
-/* The place at a position of the recipe; NULL with an error set if there is none. */
-static Place *place_at(Walk *walk, PyObject *positions, Py_ssize_t i) {
+/* A position of the recipe; -1 with an error set if it is out of range. */
+static Py_ssize_t position_at(const Walk *walk, PyObject *positions, Py_ssize_t i) {
     Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
-    if (position >= 0 && position < walk->size) return &walk->places[position];
-    fail("the recipe has a position that is out of range");
-    return NULL;
+    if (position >= 0 && position < walk->size) return position;
+    return fail("the recipe has a position that is out of range");
 }
 
 static int set_rules(Walk *walk, PyObject *positions, int rule) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Place *place = place_at(walk, positions, i);
-        if (place == NULL) return -1;
-        place->rule = rule;
+        Py_ssize_t position = position_at(walk, positions, i);
+        if (position < 0) return -1;
+        walk->rules[position] |= rule;
     }
     return 0;
 }
@@ -273,11 +268,11 @@ static int set_rules(Walk *walk, PyObject *positions, int rule) {
 static int set_types(Walk *walk, PyObject *positions, PyObject *types) {
     Py_ssize_t count = PyTuple_GET_SIZE(positions);
     if (PyTuple_GET_SIZE(types) != count) return fail("the recipe is too short");
+    if (set_rules(walk, positions, TYPED) < 0) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
-        Place *place = place_at(walk, positions, i);
-        if (place == NULL) return -1;
-        place->type = PyTuple_GET_ITEM(types, i);
-        if (!PyType_Check(place->type)) return fail("the recipe has a type that is not one");
+        PyObject *type = PyTuple_GET_ITEM(types, i);
+        if (!PyType_Check(type)) return fail("the recipe has a type that is not one");
+        walk->types[position_at(walk, positions, i)] = type;
     }
     return 0;
 }
@@ -285,9 +280,9 @@ static int set_types(Walk *walk, PyObject *positions, PyObject *types) {
 /* Results must be kept, which identical statics are not. */
 static int check_results(Walk *walk, PyObject *positions) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Place *place = place_at(walk, positions, i);
-        if (place == NULL) return -1;
-        if (place->rule == FROZEN) return fail("the recipe returns what it does not keep");
+        Py_ssize_t position = position_at(walk, positions, i);
+        if (position < 0) return -1;
+        if (walk->rules[position] == FROZEN) return fail("the recipe returns what it does not keep");
     }
     return 0;
 }
@@ -301,16 +296,15 @@ static int add_steps(Walk *walk, PyObject *step) {
         return fail("the recipe is too short");
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Place *place = place_at(walk, positions, i);
-        if (place == NULL) return -1;
-        if (place->rule == FROZEN || place->type == NULL) {
-            return fail("the recipe opens what it does not keep, or an item of any type");
-        }
+        Py_ssize_t position = position_at(walk, positions, i);
+        if (position < 0) return -1;
+        PyTypeObject *type = (PyTypeObject *)walk->types[position];
+        if (type == NULL) return fail("the recipe opens an item of any type");
         PyTypeObject *owner = owners[kind];
-        if (owner != NULL && !PyType_IsSubtype((PyTypeObject *)place->type, owner)) {
+        if (owner != NULL && !PyType_IsSubtype(type, owner)) {
             return fail("the recipe looks for slots where there are none");
         }
-        Step new = {kind, place - walk->places, PyTuple_GET_ITEM(expected, i)};
+        Step new = {kind, (int32_t)position, PyTuple_GET_ITEM(expected, i)};
         int has_keys = kind == NODE || kind == STATE || kind == DICT || kind == METADATA;
         if (has_keys && !PyTuple_Check(new.expected)) return fail("the recipe has no keys");
         walk->steps[walk->num_steps++] = new;
@@ -326,7 +320,7 @@ static int build(Walk *walk) {
         if (!is_right) return fail("expected a recipe");
     }
     walk->size = PyLong_AsSsize_t(fields[RECIPE_size]);
-    if (walk->size < 0) return fail("the recipe has a negative size");
+    if (walk->size < 0 || walk->size > INT32_MAX) return fail("the recipe has a wrong size");
     walk->num_frozen = PyTuple_GET_SIZE(fields[RECIPE_frozen]);
     walk->num_mentions = PyTuple_GET_SIZE(fields[RECIPE_mentions]);
     Py_ssize_t count = 0;
@@ -338,9 +332,10 @@ static int build(Walk *walk) {
         }
         count += PyTuple_GET_SIZE(positions);
     }
-    walk->places = PyMem_Calloc(walk->size + 1, sizeof(Place));
+    walk->rules = PyMem_Calloc(walk->size + 1, 1);
+    walk->types = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
     walk->steps = PyMem_Calloc(count + 1, sizeof(Step));
-    if (walk->places == NULL || walk->steps == NULL) {
+    if (walk->rules == NULL || walk->types == NULL || walk->steps == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -375,7 +370,8 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 static void Walk_dealloc(PyObject *self) {
     Walk *walk = (Walk *)self;
     PyObject_GC_UnTrack(self);
-    PyMem_Free(walk->places);
+    PyMem_Free(walk->rules);
+    PyMem_Free(walk->types);
     PyMem_Free(walk->steps);
     Py_XDECREF(walk->recipe);
     Py_TYPE(self)->tp_free(self);

@@ -179,7 +179,8 @@ class _Builder:
             self._frozen.append(position)
             return
         if _compat.is_node_state(value):
-            for kind in (Kind.INITIALIZING, Kind.IS_SETUP, Kind.NODE_TRACE):
+            self._frozen.append(position)  # as an object: its trace does not change
+            for kind in (Kind.INITIALIZING, Kind.IS_SETUP):
                 self._open_later(kind, position, [(_AS_IT_IS, ())])
             return
         items = _compat.own_items(value)

@@ -40,10 +40,9 @@ class Kind(enum.IntEnum):
     TRACE = 5  # a Variable: the trace that it belongs to
     INITIALIZING = 6  # what Flax notes on a module while it is set up: a flag
     IS_SETUP = 7  # the other flag
-    NODE_TRACE = 8  # the trace that the module belongs to
-    SEQUENCE = 9  # a tuple or list: its items; its length
-    TREE = 10  # another pytree: its leaves and the data of its node types; its treedef
-    STATIC = 11  # another static object: its parts; its kind
+    SEQUENCE = 8  # a tuple or list: its items; its length
+    TREE = 9  # another pytree: its leaves and the data of its node types; its treedef
+    STATIC = 10  # another static object: its parts; its kind
 
 
 class Step(NamedTuple):
@@ -162,7 +161,7 @@ class PythonWalk:
         is_same = all(map(operator.is_, frozen, pins.frozen))  # which is nearly always so
         if not is_same and not all(map(same_value, frozen, pins.frozen)):
             return None
-        if ids_of(self._mentions(stream)) != pins.mentions:
+        if [*map(id, self._mentions(stream))] != array.array("Q", pins.mentions).tolist():
             return None
         return self._leaves(stream), self._objects(stream)
 
