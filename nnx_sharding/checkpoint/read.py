@@ -155,7 +155,7 @@ def _entries(metadata: Any) -> dict[Name, Entry]:
         if joined in keys:
             shape, dtype = shape[:-1], _key_dtype(keys[joined])
         array = StoredArray(_path(name, variables), shape, dtype, nbytes)
-        is_number = type(leaf).__name__ == "ScalarMetadata"
+        is_number = isinstance(leaf, ocp.metadata.ScalarMetadata)
         entries[name] = Entry(array, position, is_number, sums.get(joined))
     for name, (shape, text) in empty.items():
         dtype = _key_dtype(text) if text.startswith("key<") else jax.numpy.dtype(text)
