@@ -347,15 +347,15 @@ def many(model: Model, x: jax.Array, flag: bool, *more: jax.Array) -> jax.Array:
     "too few specs, in `jit`",
     ValueError,
     "2 entries",
-    "4 positional parameters model, x, flag, more[0]",
-    "needs no entry or None: flag",
-    "No entry: more[0]",
+    "4 positional parameters: model, x, flag, more[0]",
+    "flag: static, needs no entry, or None",
+    "more[0]: no entry",
 )
 def few_specs(lib: Library) -> Any:
     return lib.jit(many, in_shardings=(None, None), static_argnums=2)(Model(), X, True, X)
 
 
-@mistake(5, "too many specs", ValueError, "4 entries", "2 positional parameters model, x")
+@mistake(5, "too many specs", ValueError, "4 entries", "2 positional parameters: model, x")
 def many_specs(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, None, named(), named()))(Model(), X)
 
@@ -375,7 +375,7 @@ def static_spec(lib: Library) -> Any:
     return f(Model(), X, True)
 
 
-@mistake(5, "too few specs, in `shard_map`", ValueError, "1 entry", "No entry: x")
+@mistake(5, "too few specs, in `shard_map`", ValueError, "1 entry", "x: no entry")
 def few_specs_shards(lib: Library) -> Any:
     return lib.shard_map(forward, mesh=grid(), in_specs=(P(),), out_specs=P())(Model(), X)
 

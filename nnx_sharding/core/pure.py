@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from ..fitting import OnIndivisible, spec_and_mesh, variants
+from ..fitting import OnIndivisible, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
 from .caller import CALLER, Caller, called_by
 from .fit import fit_specs, shape_of
@@ -104,7 +104,7 @@ class Pure(NamedTuple):
                 specs.append(spec)
                 pair = spec_and_mesh(spec, transform.context)
                 if pair is not None:
-                    specs += [with_partition(spec, part) for part in variants(pair[0], action)]
+                    specs += [like(spec, part) for part in variants(pair[0], action)]
         return tuple(dict.fromkeys([*specs, *self.object_specs.values()]))
 
     def function(self, fun: Any) -> Callable[..., Any]:
@@ -326,13 +326,6 @@ class Pure(NamedTuple):
             and old not in self.donated
             and specs[slot] == self.object_specs[old]
         }
-
-
-def with_partition(spec: Any, partition: jax.sharding.PartitionSpec) -> Any:
-    """A final spec with another ``PartitionSpec`` in it."""
-    if isinstance(spec, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(spec.mesh, partition, memory_kind=spec.memory_kind)
-    return partition
 
 
 def _is_sharded(value: Any) -> bool:
