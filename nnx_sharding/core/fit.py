@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import _compat
 from ..fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh
 from ..state_sharding import StateSharding
 from .problems import Problem, refuse, warn
@@ -20,6 +21,16 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
     if shape is not None:
         return tuple(shape)
     return () if isinstance(leaf, bool | int | float | complex) else None
+
+
+def check_arrays(
+    problem: Problem, names: Sequence[str], leaves: Sequence[Any], **details: Any
+) -> None:
+    """Refuses leaves that are not arrays."""
+    pairs = zip(names, leaves, strict=True)
+    offenders = [(name, leaf) for name, leaf in pairs if not _compat.is_array_like(leaf)]
+    if offenders:
+        refuse(problem, offenders, **details)
 
 
 def check_mesh(

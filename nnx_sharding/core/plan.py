@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .fit import check_mesh, fit_specs, shape_of
+from .fit import check_arrays, check_mesh, fit_specs, shape_of
 from .flatten import Flat
-from .problems import Problem, refuse
+from .problems import Problem
 from .pure import Pure
 from .resolve import NamedLocation, locate, resolve, slot_names
 from .signature import Call, Parameters, Signature, align_specs
@@ -100,11 +100,7 @@ def make_plan(
     names = [
         name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))
     ]
-    not_arrays = [
-        (n, x) for n, x in zip(names, leaves, strict=True) if not _compat.is_array_like(x)
-    ]
-    if not_arrays:
-        refuse(Problem.ARGUMENT_IS_NOT_ARRAY, not_arrays)
+    check_arrays(Problem.ARGUMENT_IS_NOT_ARRAY, names, leaves)
     check_mesh(transform, locations, flat.objects, leaves)
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
     specs = fit_specs(

@@ -22,7 +22,7 @@ from .. import _compat
 from ..fitting import OnIndivisible, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
 from .caller import CALLER, Caller, called_by
-from .fit import fit_specs, shape_of
+from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
@@ -176,11 +176,7 @@ class Pure(NamedTuple):
         changed = self.updates and not self._is_unchanged(after.structure)
         locations = locate(after.structure, [*self.targets, output] if changed else [output])
         names = self._output_names(after.structure, locations)
-        not_arrays = [
-            (n, x) for n, x in zip(names, after.leaves, strict=True) if not _compat.is_array_like(x)
-        ]
-        if not_arrays:
-            refuse(Problem.RESULT_IS_NOT_ARRAY, not_arrays, name=name)
+        check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
         specs = self._output_specs(leaves, after, locations, names)
         self.transform.check_outputs(_name_of(fun), names, after.leaves, specs)
         # Sharded arrays should be arguments: captured ones become replicated constants.
