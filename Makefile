@@ -27,21 +27,22 @@ help:  ## show this list
 demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shardings
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed-tests  ## run the tests, with the examples in docs and docstrings
-	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples in the docs
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-coverage: $(VENV)/.installed-tests  ## run the tests and show which lines and branches they miss
-	$(BIN)/python -m pytest -n auto --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+coverage: $(VENV)/.installed-tests  ## run all tests and show which lines and branches they miss
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 # Only the walk differs, so these are the tests that it can break.
 WALK_TESTS := guard guard_mutations guard_machine graph_faults life memory statics references modes
 WALK_TESTS += plain_jax
 test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the C extension
-	NNX_SHARDING_PURE_PYTHON=1 $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
+	NNX_SHARDING_PURE_PYTHON=1 $(PYTEST) $(PYTEST_ARGS) \
 	  $(WALK_TESTS:%=tests/test_%.py)
 
 test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, for 10,000 steps
-	NNX_SHARDING_GUARD_STEPS=all $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) \
+	NNX_SHARDING_GUARD_STEPS=all $(PYTEST) $(PYTEST_ARGS) \
 	  tests/test_guard_machine.py tests/test_static_programs.py
 
 # Addresses are not reused there, which one test waits for.
@@ -65,7 +66,7 @@ CORE_TESTS := $(CORE:%=tests/test_%.py)
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
 test-modes: $(VENV)/.installed-tests  ## run the core tests with other options of JAX and Flax
 	@failed=; for mode in $(MODES); do echo "== $$mode"; \
-	  env $$mode $(BIN)/python -m pytest -n auto $(PYTEST_ARGS) $(CORE_TESTS) || \
+	  env $$mode $(PYTEST) $(PYTEST_ARGS) $(CORE_TESTS) || \
 	    failed="$$failed $$mode"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 

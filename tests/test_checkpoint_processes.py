@@ -19,6 +19,8 @@ sys.path.append(str(WORKER.parent))
 
 import checkpoint  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 class CheckpointProcessesTest(absltest.TestCase):
     @pytest.fixture(autouse=True)

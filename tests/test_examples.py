@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import parameterized
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import transformer
 
 from models import mesh_of
+
+pytestmark = pytest.mark.slow
 
 
 class TransformerTest(parameterized.TestCase):

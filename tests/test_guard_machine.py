@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import parameterized
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -44,6 +45,8 @@ from machine import (
     step,
     uncached,
 )
+
+pytestmark = pytest.mark.slow
 
 # Eight families and a light one: 10,080 steps, which take minutes. `make test-guard` does all of
 # them, other runs of the tests a quarter.

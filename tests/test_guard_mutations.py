@@ -22,6 +22,8 @@ from nnx_sharding.core.guard import walk
 from nnx_sharding.core.guard.store import Guards
 from nnx_sharding.core.guard.walk import OPEN, Kind, PythonWalk
 
+pytestmark = pytest.mark.slow
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 

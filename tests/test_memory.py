@@ -356,6 +356,7 @@ class MemoryTestCase(parameterized.TestCase):
         cls.addClassCleanup(gc.unfreeze)
 
 
+@pytest.mark.slow
 class DroppedModelsTest(MemoryTestCase):
     """Models that are made, called and dropped, while the jitted function lives on."""
 

@@ -24,6 +24,8 @@ from nnx_sharding.analysis import parameter_table
 from nnx_sharding.report import Comparison, Failure, ProgramReport, check_sharding
 from nnx_sharding.report.page import html_page, write_html
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 

@@ -25,6 +25,8 @@ from nnx_sharding.testing import launch, worker
 from nnx_sharding.testing.launcher import DEVICE_COUNT, environment_of, reserve_port
 from nnx_sharding.testing.output import Output
 
+pytestmark = pytest.mark.slow
+
 WORKERS = Path(__file__).parent / "processes"
 PREAMBLE = """
 import os, signal, subprocess, sys, time

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from absl.testing import parameterized
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,8 @@ from graphs import (
     reachable,
     snapshot,
 )
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = max(160, settings().max_examples)
 PLAIN = ("node", "other", "list", "dict")

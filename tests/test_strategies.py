@@ -41,6 +41,7 @@ def train_step(model, optimizer, x):
     return loss
 
 
+@pytest.mark.slow
 class TrainingTest(parameterized.TestCase):
     """Every strategy gives the numbers of one device, and state sharded as declared."""
 
