@@ -35,8 +35,7 @@ coverage: $(VENV)/.installed-tests  ## run all tests and show which lines and br
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 # Only the walk differs, so these are the tests that it can break.
-WALK_TESTS := guard guard_mutations guard_machine graph_faults life memory statics references modes
-WALK_TESTS += plain_jax
+WALK_TESTS := guard guard_machine graph_faults life memory modes references statics
 test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the C extension
 	NNX_SHARDING_PURE_PYTHON=1 $(PYTEST) $(PYTEST_ARGS) \
 	  $(WALK_TESTS:%=tests/test_%.py)
@@ -58,15 +57,19 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 	  PYTHONPATH=build/asan $(BIN)/pytest -p no:xdist $(PYTEST_ARGS) $(ASAN_TESTS) \
 	  --deselect tests/test_guard.py::TestChanges::test_new_object_with_the_id_of_the_old_one
 
-# What a release, or an option, of JAX or Flax may break: calls, states and specs.
-CORE := arguments composition guard guard_mutations modes plain_jax references shard_map shardings
-CORE += split_merge stages state_sharding statics
+# What a release of JAX or Flax may break: calls, states and specs.
+CORE := arguments composition guard modes plain_jax references shard_map shardings split_merge stages
+CORE += state_sharding statics
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
+# Options of Flax change graphs, those of JAX change numbers.
+GRAPHS := arguments composition guard modes references shard_map state_sharding statics
+NUMBERS := arguments plain_jax shardings stages
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
 test-modes: $(VENV)/.installed-tests  ## run the core tests with other options of JAX and Flax
 	@failed=; for mode in $(MODES); do echo "== $$mode"; \
-	  env $$mode $(PYTEST) $(PYTEST_ARGS) $(CORE_TESTS) || \
+	  case $$mode in NNX*) tests="$(GRAPHS)";; *) tests="$(NUMBERS)";; esac; \
+	  env $$mode $(PYTEST) $(PYTEST_ARGS) $$(printf 'tests/test_%s.py ' $$tests) || \
 	    failed="$$failed $$mode"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 

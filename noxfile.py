@@ -35,4 +35,6 @@ def tests(session: nox.Session, releases: str) -> None:
         session.skip(f"{releases} is the same as newest: {versions[1]}")
     TESTED.add(versions)
     session.log(versions[1])
-    session.run("python", "-m", "pytest", "-n", "auto", "-q", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", "-q", *session.posargs
+    )
