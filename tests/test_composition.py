@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -301,6 +302,7 @@ PROGRAMS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 class ProgramsTest(parameterized.TestCase):
     @parameterized.named_parameters((p.__name__, p) for p in PROGRAMS)
     def test_as_without_jit_and_as_with_flax(self, program):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
@@ -60,6 +61,7 @@ KINDS = ["auto", "explicit"]
 ROUNDING = 0 if jax.__version_info__ < (0, 11) else 3e-7
 
 
+@pytest.mark.slow
 class ShardedInitTest(parameterized.TestCase):
     @parameterized.product(
         kind=KINDS, make=[MLP, Net, lambda: nnx.LSTMCell(8, 16, rngs=nnx.Rngs(3))]

@@ -1315,6 +1315,7 @@ def use_dataclass_attribute():
 ORDINARY = {name[4:]: make for name, make in globals().items() if name.startswith("use_")}
 
 
+@pytest.mark.slow
 class GuardedUsesTest(parameterized.TestCase):
     @parameterized.named_parameters((name, make) for name, make in ORDINARY.items())
     def test_third_call_splits_nothing(self, make):
@@ -1328,6 +1329,7 @@ class GuardedUsesTest(parameterized.TestCase):
         assert splits.count == 0
 
 
+@pytest.mark.slow
 class ThreadsTest(parameterized.TestCase):
     """One jitted function in many threads, while others make and drop models."""
 
@@ -1547,6 +1549,7 @@ def walks(cases: Iterable[str] = ()) -> Any:
     )
 
 
+@pytest.mark.slow
 class ReferenceCountsTest(MemoryTestCase):
     def assert_stable(
         self, run: Callable[[], Any], *watched: Any, times: int, slack: int = 0

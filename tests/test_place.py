@@ -93,6 +93,7 @@ def share_memory(x, y):
     return not set(shards(x).values()).isdisjoint(shards(y).values())
 
 
+@pytest.mark.slow
 class EveryWayTest(parameterized.TestCase):
     @parameterized.parameters("numpy", *PLACES)
     def test_from(self, name):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
@@ -807,6 +808,7 @@ class DonationTest(parameterized.TestCase):
         self.assertEqual(int(model.count[...]), 0)
 
 
+@pytest.mark.slow
 class TrainingTest(parameterized.TestCase):
     @staticmethod
     def step(model, optimizer, x, y):

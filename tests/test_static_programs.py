@@ -343,6 +343,7 @@ def with_jit(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("kind", ["Walk", "PythonWalk"])
 @pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.slow
 def test_random_programs(kind, batch):
     with mock.patch.object(guard, "Walk", getattr(walk, kind)):
         for seed in range(batch, PROGRAMS // 2, BATCHES):
