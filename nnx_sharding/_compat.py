@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import flax
 import jax
+import jax.extend
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError as TraceContextError
@@ -328,6 +329,16 @@ SLOTS = {
     "INITIALIZING": _initializing,
     "IS_SETUP": _is_setup,
 }
+
+
+def are_current(states: Iterable[Any]) -> bool:
+    """Whether all of these, each of a Variable (its trace) or of a module, are of this trace."""
+    current = jax.extend.core.get_opaque_trace_state()._trace_ref
+    for state in states:
+        trace = state._trace_state if type(state) is _NodeState else state
+        if trace._jax_trace._trace_ref is not current:
+            return False
+    return True
 
 
 def can_update(x: Any) -> bool:

@@ -75,6 +75,7 @@ PRIVATE_NAMES = {
     "jax._src.traceback_util": "tracebacks without our frames",
     "jaxlib.xla_client.make_cpu_client": "virtual devices to plan for",
     "_device_assignment": "the devices of a sharding in their order",
+    "_jax_trace": "the trace of a Variable",
     "_logical_device_ids": "the same sharding on devices in another order",
     "_can_update": "whether a Variable may be changed here",
     "_mapping": "the items of HashableMapping, whose iterator is slow",
@@ -82,6 +83,8 @@ PRIVATE_NAMES = {
     "_pytree__is_pytree": "whether JAX can flatten a module",
     "_pytree__nodes": "which attributes of a module are data",
     "_pytree__state": "the trace that a module belongs to",
+    "_trace_ref": "whether two of Flax's traces are the same, without a comparison in Python",
+    "_trace_state": "the trace of a module",
 }
 
 
@@ -125,6 +128,12 @@ class PrivateNamesTest(absltest.TestCase):
         for module, name in (("jax._src.array", "Missing"), ("jax._src.missing", "ArrayImpl")):
             with self.assertRaisesRegex(ImportError, f"{module}.{name}.*{jax.__version__}"):
                 _compat._private(module, name)
+
+    def test_traces(self):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        states = [model._pytree__state, _compat.get_trace_state(model.kernel)]
+        self.assertTrue(_compat.are_current(states))
+        jax.eval_shape(lambda: self.assertFalse(_compat.are_current(states)))
 
     def test_default_of_shardings(self):
         default = inspect.signature(jax.jit).parameters["out_shardings"].default

@@ -42,21 +42,34 @@ class Watched:
         self.arguments = (*args, *kwargs.values())
         call, self.flat = self.lifted._split(args, kwargs)
         walks: dict[Any, Any] = {}
-        guard = make_guard(call, self.flat, self.arguments, tuple(kwargs), walks)
+        made = make_guard(call, self.flat, self.arguments, tuple(kwargs), walks)
         self.recipe = next(iter(walks), None)
         self.guards = []
-        if guard is not None:
-            self.guards = [Guard(guard.structure, walk(self.recipe), guard.pins) for walk in WALKS]
+        if made is not None:
+            guard, _ = made
+            # Two of each kind: one walks again only when it is asked.
+            self.guards = [
+                Guard.of(guard.structure, walk(self.recipe), guard.pins) for walk in WALKS * 2
+            ]
 
     def check(self) -> Flat | None:
         """What the guards say, which must be the same, and true."""
         answers = [guard.check(self.arguments) for guard in self.guards]
         held = [answer is not None for answer in answers]
-        assert len(set(held)) == 1, f"{WALKS} disagree: {held}"
+        matched = [self.matches(guard) for guard in self.guards]
+        assert len(set(held)) <= 1 and len(set(matched)) <= 1, f"{WALKS}: {held}, {matched}"
+        assert held <= matched, "a guard recognizes its own graph"
         for answer in answers:
             if answer is not None:
                 self.assert_true(answer)
         return answers[0]
+
+    def matches(self, guard: Guard) -> bool:
+        """Whether the graph has the structure of the guard, maybe with other objects."""
+        match = guard.match(self.arguments)
+        if match is not None:
+            self.assert_true(match[0])
+        return match is not None
 
     def assert_true(self, answer: Flat) -> None:
         now = self.lifted._split(self.args, self.kwargs)[1]
@@ -322,7 +335,12 @@ class TestCWalk:
             ("no keys", {"steps": (node._replace(expected=(0,)),)}),
             ("any type", {"typed": (), "types": ()}),
             ("not one", {"types": (0,) * len(recipe.types)}),
-            ("returns what", {"frozen": recipe.leaves, "typed": (), "types": (), "steps": ()}),
+            ("pins one twice", {"frozen": recipe.mentions}),
+            ("wrong mention", {"first": tuple(i + 1 for i in range(len(recipe.first)))}),
+            ("too short", {"first": ()}),
+            ("wrong size", {"num_arguments": -1}),
+            ("wrong size", {"steps": ()}),
+            ("before it is read", {"steps": recipe.steps[::-1]}),
             ("slots", {"steps": (metadata._replace(positions=node.positions * 2),)}),
         ]:
             with pytest.raises(ValueError, match=match):
@@ -364,13 +382,17 @@ class TestCWalk:
             None,
         ]:
             with pytest.raises(TypeError, match="pins"):
-                guard.walk.follow(pins, watched.arguments)
+                guard.walk.follower(pins)
+            with pytest.raises(TypeError, match="pins"):
+                guard.walk.match(pins, watched.arguments)
+        with pytest.raises(TypeError, match="tuple"):
+            guard.follow(list(watched.arguments))
         with pytest.raises(TypeError, match="tuples"):
-            guard.walk.follow(guard.pins, list(watched.arguments))
+            guard.walk.match(guard.pins, list(watched.arguments))
 
     def test_more_or_fewer_arguments(self):
         watched = Watched(linear(), jnp.zeros(2))
         guard = watched.guards[-1]
-        assert guard.walk.follow(guard.pins, ()) is None
-        assert guard.walk.follow(guard.pins, watched.arguments[:1]) is None
-        assert guard.walk.follow(guard.pins, (*watched.arguments, 1)) is None
+        for arguments in [(), watched.arguments[:1], (*watched.arguments, 1)]:
+            assert guard.follow(arguments) is None
+            assert guard.walk.match(guard.pins, arguments) is None

@@ -7,6 +7,7 @@ plain Python; see ``machine.py``.
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.util
 import math
 import os
@@ -57,6 +58,16 @@ LENGTH = 50
 EXAMPLES = 2 + STEPS // (LENGTH - 1) * max(100, settings().max_examples) // 100
 
 
+def ids_in(answer: Any) -> Any:
+    """The ids of all objects in the answer of a walk; None if it has none."""
+    if answer is None or isinstance(answer, Failure):
+        return None
+    return [
+        ids_in(x) if isinstance(x, tuple | list) else x if isinstance(x, bytes) else id(x)
+        for x in answer
+    ]
+
+
 @contextmanager
 def watching_guards() -> Iterator[collections.Counter[str]]:
     """Counts the calls for which a guard held; both walks must agree on that."""
@@ -80,16 +91,22 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
         def __init__(self, recipe: Any):
             self.walks = [kind(recipe) for kind in (walk.Walk, walk.PythonWalk)]
 
-        def follow(self, pins: Any, arguments: Any) -> Any:
-            one, two = (attempt(lambda: own.follow(pins, arguments)) for own in self.walks)
-            ids = [
-                None
-                if found is None or isinstance(found, Failure)
-                else [[*map(id, part)] for part in found]
-                for found in (one, two)
-            ]
-            seen["disagreements"] += ids[0] != ids[1]
-            return None if isinstance(one, Failure) else one
+        def follower(self, pins: Any) -> Any:
+            return agreeing([own.follower(pins) for own in self.walks])
+
+        def match(self, pins: Any, arguments: Any) -> Any:
+            found = agreeing([functools.partial(own.match, pins) for own in self.walks])(arguments)
+            seen["matched"] += found is not None
+            return found
+
+    def agreeing(functions: list[Any]) -> Any:
+        def call(arguments: Any) -> Any:
+            answers = [attempt(functools.partial(function, arguments)) for function in functions]
+            one, two = map(ids_in, answers)
+            seen["disagreements"] += one != two
+            return None if isinstance(answers[0], Failure) else answers[0]
+
+        return call
 
     with (
         mock.patch.object(Guards, "find", count),

@@ -16,6 +16,7 @@ from flax import nnx
 import nnx_sharding
 from machine import SCENARIOS, run_scenario
 from machine.mutations import new_at
+from nnx_sharding import _compat
 from nnx_sharding.core.guard import record as guard
 from nnx_sharding.core.guard import store as guards
 from nnx_sharding.core.guard import walk
@@ -64,13 +65,10 @@ def _gives_up(node: ast.AST) -> bool:
     return is_none or isinstance(only, ast.Continue)
 
 
-def follow_without(condition: str) -> Patch:
+def walk_without(method: str, condition: str) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        class Broken(PythonWalk):
-            __slots__ = ()
-            follow = without(PythonWalk.follow, condition)
-
-        monkeypatch.setattr(guard, "Walk", Broken)
+        broken = without(getattr(PythonWalk, method), condition)
+        monkeypatch.setattr(guard, "Walk", type("Broken", (PythonWalk,), {method: broken}))
 
     return patch
 
@@ -108,6 +106,10 @@ def without_slot(kind: Kind) -> Patch:
 def any_keys_in_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPEN, Kind.DICT, walk._open_mappings)
     monkeypatch.setattr(guard, "Walk", PythonWalk)
+
+
+def any_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "are_current", lambda states: True)
 
 
 def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +215,62 @@ def static_object_at_the_address_of_a_dead_one() -> None:
         raise AssertionError("a new object was taken for the one that is gone")
 
 
+def double(x: float) -> float:
+    return 2 * x
+
+
+def triple(x: float) -> float:
+    return 3 * x
+
+
+def step(model: nnx.Module) -> jax.Array:
+    model.a[...] += 1
+    return model.b[...] + 10 * model.c[...] + model.function(model.number)
+
+
+def small_model() -> nnx.Module:
+    model = nnx.Module()
+    model.a, model.b = nnx.Param(jnp.array(1.0)), nnx.Param(jnp.array(1.0))
+    model.c, model.function, model.number = model.a, double, 1.5
+    return model
+
+
+OTHER_MODELS: tuple[Callable[[nnx.Module], Any], ...] = (
+    lambda m: setattr(m, "number", 2.5),
+    lambda m: setattr(m, "function", triple),
+    lambda m: setattr(m, "b", m.a),
+    lambda m: setattr(m, "c", nnx.Param(jnp.array(1.0))),
+    lambda m: setattr(m, "c", m.b),
+)
+
+
+def other_models() -> None:
+    """A model that has nearly the structure of earlier ones is served as in plain Python."""
+    for change in OTHER_MODELS:
+        jitted = nnx_sharding.jit(lambda m: step(m))
+        for _ in range(3):
+            jitted(small_model())
+        one, two = small_model(), small_model()
+        change(one)
+        change(two)
+        assert float(jitted(one)) == float(step(two))
+
+
+def model_of_another_trace() -> None:
+    jitted = nnx_sharding.jit(lambda m: step(m))
+    for _ in range(3):
+        jitted(small_model())
+    leaked: list[nnx.Module] = []
+    jax.eval_shape(lambda: leaked.append(small_model()))
+    for x in (leaked[0].a, leaked[0].b):
+        nnx.Variable._raw_value.__set__(x, jnp.array(1.0))
+    try:
+        jitted(leaked[0])
+    except flax.errors.TraceContextError:
+        return
+    raise AssertionError("a model of another trace was updated")
+
+
 CHECKS = (
     variable_moved_to_another_trace,
     module_moved_to_another_trace,
@@ -220,8 +278,11 @@ CHECKS = (
     key_of_a_static_dict_replaced,
     key_of_a_state_renamed,
     static_object_at_the_address_of_a_dead_one,
+    other_models,
+    model_of_another_trace,
 )
 # What is broken, and scenarios that show it: they are tried first.
+METHODS = ("_stream", "_follow", "match")
 SLOTS = (Kind.VALUE, Kind.TRACE, Kind.INITIALIZING, Kind.IS_SETUP)
 HINTS = {
     "types))": ("class",),
@@ -238,13 +299,19 @@ HINTS = {
     "specs": ("mesh_in_context",),
 }
 BROKEN: dict[str, Patch] = {
-    **{f"follow: {test}": follow_without(test) for test in conditions(PythonWalk.follow)},
+    **{
+        f"{method}: {test}": walk_without(method, test)
+        for method in METHODS
+        for test in conditions(getattr(PythonWalk, method))
+        if test != "stream is None"  # then the next line raises
+    },
     **{f"names of {kind.name}": without_names(kind) for kind in Kind if kind not in SLOTS},
     **{f"slot {kind.name}": without_slot(kind) for kind in SLOTS},
     "static objects are not opened": in_builder("_add_static"),
     "keys of dicts are equal, and may be of another type": any_keys_in_dicts,
     "nobody watches static objects": nobody_watches,
     "what specs depend on does not matter": ignore_key,
+    "models of other traces are known": any_trace,
 }
 
 
@@ -265,7 +332,8 @@ def survives(scenarios: list[str]) -> bool:
 
 
 def test_there_are_conditions():
-    assert len(conditions(PythonWalk.follow)) == 4
+    numbers = [len(conditions(getattr(PythonWalk, method))) for method in METHODS]
+    assert numbers == [2, 3, 4]
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -32,7 +32,8 @@ class Plans:
         if plan is not None:
             return plan, False
         plan = self._plans.setdefault(key, make())
-        make_room(self._plans, MAX_PLANS)
+        for evicted in make_room(self._plans, MAX_PLANS):
+            self.guards.drop(evicted)
         return plan, True
 
     def clear(self) -> None:

@@ -1,9 +1,12 @@
-/* The walk of walk.py, several times as fast: read that file first.
+/* The walk of walk.py, many times as fast: read that file first.
  *
- * Each item is compared when it is appended to the stream, and owned from then on, so that no
- * Python code can free it. Python code runs only between steps (other pytrees, rarer static
- * objects) and after the last one (statics that are equal without being identical), never while a
- * dict or a list is being read.
+ * A walk over one graph (Follower) remembers what it has read. What a dict held is not read again
+ * until the dict changes, which CPython tells: by its dict watchers, and before Python 3.12 by the
+ * version tags of dicts. All else (slots, lists) is read each time.
+ *
+ * The items of the stream are borrowed while only dicts, lists, tuples and slots are read, since no
+ * Python code runs then: each is held by the one that it was read from. They are owned before other
+ * objects are opened or compared, which runs Python code.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -12,11 +15,12 @@
 #include <structmember.h>
 
 /* The names that are shared with walk.py, in its order: it compares them on import. A slot is where
- * Flax keeps something in its objects. */
+ * CPython or Flax keeps something in an object. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP)
-#define KINDS(X) X(NODE) X(STATE) X(DICT) SLOTS(X) X(SEQUENCE) X(TREE) X(STATIC)
+#define KINDS(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
 #define STEP(X) X(kind) X(positions) X(expected)
-#define RECIPE(X) X(steps) X(frozen) X(mentions) X(typed) X(types) X(leaves) X(objects) X(size)
+#define RECIPE(X) X(steps) X(frozen) X(mentions) X(first) X(traces) X(typed) X(types) X(leaves) \
+    X(objects) X(num_arguments) X(size)
 #define PINS(X) X(frozen) X(mentions)
 /* Functions that the module needs from Python, besides the descriptors of the slots. */
 #define FUNCTIONS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value)
@@ -38,31 +42,154 @@ static PyObject *functions[NUM_FUNCTIONS];
 static Py_ssize_t offsets[NUM_KINDS];   /* of the slots */
 static PyTypeObject *owners[NUM_KINDS]; /* the types with the slots; NULL for other kinds */
 
-/* How an item of the stream is compared: with a pin, by identity, by its type. */
-enum { FROZEN = 1, MENTION = 2, TYPED = 4 };
+/* Dicts that are watched */
+
+typedef struct {
+    PyObject *dict;   /* borrowed; NULL when it is gone */
+    uint64_t version; /* of its content */
+    Py_ssize_t uses;
+} Watched;
+
+#if PY_VERSION_HEX >= 0x030C0000
+static int watcher = -1;
+/* Whether attributes that are set in an object with inline values are not told of. */
+static int is_silent_inline = 1;
+#define HAS_INLINE_VALUES (PY_VERSION_HEX >= 0x030D0000 && PY_VERSION_HEX < 0x030E0000)
+
+/* A hash table with linear probing: dicts by their addresses. */
+static struct {
+    Watched **slots;
+    size_t capacity, count; /* a power of two, or 0 */
+} table;
+
+static size_t home_of(const PyObject *dict) {
+    return ((uintptr_t)dict >> 4) * 0x9E3779B97F4A7C15u & (table.capacity - 1);
+}
+
+/* The slot with a dict, or the empty one where it belongs. */
+static size_t find_slot(const PyObject *dict) {
+    size_t i = home_of(dict);
+    while (table.slots[i] != NULL && table.slots[i]->dict != dict) {
+        i = (i + 1) & (table.capacity - 1);
+    }
+    return i;
+}
+
+static int grow_table(void) {
+    Watched **old = table.slots;
+    size_t count = table.capacity;
+    size_t capacity = count ? 2 * count : 1024;
+    Watched **slots = PyMem_Calloc(capacity, sizeof(*slots));
+    if (slots == NULL) return -1;
+    table.slots = slots;
+    table.capacity = capacity;
+    for (size_t i = 0; i < count; i++) {
+        if (old[i] != NULL) slots[find_slot(old[i]->dict)] = old[i];
+    }
+    PyMem_Free(old);
+    return 0;
+}
+
+/* Empties a slot, and moves those after it to where a search will find them. */
+static void remove_slot(size_t gap) {
+    const size_t mask = table.capacity - 1;
+    table.slots[gap] = NULL;
+    table.count--;
+    for (size_t i = (gap + 1) & mask; table.slots[i] != NULL; i = (i + 1) & mask) {
+        Watched *moved = table.slots[i];
+        table.slots[i] = NULL;
+        table.slots[find_slot(moved->dict)] = moved;
+    }
+}
+
+static int on_change(PyDict_WatchEvent event, PyObject *dict, PyObject *Py_UNUSED(key),
+                     PyObject *Py_UNUSED(value)) {
+    if (table.capacity == 0) return 0;
+    size_t slot = find_slot(dict);
+    Watched *watched = table.slots[slot];
+    if (watched == NULL) return 0;
+    watched->version++;
+    if (event == PyDict_EVENT_DEALLOCATED) {
+        remove_slot(slot);
+        watched->dict = NULL;
+    }
+    return 0;
+}
+
+/* Starts to watch a dict, or NULL if that is not possible; then it is read each time. */
+static Watched *watch(PyObject *dict) {
+    if (watcher < 0 || (2 * table.count >= table.capacity && grow_table() < 0)) return NULL;
+    size_t slot = find_slot(dict);
+    Watched *watched = table.slots[slot];
+    if (watched == NULL) {
+        watched = PyMem_Malloc(sizeof(*watched));
+        if (watched == NULL) return NULL;
+        if (PyDict_Watch(watcher, dict) < 0) {
+            PyErr_Clear();
+            PyMem_Free(watched);
+            return NULL;
+        }
+        *watched = (Watched){.dict = dict, .version = 1};
+        table.slots[slot] = watched;
+        table.count++;
+    }
+    watched->uses++;
+    return watched;
+}
+
+static void unwatch(Watched *watched) {
+    if (watched == NULL || --watched->uses > 0) return;
+    if (watched->dict != NULL) {
+        if (PyDict_Unwatch(watcher, watched->dict) < 0) PyErr_Clear();
+        remove_slot(find_slot(watched->dict));
+    }
+    PyMem_Free(watched);
+}
+#endif
+
+/* How an item of the stream is compared: with a pin, by identity, by its type. An item that says to
+ * which trace its graph belongs is only compared in the same graph. */
+enum { FROZEN = 1, MENTION = 2, TYPED = 4, OF_TRACE = 8 };
 
 typedef struct {
     enum kind kind;
     int32_t position;   /* of the item that is opened */
-    PyObject *expected; /* borrowed from the recipe */
+    int32_t start;      /* position of its first part */
+    int32_t parent;     /* the step that reads the item; -1 for an argument */
+    int is_fixed;       /* a tuple that is the same while the dict around it is */
+    PyTypeObject *type; /* of the item */
+    PyObject *expected; /* borrowed from the recipe, as the type is */
 } Step;
+
+/* One kind of positions of a recipe. */
+typedef struct {
+    int32_t *positions;
+    Py_ssize_t count;
+} Positions;
 
 typedef struct {
     PyObject_HEAD
     PyObject *recipe;
     unsigned char *rules; /* by position in the stream */
-    PyObject **types;     /* likewise, where the rule is TYPED; borrowed from the recipe */
+    int32_t *pins;        /* by position: which of the pins belongs to it */
+    int32_t *first;       /* by mention: the first one of the same object; -1 if the pin decides */
+    PyObject **types;     /* by position, where the rule is TYPED; borrowed from the recipe */
     Step *steps;
-    Py_ssize_t size, num_steps, num_frozen, num_mentions;
+    Positions frozen, mentions, traces, leaves, objects;
+    Py_ssize_t num_arguments, size, num_steps;
+    /* The steps that run no Python code come first. */
+    Py_ssize_t num_plain_steps, num_plain_items;
 } Walk;
 
 /* One walk. */
 typedef struct {
     const Walk *walk;
-    PyObject **items; /* owned; NULL for a static that is identical to its pin */
+    PyObject **items;
+    int is_owned;
     Py_ssize_t length;
-    PyObject *const *frozen; /* the next pins */
-    const uint64_t *mentions;
+    PyObject *const *frozen;
+    uint64_t *mentions;
+    int is_match;          /* another graph of the same structure is looked for: mentions are noted */
     Py_ssize_t num_unequal; /* statics that are not identical to their pins */
 } Stream;
 
@@ -70,19 +197,28 @@ static inline PyObject *slot_of(PyObject *object, enum kind slot) {
     return *(PyObject **)((char *)object + offsets[slot]);
 }
 
+static int is_same_mention(Stream *stream, int32_t mention, PyObject *item) {
+    const uint64_t id = (uint64_t)(uintptr_t)item;
+    const int32_t first = stream->walk->first[mention];
+    if (!stream->is_match || first < 0) return stream->mentions[mention] == id;
+    stream->mentions[mention] = id;
+    return stream->mentions[first] == id;
+}
+
 /* Appends an item. Returns 1, or 0 for a change. */
 static inline int append(Stream *stream, PyObject *item) {
-    if (item == NULL || stream->length >= stream->walk->size) return 0;
-    Py_ssize_t position = stream->length++;
-    const unsigned char rule = stream->walk->rules[position];
-    if (rule == FROZEN && item == *stream->frozen) {
-        stream->frozen++;
-        return 1;
+    const Walk *walk = stream->walk;
+    if (item == NULL || stream->length >= walk->size) return 0;
+    const Py_ssize_t position = stream->length;
+    const unsigned char rule = walk->rules[position];
+    if (rule & FROZEN && item != stream->frozen[walk->pins[position]] &&
+        !(stream->is_match && rule & OF_TRACE)) {
+        stream->num_unequal++;
     }
-    if (rule & FROZEN && item != *stream->frozen++) stream->num_unequal++;
-    if (rule & MENTION && *stream->mentions++ != (uint64_t)(uintptr_t)item) return 0;
-    if (rule & TYPED && (PyObject *)Py_TYPE(item) != stream->walk->types[position]) return 0;
-    stream->items[position] = Py_NewRef(item);
+    if (rule & MENTION && !is_same_mention(stream, walk->pins[position], item)) return 0;
+    if (rule & TYPED && (PyObject *)Py_TYPE(item) != walk->types[position]) return 0;
+    stream->items[position] = stream->is_owned ? Py_NewRef(item) : item;
+    stream->length++;
     return 1;
 }
 
@@ -128,24 +264,36 @@ static int append_opened(Stream *stream, PyObject *open, PyObject *item, PyObjec
     return same;
 }
 
-/* Returns 1, 0 for a change, or -1 with an error set. */
+static int has_type(const Stream *stream, const Step *step) {
+    return Py_TYPE(stream->items[step->position]) == step->type;
+}
+
+/* The dict that a step reads, borrowed from its item; NULL with an error set. */
+static PyObject *dict_of(PyObject *item, enum kind kind) {
+    if (kind == METADATA) return slot_of(item, METADATA);
+    if (kind == DICT) return item;
+    PyObject *dict = PyObject_GenericGetDict(item, NULL);
+    Py_XDECREF(dict); /* the item has another reference */
+    return dict;
+}
+
+/* Takes one step. Returns 1, 0 for a change, or -1 with an error set. */
 static int take_step(Stream *stream, const Step *step) {
     PyObject *item = stream->items[step->position], *mapping;
-    if (item == NULL) return 0;
+    if (!has_type(stream, step)) return 0;
     int same = 0;
     switch (step->kind) {
         case NODE:
+        case DICT:
+        case METADATA:
+            mapping = dict_of(item, step->kind);
+            return mapping == NULL ? 0 : append_mapping(stream, mapping, step->expected);
         case STATE:
-            mapping = step->kind == NODE ? PyObject_GenericGetDict(item, NULL)
-                                         : PyObject_CallOneArg(functions[CALL_get_mapping], item);
+            mapping = PyObject_CallOneArg(functions[CALL_get_mapping], item);
             if (mapping == NULL) return -1;
             same = append_mapping(stream, mapping, step->expected);
             Py_DECREF(mapping);
             return same;
-        case DICT:
-            return append_mapping(stream, item, step->expected);
-        case METADATA:
-            return append_mapping(stream, slot_of(item, METADATA), step->expected);
         case SEQUENCE:
             return append_sequence(stream, item, PyLong_AsSsize_t(step->expected));
         case TREE:
@@ -157,19 +305,27 @@ static int take_step(Stream *stream, const Step *step) {
     }
 }
 
-static PyObject *recipe_field(const Walk *walk, int index) {
-    return PyTuple_GET_ITEM(walk->recipe, index);
+/* Whether two statics are the same, if that can be told without Python code. */
+static int is_same_plain(PyObject *one, PyObject *two) {
+    if (one == two) return 1;
+    if (Py_TYPE(one) != Py_TYPE(two)) return 0;
+    if (PyFloat_CheckExact(one)) {
+        double a = PyFloat_AS_DOUBLE(one), b = PyFloat_AS_DOUBLE(two);
+        return memcmp(&a, &b, sizeof(a)) == 0;
+    }
+    if (!PyUnicode_CheckExact(one) && !PyLong_CheckExact(one) && !PyBytes_CheckExact(one)) return 0;
+    return PyObject_RichCompareBool(one, two, Py_EQ) == 1;
 }
 
 /* Compares statics that are not identical by value. Returns -1 with an error set. */
-static int same_statics(const Stream *stream, PyObject *pins) {
-    if (stream->num_unequal == 0) return 1;
-    PyObject *positions = recipe_field(stream->walk, RECIPE_frozen);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        PyObject *item = stream->items[PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i))];
-        if (item == NULL) continue;
-        PyObject *answer = PyObject_CallFunctionObjArgs(functions[CALL_same_value], item,
-                                                        PyTuple_GET_ITEM(pins, i), NULL);
+static int same_statics(const Stream *stream) {
+    const Walk *walk = stream->walk;
+    for (Py_ssize_t i = 0; stream->num_unequal && i < walk->frozen.count; i++) {
+        const int32_t position = walk->frozen.positions[i];
+        if (stream->is_match && walk->rules[position] & OF_TRACE) continue;
+        if (is_same_plain(stream->items[position], stream->frozen[i])) continue;
+        PyObject *answer = PyObject_CallFunctionObjArgs(
+            functions[CALL_same_value], stream->items[position], stream->frozen[i], NULL);
         if (answer == NULL) return -1;
         Py_DECREF(answer); /* a bool */
         if (answer != Py_True) return 0;
@@ -177,72 +333,383 @@ static int same_statics(const Stream *stream, PyObject *pins) {
     return 1;
 }
 
-/* Returns 1 if all is as it was, 0 for a change, -1 with an error set. */
-static int follow_stream(Stream *stream, PyObject *pins, PyObject *arguments) {
-    if (!append_sequence(stream, arguments, PyTuple_GET_SIZE(arguments))) return 0;
-    for (Py_ssize_t i = 0; i < stream->walk->num_steps; i++) {
-        int same = take_step(stream, &stream->walk->steps[i]);
-        if (same != 1) return same;
+/* Makes the items owned: from now on Python code may run. */
+static int own_items(Stream *stream) {
+    PyObject **items = PyMem_Malloc((stream->walk->size + 1) * sizeof(*items));
+    if (items == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
-    if (stream->length != stream->walk->size) return 0;
-    return same_statics(stream, PyTuple_GET_ITEM(pins, PINS_frozen));
+    for (Py_ssize_t i = 0; i < stream->length; i++) items[i] = Py_NewRef(stream->items[i]);
+    stream->items = items;
+    stream->is_owned = 1;
+    return 1;
 }
 
-static int are_pins(const Walk *walk, PyObject *pins) {
-    if (!PyTuple_Check(pins) || PyTuple_GET_SIZE(pins) != NUM_PINS) return 0;
-    PyObject *frozen = PyTuple_GET_ITEM(pins, PINS_frozen);
-    PyObject *mentions = PyTuple_GET_ITEM(pins, PINS_mentions);
-    return PyTuple_Check(frozen) && PyTuple_GET_SIZE(frozen) == walk->num_frozen &&
-           PyBytes_Check(mentions) &&
-           PyBytes_GET_SIZE(mentions) == walk->num_mentions * (Py_ssize_t)sizeof(uint64_t);
+static void release_items(Stream *stream) {
+    if (!stream->is_owned) return;
+    for (Py_ssize_t i = 0; i < stream->length; i++) Py_DECREF(stream->items[i]);
+    PyMem_Free(stream->items);
+}
+
+/* The steps from one on, and then the statics. Returns 1, 0 for a change, or -1 with an error. */
+static int finish(Stream *stream, Py_ssize_t step) {
+    for (; step < stream->walk->num_steps; step++) {
+        if (stream->walk->steps[step].position >= stream->length) return 0;
+        int same = take_step(stream, &stream->walk->steps[step]);
+        if (same != 1) return same;
+    }
+    return stream->length == stream->walk->size ? same_statics(stream) : 0;
 }
 
 /* The items at some positions as a tuple; NULL with an error set. */
-static PyObject *pick(const Stream *stream, PyObject *positions) {
-    Py_ssize_t count = PyTuple_GET_SIZE(positions);
-    PyObject *picked = PyTuple_New(count);
-    for (Py_ssize_t i = 0; i < count && picked != NULL; i++) {
-        PyObject *item = stream->items[PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i))];
-        PyTuple_SET_ITEM(picked, i, Py_NewRef(item));
+static PyObject *pick(const Stream *stream, Positions wanted) {
+    PyObject *picked = PyTuple_New(wanted.count);
+    for (Py_ssize_t i = 0; i < wanted.count && picked != NULL; i++) {
+        PyTuple_SET_ITEM(picked, i, Py_NewRef(stream->items[wanted.positions[i]]));
     }
     return picked;
 }
 
-static PyObject *Walk_follow(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    const Walk *walk = (Walk *)self;
-    if (count != 2 || !PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "follow(pins, arguments) takes two tuples");
-        return NULL;
+/* The class of an array is compared at the end, as it may be in a dict that was not read again. */
+static int have_types(const Stream *stream, Positions wanted) {
+    for (Py_ssize_t i = 0; i < wanted.count; i++) {
+        const int32_t position = wanted.positions[i];
+        if (position < stream->length && stream->walk->rules[position] & TYPED &&
+            (PyObject *)Py_TYPE(stream->items[position]) != stream->walk->types[position]) {
+            return 0;
+        }
     }
-    if (!are_pins(walk, args[0])) {
-        PyErr_SetString(PyExc_TypeError, "these pins do not belong to this walk");
-        return NULL;
+    return 1;
+}
+
+/* Arrays and objects as a tuple; NULL with an error set. */
+static PyObject *arrays_and_objects(const Stream *stream) {
+    PyObject *leaves = pick(stream, stream->walk->leaves);
+    PyObject *objects = pick(stream, stream->walk->objects);
+    PyObject *result = leaves && objects ? PyTuple_Pack(2, leaves, objects) : NULL;
+    Py_XDECREF(leaves);
+    Py_XDECREF(objects);
+    return result;
+}
+
+/* Follower: the walk over one graph */
+
+/* What a step has read. */
+typedef struct {
+    uint64_t walk;    /* the number of the walk that read it last; 0 if that does not count */
+    uint64_t version; /* of the content of a dict */
+    Watched *watched;
+    const void *keys;         /* of inline values: their keys, */
+    uint8_t *order, num_keys; /* and in which order these were added */
+} Seen;
+
+typedef struct {
+    PyObject_HEAD
+    Walk *walk;
+    PyObject *pins;
+    PyObject **items; /* those of the plain steps, borrowed: valid as far as they are unchanged */
+    Seen *seen;       /* by plain step */
+    uint64_t count;   /* of walks */
+} Follower;
+
+#if PY_VERSION_HEX < 0x030C0000
+/* No two dicts ever have the same version tag. */
+static int is_unchanged(const Seen *seen, const PyObject *dict, PyObject *const *Py_UNUSED(items)) {
+    return seen->walk > 0 && seen->version == ((const PyDictObject *)dict)->ma_version_tag;
+}
+
+static void note_dict(Seen *seen, PyObject *dict) {
+    seen->version = ((PyDictObject *)dict)->ma_version_tag;
+}
+
+static void clear_seen(Seen *Py_UNUSED(seen)) {}
+
+#else
+/* Python 3.13 does not tell of attributes that are set in values that an object has in itself. */
+typedef struct {
+    uint8_t capacity, size, embedded, valid;
+    PyObject *values[1];
+} InlineValues;
+
+static const InlineValues *inline_values(const PyObject *dict) {
+    const InlineValues *values = (const InlineValues *)((const PyDictObject *)dict)->ma_values;
+    return values != NULL && values->embedded ? values : NULL;
+}
+
+static const uint8_t *order_of(const InlineValues *values) {
+    return (const uint8_t *)&values->values[values->capacity];
+}
+
+/* Whether the values are the very objects that were read, under the same names. */
+static int are_same_values(const Seen *seen, const PyObject *dict, PyObject *const *items) {
+    const InlineValues *values = inline_values(dict);
+    if (values == NULL || ((const PyDictObject *)dict)->ma_keys != seen->keys ||
+        values->size != seen->num_keys ||
+        memcmp(order_of(values), seen->order, seen->num_keys) != 0) {
+        return 0;
     }
-    Stream stream = {
+    for (int i = 0; i < seen->num_keys; i++) {
+        if (values->values[seen->order[i]] != items[i]) return 0;
+    }
+    return 1;
+}
+
+static int is_unchanged(const Seen *seen, const PyObject *dict, PyObject *const *items) {
+    if (seen->walk == 0) return 0;
+    const Watched *watched = seen->watched;
+    if (watched != NULL) return watched->dict == dict && watched->version == seen->version;
+    return seen->order != NULL && are_same_values(seen, dict, items);
+}
+
+static void clear_seen(Seen *seen) {
+    unwatch(seen->watched);
+    PyMem_Free(seen->order);
+    seen->watched = NULL;
+    seen->order = NULL;
+}
+
+static void note_dict(Seen *seen, PyObject *dict) {
+    if (seen->watched == NULL || seen->watched->dict != dict) clear_seen(seen);
+    const int is_silent = is_silent_inline && ((PyDictObject *)dict)->ma_values != NULL;
+    const InlineValues *values = HAS_INLINE_VALUES && is_silent ? inline_values(dict) : NULL;
+    if (values != NULL) {
+        clear_seen(seen);
+        seen->order = PyMem_Malloc(values->size + 1);
+        if (seen->order == NULL) return;
+        memcpy(seen->order, order_of(values), values->size);
+        seen->keys = ((PyDictObject *)dict)->ma_keys;
+        seen->num_keys = values->size;
+    } else if (!is_silent) {
+        if (seen->watched == NULL) seen->watched = watch(dict);
+        if (seen->watched != NULL) seen->version = seen->watched->version;
+    }
+}
+#endif
+
+/* What the last walk has read does not count: it may not have been compared. */
+static void forget(Follower *follower) {
+    for (Py_ssize_t i = 0; i < follower->walk->num_plain_steps; i++) {
+        Seen *seen = &follower->seen[i];
+        if (seen->walk == follower->count) seen->walk = 0;
+    }
+}
+
+/* Reads what may have changed. Runs no Python code. Returns 1, or 0 for a change. */
+static int follow_plain(Follower *follower, Stream *stream, PyObject *arguments) {
+    const Walk *walk = follower->walk;
+    follower->count++;
+    if (!append_sequence(stream, arguments, walk->num_arguments)) return 0;
+    for (Py_ssize_t i = 0; i < walk->num_plain_steps; i++) {
+        const Step *step = &walk->steps[i];
+        Seen *seen = &follower->seen[i];
+        PyObject *dict = NULL;
+        if (step->kind == NODE || step->kind == DICT || step->kind == METADATA) {
+            if (!has_type(stream, step)) return 0;
+            dict = dict_of(stream->items[step->position], step->kind);
+            if (dict == NULL) {
+                PyErr_Clear();
+                return 0;
+            }
+            if (is_unchanged(seen, dict, &stream->items[step->start])) {
+                /* The values may be new objects at the addresses of the old ones. */
+                if (seen->order != NULL) seen->walk = follower->count;
+                continue;
+            }
+        } else if (step->is_fixed && seen->walk > 0 &&
+                   seen->walk >= follower->seen[step->parent].walk) {
+            if (!has_type(stream, step)) return 0;
+            continue;
+        }
+        seen->walk = follower->count;
+        stream->length = step->start;
+        if (take_step(stream, step) != 1) return 0;
+        if (dict != NULL) note_dict(seen, dict);
+    }
+    stream->length = walk->num_plain_items;
+    return have_types(stream, walk->leaves);
+}
+
+static Stream stream_of(Walk *walk, PyObject *pins) {
+    return (Stream){
         .walk = walk,
-        .items = PyMem_Calloc(walk->size + 1, sizeof(PyObject *)),
-        .frozen = ((PyTupleObject *)PyTuple_GET_ITEM(args[0], PINS_frozen))->ob_item,
-        .mentions = (uint64_t *)PyBytes_AS_STRING(PyTuple_GET_ITEM(args[0], PINS_mentions)),
+        .frozen = ((PyTupleObject *)PyTuple_GET_ITEM(pins, PINS_frozen))->ob_item,
+        .mentions = (uint64_t *)PyBytes_AS_STRING(PyTuple_GET_ITEM(pins, PINS_mentions)),
     };
-    if (stream.items == NULL) return PyErr_NoMemory();
+}
+
+static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
+    Follower *follower = (Follower *)self;
+    const Walk *walk = follower->walk;
+    if (!PyTuple_Check(arguments)) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple of arguments");
+        return NULL;
+    }
+    Stream stream = stream_of(follower->walk, follower->pins);
+    stream.items = follower->items;
+    /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
+    const int collects = PyGC_Disable();
+    int same = follow_plain(follower, &stream, arguments);
     PyObject *result = NULL;
-    int same = follow_stream(&stream, args[0], args[1]);
+    if (same == 1 && (walk->num_plain_steps < walk->num_steps || stream.num_unequal)) {
+        same = own_items(&stream);
+        if (collects) PyGC_Enable();
+        if (same == 1) same = finish(&stream, walk->num_plain_steps);
+        if (same == 1) result = arrays_and_objects(&stream);
+    } else {
+        if (same == 1) result = arrays_and_objects(&stream);
+        if (collects) PyGC_Enable();
+    }
+    release_items(&stream);
+    if (same != 1 || stream.num_unequal) forget(follower);
+    if (same == 0) {
+        PyErr_Clear();
+        result = Py_NewRef(Py_None);
+    }
+    return result;
+}
+
+static void Follower_dealloc(PyObject *self) {
+    Follower *follower = (Follower *)self;
+    PyObject_GC_UnTrack(self);
+    for (Py_ssize_t i = 0; follower->seen != NULL && i < follower->walk->num_plain_steps; i++) {
+        clear_seen(&follower->seen[i]);
+    }
+    PyMem_Free(follower->seen);
+    PyMem_Free(follower->items);
+    Py_XDECREF(follower->walk);
+    Py_XDECREF(follower->pins);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static int Follower_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(((Follower *)self)->walk);
+    Py_VISIT(((Follower *)self)->pins);
+    return 0;
+}
+
+static PyObject *Follower_size(PyObject *self, PyObject *Py_UNUSED(unused)) {
+    const Walk *walk = ((Follower *)self)->walk;
+    size_t size = Py_TYPE(self)->tp_basicsize + walk->num_plain_items * sizeof(PyObject *);
+    return PyLong_FromSize_t(size + walk->num_plain_steps * (sizeof(Seen) + sizeof(Watched)));
+}
+
+static PyMethodDef Follower_methods[] = {
+    {"follow", Follower_call, METH_O,
+     "The arrays and objects of an unchanged graph; None if it may have changed."},
+    {"size", Follower_size, METH_NOARGS, "How many bytes it takes, with all that it remembers."},
+    {NULL},
+};
+
+static PyTypeObject FollowerType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "nnx_sharding.core.guard._walk.Follower",
+    .tp_doc = "The walk over one graph.",
+    .tp_basicsize = sizeof(Follower),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = Follower_dealloc,
+    .tp_traverse = Follower_traverse,
+    .tp_methods = Follower_methods,
+};
+
+static int check_pins(const Walk *walk, PyObject *pins) {
+    if (PyTuple_Check(pins) && PyTuple_GET_SIZE(pins) == NUM_PINS) {
+        PyObject *frozen = PyTuple_GET_ITEM(pins, PINS_frozen);
+        PyObject *mentions = PyTuple_GET_ITEM(pins, PINS_mentions);
+        if (PyTuple_Check(frozen) && PyTuple_GET_SIZE(frozen) == walk->frozen.count &&
+            PyBytes_Check(mentions) &&
+            PyBytes_GET_SIZE(mentions) == walk->mentions.count * (Py_ssize_t)sizeof(uint64_t)) {
+            return 0;
+        }
+    }
+    PyErr_SetString(PyExc_TypeError, "these pins do not belong to this walk");
+    return -1;
+}
+
+/* Walk: a recipe that is ready to be followed */
+
+static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
+    Walk *walk = (Walk *)self;
+    if (check_pins(walk, pins) < 0) return NULL;
+    Follower *follower = (Follower *)FollowerType.tp_alloc(&FollowerType, 0);
+    if (follower == NULL) return NULL;
+    follower->walk = (Walk *)Py_NewRef(self);
+    follower->pins = Py_NewRef(pins);
+    /* One item more than there can be arguments is never read. */
+    follower->items = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
+    follower->seen = PyMem_Calloc(walk->num_plain_steps + 1, sizeof(Seen));
+    if (follower->items == NULL || follower->seen == NULL) {
+        Py_DECREF(follower);
+        return PyErr_NoMemory();
+    }
+    PyObject *follow = PyCFunction_New(&Follower_methods[0], (PyObject *)follower);
+    Py_DECREF(follower);
+    return follow;
+}
+
+/* Whether all objects are different ones. Returns -1 with an error set. */
+static int are_distinct(const Stream *stream) {
+    const Positions objects = stream->walk->objects;
+    size_t capacity = 16;
+    while (capacity < 2 * (size_t)objects.count) capacity *= 2;
+    PyObject **known = PyMem_Calloc(capacity, sizeof(*known));
+    if (known == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int distinct = 1;
+    for (Py_ssize_t i = 0; i < objects.count && distinct; i++) {
+        PyObject *object = stream->items[objects.positions[i]];
+        size_t slot = ((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u & (capacity - 1);
+        while (known[slot] != NULL && known[slot] != object) slot = (slot + 1) & (capacity - 1);
+        distinct = known[slot] == NULL;
+        known[slot] = object;
+    }
+    PyMem_Free(known);
+    return distinct;
+}
+
+static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Walk *walk = (Walk *)self;
+    if (count != 2 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "match(pins, arguments) takes two tuples");
+        return NULL;
+    }
+    if (check_pins(walk, args[0]) < 0) return NULL;
+    Stream stream = stream_of(walk, args[0]);
+    stream.is_match = 1;
+    PyObject *mentions = PyBytes_FromStringAndSize(
+        (const char *)stream.mentions, walk->mentions.count * (Py_ssize_t)sizeof(uint64_t));
+    if (mentions == NULL) return NULL;
+    stream.mentions = (uint64_t *)PyBytes_AS_STRING(mentions);
+    PyObject *result = NULL, *found = NULL, *frozen = NULL, *traces = NULL;
+    int same = own_items(&stream);
+    if (same == 1) same = append_sequence(&stream, args[1], walk->num_arguments);
+    if (same == 1) same = finish(&stream, 0);
+    if (same == 1) same = are_distinct(&stream);
     if (same == 1) {
-        PyObject *leaves = pick(&stream, recipe_field(walk, RECIPE_leaves));
-        PyObject *objects = pick(&stream, recipe_field(walk, RECIPE_objects));
-        if (leaves != NULL && objects != NULL) result = PyTuple_Pack(2, leaves, objects);
-        Py_XDECREF(leaves);
-        Py_XDECREF(objects);
+        found = arrays_and_objects(&stream);
+        frozen = pick(&stream, walk->frozen);
+        traces = pick(&stream, walk->traces);
+        if (found && frozen && traces) {
+            result = PyTuple_Pack(4, found, frozen, mentions, traces);
+        }
     } else if (same == 0) {
         PyErr_Clear();
         result = Py_NewRef(Py_None);
     }
-    for (Py_ssize_t i = 0; i < stream.length; i++) Py_XDECREF(stream.items[i]);
-    PyMem_Free(stream.items);
+    Py_XDECREF(found);
+    Py_XDECREF(frozen);
+    Py_XDECREF(traces);
+    Py_DECREF(mentions);
+    release_items(&stream);
     return result;
 }
 
-/* Building: a recipe into places and steps. */
+/* Building: a recipe into rules and steps. */
+
+static PyObject *recipe_field(const Walk *walk, int index) {
+    return PyTuple_GET_ITEM(walk->recipe, index);
+}
 
 static int fail(const char *message) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, message);
@@ -250,17 +717,36 @@ static int fail(const char *message) {
 }
 
 /* A position of the recipe; -1 with an error set if it is out of range. */
-static Py_ssize_t position_at(const Walk *walk, PyObject *positions, Py_ssize_t i) {
+static int32_t position_at(const Walk *walk, PyObject *positions, Py_ssize_t i) {
     Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
-    if (position >= 0 && position < walk->size) return position;
+    if (position >= 0 && position < walk->size) return (int32_t)position;
     return fail("the recipe has a position that is out of range");
 }
 
-static int set_rules(Walk *walk, PyObject *positions, int rule) {
+/* Positions that all get a rule. */
+static int set_rule(Walk *walk, int field, int rule, Positions *result) {
+    PyObject *positions = recipe_field(walk, field);
+    result->positions = PyMem_Calloc(PyTuple_GET_SIZE(positions) + 1, sizeof(int32_t));
+    if (result->positions == NULL) return fail("out of memory");
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Py_ssize_t position = position_at(walk, positions, i);
+        const int32_t position = position_at(walk, positions, i);
         if (position < 0) return -1;
+        result->positions[result->count++] = position;
+        if (rule & (FROZEN | MENTION)) {
+            if (walk->rules[position] & (FROZEN | MENTION)) return fail("the recipe pins one twice");
+            walk->pins[position] = (int32_t)i;
+        }
         walk->rules[position] |= rule;
+    }
+    return 0;
+}
+
+static int set_first(Walk *walk, PyObject *first) {
+    if (PyTuple_GET_SIZE(first) != walk->mentions.count) return fail("the recipe is too short");
+    for (Py_ssize_t i = 0; i < walk->mentions.count; i++) {
+        Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GET_ITEM(first, i));
+        if (number < -1 || number > i) return fail("the recipe has a wrong mention");
+        walk->first[i] = (int32_t)number;
     }
     return 0;
 }
@@ -268,7 +754,6 @@ static int set_rules(Walk *walk, PyObject *positions, int rule) {
 static int set_types(Walk *walk, PyObject *positions, PyObject *types) {
     Py_ssize_t count = PyTuple_GET_SIZE(positions);
     if (PyTuple_GET_SIZE(types) != count) return fail("the recipe is too short");
-    if (set_rules(walk, positions, TYPED) < 0) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);
         if (!PyType_Check(type)) return fail("the recipe has a type that is not one");
@@ -277,17 +762,47 @@ static int set_types(Walk *walk, PyObject *positions, PyObject *types) {
     return 0;
 }
 
-/* Results must be kept, which identical statics are not. */
-static int check_results(Walk *walk, PyObject *positions) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Py_ssize_t position = position_at(walk, positions, i);
-        if (position < 0) return -1;
-        if (walk->rules[position] == FROZEN) return fail("the recipe returns what it does not keep");
-    }
-    return 0;
+static int is_mapping(enum kind kind) {
+    return kind == NODE || kind == DICT || kind == METADATA || kind == STATE;
 }
 
-static int add_steps(Walk *walk, PyObject *step) {
+/* The number of parts that a plain step reads; -1 with an error set. */
+static Py_ssize_t parts_of(const Step *step) {
+    if (is_mapping(step->kind)) return PyTuple_GET_SIZE(step->expected);
+    return step->kind == SEQUENCE ? PyLong_AsSsize_t(step->expected) : 1;
+}
+
+/* Adds a step that reads from `length` on, and returns the length after it; -1 with an error set.
+ * `readers` are the steps by the positions that they read. */
+static Py_ssize_t add_step(Walk *walk, long kind, int32_t position, PyObject *expected,
+                           Py_ssize_t length, int32_t *readers) {
+    PyTypeObject *type = (PyTypeObject *)walk->types[position];
+    if (type == NULL) return fail("the recipe opens an item of any type");
+    PyTypeObject *owner = owners[kind];
+    if (owner != NULL && !PyType_IsSubtype(type, owner)) {
+        return fail("the recipe looks for slots where there are none");
+    }
+    if (is_mapping(kind) && !PyTuple_Check(expected)) return fail("the recipe has no keys");
+    Step *step = &walk->steps[walk->num_steps];
+    *step = (Step){.kind = kind, .position = position, .type = type, .expected = expected,
+                   .start = (int32_t)length, .parent = readers[position]};
+    const int is_plain = kind < STATE && walk->num_plain_steps == walk->num_steps;
+    walk->num_steps++;
+    if (!is_plain) return length;
+    walk->num_plain_steps++;
+    const Py_ssize_t count = parts_of(step);
+    if (count < 0 || count > walk->size - length) return fail("the recipe is too short");
+    if (position >= length) return fail("the recipe opens an item before it is read");
+    for (Py_ssize_t i = 0; i < count; i++) readers[length + i] = (int32_t)walk->num_steps - 1;
+    if (kind == SEQUENCE && step->parent >= 0 &&
+        PyType_FastSubclass(type, Py_TPFLAGS_TUPLE_SUBCLASS)) {
+        const Step *parent = &walk->steps[step->parent];
+        step->is_fixed = is_mapping(parent->kind) || parent->is_fixed;
+    }
+    return walk->num_plain_items = length + count;
+}
+
+static Py_ssize_t add_steps(Walk *walk, PyObject *step, Py_ssize_t length, int32_t *readers) {
     long kind = PyLong_AsLong(PyTuple_GET_ITEM(step, STEP_kind));
     PyObject *positions = PyTuple_GET_ITEM(step, STEP_positions);
     PyObject *expected = PyTuple_GET_ITEM(step, STEP_expected);
@@ -295,59 +810,81 @@ static int add_steps(Walk *walk, PyObject *step) {
     if (PyTuple_GET_SIZE(positions) != PyTuple_GET_SIZE(expected)) {
         return fail("the recipe is too short");
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        Py_ssize_t position = position_at(walk, positions, i);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions) && length >= 0; i++) {
+        const int32_t position = position_at(walk, positions, i);
         if (position < 0) return -1;
-        PyTypeObject *type = (PyTypeObject *)walk->types[position];
-        if (type == NULL) return fail("the recipe opens an item of any type");
-        PyTypeObject *owner = owners[kind];
-        if (owner != NULL && !PyType_IsSubtype(type, owner)) {
-            return fail("the recipe looks for slots where there are none");
-        }
-        Step new = {kind, (int32_t)position, PyTuple_GET_ITEM(expected, i)};
-        int has_keys = kind == NODE || kind == STATE || kind == DICT || kind == METADATA;
-        if (has_keys && !PyTuple_Check(new.expected)) return fail("the recipe has no keys");
-        walk->steps[walk->num_steps++] = new;
+        length = add_step(walk, kind, position, PyTuple_GET_ITEM(expected, i), length, readers);
     }
-    return 0;
+    return length;
 }
 
-static int build(Walk *walk) {
-    PyObject *fields[NUM_RECIPE];
-    for (int i = 0; i < NUM_RECIPE; i++) {
-        fields[i] = recipe_field(walk, i);
-        int is_right = i == RECIPE_size ? PyLong_Check(fields[i]) : PyTuple_Check(fields[i]);
-        if (!is_right) return fail("expected a recipe");
-    }
-    walk->size = PyLong_AsSsize_t(fields[RECIPE_size]);
-    if (walk->size < 0 || walk->size > INT32_MAX) return fail("the recipe has a wrong size");
-    walk->num_frozen = PyTuple_GET_SIZE(fields[RECIPE_frozen]);
-    walk->num_mentions = PyTuple_GET_SIZE(fields[RECIPE_mentions]);
+/* The number of all steps; -1 with an error set. */
+static Py_ssize_t count_steps(PyObject *steps) {
     Py_ssize_t count = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fields[RECIPE_steps]); i++) {
-        PyObject *step = PyTuple_GET_ITEM(fields[RECIPE_steps], i), *positions, *expected;
-        if (!PyArg_ParseTuple(step, "OO!O!", &(PyObject *){NULL}, &PyTuple_Type, &positions,
-                              &PyTuple_Type, &expected)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
+        PyObject *positions, *expected;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "OO!O!", &(PyObject *){NULL},
+                              &PyTuple_Type, &positions, &PyTuple_Type, &expected)) {
             return -1;
         }
         count += PyTuple_GET_SIZE(positions);
     }
-    walk->rules = PyMem_Calloc(walk->size + 1, 1);
-    walk->types = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
+    return count;
+}
+
+static int build_steps(Walk *walk, PyObject *steps) {
+    Py_ssize_t count = count_steps(steps), length = walk->num_arguments;
+    if (count < 0) return -1;
     walk->steps = PyMem_Calloc(count + 1, sizeof(Step));
-    if (walk->rules == NULL || walk->types == NULL || walk->steps == NULL) {
-        PyErr_NoMemory();
+    int32_t *readers = PyMem_Malloc((walk->size + 1) * sizeof(int32_t));
+    if (walk->steps == NULL || readers == NULL) {
+        PyMem_Free(readers);
+        return fail("out of memory");
+    }
+    for (Py_ssize_t i = 0; i < walk->size; i++) readers[i] = -1;
+    walk->num_plain_items = length;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps) && length >= 0; i++) {
+        length = add_steps(walk, PyTuple_GET_ITEM(steps, i), length, readers);
+    }
+    PyMem_Free(readers);
+    if (length >= 0 && walk->num_plain_steps == walk->num_steps && length != walk->size) {
+        return fail("the recipe has a wrong size");
+    }
+    return length < 0 ? -1 : 0;
+}
+
+static int build(Walk *walk) {
+    for (int i = 0; i < NUM_RECIPE; i++) {
+        PyObject *field = recipe_field(walk, i);
+        int is_number = i == RECIPE_size || i == RECIPE_num_arguments;
+        if (!(is_number ? PyLong_Check(field) : PyTuple_Check(field))) {
+            return fail("expected a recipe");
+        }
+    }
+    walk->size = PyLong_AsSsize_t(recipe_field(walk, RECIPE_size));
+    walk->num_arguments = PyLong_AsSsize_t(recipe_field(walk, RECIPE_num_arguments));
+    if (walk->num_arguments < 0 || walk->num_arguments > walk->size || walk->size > INT32_MAX) {
+        return fail("the recipe has a wrong size");
+    }
+    walk->rules = PyMem_Calloc(walk->size + 1, 1);
+    walk->pins = PyMem_Calloc(walk->size + 1, sizeof(int32_t));
+    walk->types = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
+    walk->first = PyMem_Calloc(PyTuple_GET_SIZE(recipe_field(walk, RECIPE_mentions)) + 1,
+                               sizeof(int32_t));
+    if (!walk->rules || !walk->pins || !walk->types || !walk->first) return fail("out of memory");
+    Positions typed = {NULL};
+    int failed = set_rule(walk, RECIPE_typed, TYPED, &typed);
+    PyMem_Free(typed.positions);
+    if (failed || set_rule(walk, RECIPE_frozen, FROZEN, &walk->frozen) < 0 ||
+        set_rule(walk, RECIPE_mentions, MENTION, &walk->mentions) < 0 ||
+        set_rule(walk, RECIPE_traces, OF_TRACE, &walk->traces) < 0 ||
+        set_rule(walk, RECIPE_leaves, 0, &walk->leaves) < 0 ||
+        set_rule(walk, RECIPE_objects, 0, &walk->objects) < 0 ||
+        set_first(walk, recipe_field(walk, RECIPE_first)) < 0 ||
+        set_types(walk, recipe_field(walk, RECIPE_typed), recipe_field(walk, RECIPE_types)) < 0) {
         return -1;
     }
-    if (set_rules(walk, fields[RECIPE_frozen], FROZEN) < 0) return -1;
-    if (set_rules(walk, fields[RECIPE_mentions], MENTION) < 0) return -1;
-    if (set_types(walk, fields[RECIPE_typed], fields[RECIPE_types]) < 0) return -1;
-    if (check_results(walk, fields[RECIPE_leaves]) < 0) return -1;
-    if (check_results(walk, fields[RECIPE_objects]) < 0) return -1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fields[RECIPE_steps]); i++) {
-        if (add_steps(walk, PyTuple_GET_ITEM(fields[RECIPE_steps], i)) < 0) return -1;
-    }
-    return 0;
+    return build_steps(walk, recipe_field(walk, RECIPE_steps));
 }
 
 static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -370,9 +907,10 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 static void Walk_dealloc(PyObject *self) {
     Walk *walk = (Walk *)self;
     PyObject_GC_UnTrack(self);
-    PyMem_Free(walk->rules);
-    PyMem_Free(walk->types);
-    PyMem_Free(walk->steps);
+    void *parts[] = {walk->rules, walk->pins, walk->first, walk->types, walk->steps,
+                     walk->frozen.positions, walk->mentions.positions, walk->traces.positions,
+                     walk->leaves.positions, walk->objects.positions};
+    for (size_t i = 0; i < sizeof(parts) / sizeof(*parts); i++) PyMem_Free(parts[i]);
     Py_XDECREF(walk->recipe);
     Py_TYPE(self)->tp_free(self);
 }
@@ -383,8 +921,11 @@ static int Walk_traverse(PyObject *self, visitproc visit, void *arg) {
 }
 
 static PyMethodDef Walk_methods[] = {
-    {"follow", (PyCFunction)(void (*)(void))Walk_follow, METH_FASTCALL,
-     "The arrays and objects of an unchanged graph; None if it may have changed."},
+    {"follower", Walk_follower, METH_O,
+     "A function of the arguments of a call: the arrays and objects of the graph with these pins, "
+     "or None if it may have changed."},
+    {"match", (PyCFunction)(void (*)(void))Walk_match, METH_FASTCALL,
+     "The same for another graph of the same structure, with its pins and traces."},
     {NULL},
 };
 
@@ -434,14 +975,6 @@ static PyMethodDef module_methods[] = {
     {NULL},
 };
 
-static struct PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "nnx_sharding.core.guard._walk",
-    .m_doc = "The walk of walk.py, several times as fast.",
-    .m_size = -1,
-    .m_methods = module_methods,
-};
-
 /* Adds a tuple of names to a dict. Returns -1 with an error set. */
 static int add_names(PyObject *fields, const char *key, const char *const *names, int count) {
     PyObject *tuple = PyTuple_New(count);
@@ -453,19 +986,72 @@ static int add_names(PyObject *fields, const char *key, const char *const *names
     return failed;
 }
 
-PyMODINIT_FUNC PyInit__walk(void) {
+#if PY_VERSION_HEX >= 0x030C0000
+/* Whether setting and deleting an attribute changes the version of the watched dict of an object.
+ * Returns -1 with an error set. */
+static int tells_of_attributes(void) {
+    PyObject *type = PyObject_CallFunction((PyObject *)&PyType_Type, "s(){}", "Probe");
+    PyObject *object = type == NULL ? NULL : PyObject_CallNoArgs(type);
+    PyObject *dict = NULL;
+    int tells = -1;
+    if (object != NULL && PyObject_SetAttrString(object, "x", Py_None) == 0 &&
+        (dict = PyObject_GenericGetDict(object, NULL)) != NULL) {
+        Watched *watched = watch(dict);
+        tells = watched != NULL;
+        for (int i = 0; i < 3 && tells == 1; i++) { /* another value, none, a new one */
+            const uint64_t version = watched->version;
+            PyObject *value = i == 0 ? Py_True : i == 1 ? NULL : Py_None;
+            tells = PyObject_SetAttrString(object, "x", value) < 0 ? -1 : watched->version != version;
+        }
+        unwatch(watched);
+    }
+    Py_XDECREF(dict);
+    Py_XDECREF(object);
+    Py_XDECREF(type);
+    return tells;
+}
+#endif
+
+static int fill_module(PyObject *module) {
     static const char *const kinds[] = {KINDS(AS_NAME)}, *const step[] = {STEP(AS_NAME)};
     static const char *const recipe[] = {RECIPE(AS_NAME)}, *const pins[] = {PINS(AS_NAME)};
-    if (PyType_Ready(&WalkType) < 0) return NULL;
-    PyObject *module = PyModule_Create(&module_definition), *fields = PyDict_New();
-    if (module == NULL || fields == NULL || add_names(fields, "Kind", kinds, NUM_KINDS) < 0 ||
-        add_names(fields, "Step", step, NUM_STEP) < 0 ||
-        add_names(fields, "Recipe", recipe, NUM_RECIPE) < 0 ||
-        add_names(fields, "Pins", pins, NUM_PINS) < 0 ||
-        PyModule_AddObjectRef(module, "FIELDS", fields) < 0 ||
-        PyModule_AddObjectRef(module, "Walk", (PyObject *)&WalkType) < 0) {
-        Py_CLEAR(module);
-    }
+#if PY_VERSION_HEX >= 0x030C0000
+    if (watcher < 0) watcher = PyDict_AddWatcher(on_change);
+    if (watcher < 0) PyErr_Clear(); /* others have taken all that there are */
+    const int tells = tells_of_attributes();
+    if (tells < 0) return -1;
+    is_silent_inline = !tells;
+#endif
+    if (PyType_Ready(&WalkType) < 0 || PyType_Ready(&FollowerType) < 0) return -1;
+    PyObject *fields = PyDict_New();
+    int failed = fields == NULL || add_names(fields, "Kind", kinds, NUM_KINDS) < 0 ||
+                 add_names(fields, "Step", step, NUM_STEP) < 0 ||
+                 add_names(fields, "Recipe", recipe, NUM_RECIPE) < 0 ||
+                 add_names(fields, "Pins", pins, NUM_PINS) < 0 ||
+                 PyModule_AddObjectRef(module, "FIELDS", fields) < 0 ||
+                 PyModule_AddObjectRef(module, "Walk", (PyObject *)&WalkType) < 0;
     Py_XDECREF(fields);
-    return module;
+    return failed ? -1 : 0;
 }
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, fill_module},
+#if PY_VERSION_HEX >= 0x030C0000
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#if PY_VERSION_HEX >= 0x030D0000
+    /* Free-threaded Python turns the GIL on when this module is imported. */
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "nnx_sharding.core.guard._walk",
+    .m_doc = "The walk of walk.py, many times as fast.",
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__walk(void) { return PyModuleDef_Init(&module_definition); }

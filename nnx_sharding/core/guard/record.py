@@ -37,7 +37,7 @@ from ..structure import (
     is_leaf_treedef,
 )
 from ..unflatten import count_leaves, parts
-from .walk import OPEN, Kind, Pins, Recipe, Step, Walk, flatten_tree, ids_of
+from .walk import LATE_KINDS, OPEN, Kind, Pins, Recipe, Step, Walk, flatten_tree, ids_of
 
 
 class Guard(NamedTuple):
@@ -46,20 +46,36 @@ class Guard(NamedTuple):
     structure: Structure
     walk: Any
     pins: Pins
-    # Objects of which only the identity is known, to be replaced by weak references: the guard must
-    # be dropped with them.
-    watched: tuple[Any, ...] = ()
+    follow: Any
+
+    @classmethod
+    def of(cls, structure: Structure, walk: Any, pins: Pins) -> Guard:
+        """The guard of the graph with these pins."""
+        return cls(structure, walk, pins, walk.follower(pins))
 
     def check(self, arguments: tuple[Any, ...]) -> Flat | None:
         """The graph as ``flatten`` would split it, or None if it may have changed."""
         try:
-            found = self.walk.follow(self.pins, arguments)
+            found = self.follow(arguments)
         except Exception:  # an attribute that is gone, a comparison that raises: all are changes
             return None
         if found is None:
             return None
         leaves, objects = found
         return Flat(self.structure, leaves, objects, updatable=True)
+
+    def match(self, arguments: tuple[Any, ...]) -> tuple[Flat, Pins] | None:
+        """Another graph of the same structure, and its pins; None if these are not of it."""
+        try:
+            match = self.walk.match(self.pins, arguments)
+        except Exception:
+            return None
+        if match is None:
+            return None
+        (leaves, objects), frozen, mentions, traces = match
+        if not _compat.are_current(traces):
+            return None
+        return Flat(self.structure, leaves, objects, updatable=True), Pins(frozen, mentions)
 
 
 class _NotGuardedError(Exception):
@@ -72,11 +88,12 @@ def make_guard(
     arguments: tuple[Any, ...],
     keywords: Sequence[str],
     walks: dict[Recipe, Any],
-) -> Guard | None:
+) -> tuple[Guard, list[Any]] | None:
     """A guard for the arguments of a call, or None if there is something it cannot watch.
 
     ``keywords`` are the names of the last ``arguments``. ``walks`` are those of earlier recipes:
-    models of one class share them.
+    models of one class share them. With the guard come the static objects of which only the
+    identity is known: the guard must be dropped with them.
     """
     builder = _Builder(flat)
     try:
@@ -89,9 +106,9 @@ def make_guard(
         walk = walks.get(recipe) or walks.setdefault(recipe, Walk(recipe))
     except TypeError:  # a treedef with data that cannot be hashed
         walk = Walk(recipe)
-    guard = Guard(flat.structure, walk, pins, tuple(builder.watched.values()))
+    guard = Guard.of(flat.structure, walk, pins)
     # The graph may have changed while the guard was built.
-    return guard if guard.check(arguments) is not None else None
+    return (guard, [*builder.identities.values()]) if guard.check(arguments) is not None else None
 
 
 class _Subtree(Container):
@@ -101,6 +118,7 @@ class _Subtree(Container):
 # What the structure has for an item of the stream, and the slots of its arrays. Where the structure
 # does not say it, the item is compared with what it is.
 _AS_IT_IS = object()
+_TRACE = object()
 _Want: TypeAlias = tuple[Any, Sequence[int]]
 
 
@@ -114,10 +132,12 @@ class _Builder:
         self._steps: list[Step] = []
         self._pending: dict[Kind, list[tuple[int, Sequence[_Want]]]] = {}
         self._frozen: list[int] = []
-        self._mentions: list[int] = []
+        self._mentions: dict[int, int] = {}  # to the number of the first one of the same object
+        self._first_mentions: dict[int, int] = {}
+        self._traces: list[int] = []
         self._leaves: dict[int, int] = {}
         self._objects: dict[int, int] = {}
-        self.watched: dict[int, Any] = {}
+        self.identities: dict[int, Any] = {}
 
     def add_arguments(self, call: Call, arguments: Sequence[Any], keywords: Sequence[str]) -> None:
         """Puts the arguments of a call at the start of the stream."""
@@ -129,6 +149,7 @@ class _Builder:
         wants = chain.from_iterable(_subtrees(side, slots) for side, slots in sides)
         want_of = dict(zip(dynamic, wants, strict=True))
         want_of |= zip(static, ((child, ()) for child in self._structure.statics), strict=True)
+        self._num_arguments = len(arguments)
         names = [*range(len(arguments) - len(keywords)), *keywords]
         for name, value in zip(names, arguments, strict=True):
             child, slots = want_of[name]
@@ -137,8 +158,8 @@ class _Builder:
     def open_all(self) -> None:
         """Opens what was added, and what appears by that, until nothing is left."""
         while self._pending:
-            pending, self._pending = self._pending, {}
-            for kind, group in sorted(pending.items()):
+            kinds = sorted(self._pending.keys() - LATE_KINDS) or sorted(self._pending)
+            for kind, group in [(kind, self._pending.pop(kind)) for kind in kinds]:
                 positions = tuple(position for position, _ in group)
                 names, parts = OPEN[kind]([self._stream[position] for position in positions])
                 self._steps.append(Step(kind, positions, tuple(names)))
@@ -165,10 +186,14 @@ class _Builder:
             if Static.of(value, hold=False) != child:
                 raise _NotGuardedError
             if child.by_identity:
-                self.watched[id(value)] = value
-            (self._mentions if child.by_identity else self._frozen).append(position)
-        elif child is _AS_IT_IS:
+                self.identities[id(value)] = value
+                self._mentions[position] = -1
+            else:
+                self._frozen.append(position)
+        elif child is _AS_IT_IS or child is _TRACE:
             self._frozen.append(position)
+            if child is _TRACE:
+                self._traces.append(position)
         elif isinstance(child, Group):
             self._add_static(position, value, child)
         else:
@@ -180,6 +205,7 @@ class _Builder:
             return
         if _compat.is_node_state(value):
             self._frozen.append(position)  # as an object: its trace does not change
+            self._traces.append(position)
             for kind in (Kind.INITIALIZING, Kind.IS_SETUP):
                 self._open_later(kind, position, [(_AS_IT_IS, ())])
             return
@@ -199,7 +225,9 @@ class _Builder:
         can_update = isinstance(entry, StaticEntry) or _compat.can_update(value)
         if self._known[index] is not value or not can_update:
             raise _NotGuardedError
-        self._mentions.append(position)
+        is_pinned = isinstance(entry, StaticEntry) and entry.identity is not None
+        number = self._first_mentions.setdefault(index, len(self._mentions))
+        self._mentions[position] = -1 if is_pinned else number
         if index in self._objects:
             return
         self._objects[index] = position
@@ -212,12 +240,12 @@ class _Builder:
             wants = _in_order(metadata, _compat.get_metadata(value))
             self._open_later(Kind.METADATA, position, wants)
             self._open_later(Kind.VALUE, position, [(entry.value, slots)])
-            self._open_later(Kind.TRACE, position, [(_AS_IT_IS, ())])
+            self._open_later(Kind.TRACE, position, [(_TRACE, ())])
         elif isinstance(entry, RefEntry) and _compat.is_ref(value):
             self._leaves[slots[0]] = position
         elif isinstance(entry, StaticEntry):
             if entry.identity is not None:
-                self.watched[id(value)] = value
+                self.identities[id(value)] = value
             self._add_static(position, value, entry)
         else:
             raise _NotGuardedError
@@ -248,10 +276,13 @@ class _Builder:
             steps=tuple(self._steps),
             frozen=tuple(self._frozen),
             mentions=tuple(self._mentions),
+            first=tuple(self._mentions.values()),
+            traces=tuple(self._traces),
             typed=typed,
             types=tuple(type(stream[position]) for position in typed),
             leaves=leaves,
             objects=tuple(self._objects[index] for index in range(len(self._objects))),
+            num_arguments=self._num_arguments,
             size=len(stream),
         )
         frozen = tuple(stream[position] for position in self._frozen)

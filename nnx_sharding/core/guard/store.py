@@ -27,6 +27,7 @@ class _Entry(NamedTuple):
     guard: Guard
     plan: Plan
     key: Hashable
+    references: tuple[Any, ...]  # whose callbacks drop the record
 
 
 class _Record:
@@ -37,6 +38,20 @@ class _Record:
     def __init__(self) -> None:
         self.entries: tuple[_Entry, ...] = ()
         self.misses = 0
+
+    def add(self, entry: _Entry) -> None:
+        self.entries = (entry, *self.entries[: MAX_GUARDS - 1])
+
+    def missed(self, *, is_new: bool) -> bool:
+        """Counts a call for which no guard held; whether to make one.
+
+        A guard costs more than a call without one, which would be lost on a model that is used
+        once: unless the plan is new too, it is made when the same arguments come again. Arguments
+        that change all the time are not worth a guard each time.
+        """
+        self.misses += 1
+        often = self.misses <= 2 * MAX_GUARDS or self.misses % 64 == 0
+        return often and (is_new or self.misses > 1)
 
 
 # The types of the arguments with the names of the keyword arguments, and the ids of the modules.
@@ -54,24 +69,42 @@ class Guards:
         self._key_of = key_of or (lambda _: None)
         self._pick_modules: dict[tuple[Any, ...], Callable[[Sequence[Any]], Sequence[Any]]] = {}
         self._records: dict[_Key, _Record] = {}
+        # By types alone, for other modules of the same structure.
+        self._templates: dict[tuple[Any, ...], _Record] = {}
         self._walks: dict[Recipe, Any] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """The plan that serves a call, and its arguments as split; None if no guard holds."""
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
-            record = self._records.get(self._key(arguments, kwargs))
+            key = self._key(arguments, kwargs)
+            record = self._records.get(key)
         except TypeError:  # a class that cannot be hashed
             return None
-        if record is None:
-            return None
-        for entry in record.entries:
-            flat = entry.guard.check(arguments)
-            if flat is not None and self._key_of(flat.leaves) == entry.key:
-                if entry is not record.entries[0]:
-                    others = (other for other in record.entries if other is not entry)
-                    record.entries = (entry, *others)
-                return entry.plan, flat
+        if record is not None:
+            for entry in record.entries:
+                flat = entry.guard.check(arguments)
+                if flat is not None and self._key_of(flat.leaves) == entry.key:
+                    if entry is not record.entries[0]:
+                        others = (other for other in record.entries if other is not entry)
+                        record.entries = (entry, *others)
+                    return entry.plan, flat
+        template = self._templates.get(key[0])
+        return self._match(key, template.entries, arguments) if template is not None else None
+
+    def _match(
+        self, key: _Key, templates: Iterable[_Entry], arguments: tuple[Any, ...]
+    ) -> tuple[Plan, Flat] | None:
+        """The same for arguments that have the structure of others for which there is a guard."""
+        for template in templates:
+            match = template.guard.match(arguments)
+            if match is None or self._key_of(match[0].leaves) != template.key:
+                continue
+            flat, pins = match
+            if self._record(key).missed(is_new=False):
+                guard = Guard.of(flat.structure, template.guard.walk, pins)
+                self._add(key, guard, template.plan, flat, [x() for x in template.references])
+            return template.plan, flat
         return None
 
     def add(
@@ -84,39 +117,52 @@ class Guards:
         *,
         is_new: bool,
     ) -> None:
-        """Records which plan serves a call for which no guard held.
-
-        A guard costs about as much as two splits, which would be lost on a model that is used
-        once: unless the plan is new too, it is made when the same arguments come again.
-        """
+        """Records which plan serves a call for which no guard held."""
         arguments = (*args, *kwargs.values()) if kwargs else args
         try:
             key = self._key(arguments, kwargs)
-            record = self._records.setdefault(key, _Record())
+            record = self._record(key)
         except TypeError:
             return
-        make_room(self._records, MAX_ARGUMENTS)
-        record.misses += 1
-        # Arguments that change all the time are not worth a guard each time.
-        often = record.misses <= 2 * MAX_GUARDS or record.misses % 64 == 0
-        if not often or not (is_new or record.misses > 1):
+        if not record.missed(is_new=is_new):
             return
         if len(self._walks) >= MAX_ARGUMENTS:
             self._walks.clear()
         shared = flat._replace(structure=plan.structure)  # equal, but there is only one
-        guard = make_guard(call, shared, arguments, tuple(kwargs), self._walks)
-        if guard is None:
+        made = make_guard(call, shared, arguments, tuple(kwargs), self._walks)
+        if made is None:
             record.misses += 2 * MAX_GUARDS
             return
+        guard, identities = made
+        self._add(key, guard, plan, flat, identities)
+        templates, types = self._templates, key[0]
+        references = tuple(_watch(identities, lambda _: templates.pop(types, None)))
+        template = guard._replace(follow=None)  # which knows the dicts of this one model
+        entry = _Entry(template, plan, self._key_of(flat.leaves), references)
+        templates.setdefault(types, _Record()).add(entry)
+        make_room(templates, MAX_ARGUMENTS)
+
+    def _add(
+        self, key: _Key, guard: Guard, plan: Plan, flat: Flat, identities: Iterable[Any]
+    ) -> None:
         records = self._records  # and not the guards, which would then live as long as the module
-        watched = _watch((*_modules(plan, flat), *guard.watched), lambda _: records.pop(key, None))
-        key_of_plan = self._key_of(flat.leaves)
-        entry = _Entry(guard._replace(watched=tuple(watched)), plan, key_of_plan)
-        record.entries = (entry, *record.entries[: MAX_GUARDS - 1])
+        objects = (*_modules(plan, flat), *identities)
+        references = tuple(_watch(objects, lambda _: records.pop(key, None)))
+        self._record(key).add(_Entry(guard, plan, self._key_of(flat.leaves), references))
+
+    def _record(self, key: _Key) -> _Record:
+        record = self._records.setdefault(key, _Record())
+        make_room(self._records, MAX_ARGUMENTS)
+        return record
+
+    def drop(self, plan: Plan) -> None:
+        """Forgets a plan that is no longer kept, for models that have not been called with it."""
+        for record in [*self._templates.values()]:
+            record.entries = tuple(entry for entry in record.entries if entry.plan is not plan)
 
     def clear(self) -> None:
         """Forgets all."""
-        for table in (self._pick_modules, self._records, self._walks):
+        for table in (self._pick_modules, self._records, self._templates, self._walks):
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:

@@ -4,7 +4,7 @@ All that the walk meets goes into one flat list, the stream: first the arguments
 hold, then what that holds. A recipe says what is opened and how each item is compared.
 
 There are two implementations of one class: this one, whose loops all run in C, and ``_walk.c``,
-which is about ten times as fast and is used where it was compiled. They must agree.
+which reads only what has changed and is used where it was compiled. They must agree.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ class Kind(enum.IntEnum):
     """What a step opens, what that adds to the stream, and what else is compared."""
 
     NODE = 0  # a module or a static object: the values of its attributes; their names
-    STATE = 1  # an nnx.State: its values; its keys
-    DICT = 2  # a dict: its values; its keys
-    METADATA = 3  # a Variable: the values of its metadata; their names
-    VALUE = 4  # a Variable: its value
-    TRACE = 5  # a Variable: the trace that it belongs to
-    INITIALIZING = 6  # what Flax notes on a module while it is set up: a flag
-    IS_SETUP = 7  # the other flag
-    SEQUENCE = 8  # a tuple or list: its items; its length
+    DICT = 1  # a dict: its values; its keys
+    METADATA = 2  # a Variable: the values of its metadata; their names
+    VALUE = 3  # a Variable: its value
+    TRACE = 4  # a Variable: the trace that it belongs to
+    INITIALIZING = 5  # what Flax notes on a module while it is set up: a flag
+    IS_SETUP = 6  # the other flag
+    SEQUENCE = 7  # a tuple or list: its items; its length
+    STATE = 8  # an nnx.State: its values; its keys
     TREE = 9  # another pytree: its leaves and the data of its node types; its treedef
     STATIC = 10  # another static object: its parts; its kind
+
+
+# Reading these runs Python code, so they come after all others: those are faster by themselves.
+LATE_KINDS = frozenset({Kind.STATE, Kind.TREE, Kind.STATIC})
 
 
 class Step(NamedTuple):
@@ -59,10 +63,13 @@ class Recipe(NamedTuple):
     steps: tuple[Step, ...]
     frozen: Positions  # of statics that are compared by value
     mentions: Positions  # of objects, each as often as it is mentioned
+    first: tuple[int, ...]  # for each mention, the first one of this object; -1 for one object only
+    traces: Positions  # of those frozen that say to which trace the graph belongs
     typed: Positions  # of items whose type is compared: all that are opened, and the arrays
     types: tuple[type, ...]  # of these
     leaves: Positions  # of the arrays, by slot
     objects: Positions  # of the first mention of each object, by index
+    num_arguments: int
     size: int  # of the stream
 
 
@@ -71,6 +78,15 @@ class Pins(NamedTuple):
 
     frozen: tuple[Any, ...]
     mentions: bytes  # the ids of the objects, as in memory
+
+
+class Match(NamedTuple):
+    """Another graph of the structure of a recipe."""
+
+    found: tuple[Sequence[Any], Sequence[Any]]  # arrays and objects
+    frozen: tuple[Any, ...]
+    mentions: bytes
+    traces: Sequence[Any]  # which its traces are, for the caller to compare
 
 
 # What must be equal for each of some items, and what is appended to the stream for all of them.
@@ -133,22 +149,62 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
 class PythonWalk:
     """A recipe, ready to be followed."""
 
-    __slots__ = ("_frozen", "_leaves", "_mentions", "_objects", "_steps", "_typed", "_types")
-
     def __init__(self, recipe: Recipe):
         self._steps = [
             (OPEN[kind], picker(positions), list(expected))
             for kind, positions, expected in recipe.steps
         ]
-        self._types = recipe.types
-        self._typed, self._frozen, self._mentions, self._leaves, self._objects = map(
-            picker, (recipe.typed, recipe.frozen, recipe.mentions, recipe.leaves, recipe.objects)
+        self._types, self._first = recipe.types, recipe.first
+        self._typed, self._frozen, self._mentions = map(
+            picker, (recipe.typed, recipe.frozen, recipe.mentions)
+        )
+        self._leaves, self._objects, self._traces = map(
+            picker, (recipe.leaves, recipe.objects, recipe.traces)
         )
 
-    def follow(
-        self, pins: Pins, arguments: tuple[Any, ...]
+    def follower(self, pins: Pins) -> Callable[[tuple[Any, ...]], Any]:
+        """A function of the arguments of a call: arrays and objects of the graph with these pins.
+
+        It returns None, or raises any error, if the graph may have changed.
+        """
+        return functools.partial(self._follow, pins.frozen, _numbers(pins.mentions))
+
+    def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
+        """Another graph of the same structure; None, or any error, if these are not of it."""
+        stream = self._stream(arguments)
+        if stream is None:
+            return None
+        frozen, traces, objects = (
+            [*pick(stream)] for pick in (self._frozen, self._traces, self._objects)
+        )
+        of_traces = {*map(id, traces)}
+        pairs = zip(frozen, pins.frozen, strict=True)
+        if not all(id(one) in of_traces or same_value(one, two) for one, two in pairs):
+            return None
+        ids = [*map(id, self._mentions(stream))]
+        sources = zip(self._first, _numbers(pins.mentions), strict=True)
+        if ids != [pin if first < 0 else ids[first] for first, pin in sources]:
+            return None
+        if len({*map(id, objects)}) != len(objects):
+            return None
+        return Match((self._leaves(stream), objects), tuple(frozen), _packed(ids), traces)
+
+    def _follow(
+        self, pins: Sequence[Any], mentions: list[int], arguments: tuple[Any, ...]
     ) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        """The arrays and objects of an unchanged graph; None, or any error, if it has changed."""
+        stream = self._stream(arguments)
+        if stream is None:
+            return None
+        frozen = self._frozen(stream)
+        is_same = all(map(operator.is_, frozen, pins))  # which is nearly always so
+        if not is_same and not all(map(same_value, frozen, pins)):
+            return None
+        if [*map(id, self._mentions(stream))] != mentions:
+            return None
+        return self._leaves(stream), self._objects(stream)
+
+    def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
+        """All items; None if one has other names, another length or another type."""
         stream = list(arguments)
         for open_items, pick, expected in self._steps:
             names, parts = open_items(pick(stream))
@@ -157,18 +213,21 @@ class PythonWalk:
             stream += parts
         if not all(map(operator.is_, map(type, self._typed(stream)), self._types)):
             return None
-        frozen = self._frozen(stream)
-        is_same = all(map(operator.is_, frozen, pins.frozen))  # which is nearly always so
-        if not is_same and not all(map(same_value, frozen, pins.frozen)):
-            return None
-        if [*map(id, self._mentions(stream))] != array.array("Q", pins.mentions).tolist():
-            return None
-        return self._leaves(stream), self._objects(stream)
+        return stream
+
+
+def _packed(numbers: Iterable[int]) -> bytes:
+    """Numbers of 64 bits, as in memory."""
+    return array.array("Q", numbers).tobytes()
+
+
+def _numbers(packed: bytes) -> list[int]:
+    return array.array("Q", packed).tolist()
 
 
 def ids_of(objects: Sequence[Any]) -> bytes:
-    """The ids of objects as numbers of 64 bits."""
-    return array.array("Q", map(id, objects)).tobytes()
+    """The ids of objects, as in memory."""
+    return _packed(map(id, objects))
 
 
 def same_value(value: Any, other: Any) -> bool:
