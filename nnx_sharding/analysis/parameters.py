@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._late import late
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, VariableEntry, container_keys
 from ..fitting import axes_of
@@ -137,10 +136,6 @@ class ParameterTable(list[ParameterRow], Pictured):
 
     def __str__(self) -> str:
         return format_table(self)
-
-    def _repr_html_(self) -> str:
-        html: str = late("report.page.fragment", "parameters_html")(self)
-        return html
 
 
 def parameter_table(tree: Any) -> ParameterTable:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..report.changes import diff, load
-from ..report.comparison import Comparison, Failure
+from ..report.changes import diff
+from ..report.comparison import Comparison, Failure, load
 from ..report.program import ProgramReport
 from .options import UsageError, percentage, say_error
 from .programs import add_outputs, write

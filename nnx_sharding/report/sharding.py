@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -14,10 +14,10 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._late import late
-from ..analysis import parameters, tables
+from ..analysis import parameters
 from ..analysis.device_bytes import device_bytes
 from ..analysis.json_codec import as_data
+from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import locate
@@ -56,8 +56,8 @@ class ShardingRow(parameters.ParameterRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardingReport:
-    """The result of :func:`check_sharding`; ``str`` formats it as a table.
+class ShardingReport(Pictured):
+    """The result of :func:`check_sharding`; ``print`` and notebooks show it as a table.
 
     Attributes:
       mesh: the sizes of the mesh axes by name; empty without a mesh.
@@ -105,38 +105,36 @@ class ShardingReport:
         Raises:
           ValueError: there are problems; all are in the message.
         """
-        lines = [*self.problems, *(self.warnings if strict else ())]
+        lines = [f"  {line}" for line in (*self.problems, *(self.warnings if strict else ()))]
         if lines:
-            raise ValueError("the sharding does not fit the model:\n" + _indented(lines))
+            raise ValueError("the sharding does not fit the model:\n" + "\n".join(lines))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as data for JSON, in an order that is always the same."""
-        return {field.name: _data(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        data: dict[str, Any] = as_data(self, _plain)
+        for row in data["rows"]:
+            for name in ("memory_kind", "donated", "used"):  # of programs
+                del row[name]
+        return data
 
     def to_json(self) -> str:
         """:meth:`as_dict` as text, to be kept and compared."""
         return json.dumps(self.as_dict(), indent=2)
 
-    def _repr_html_(self) -> str:
-        html: str = late("report.page.fragment", "sharding_html")(self)
-        return html
-
-    def __str__(self) -> str:
-        header = ("rule", *parameters.HEADER)
+    def _pictures(self, width: int) -> Iterable[Any]:
         per_device = sum(row.bytes_per_device for row in self.rows)
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
+        yield table(("rule", *parameters.HEADER), map(_cells, self.rows), numbers=2, footer=total)
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
-        table = tables.table(header, map(_cells, self.rows), numbers=2, footer=total)
-        text = (
-            f"{tables.drawn(table)}\n"
+        yield text(
             f"mesh {sizes or 'unknown'}; fully replicated: {self.replicated_bytes} bytes "
             f"({self.replicated_fraction:.1%}); the fullest device holds "
-            f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean\nrules:\n"
-            + _indented([f"{number} {name}" for number, name in enumerate(self.rules)])
+            f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean"
         )
-        for title, lines in (("problems", self.problems), ("warnings", self.warnings)):
-            text += f"\n{title}:\n{_indented(lines)}" if lines else ""
-        return printable(text, kept="\n")
+        yield text("rules:")
+        yield from (text(f"  {number} {name}") for number, name in enumerate(self.rules))
+        for title, lines in (("problems:", self.problems), ("warnings:", self.warnings)):
+            yield from (text(line) for line in [title, *(f"  {line}" for line in lines)] if lines)
 
 
 @_compat.api_boundary
@@ -315,22 +313,7 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
     return ("-" if row.rule is None else str(row.rule), path, shape, dtype, changed, *rest)
 
 
-def _data(value: Any) -> Any:
-    """A value as data for JSON, the same in each process; a sharding on a mesh as its spec."""
-    if isinstance(value, ShardingRow):
-        of_programs = ("sharding", "memory_kind", "donated", "used")
-        names = (f.name for f in dataclasses.fields(value) if f.name not in of_programs)
-        return {name: _data(getattr(value, name)) for name in names}
+def _plain(value: Any) -> Any:
+    """What is not data, the same in each process; a sharding on a mesh as its spec."""
     value = value.spec if isinstance(value, NamedSharding) else value
-    if isinstance(value, Mapping):
-        return {str(key): _data(item) for key, item in value.items()}
-    if isinstance(value, PartitionSpec):
-        return as_data(value)
-    if isinstance(value, tuple | list):
-        return list(map(_data, value))
-    is_plain = value is None or isinstance(value, int | float)
-    return value if is_plain else _ADDRESS.sub("", str(value))
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
+    return value if isinstance(value, PartitionSpec) else _ADDRESS.sub("", str(value))

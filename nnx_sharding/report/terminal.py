@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..analysis.parameters import ParameterRow, ParameterTable, parameter_table
-from .changes import from_dict
-from .comparison import Comparison
+from .comparison import load
 from .grids import array_pictures, mesh_pictures
 from .program import MeshDescription, ProgramReport
 
@@ -121,7 +120,8 @@ def show_report(report: Any, *, console: Console | None = None) -> None:
     """Prints the summary of a report with its mesh, or the table of a comparison.
 
     Args:
-      report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one as a dictionary.
+      report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
+        in a file.
       console: where to print; None for the standard output.
 
     Raises:
@@ -137,10 +137,7 @@ def show_report(report: Any, *, console: Console | None = None) -> None:
       increment: 1 × cpu, no mesh
       ...
     """
-    report = from_dict(report) if isinstance(report, dict) else report
-    if not isinstance(report, ProgramReport | Comparison):
-        raise TypeError(f"expected a report, a comparison or its dictionary, got {report!r}.")
-    console = _console(console)
+    report, console = load(report), _console(console)
     console.print(report)
     if isinstance(report, ProgramReport) and report.mesh is not None:
         console.print()
