@@ -197,9 +197,7 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
         memory=compiled.memory(),
-        cost=Costs(
-            compiled.lowered_cost(), cost, None if cost is None else with_loops(cost, module)
-        ),
+        cost=Costs(compiled.lowered_cost(), cost, executed),
         collectives=collectives_of(module, mesh),
         roofline=None,
         hlo=hlo,
