@@ -25,10 +25,12 @@ exit code: 0 if nothing changed; 1 if something did, or with --fail-above if fig
 2 if a file cannot be read or the command line is wrong"""
 
 
-def add_parser(add_command: Any) -> None:
+def add_commands(subparsers: Any) -> None:
     """Adds the parser of this command."""
     summary = "show what changed between two reports or comparisons"
-    parser = add_command("diff", run, help=summary, description=_DESCRIPTION, epilog=_EPILOG)
+    texts = {"help": summary, "description": _DESCRIPTION, "epilog": _EPILOG}
+    parser = subparsers.add_parser("diff", **texts)
+    parser.set_defaults(run=run)
     add = parser.add_argument
     add("before", metavar="BEFORE.json", help="the report or comparison before")
     add("after", metavar="AFTER.json", help="the one after, of the same kind")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -152,9 +152,8 @@ def check_sharding(
         A Variable with several paths counts under the first one.
       sharding: the rules. Inside each module paths start at the module, as in ``nnx``.
       mesh: the mesh of partition specs, abstract or not; None for the one in context.
-      on_indivisible: what to do with specs that do not divide a shape, as in
-        :func:`~nnx_sharding.jit`: with ``"error"`` they are problems, and the row shows the result
-        of ``"drop"``. None for that of ``sharding``, else ``"error"``.
+      on_indivisible: as in :func:`~nnx_sharding.jit`; with ``"error"`` the row shows the result of
+        ``"drop"``. None for that of ``sharding``, else ``"error"``.
 
     Returns:
       The report. Where no rule matches or a spec cannot be used, the array counts as replicated;
@@ -192,10 +191,32 @@ def check_sharding(
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
     decisions = list(_decisions(flat, sharding))
     action = on_indivisible or sharding.on_indivisible or "error"
-    strict, kept = action == "error", "drop" if action == "error" else action
-    fit = functools.cache(functools.partial(_fit, mesh=mesh, on_indivisible=kept))
-    pairs = [pair for decision in decisions for pair in _rows(flat, decision, rules, fit, strict)]
-    rows = tuple(row for row, _ in pairs)
+    rows: list[ShardingRow] = []
+    indivisible = []
+    fit = functools.cache(
+        functools.partial(_fit, mesh=mesh, action="drop" if action == "error" else action)
+    )
+    for decision in decisions:
+        rule, declared = next(iter(decision.matches), None), decision.declared
+        for path, array in parameters.arrays_at(flat, decision.location, decision.path):
+            present = getattr(array, "sharding", None)
+            is_placed = rule is not None and isinstance(present, NamedSharding)
+            fitted = fit(present if is_placed and declared is None else declared, array.shape)
+            corrected = fitted.corrections and action == "error"
+            row = parameters.row_of(
+                ShardingRow,
+                path,
+                array,
+                fitted.sharding,
+                rule=rule,
+                rule_text=None if rule is None else rules[rule],
+                declared=declared,
+                why="no rule matches" if rule is None else fitted.reasons or None,
+                is_fault=rule is None or bool(fitted.problems or corrected),
+            )
+            rows.append(row)
+            if fitted.is_indivisible:
+                indivisible.append(path)
     idle = shadowed(len(rules), (decision.matches for decision in decisions))
     keys = {key for decision in decisions for key in decision.below}
     total = sum(row.bytes_total for row in rows)
@@ -205,9 +226,9 @@ def check_sharding(
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
         rules=rules,
-        rows=rows,
+        rows=tuple(rows),
         unmatched=tuple(row.path for row in rows if row.rule is None),
-        on_indivisible=tuple(row.path for row, fit in pairs if fit.is_indivisible),
+        on_indivisible=tuple(indivisible),
         unused=tuple(number for number, by in idle.items() if not by),
         shadowed={number: by for number, by in idle.items() if by},
         bytes_total=total,
@@ -246,37 +267,11 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
             yield _Decision(location, path, below, matches, declared)
 
 
-def _rows(
-    flat: Flat, decision: _Decision, rules: Sequence[str], fit: Callable[..., Fit], strict: bool
-) -> Iterator[tuple[ShardingRow, Fit]]:
-    rule = next(iter(decision.matches), None)
-    for path, array in parameters.arrays_at(flat, decision.location, decision.path):
-        present = getattr(array, "sharding", None)
-        is_placed = rule is not None and isinstance(present, NamedSharding)
-        declared = decision.declared
-        fitted = fit(present if is_placed and declared is None else declared, tuple(array.shape))
-        is_fault = rule is None or bool(fitted.problems or (fitted.corrections and strict))
-        yield (
-            parameters.row_of(
-                ShardingRow,
-                path,
-                array,
-                fitted.sharding,
-                rule=rule,
-                rule_text=None if rule is None else rules[rule],
-                declared=declared,
-                why="no rule matches" if rule is None else fitted.reasons or None,
-                is_fault=is_fault,
-            ),
-            fitted,
-        )
-
-
-def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, on_indivisible: Any) -> Fit:
+def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:
     """How a sharding fits a shape, with the final sharding: replicated where it cannot be used."""
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
-    fit = fit_sharding(declared, mesh, shape, on_indivisible=on_indivisible)
+    fit = fit_sharding(declared, mesh, shape, on_indivisible=action)
     if isinstance(fit.sharding, PartitionSpec) and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
