@@ -23,7 +23,7 @@ function remark(key, report, limit) {
 function strategyColumns(data, rows, show) {
   /** A column of a figure, with a remark and a bar; the best strategy is marked. */
   const rated = ([key, label, number, of]) => {
-    const value = ({ report }) => of(report);
+    const value = ({ report }) => (isSet(report.error) ? null : of(report));
     const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
     const cell = ({ name, report }) => {
       const star = data.best[key] === name && " ★ best";
