@@ -45,7 +45,7 @@ class Collective:
       bytes_sent: what one device sends to others in one run; of devices that differ, the most.
       group_size: how many devices take part together; of groups that differ, the most.
       num_groups: how many such groups there are.
-      axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1. None
+      axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1; None
         if no set of axes has these groups, or the mesh is not known.
       in_loop: whether it is in a loop.
       times: how often it runs in one call; each branch of a conditional counts as taken. None in
@@ -158,15 +158,9 @@ def axes_text(axes: MeshAxes) -> str:
 
 
 def _cells(one: Collective) -> tuple[str, ...]:
-    return (
-        one.kind,
-        axes_text(one.axes),
-        bytes_text(one.bytes),
-        bytes_text(one.bytes_sent),
-        "?" if one.times is None else str(one.times),
-        one.operation or "",
-        one.source or "",
-    )
+    sizes = bytes_text(one.bytes), bytes_text(one.bytes_sent)
+    times = "?" if one.times is None else str(one.times)
+    return one.kind, axes_text(one.axes), *sizes, times, one.operation or "", one.source or ""
 
 
 def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:

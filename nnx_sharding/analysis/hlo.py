@@ -83,17 +83,12 @@ class Instruction(NamedTuple):
         count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
         return int(count[1]) if count else None
 
-    def calls(self) -> list[tuple[str, str]]:
-        """The computations that it runs, each with the attribute that names it."""
-        if not _MAY_CALL.search(self.rest):
-            return []
-        return [
-            (attribute, name.lstrip("%"))
-            for attribute, text in self.attributes.items()
-            if attribute in _CALLS
-            for name in re.split(r"[\s,{}]+", text)
-            if name
-        ]
+    def calls(self) -> Iterator[tuple[str, str]]:
+        """The computations that it runs, each after the attribute that names it."""
+        if _MAY_CALL.search(self.rest):
+            for attribute, text in self.attributes.items():
+                if attribute in _CALLS:
+                    yield from ((attribute, name) for name in re.findall(r"[^\s,{}%]+", text))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,18 +101,11 @@ class Computation:
 
 
 class Runs(NamedTuple):
-    """How often a computation runs in one call of the program.
+    """How often a computation runs in one call of the program."""
 
-    Attributes:
-      times: how often; each branch of a conditional counts as taken. None in a loop of unknown
-        length.
-      in_loop: whether it is in a loop.
-      is_fused: whether it is part of a single operation: a fusion, or what a reduction applies.
-    """
-
-    times: int | None
+    times: int | None  # each branch of a conditional counts as taken; None if it is unknown
     in_loop: bool
-    is_fused: bool
+    is_fused: bool  # part of a single operation: a fusion, or what a reduction applies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,25 +147,22 @@ class Module:
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
         """The lines that it was made from, as (file, line), innermost first."""
         metadata = instruction.attributes.get("metadata", "")
-        frame = re.search(r"stack_frame_id=(\d+)", metadata)
-        if frame:
-            return self._frames(int(frame[1]))
-        file = re.search(r'source_file="([^"]*)"', metadata)
-        line = re.search(r"source_line=(\d+)", metadata)
-        return [(file[1], int(line[1]))] if file and line else []
-
-    def _frames(self, frame: int) -> list[tuple[str, int]]:
+        innermost = re.search(r"stack_frame_id=(\d+)", metadata)
+        if innermost is None:
+            file = re.search(r'source_file="([^"]*)"', metadata)
+            line = re.search(r"source_line=(\d+)", metadata)
+            return [(file[1], int(line[1]))] if file and line else []
         files, locations, frames = self._tables
-        lines: dict[int, tuple[str, int] | None] = {}  # by frame
+        lines: dict[int, tuple[str | None, int]] = {}  # by frame
+        frame = int(innermost[1])
         while frame in frames and frame not in lines:
             location, parent = frames[frame]
-            file, line = locations.get(location, (0, 0))
-            lines[frame] = (files[file], line) if file in files else None
-            frame = parent
-        return [line for line in lines.values() if line is not None]
+            number, at = locations.get(location, (0, 0))
+            lines[frame], frame = (files.get(number), at), parent
+        return [(name, at) for name, at in lines.values() if name is not None]
 
     @functools.cached_property
-    def _tables(self) -> tuple[dict[int, str], dict[int, Pair], dict[int, Pair]]:
+    def _tables(self) -> tuple[dict[int, str], dict[int, _Pair], dict[int, _Pair]]:
         """File names, locations as (file, line), and frames as (location, parent), by number."""
         head, _, tables = self.head.partition("\nFunctionNames")
         files = {int(n): name for n, name in _FILE.findall(head)}
@@ -189,7 +174,7 @@ class Module:
         return files, locations, frames
 
 
-Pair: TypeAlias = tuple[int, int]
+_Pair: TypeAlias = tuple[int, int]
 
 
 def parse(text: str) -> Module:

@@ -8,14 +8,9 @@ const titled = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", "
 const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.times ?? 1);
 const totalSent = ({ collectives }) => sum(collectives, bytesSent);
 
-function rooflineTimes({ roofline }) {
-  const kinds = roofline ? ["compute", "memory", "interconnect"] : [];
-  return kinds.map((kind) => [kind, roofline[`${kind}_s`]]);
-}
-function rooflineSeconds(report) {
-  const known = rooflineTimes(report).flatMap(([, seconds]) => (isNumber(seconds) ? seconds : []));
-  return known.length ? Math.max(...known) : null;
-}
+const RESOURCES = ["compute", "memory", "interconnect"];
+const rooflineSeconds = ({ roofline }) =>
+  roofline && Math.max(...RESOURCES.map((kind) => roofline[`${kind}_s`] ?? 0));
 
 // The figures that matter most: key, label, format, and how they are read from a report.
 const FIGURES = [
@@ -68,13 +63,12 @@ function costSection({ cost }) {
   return section("cost", "Cost", table.node, note(notes.join(" ")));
 }
 
-function rooflineSection(report) {
-  const { roofline } = report;
+function rooflineSection({ roofline }) {
   if (!roofline) return null;
-  const entries = rooflineTimes(report).map(([kind, seconds]) => {
+  const entries = RESOURCES.map((kind) => {
     const isBound = kind === roofline.bound_by;
     const label = isBound ? el("strong", `${titled(kind)} (the bound)`) : titled(kind);
-    return [label, seconds, isBound && "strong"];
+    return [label, roofline[`${kind}_s`], isBound && "strong"];
   });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
   const [href, text] = [roofline.source, "Figures of the device"];
