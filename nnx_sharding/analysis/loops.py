@@ -23,14 +23,10 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 
 
 def with_loops(cost: Cost, module: Module) -> Cost:
-    """The cost with the body of each loop counted as often as it runs.
+    """XLA's estimate for a program with the body of each loop counted as often as it runs.
 
     Added are the flops of matrix products and convolutions, and the bytes of all operations. A
     slice of an array counts for itself, not for the array. Loops of unknown length count once.
-
-    Args:
-      cost: the estimate of XLA.
-      module: the compiled program.
     """
     flops = accessed = 0
     for computation in module.computations:

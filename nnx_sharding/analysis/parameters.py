@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, VariableEntry, container_keys
@@ -296,3 +296,19 @@ def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
     meshes = Counter(s.mesh for s in named if isinstance(s.mesh, Mesh) and s.mesh.axis_names)
     return meshes.most_common(1)[0][0] if meshes else None
+
+
+def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
+    """The bytes on each device, by its id or by its position in an abstract mesh."""
+    sums: Counter[Sharding] = Counter()
+    for row in rows:
+        if row.sharding is not None:
+            sums[row.sharding] += row.bytes_per_device
+    held: Counter[int] = Counter()
+    for sharding, size in sums.items():
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            held.update(dict.fromkeys(range(sharding.num_devices), size))
+        else:
+            devices: set[Any] = sharding.device_set
+            held.update({device.id: size for device in devices})
+    return dict(sorted(held.items()))

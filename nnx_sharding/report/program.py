@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import flax
 import jax
@@ -25,8 +25,6 @@ from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text
 from .json_form import JsonForm
-
-DeviceIds: TypeAlias = Any  # numbers, nested like the mesh
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class MeshDescription:
 
     axes: Mapping[str, int]
     axis_types: Mapping[str, str]
-    device_ids: DeviceIds
+    device_ids: Any
 
     def __post_init__(self) -> None:
         if self.device_ids is None:

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis import parameters
-from ..analysis.device_bytes import device_bytes
 from ..analysis.json_codec import as_data
 from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable
@@ -221,7 +220,7 @@ def check_sharding(
     keys = {key for decision in decisions for key in decision.below}
     total = sum(row.bytes_total for row in rows)
     replicated = sum(row.bytes_total for row in rows if is_replicated(row))
-    held = tuple(device_bytes(rows).values())
+    held = tuple(parameters.device_bytes(rows).values())
     corrections = [str(row) for row in rows if row.why and not row.is_fault]
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},

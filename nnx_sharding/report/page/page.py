@@ -26,9 +26,8 @@ _SCRIPT = (
 def html_page(report: Any, title: str | None = None) -> str:
     """Draw a report, or a comparison of several, as one self-contained HTML page.
 
-    The page fetches nothing and can be sent as a single file. It shows the mesh, the parameters
-    by mesh axis, memory, cost, collectives and the text of the program, with search and sort.
-    Without JavaScript it shows a summary. Names from the report are never parsed as HTML.
+    The page fetches nothing, and shows a summary without JavaScript. Names from the report are
+    never parsed as HTML.
 
     Args:
       report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
@@ -85,8 +84,7 @@ def write_html(path: str | os.PathLike[str], report: Any, title: str | None = No
       ValueError: as :func:`html_page`; nothing is written then.
       OSError: the file cannot be written.
     """
-    page = html_page(report, title)
-    Path(path).write_text(page, encoding="utf-8")
+    Path(path).write_text(html_page(report, title), encoding="utf-8")
 
 
 def _made_with(report: ProgramReport) -> str:
