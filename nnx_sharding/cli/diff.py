@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..report.changes import diff
-from ..report.comparison import Comparison, Failure, load
-from ..report.program import ProgramReport
+from ..report.changes import by_strategy, diff
+from ..report.comparison import Comparison, load
 from .options import UsageError, percentage, say_error
 from .programs import add_outputs, write
 
@@ -48,7 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         changes = diff(before, after, threshold=arguments.threshold)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
-    write(arguments, changes, _side_by_side(before, after))
+    side_by_side = {
+        f"{name} ({side})" if name else side: report
+        for side, value in (("before", before), ("after", after))
+        for name, report in by_strategy(value).items()
+    }
+    write(arguments, changes, Comparison(side_by_side, getattr(before, "memory_limit", None)))
     if arguments.fail_above is None:
         return int(bool(changes))
     grown = changes.grown(arguments.fail_above)
@@ -58,16 +62,3 @@ def run(arguments: argparse.Namespace) -> int:
         strategy = f"{change.strategy}: " if change.strategy else ""
         say_error(f"  {strategy}{change}")
     return int(bool(grown))
-
-
-def _side_by_side(
-    before: ProgramReport | Comparison, after: ProgramReport | Comparison
-) -> Comparison:
-    """The reports of both, for the page."""
-    reports: dict[str, ProgramReport | Failure] = {}
-    for side, value in (("before", before), ("after", after)):
-        if isinstance(value, ProgramReport):
-            reports[side] = value
-        else:
-            reports |= {f"{name} ({side})": report for name, report in value.reports.items()}
-    return Comparison(reports, before.memory_limit if isinstance(before, Comparison) else None)

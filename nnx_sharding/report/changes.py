@@ -161,7 +161,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
             f"diff needs two reports or two comparisons; before is a {type(old).__name__}, after "
             f"a {type(new).__name__}."
         )
-    olds, news = _by_strategy(old), _by_strategy(new)
+    olds, news = by_strategy(old), by_strategy(new)
     changes = [
         change
         for name in dict.fromkeys([*olds, *news])
@@ -178,7 +178,8 @@ def _check_threshold(threshold: float) -> None:
         raise ValueError(f"threshold is a fraction such as 0.05, from 0 on, not {threshold!r}.")
 
 
-def _by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramReport | Failure]:
+def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramReport | Failure]:
+    """The reports by strategy; a single report under the empty name."""
     return {"": source} if isinstance(source, ProgramReport) else source.reports
 
 

@@ -5,7 +5,7 @@ All functions print to the ``rich.console.Console`` that is given, else to the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -41,7 +41,8 @@ def show_parameters(tree: Any, *, console: Console | None = None) -> None:
       total                               64.0 KiB  64.0 KiB
     """
     is_table = isinstance(tree, list) and all(isinstance(row, ParameterRow) for row in tree)
-    _print([ParameterTable(tree) if is_table else parameter_table(tree)], console)
+    table = ParameterTable(tree) if is_table else parameter_table(tree)
+    _print(lambda _: [table], console)
 
 
 def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> None:
@@ -61,7 +62,7 @@ def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> N
        data 0    0        1        2        3
        data 1    4        5        6        7
     """
-    _print(mesh_pictures(MeshDescription.of(mesh)), console)
+    _print(lambda _: mesh_pictures(MeshDescription.of(mesh)), console)
 
 
 def show_array(
@@ -109,8 +110,7 @@ def show_array(
         sharding = NamedSharding(mesh, sharding)
     if not isinstance(sharding, Sharding):
         raise ValueError("the array has no sharding. Pass sharding=..., and mesh=... for a spec.")
-    console = _console(console)
-    _print(array_pictures(shape, sharding, console.width), console)
+    _print(lambda width: array_pictures(shape, sharding, width), console)
 
 
 def show_report(report: Any, *, console: Console | None = None) -> None:
@@ -138,16 +138,13 @@ def show_report(report: Any, *, console: Console | None = None) -> None:
     pictures = [report]
     if isinstance(report, ProgramReport) and report.mesh is not None:
         pictures += ["", *mesh_pictures(report.mesh)]
-    _print(pictures, console)
+    _print(lambda _: pictures, console)
 
 
-def _print(pictures: Iterable[Any], console: Console | None) -> None:
-    console = _console(console)
-    for picture in pictures:
-        console.print(picture)
-
-
-def _console(console: Console | None) -> Console:
+def _print(pictures: Callable[[int], Iterable[Any]], console: Console | None) -> None:
+    """Prints what there is to draw in the width of the console."""
     from rich.console import Console
 
-    return Console() if console is None else console
+    console = Console() if console is None else console
+    for picture in pictures(console.width):
+        console.print(picture)
