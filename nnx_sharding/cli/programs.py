@@ -61,44 +61,30 @@ command line is wrong"""
 
 def add_commands(subparsers: Any) -> None:
     """Adds the parsers of these commands."""
-    add = subparsers.add_parser
     summary = "compile a function and show its memory, cost and collectives"
-    one = add("inspect", help=summary, description=_INSPECT, epilog=_INSPECT_EPILOG)
+    texts = {"help": summary, "description": _INSPECT, "epilog": _INSPECT_EPILOG}
+    _add_options(subparsers.add_parser("inspect", **texts), run_inspect)
     summary = "compile a function with several strategies and show them in one table"
-    several = add("compare", help=summary, description=_COMPARE, epilog=_COMPARE_EPILOG)
-    for parser, run in ((one, run_inspect), (several, run_compare)):
-        parser.set_defaults(run=run)
-        for name, (kind, metavar, text) in _OPTIONS.items():
-            parser.add_argument(name, type=kind, metavar=metavar, help=text)
-        add_outputs(parser)
+    texts = {"help": summary, "description": _COMPARE, "epilog": _COMPARE_EPILOG}
+    _add_options(subparsers.add_parser("compare", **texts), run_compare)
 
 
-_OPTIONS: dict[str, tuple[Any, str, str]] = {
-    "target": (
-        str,
-        "MODULE:FUNCTION",
-        "the function to call, in a module (package.module:function) or in a file "
-        "(path/to/file.py:function)",
-    ),
-    "--mesh": (
-        mesh_sizes,
-        "AXIS=SIZE,...",
-        "the mesh in context, such as data=2,model=4, passed to the function if it has a parameter "
-        "`mesh`; virtual CPU devices are used for a mesh larger than the machine",
-    ),
-    "--devices": (
-        count,
-        "N",
-        "let JAX have N virtual CPU devices, for functions that make a mesh of jax.devices() "
-        "themselves",
-    ),
-    "--device": (option(device), "NAME", 'show the roofline of a device, such as "TPU v5e"'),
-    "--memory-limit": (
-        option(read_bytes),
-        "SIZE",
-        "the memory of a device, such as 16GiB (default: that of --device)",
-    ),
-}
+def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    target = "the function to call: package.module:function or path/to/file.py:function"
+    add("target", metavar="MODULE:FUNCTION", help=target)
+    mesh = "the mesh in context, such as data=2,model=4, passed to the function if it has a "
+    mesh += "parameter `mesh`; virtual CPU devices are used for one larger than the machine"
+    add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help=mesh)
+    devices = "let JAX have N virtual CPU devices, for functions that make a mesh of "
+    devices += "jax.devices() themselves"
+    add("--devices", type=count, metavar="N", help=devices)
+    roofline = 'show the roofline of a device, such as "TPU v5e"'
+    add("--device", type=option(device), metavar="NAME", help=roofline)
+    limit = "the memory of a device, such as 16GiB (default: that of --device)"
+    add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
+    add_outputs(parser)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,7 @@ def html_page(report: Any, title: str | None = None) -> str:
     Raises:
       TypeError: ``report`` is something else.
       ValueError: its JSON form has another format or version, or is damaged.
+      OSError: the file cannot be read.
 
     Example:
       >>> import jax
