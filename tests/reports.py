@@ -175,12 +175,12 @@ def nasty():
     rows += [parameter(f"{text}", (8, 4), [NASTY[0]], mesh, dtype=text) for text in NASTY]
     found |= {
         "name": NASTY[1],
-        "made_with": {text: text for text in NASTY},
+        "made_with": dict.fromkeys(found["made_with"], NASTY[0]),
         "device_kind": NASTY[2],
         "mesh": {"axes": mesh, "axis_types": {NASTY[0]: NASTY[3]}, "device_ids": None},
         "parameters": rows,
         "collectives": [
-            collective(text, text, [text], 8, operation=text, source=text) for text in NASTY
+            collective("all-reduce", text, [text], 8, operation=text, source=text) for text in NASTY
         ],
         "roofline": {**found["roofline"], "device": NASTY[2], "source": NASTY[9]},
         "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),

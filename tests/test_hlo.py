@@ -350,6 +350,23 @@ class ReadTest(parameterized.TestCase):
         unknown = with_loops(Cost(None, None, None, "s"), parse(body.format("")))
         assert (unknown.flops, unknown.bytes_accessed) == (None, None)
 
+    def test_bytes_of_a_fusion_that_replaces_a_slice(self):
+        text = (
+            "%fused (a: f32[4,8], u: f32[1,8], i: s32[]) -> f32[4,8] {\n"
+            "  %a = f32[4,8]{1,0} parameter(0)\n  %u = f32[1,8]{1,0} parameter(1)\n"
+            "  %i = s32[] parameter(2)\n"
+            "  ROOT %d = f32[4,8]{1,0} dynamic-update-slice(%a, %u, %i, %i)\n}\n"
+            "%body (p: f32[4,8]) -> f32[4,8] {\n  %p = f32[4,8]{1,0} parameter(0)\n"
+            "  %k = f32[1,8]{1,0} constant({...})\n  %n = s32[] constant(1)\n"
+            "  ROOT %r = f32[4,8]{1,0} fusion(%p, %k, %n), kind=kLoop, calls=%fused\n}\n"
+            "ENTRY %main (x: f32[4,8]) -> f32[4,8] {\n  %x = f32[4,8]{1,0} parameter(0)\n"
+            "  ROOT %w = f32[4,8]{1,0} while(%x), condition=%c, body=%body, "
+            'backend_config={"known_trip_count":{"n":"11"}}\n}\n'
+        )
+        more = with_loops(Cost(0.0, 0.0, 0.0, "s"), parse(text))
+        # It reads the slice and its place, and writes the slice, not the array.
+        assert more.bytes_accessed == 10 * (32 + 4 + 32)
+
     def test_unknown_memory(self):
         assert memory_of(None, {"x": 1}) is None
 

@@ -387,7 +387,7 @@ class DescriptionTest(absltest.TestCase):
     def test_tables(self):
         table = parameter_table(model_of(summands()))
         self.assertIn("unreduced={'x'}", str(table))
-        self.assertIn("unreduced over x", table._repr_html_())
+        self.assertIn("unreduced={", table._repr_html_())
 
     def test_check_sharding(self):
         [row] = check_sharding(model_of(W), StateSharding({...: SUMMANDS})).as_dict()["rows"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
-from .hlo import Instruction, Module, Runs, parse
+from .hlo import Instruction, Module, parse
 from .shapes import Shape, arrays
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
@@ -21,10 +21,9 @@ CollectiveKind: TypeAlias = Literal[
 ]
 Kind: TypeAlias = CollectiveKind | Literal["ragged-all-to-all", "collective-broadcast"]
 MeshAxes: TypeAlias = tuple[str, ...] | None
+K = TypeVar("K")
 
-_KINDS: frozenset[str] = frozenset(
-    (*get_args(CollectiveKind), "ragged-all-to-all", "collective-broadcast")
-)
+_KINDS = {*get_args(CollectiveKind), "ragged-all-to-all", "collective-broadcast"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Collective:
       bytes_sent: what one device sends to others in one run; of devices that differ, the most.
       group_size: how many devices take part together; of groups that differ, the most.
       num_groups: how many such groups there are.
-      axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1. None
+      axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1; None
         if no set of axes has these groups, or the mesh is not known.
       in_loop: whether it is in a loop.
       times: how often it runs in one call; each branch of a conditional counts as taken. None in
@@ -124,17 +123,23 @@ class Collectives(tuple[Collective, ...], Pictured):
 
     def by_kind(self) -> dict[Kind, int]:
         """What one device sends in one call, by kind."""
-        return _sums((one.kind, one.total_bytes_sent) for one in self)
+        return self._sums(lambda one: one.kind)
 
     def by_axes(self) -> dict[MeshAxes, int]:
         """What one device sends in one call, by mesh axes; None if no axes have the groups."""
-        return _sums((one.axes, one.total_bytes_sent) for one in self)
+        return self._sums(lambda one: one.axes)
 
     def totals(self) -> dict[tuple[Kind, MeshAxes], tuple[int, int]]:
         """By kind and mesh axes the number of instructions, and what one device sends for them."""
         numbers = Counter((one.kind, one.axes) for one in self)
-        sent = _sums(((one.kind, one.axes), one.total_bytes_sent) for one in self)
+        sent = self._sums(lambda one: (one.kind, one.axes))
         return {key: (number, sent[key]) for key, number in numbers.items()}
+
+    def _sums(self, key: Callable[[Collective], K]) -> dict[K, int]:
+        sums: Counter[K] = Counter()
+        for one in self:
+            sums[key(one)] += one.total_bytes_sent
+        return dict(sums)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         if not self:
@@ -147,31 +152,15 @@ class Collectives(tuple[Collective, ...], Pictured):
         yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{more}")
 
 
-K = TypeVar("K")
-
-
-def _sums(figures: Iterable[tuple[K, int]]) -> dict[K, int]:
-    sums: dict[K, int] = {}
-    for key, figure in figures:
-        sums[key] = sums.get(key, 0) + figure
-    return sums
-
-
 def axes_text(axes: MeshAxes) -> str:
     """Mesh axes as tables show them: ``data+model``, ``-`` for none, ``?`` for unknown ones."""
     return "?" if axes is None else "+".join(axes) or "-"
 
 
 def _cells(one: Collective) -> tuple[str, ...]:
-    return (
-        one.kind,
-        axes_text(one.axes),
-        bytes_text(one.bytes),
-        bytes_text(one.bytes_sent),
-        "?" if one.times is None else str(one.times),
-        one.operation or "",
-        one.source or "",
-    )
+    sizes = bytes_text(one.bytes), bytes_text(one.bytes_sent)
+    times = "?" if one.times is None else str(one.times)
+    return one.kind, axes_text(one.axes), *sizes, times, one.operation or "", one.source or ""
 
 
 def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
@@ -207,20 +196,18 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
 def _collective(
     module: Module, computation: str, instruction: Instruction, kind: Kind, sizes: Mapping[str, int]
 ) -> Collective:
-    results = _results(instruction)
-    groups: Groups | None
+    results, mesh = _results(instruction), tuple(sizes.items())
     if kind == "collective-permute":
         pairs = tuple(pair for pair in instruction.source_target_pairs if len({*pair}) > 1)
-        groups = connected(pairs)
-        axes = axes_of_pairs(pairs, tuple(sizes.items()))
+        groups: Groups | None = connected(pairs)
+        axes = axes_of_pairs(pairs, mesh)
     else:
-        groups = _groups(
-            instruction, math.prod(sizes.values()) if sizes else module.num_devices or 1
-        )
-        axes = None if groups is None else axes_of_groups(groups, tuple(sizes.items()))
+        count = math.prod(sizes.values()) if mesh else module.num_devices or 1
+        groups = _groups(instruction, count)
+        axes = None if groups is None else axes_of_groups(groups, mesh)
     size = max(map(len, groups or ()), default=1)
     larger = sum(shape.bytes for shape in results) * (size if kind == "reduce-scatter" else 1)
-    runs: Runs = module.runs[computation]
+    runs = module.runs[computation]
     return Collective(
         kind=kind,
         name=instruction.name,
@@ -231,7 +218,7 @@ def _collective(
         bytes_sent=_bytes_sent(kind, larger, size),
         group_size=size,
         num_groups=1 if groups is None else len(groups),
-        axes=axes if sizes else None,
+        axes=axes if mesh else None,
         in_loop=runs.in_loop,
         times=runs.times,
         operation=instruction.operation,
@@ -245,7 +232,7 @@ def _results(instruction: Instruction) -> list[Shape]:
     # An all-reduce-start has the shape of the result; other starts are (operand, result, ...).
     is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
     if is_start and not isinstance(shape, Shape) and len(shape) > 1:
-        return list(arrays(shape[1]))
+        shape = shape[1]
     return list(arrays(shape))
 
 

@@ -51,8 +51,8 @@ _NAMES = ("flops", "bytes accessed", "transcendentals")
 
 
 def _figures(cost: Cost) -> tuple[str, ...]:
-    texts = count_text(cost.flops), bytes_text(cost.bytes_accessed)
-    return (*texts, count_text(cost.transcendentals))
+    flops, transcendentals = count_text(cost.flops), count_text(cost.transcendentals)
+    return flops, bytes_text(cost.bytes_accessed), transcendentals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,11 +70,10 @@ class Costs(Pictured):
     executed: Cost | None
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        stages = {name: getattr(self, name) for name in ("lowered", "compiled", "executed")}
-        columns = [_figures(cost) for cost in stages.values() if cost is not None]
-        names = [name for name, cost in stages.items() if cost is not None]
-        rows = zip(_NAMES, *columns, strict=True)
-        yield table(("cost", *names), rows, numbers=len(names))
+        stages = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        figures = {name: _figures(cost) for name, cost in stages.items() if cost is not None}
+        rows = zip(_NAMES, *figures.values(), strict=True)
+        yield table(("cost", *figures), rows, numbers=len(figures))
 
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:

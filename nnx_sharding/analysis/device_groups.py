@@ -66,7 +66,7 @@ def _mesh_groups(text: str) -> Groups:
     else:
         devices = _iota(order or f"[{math.prod(sizes.values())}]")
     dims: list[int] = []
-    grouped: list[int] = []
+    grouped = []
     chosen = {
         name: (int(before), int(size)) if before else (1, sizes[name])
         for name, before, size in re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", axes)

@@ -37,9 +37,8 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        names = ("flops", "memory_bytes", "memory_bandwidth", "interconnect_bandwidth")
-        figures = {name: getattr(self, name) for name in names}
-        wrong = [f"{name} = {n!r}" for name, n in figures.items() if not n > 0]  # or is NaN
+        _, *figures, _ = dataclasses.asdict(self).items()
+        wrong = [f"{name} = {n!r}" for name, n in figures if not n > 0]  # or is NaN
         if wrong:
             raise ValueError(f"Device {self.name!r}: not positive: {', '.join(wrong)}.")
 
@@ -74,8 +73,8 @@ def device(name: str) -> Device:
 
 def known(name: str) -> Device | None:
     """As :func:`device`; None if the device is not in the table."""
-    kinds = {key: key for key in DEVICES} | _KINDS
-    keys = {kind.lower(): key for kind, key in kinds.items()}
+    kinds = {kind.lower(): key for kind, key in _KINDS.items()}
+    keys = {key.lower(): key for key in DEVICES} | kinds
     return DEVICES.get(keys.get(name.lower(), ""))
 
 

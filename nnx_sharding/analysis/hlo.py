@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import graphlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from .device_groups import Groups, number_lists, read_groups
@@ -21,21 +22,13 @@ from .shapes import MAX_SIZE, Shapes, read_shape
 
 
 class Instruction(NamedTuple):
-    """One instruction.
-
-    Attributes:
-      name: without the percent sign.
-      opcode: such as ``all-gather-start``.
-      shape_text: the shape of the result as it is written.
-      rest: the text of the operands and attributes.
-      is_root: whether it is the result of its computation.
-    """
+    """One instruction: its parts as they are written, the percent sign of the name left out."""
 
     name: str
     opcode: str
     shape_text: str
-    rest: str
-    is_root: bool
+    rest: str  # operands and attributes
+    is_root: bool  # whether it is the result of its computation
 
     @property
     def shape(self) -> Shapes:
@@ -57,8 +50,8 @@ class Instruction(NamedTuple):
         """The attributes as they are written, by name."""
         attributes: dict[str, str] = {}
         for part in _parts(self.rest)[1]:
-            key, is_pair, value = part.partition("=")
-            if is_pair:
+            key, equals, value = part.partition("=")
+            if equals:
                 attributes.setdefault(key.strip(), value.strip())
         return attributes
 
@@ -90,47 +83,29 @@ class Instruction(NamedTuple):
         count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
         return int(count[1]) if count else None
 
-    def calls(self) -> list[tuple[str, str]]:
-        """The computations that it runs, each with the attribute that names it."""
-        if not _MAY_CALL.search(self.rest):
-            return []
-        return [
-            (attribute, name.lstrip("%"))
-            for attribute, text in self.attributes.items()
-            if attribute in _CALLS
-            for name in re.split(r"[\s,{}]+", text)
-            if name
-        ]
+    def calls(self) -> Iterator[tuple[str, str]]:
+        """The computations that it runs, each after the attribute that names it."""
+        if _MAY_CALL.search(self.rest):
+            for attribute, text in self.attributes.items():
+                if attribute in _CALLS:
+                    yield from ((attribute, name) for name in re.findall(r"[^\s,{}%]+", text))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """A list of instructions in the order in which they are written.
+    """A list of instructions in the order in which they are written."""
 
-    Attributes:
-      name: without the percent sign; empty for instructions outside of any.
-      is_entry: whether the program begins with it.
-      instructions: what it consists of.
-    """
-
-    name: str
-    is_entry: bool
+    name: str  # without the percent sign; empty for instructions outside of any
+    is_entry: bool  # whether the program begins with it
     instructions: list[Instruction]
 
 
 class Runs(NamedTuple):
-    """How often a computation runs in one call of the program.
+    """How often a computation runs in one call of the program."""
 
-    Attributes:
-      times: how often; each branch of a conditional counts as taken. None in a loop of unknown
-        length.
-      in_loop: whether it is in a loop.
-      is_fused: whether it is part of a single operation: a fusion, or what a reduction applies.
-    """
-
-    times: int | None
+    times: int | None  # each branch of a conditional counts as taken; None if it is unknown
     in_loop: bool
-    is_fused: bool
+    is_fused: bool  # part of a single operation: a fusion, or what a reduction applies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +136,7 @@ class Module:
     def num_devices(self) -> int | None:
         """The number of partitions times that of replicas; None if neither is given."""
         options = re.search(r"^HloModule .*", self.head, re.MULTILINE)
-        line = options[0] if options else ""
-        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b", line)
+        counts = _COUNT.findall(options[0]) if options else ()
         return math.prod(map(int, counts)) if counts else None
 
     @functools.cached_property
@@ -173,25 +147,22 @@ class Module:
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
         """The lines that it was made from, as (file, line), innermost first."""
         metadata = instruction.attributes.get("metadata", "")
-        frame = re.search(r"stack_frame_id=(\d+)", metadata)
-        if frame:
-            return self._frames(int(frame[1]))
-        file = re.search(r'source_file="([^"]*)"', metadata)
-        line = re.search(r"source_line=(\d+)", metadata)
-        return [(file[1], int(line[1]))] if file and line else []
-
-    def _frames(self, frame: int) -> list[tuple[str, int]]:
+        innermost = re.search(r"stack_frame_id=(\d+)", metadata)
+        if innermost is None:
+            file = re.search(r'source_file="([^"]*)"', metadata)
+            line = re.search(r"source_line=(\d+)", metadata)
+            return [(file[1], int(line[1]))] if file and line else []
         files, locations, frames = self._tables
-        lines: dict[int, tuple[str, int] | None] = {}  # by frame
+        lines: dict[int, tuple[str | None, int]] = {}  # by frame
+        frame = int(innermost[1])
         while frame in frames and frame not in lines:
             location, parent = frames[frame]
-            file, line = locations.get(location, (0, 0))
-            lines[frame] = (files[file], line) if file in files else None
-            frame = parent
-        return [line for line in lines.values() if line is not None]
+            number, at = locations.get(location, (0, 0))
+            lines[frame], frame = (files.get(number), at), parent
+        return [(name, at) for name, at in lines.values() if name is not None]
 
     @functools.cached_property
-    def _tables(self) -> tuple[dict[int, str], dict[int, Pair], dict[int, Pair]]:
+    def _tables(self) -> tuple[dict[int, str], dict[int, _Pair], dict[int, _Pair]]:
         """File names, locations as (file, line), and frames as (location, parent), by number."""
         head, _, tables = self.head.partition("\nFunctionNames")
         files = {int(n): name for n, name in _FILE.findall(head)}
@@ -203,7 +174,7 @@ class Module:
         return files, locations, frames
 
 
-Pair: TypeAlias = tuple[int, int]
+_Pair: TypeAlias = tuple[int, int]
 
 
 def parse(text: str) -> Module:
@@ -251,6 +222,7 @@ def parse(text: str) -> Module:
 # as `{1,0:T(8,128)}`, where no parenthesis follows a word after a space.
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = (\S.*?)\s([a-z][a-z0-9\-]*)\(")
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
+_COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
@@ -288,11 +260,16 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 
 
 def _runs(module: Module) -> dict[str, Runs]:
-    calls = {computation.name: _calls_of(computation) for computation in module.computations}
+    calls = {computation.name: list(_calls_of(computation)) for computation in module.computations}
+    callees = {name: [callee for callee, *_ in called] for name, called in calls.items()}
+    try:
+        order = [*graphlib.TopologicalSorter(callees).static_order()]
+    except graphlib.CycleError:  # in damaged text
+        order = [*calls]
     runs: dict[str, Runs] = {}
-    for name in _callers_first(module, calls):
+    for name in reversed(order):  # callers come first
         caller = runs.setdefault(name, Runs(1, False, False))
-        for callee, count, loops, fuses in calls[name]:
+        for callee, count, loops, fuses in calls.get(name, ()):
             times = None if caller.times is None or count is None else caller.times * count
             in_loop, is_fused = caller.in_loop or loops, caller.is_fused or fuses
             known = runs.get(callee)
@@ -304,12 +281,8 @@ def _runs(module: Module) -> dict[str, Runs]:
     return runs
 
 
-_Call: TypeAlias = tuple[str, "int | None", bool, bool]
-
-
-def _calls_of(computation: Computation) -> list[_Call]:
+def _calls_of(computation: Computation) -> Iterator[tuple[str, int | None, bool, bool]]:
     """Its calls: computation, how often, whether in a loop, whether as part of an operation."""
-    calls: list[_Call] = []
     for instruction in computation.instructions:
         loops = instruction.opcode == "while"
         for attribute, callee in instruction.calls():
@@ -317,22 +290,4 @@ def _calls_of(computation: Computation) -> list[_Call]:
             if times is not None and attribute == "condition":
                 times += 1
             fuses = attribute == "to_apply" and instruction.opcode != "call"
-            calls.append((callee, times, loops, fuses or instruction.opcode == "fusion"))
-    return calls
-
-
-def _callers_first(module: Module, calls: Mapping[str, Sequence[_Call]]) -> list[str]:
-    """The names of all computations, each after those that call it, unless there are cycles."""
-    done: dict[str, None] = {}
-    started: set[str] = set()
-    for computation in module.computations:
-        stack = [(computation.name, False)]
-        while stack:
-            name, is_done = stack.pop()
-            if is_done:
-                done[name] = None
-            elif name not in started and name in calls:
-                started.add(name)
-                stack.append((name, True))
-                stack += [(callee, False) for callee, *_ in calls[name]]
-    return list(reversed(done))
+            yield callee, times, loops, fuses or instruction.opcode == "fusion"

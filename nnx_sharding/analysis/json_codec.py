@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
@@ -29,23 +29,26 @@ def json_text(data: Any) -> str:
     return printable(text, kept="\n", escape=lambda c: json.dumps(c)[1:-1])
 
 
-def as_data(value: Any) -> Any:
+def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """A dataclass, or what it consists of, as dicts and lists.
 
     A ``PartitionSpec`` becomes a list with one entry per dimension; with unreduced or reduced axes
-    it becomes a dict, which has this list as ``partitions``.
+    it becomes a dict, which has this list as ``partitions``. What is not data becomes what
+    ``other`` makes of it.
     """
+    if value is None or isinstance(value, str | int | float):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: as_data(getattr(value, name)) for name in _fields(type(value))}
+        return {name: as_data(getattr(value, name), other) for name in _fields(type(value))}
     if isinstance(value, Mapping):
-        return {str(key): as_data(part) for key, part in value.items()}
+        return {str(key): as_data(part, other) for key, part in value.items()}
     if isinstance(value, PartitionSpec):
         sums = {kind: sorted(map(str, getattr(value, kind))) for kind in ("unreduced", "reduced")}
         entries = [_entry(entry) for entry in value.partitions]
         return {"partitions": entries, **sums} if any(sums.values()) else entries
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [as_data(part) for part in value]
-    return value
+    if isinstance(value, Sequence):
+        return [as_data(part, other) for part in value]
+    return value if other is None else as_data(other(value), other)
 
 
 def read(kind: type[T], data: Any, what: str) -> T:

@@ -23,14 +23,10 @@ _SLICES = {"slice", "dynamic-slice", "gather"}
 
 
 def with_loops(cost: Cost, module: Module) -> Cost:
-    """The cost with the body of each loop counted as often as it runs.
+    """XLA's estimate for a program with the body of each loop counted as often as it runs.
 
     Added are the flops of matrix products and convolutions, and the bytes of all operations. A
     slice of an array counts for itself, not for the array. Loops of unknown length count once.
-
-    Args:
-      cost: the estimate of XLA.
-      module: the compiled program.
     """
     flops = accessed = 0
     for computation in module.computations:
@@ -114,18 +110,18 @@ def _fusion_bytes(callee: Computation, operands: list[int], result: int) -> int:
     for one in callee.instructions:
         for name in one.operand_names:
             users.setdefault(name, []).append(one)
-    total = result
+    written, read = result, 0
     for one in callee.instructions:
         if one.opcode == "dynamic-update-slice" and one.is_root and len(one.operand_names) > 1:
-            total = _size(shapes.get(one.operand_names[1], []))
+            written = _size(shapes.get(one.operand_names[1], []))
         if one.opcode != "parameter" or not one.operands or not one.operands[0].isdecimal():
             continue
         number, uses = int(one.operands[0]), users.get(one.name, [])
         if all(use.opcode in _SLICES and use.operand_names[0] == one.name for use in uses):
-            total += sum(_size(shapes[use.name]) for use in uses)
+            read += sum(_size(shapes[use.name]) for use in uses)
         elif not all(_is_updated(one.name, use) for use in uses):
-            total += operands[number] if number < len(operands) else 0
-    return total
+            read += operands[number] if number < len(operands) else 0
+    return written + read
 
 
 def _is_updated(name: str, use: Instruction) -> bool:

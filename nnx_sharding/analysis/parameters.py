@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._late import late
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, VariableEntry, container_keys
 from ..fitting import axes_of
@@ -28,6 +27,11 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
     axes = {kind: sorted(getattr(spec, kind)) for kind in ("unreduced", "reduced")}
     sums = [f"{kind}={{{', '.join(map(repr, of))}}}" for kind, of in axes.items() if of]
     return f"P({', '.join([*map(repr, spec.partitions), *sums])})"
+
+
+def _of_sharding(name: str, doc: str) -> Any:
+    """A property of the sharding of a row; None without a sharding."""
+    return property(lambda row: getattr(row.sharding, name, None), doc=doc)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,20 +80,19 @@ class ParameterRow:
         """``donated`` and ``unused``, as far as they hold."""
         return ["donated"] * self.donated + ["unused"] * (not self.used)
 
-    @property
-    def device_set(self) -> set[jax.Device] | None:
-        """The devices that hold a shard of the array."""
-        return None if self.sharding is None else self.sharding.device_set
-
-    @property
-    def addressable_devices(self) -> set[jax.Device] | None:
-        """Those of them that are addressable by this process."""
-        return None if self.sharding is None else self.sharding.addressable_devices
-
-    @property
-    def num_devices(self) -> int | None:
-        """The number of devices that hold a shard, those of an abstract mesh included."""
-        return None if self.sharding is None else self.sharding.num_devices
+    device_set = _of_sharding("device_set", "The devices that hold a shard of the array.")
+    addressable_devices = _of_sharding(
+        "addressable_devices", "Those of them that are addressable by this process."
+    )
+    num_devices = _of_sharding(
+        "num_devices", "How many devices hold a shard, those of an abstract mesh included."
+    )
+    is_fully_addressable = _of_sharding(
+        "is_fully_addressable", "Whether all of them are addressable by this process."
+    )
+    is_fully_replicated = _of_sharding(
+        "is_fully_replicated", "Whether every device holds the full array."
+    )
 
     @property
     def bytes_addressable(self) -> int | None:
@@ -97,33 +100,22 @@ class ParameterRow:
         devices = self.addressable_devices
         return None if devices is None else len(devices) * self.bytes_per_device
 
-    @property
-    def is_fully_addressable(self) -> bool | None:
-        """Whether all devices that hold a shard are addressable by this process."""
-        return None if self.sharding is None else self.sharding.is_fully_addressable
-
-    @property
-    def is_fully_replicated(self) -> bool | None:
-        """Whether every device holds the full array."""
-        return None if self.sharding is None else self.sharding.is_fully_replicated
-
     def devices_indices_map(self) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
         """Which slice of the array each device holds."""
-        return None if self.sharding is None else self.sharding.devices_indices_map(self.shape)
+        sharding = self.sharding
+        return None if sharding is None else sharding.devices_indices_map(self.shape)
 
     def addressable_devices_indices_map(
         self,
     ) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
         """The same for the devices that are addressable by this process."""
-        if self.sharding is None:
-            return None
-        return self.sharding.addressable_devices_indices_map(self.shape)
+        sharding = self.sharding
+        return None if sharding is None else sharding.addressable_devices_indices_map(self.shape)
 
     def is_equivalent_to(self, other: Sharding) -> bool | None:
         """Whether another sharding would distribute this array in the same way."""
-        if self.sharding is None:
-            return None
-        return self.sharding.is_equivalent_to(other, len(self.shape))
+        sharding = self.sharding
+        return None if sharding is None else sharding.is_equivalent_to(other, len(self.shape))
 
 
 Row = TypeVar("Row", bound=ParameterRow)
@@ -137,10 +129,6 @@ class ParameterTable(list[ParameterRow], Pictured):
 
     def __str__(self) -> str:
         return format_table(self)
-
-    def _repr_html_(self) -> str:
-        html: str = late("report.page.fragment", "parameters_html")(self)
-        return html
 
 
 def parameter_table(tree: Any) -> ParameterTable:
@@ -183,11 +171,8 @@ def parameter_table(tree: Any) -> ParameterTable:
             except ValueError as error:
                 faults.append(f"  {path or 'the root'}: {error}")
     if faults:
-        raise ValueError(
-            "the shardings of these arrays do not divide their shapes:\n"
-            + "\n".join(faults)
-            + "\nChange the shapes or the shardings."
-        )
+        faults = ["the shardings of these arrays do not divide their shapes:", *faults]
+        raise ValueError("\n".join([*faults, "Change the shapes or the shardings."]))
     return rows
 
 
@@ -198,7 +183,7 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       rows: what :func:`parameter_table` returned.
 
     Returns:
-      The lines of the table, without a newline at the end.
+      The lines of the table, with exact bytes, without a newline at the end.
 
     Example:
       >>> import jax
@@ -212,48 +197,40 @@ def format_table(rows: Iterable[ParameterRow]) -> str:
       total                                               65536  65536
     """
     rows = list(rows)
-    sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
-    footer = ("total", "", "", "", "", *map(str, sums))
+    footer = ("total", "", "", "", "", *map(str, _sums(rows)))
     return drawn(table(HEADER, map(cells, rows), numbers=2, footer=footer))
 
 
 HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "bytes")
-_MAX_ROWS = 200
 
 
 def cells(row: ParameterRow) -> tuple[str, ...]:
     """The texts of one row of the table, below those of ``HEADER``."""
-    return (
-        " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)]),
-        _shape(row.shape),
-        row.dtype,
-        row.spec_text,
-        _shape(row.shard_shape),
-        str(row.bytes_per_device),
-        str(row.bytes_total),
-    )
+    shape, shard_shape = (f"({','.join(map(str, of))})" for of in (row.shape, row.shard_shape))
+    path = " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)])
+    sizes = str(row.bytes_per_device), str(row.bytes_total)
+    return (path, shape, row.dtype, row.spec_text, shard_shape, *sizes)
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"({','.join(map(str, shape))})"
+def _sums(rows: Iterable[ParameterRow]) -> tuple[int, int]:
+    return sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows)
 
 
-def rows_table(rows: Sequence[ParameterRow], width: int, most: int = _MAX_ROWS) -> Any:
+def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any:
     """The table for consoles: axes in colours, bytes with units; without shard shapes if narrow."""
     styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
     quoted = {repr(axis): style for axis, style in styles.items()}
-    columns = [i for i, name in enumerate(HEADER) if width >= 100 or name != "shard shape"]
-    lines: list[list[Any]] = []
+    lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, _sums(rows))]]
     for row in rows[:most]:
-        path, shape, dtype, spec, shard_shape, *sizes = cells(row)
-        sizes = [bytes_text(int(size)) for size in sizes]
+        path, shape, dtype, spec, shard_shape, *_ = cells(row)
+        sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
         lines.append([path, shape, dtype, text(spec, styles=quoted), shard_shape, *sizes])
     if len(rows) > most:
         lines.append([f"… and {len(rows) - most} more", *[""] * 6])
-    sums = (sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows))
-    footer = ["total", "", "", "", "", *map(bytes_text, sums)]
-    picked = [[line[i] for i in columns] for line in (HEADER, footer, *lines)]
-    return table(picked[0], picked[2:], numbers=2, footer=picked[1])
+    if width < 100:
+        lines = [[*line[:4], *line[5:]] for line in lines]
+    header, footer, *body = lines
+    return table(header, body, numbers=2, footer=footer)
 
 
 def spec_axes(spec: PartitionSpec | str | None) -> tuple[str, ...]:
@@ -321,10 +298,17 @@ def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     return meshes.most_common(1)[0][0] if meshes else None
 
 
-def device_of(mesh: Mesh | None, shardings: Iterable[Any]) -> tuple[jax.Device, int]:
-    """One of the devices of a program, and how many there are."""
-    if mesh is not None:
-        return mesh.devices.flat[0], mesh.size
-    sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
-    largest = max(sets, key=len, default={jax.devices()[0]})
-    return min(largest, key=lambda device: device.id), len(largest)
+def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
+    """The bytes on each device, by its id or by its position in an abstract mesh."""
+    sums: Counter[Sharding] = Counter()
+    for row in rows:
+        if row.sharding is not None:
+            sums[row.sharding] += row.bytes_per_device
+    held: Counter[int] = Counter()
+    for sharding, size in sums.items():
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            held.update(dict.fromkeys(range(sharding.num_devices), size))
+        else:
+            devices: set[Any] = sharding.device_set
+            held.update({device.id: size for device in devices})
+    return dict(sorted(held.items()))

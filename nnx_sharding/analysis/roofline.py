@@ -41,11 +41,8 @@ class Roofline:
     @property
     def times(self) -> dict[Resource, float | None]:
         """The three times in seconds."""
-        return {
-            "compute": self.compute_s,
-            "memory": self.memory_s,
-            "interconnect": self.interconnect_s,
-        }
+        compute, memory = self.compute_s, self.memory_s
+        return {"compute": compute, "memory": memory, "interconnect": self.interconnect_s}
 
     @property
     def seconds(self) -> float:
@@ -78,18 +75,17 @@ def roofline_of(cost: Cost | None, bytes_sent: float, device_or_name: Device | s
     if not isinstance(device_or_name, Device | str):
         raise TypeError(f"the device is a Device or the name of one, not {device_or_name!r}.")
     peak = device(device_or_name) if isinstance(device_or_name, str) else device_or_name
-    flops = None if cost is None else cost.flops
-    accessed = None if cost is None else cost.bytes_accessed
-    times: dict[Resource, float | None] = {
-        "compute": None if flops is None else flops / peak.flops,
-        "memory": None if accessed is None else accessed / peak.memory_bandwidth,
-    }
-    interconnect = times["interconnect"] = bytes_sent / peak.interconnect_bandwidth
+    flops, accessed = (None, None) if cost is None else (cost.flops, cost.bytes_accessed)
+    compute = None if flops is None else flops / peak.flops
+    memory = None if accessed is None else accessed / peak.memory_bandwidth
+    interconnect = bytes_sent / peak.interconnect_bandwidth
+    times: dict[Resource, float | None]
+    times = {"compute": compute, "memory": memory, "interconnect": interconnect}
     known = {name: time for name, time in times.items() if time is not None}
     return Roofline(
         device=peak.name,
-        compute_s=times["compute"],
-        memory_s=times["memory"],
+        compute_s=compute,
+        memory_s=memory,
         interconnect_s=interconnect,
         bound_by=max(known, key=known.__getitem__),
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,

@@ -34,20 +34,15 @@ Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
 def read_shape(text: str) -> Shapes:
     """Reads a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``, as far as it is understood."""
     levels: list[list[Shapes]] = [[]]
-
-    def close() -> None:
-        inner = tuple(levels.pop())
-        levels[-1].append(inner)
-
     for match in _SHAPE_TOKEN.finditer(text):
         if match[0] == "(":
             levels.append([])
         elif match[0] == ")" and len(levels) > 1:
-            close()
+            levels[-2].append(tuple(levels.pop()))
         elif match[1]:
             levels[-1].append(_array(*match.groups(default="")))
     while len(levels) > 1:
-        close()
+        levels[-2].append(tuple(levels.pop()))
     return levels[0][0] if len(levels[0]) == 1 else tuple(levels[0])
 
 

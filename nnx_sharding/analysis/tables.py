@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pictured:
-    """An object that ``print`` shows as rich draws it; on rich's own consoles with colours."""
+    """An object that ``print``, rich's consoles and notebooks show as rich draws it."""
 
     __slots__ = ()
 
@@ -33,19 +33,35 @@ class Pictured:
     def __str__(self) -> str:
         return drawn(self)
 
+    def _repr_html_(self) -> str:
+        from rich.terminal_theme import TerminalTheme
+
+        # Colours with enough contrast on light and on dark: a notebook may be either.
+        grey, colours = (118, 118, 118), [(211, 47, 47), (20, 132, 60), (150, 108, 0)]
+        colours += [(46, 112, 220), (168, 75, 190), (0, 128, 142)]
+        theme = TerminalTheme((255, 255, 255), (0, 0, 0), [grey, *colours, grey])
+        html = '<div class="nnx-sharding"><pre style="overflow-x: auto">{code}</pre></div>'
+        console = _recording(self)
+        return console.export_html(theme=theme, code_format=html, inline_styles=True)
+
 
 def drawn(*pictures: RenderableType) -> str:
     """Pictures as plain text, in as many columns as they take."""
+    lines = _recording(*pictures).export_text().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _recording(*pictures: RenderableType) -> Console:
+    """A console that has drawn pictures, whatever the environment asks for."""
     from rich.console import Console
 
-    file = io.StringIO()
-    # Whatever the environment asks for.
-    plain = Console(
-        file=file, width=100_000, color_system=None, force_terminal=False, force_jupyter=False
-    )
+    console = Console(
+        file=io.StringIO(), record=True, width=100_000, color_system=None,
+        force_terminal=False, force_jupyter=False,
+    )  # fmt: skip
     for picture in pictures:
-        plain.print(picture)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        console.print(picture)
+    return console
 
 
 def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None) -> Text:

@@ -1,1 +1,1 @@
-"""The command line. The module of a command has ``add_parser(add_command)``."""
+"""The command line. The module of a command has ``add_commands(subparsers)``."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..report.changes import diff, load
-from ..report.comparison import Comparison, Failure
-from ..report.program import ProgramReport
+from ..report.changes import by_strategy, diff
+from ..report.comparison import Comparison, load
 from .options import UsageError, percentage, say_error
 from .programs import add_outputs, write
 
@@ -25,10 +24,12 @@ exit code: 0 if nothing changed; 1 if something did, or with --fail-above if fig
 2 if a file cannot be read or the command line is wrong"""
 
 
-def add_parser(add_command: Any) -> None:
+def add_commands(subparsers: Any) -> None:
     """Adds the parser of this command."""
     summary = "show what changed between two reports or comparisons"
-    parser = add_command("diff", run, help=summary, description=_DESCRIPTION, epilog=_EPILOG)
+    texts = {"help": summary, "description": _DESCRIPTION, "epilog": _EPILOG}
+    parser = subparsers.add_parser("diff", **texts)
+    parser.set_defaults(run=run)
     add = parser.add_argument
     add("before", metavar="BEFORE.json", help="the report or comparison before")
     add("after", metavar="AFTER.json", help="the one after, of the same kind")
@@ -46,7 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
         changes = diff(before, after, threshold=arguments.threshold)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
-    write(arguments, changes, _side_by_side(before, after))
+    side_by_side = {
+        f"{name} ({side})" if name else side: report
+        for side, value in (("before", before), ("after", after))
+        for name, report in by_strategy(value).items()
+    }
+    write(arguments, changes, Comparison(side_by_side, getattr(before, "memory_limit", None)))
     if arguments.fail_above is None:
         return int(bool(changes))
     grown = changes.grown(arguments.fail_above)
@@ -56,16 +62,3 @@ def run(arguments: argparse.Namespace) -> int:
         strategy = f"{change.strategy}: " if change.strategy else ""
         say_error(f"  {strategy}{change}")
     return int(bool(grown))
-
-
-def _side_by_side(
-    before: ProgramReport | Comparison, after: ProgramReport | Comparison
-) -> Comparison:
-    """The reports of both, for the page."""
-    reports: dict[str, ProgramReport | Failure] = {}
-    for side, value in (("before", before), ("after", after)):
-        if isinstance(value, ProgramReport):
-            reports[side] = value
-        else:
-            reports |= {f"{name} ({side})": report for name, report in value.reports.items()}
-    return Comparison(reports, before.memory_limit if isinstance(before, Comparison) else None)

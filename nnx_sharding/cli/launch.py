@@ -20,17 +20,17 @@ exit code: that of the process that failed first, 128 + n after signal n; 124 af
 0, or 2 if the command line is wrong"""
 
 
-def add_parser(add_command: Any) -> None:
+def add_commands(subparsers: Any) -> None:
     """Adds the parser of this command."""
-    parser = add_command(
+    parser = subparsers.add_parser(
         "launch",
-        run,
         help="run a program in several processes on this machine",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="%(prog)s [options] script.py [argument ...]\n"
         "       %(prog)s [options] -m module [argument ...]",
     )
+    parser.set_defaults(run=run)
     add = parser.add_argument
     processes = "number of processes (default: %(default)s)"
     add("--processes", type=count, default=2, metavar="N", help=processes)
@@ -62,11 +62,5 @@ def run(arguments: argparse.Namespace) -> int:
         package = arguments.module[0].partition(".")[0]
         if not PathFinder.find_spec(package, ["", *sys.path]):
             raise UsageError(f"there is no module {arguments.module[0]}")
-    return launch(
-        program,
-        processes=arguments.processes,
-        devices_per_process=arguments.devices_per_process,
-        platform=arguments.platform,
-        timeout=arguments.timeout,
-        grace=arguments.grace,
-    )
+    names = ("processes", "devices_per_process", "platform", "timeout", "grace")
+    return launch(program, **{name: getattr(arguments, name) for name in names})

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import IO, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..analysis.units import printable
 from ..partition.virtual import MOST_DEVICES
@@ -42,14 +42,14 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message, kept="\n"))
 
 
-def say(text: Any, file: IO[str] | None = None) -> None:
-    """Prints a text of several lines without control characters, to stdout by default."""
-    print(printable(text, kept="\n"), file=file)
+def say(text: Any) -> None:
+    """Prints a text of several lines without control characters."""
+    print(printable(text, kept="\n"))
 
 
 def say_error(text: Any) -> None:
     """The same on stderr."""
-    say(text, sys.stderr)
+    print(printable(text, kept="\n"), file=sys.stderr)
 
 
 def option(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -67,31 +67,27 @@ def option(parse: Callable[[str], T]) -> Callable[[str], T]:
 @option
 def count(text: str) -> int:
     """A number of processes or devices."""
-    number = int(text)
-    if not 1 <= number <= MOST_DEVICES:
-        raise ValueError(f"must be from 1 to {MOST_DEVICES}, not {number}")
-    return number
+    if not 1 <= int(text) <= MOST_DEVICES:
+        raise ValueError(f"must be from 1 to {MOST_DEVICES}, not {int(text)}")
+    return int(text)
 
 
 @option
 def seconds(text: str) -> float:
     """A time limit."""
-    number = float(text)
-    if not number > 0:
+    if not float(text) > 0:
         raise ValueError(f"must be more than 0, not {text}")
-    return number
+    return float(text)
 
 
 @option
 def percentage(text: str) -> float:
     """The fraction that ``5%`` or ``5`` is."""
-    try:
+    with contextlib.suppress(ValueError):
         percent = float(text.strip().removesuffix("%"))
-    except ValueError:
-        percent = -1.0
-    if not 0 <= percent < float("inf"):
-        raise ValueError(f"must be a percentage such as 5%, not {text}")
-    return percent / 100
+        if 0 <= percent < float("inf"):
+            return percent / 100
+    raise ValueError(f"must be a percentage such as 5%, not {text}")
 
 
 @option

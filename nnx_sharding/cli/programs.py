@@ -7,11 +7,10 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
 
 from ..analysis.hardware import Device, device
 from ..analysis.units import bytes_text, read_bytes
@@ -26,6 +25,8 @@ from ..report.terminal import show_report
 from ..stages import Compiled, Lowered, Traced
 from .options import UsageError, UserError, count, mesh_sizes, option, say, say_error, user_code
 from .targets import find
+
+T = TypeVar("T")
 
 _INSPECT = """\
 Calls a function, compiles the program that it returns, and shows the shardings of the arguments,
@@ -58,48 +59,32 @@ exit code: 0; 1 if a strategy failed, none fits the memory or the function faile
 command line is wrong"""
 
 
-def add_parser(add_command: Any) -> None:
+def add_commands(subparsers: Any) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
     texts = {"help": summary, "description": _INSPECT, "epilog": _INSPECT_EPILOG}
-    _add_options(add_command("inspect", run_inspect, **texts))
+    _add_options(subparsers.add_parser("inspect", **texts), run_inspect)
     summary = "compile a function with several strategies and show them in one table"
     texts = {"help": summary, "description": _COMPARE, "epilog": _COMPARE_EPILOG}
-    _add_options(add_command("compare", run_compare, **texts))
+    _add_options(subparsers.add_parser("compare", **texts), run_compare)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    for name, (kind, metavar, text) in _OPTIONS.items():
-        parser.add_argument(name, type=kind, metavar=metavar, help=text)
+def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    target = "the function to call: package.module:function or path/to/file.py:function"
+    add("target", metavar="MODULE:FUNCTION", help=target)
+    mesh = "the mesh in context, such as data=2,model=4, passed to the function if it has a "
+    mesh += "parameter `mesh`; virtual CPU devices are used for one larger than the machine"
+    add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help=mesh)
+    devices = "let JAX have N virtual CPU devices, for functions that make a mesh of "
+    devices += "jax.devices() themselves"
+    add("--devices", type=count, metavar="N", help=devices)
+    roofline = 'show the roofline of a device, such as "TPU v5e"'
+    add("--device", type=option(device), metavar="NAME", help=roofline)
+    limit = "the memory of a device, such as 16GiB (default: that of --device)"
+    add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
     add_outputs(parser)
-
-
-_OPTIONS: dict[str, tuple[Any, str, str]] = {
-    "target": (
-        str,
-        "MODULE:FUNCTION",
-        "the function to call, in a module (package.module:function) or in a file "
-        "(path/to/file.py:function)",
-    ),
-    "--mesh": (
-        mesh_sizes,
-        "AXIS=SIZE,...",
-        "the mesh in context, such as data=2,model=4, passed to the function if it has a parameter "
-        "`mesh`; virtual CPU devices are used for a mesh larger than the machine",
-    ),
-    "--devices": (
-        count,
-        "N",
-        "let JAX have N virtual CPU devices, for functions that make a mesh of jax.devices() "
-        "themselves",
-    ),
-    "--device": (option(device), "NAME", 'show the roofline of a device, such as "TPU v5e"'),
-    "--memory-limit": (
-        option(read_bytes),
-        "SIZE",
-        "the memory of a device, such as 16GiB (default: that of --device)",
-    ),
-}
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -123,27 +108,23 @@ def write(arguments: argparse.Namespace, result: Any, page: Any = None) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
-    value, mesh = _call(arguments)
-    with _in_context(mesh):
-        report = _report(arguments.target, value, arguments.device)
+    report = _called(arguments, lambda of, value: _report(of, value, arguments.device))
     write(arguments, report)
-    limit = arguments.memory_limit
-    if limit is None and arguments.device is not None:
-        limit = arguments.device.memory_bytes
-    peak = None if report.memory is None else report.memory.peak
-    if limit is None or (peak is not None and peak <= limit):
+    judged = Comparison({report.name: report}).judged(
+        memory_limit=arguments.memory_limit, device=arguments.device
+    )
+    if judged.fits(report.name):
         return 0
+    peak = None if report.memory is None else report.memory.peak
     needs = "the backend reports no memory" if peak is None else f"needs {bytes_text(peak)}"
-    limit_text = f"the limit is {bytes_text(limit)} on each device"
-    say_error(f"inspect: {report.name}: {needs}; {limit_text}")
+    limit = f"the limit is {bytes_text(judged.memory_limit)} on each device"
+    say_error(f"inspect: {report.name}: {needs}; {limit}")
     return 1
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Shows the comparison; returns the exit code."""
-    value, mesh = _call(arguments)
-    with _in_context(mesh):
-        comparison = _comparison(arguments.target, value)
+    comparison = _called(arguments, _comparison)
     comparison = comparison.judged(memory_limit=arguments.memory_limit, device=arguments.device)
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
@@ -155,8 +136,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return int(bool(failed) or not comparison.fitting)
 
 
-def _call(arguments: argparse.Namespace) -> tuple[Any, Mesh | None]:
-    """The result of the user's function, and the mesh in whose context it was called."""
+def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
+    """What is made of the result of the user's function, both in the context of the mesh."""
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
     function = find(arguments.target)
@@ -164,13 +145,11 @@ def _call(arguments: argparse.Namespace) -> tuple[Any, Mesh | None]:
         mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    with _in_context(mesh), user_code(f"{arguments.target} failed"):
-        takes_mesh = "mesh" in inspect.signature(function).parameters
-        return function(**({"mesh": mesh} if takes_mesh else {})), mesh
-
-
-def _in_context(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        with user_code(f"{arguments.target} failed"):
+            takes_mesh = "mesh" in inspect.signature(function).parameters
+            value = function(mesh=mesh) if takes_mesh else function()
+        return make(arguments.target, value)
 
 
 def _use_virtual_devices(number: int) -> None:
@@ -185,7 +164,7 @@ def _use_virtual_devices(number: int) -> None:
             ) from None
 
 
-def _report(target: str, value: Any, named: Device | None) -> ProgramReport:
+def _report(target: str, value: Any, named: Device | None = None) -> ProgramReport:
     """The report of a program that a function returned."""
     if isinstance(value, ProgramReport):
         return value if named is None else value.with_roofline(named)
@@ -212,10 +191,11 @@ def _comparison(target: str, value: Any) -> Comparison:
     if isinstance(value, Comparison):
         return value
     if isinstance(value, Mapping) and value:
-        makers = {
-            n: functools.partial(_report, f"{target}, {n},", p, None) for n, p in value.items()
+        reports = {
+            str(name): attempt(functools.partial(_report, f"{target}, {name},", program))
+            for name, program in value.items()
         }
-        return Comparison({str(name): attempt(make) for name, make in makers.items()})
+        return Comparison(reports)
     if not isinstance(value, tuple) or len(value) < 2 or not isinstance(value[0], Mapping):
         raise UserError(
             f"{target} returned {value!r:.200}. It has to return (strategies, function, "

@@ -15,16 +15,7 @@ from .options import UsageError, user_code
 
 
 def find(text: str) -> Callable[..., Any]:
-    """The function that a text names.
-
-    Args:
-      text: ``package.module:function`` or ``path/to/file.py:function``; the function may be an
-        attribute, as in ``module:Model.plan``.
-
-    Raises:
-      UsageError: the module, file or function does not exist.
-      UserError: the module cannot be imported.
-    """
+    """The function of a text such as ``package.module:Model.plan`` or ``path/to/file.py:plan``."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise UsageError(
@@ -34,7 +25,7 @@ def find(text: str) -> Callable[..., Any]:
     value: Any = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     for part in name.split("."):
         if not hasattr(value, part):
-            names = [public for public in vars(value) if not public.startswith("_")]
+            names = [known for known in vars(value) if not known.startswith("_")]
             raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
         value = getattr(value, part)
     if not callable(value):

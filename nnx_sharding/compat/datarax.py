@@ -14,8 +14,7 @@ from flax import nnx, traverse_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis.device_bytes import device_bytes
-from ..analysis.parameters import parameter_table
+from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.specs import Specs
 from ..partition.apply import apply_shardings, rebuilt, sharding_of

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..analysis.device_bytes import device_bytes
-from ..analysis.parameters import parameter_table
+from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.specs import Specs, check_specs
 from ..fitting import fit_sharding, suggested_spec, suggestion

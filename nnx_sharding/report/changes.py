@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Self, TypeAlias
 
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow
 from ..analysis.units import bytes_text, count_text, printable, time_text
-from .comparison import FORMAT as COMPARISON
-from .comparison import Comparison, Failure
+from .comparison import Comparison, Failure, Source, load
 from .program import ProgramReport
 
 Kind: TypeAlias = Literal["program", "memory", "cost", "roofline", "collective", "parameter"]
 Value: TypeAlias = float | str | None
-Source: TypeAlias = "ProgramReport | Comparison | str | os.PathLike[str]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +45,7 @@ class Change:
         return (self.after - self.before) / self.before
 
     def __str__(self) -> str:
-        figure = _FIGURE_TEXTS.get(self.kind, count_text)
+        figure = {"memory": bytes_text, "roofline": time_text}.get(self.kind, count_text)
         if self.kind == "collective" and self.name.endswith("bytes"):
             figure = bytes_text
         before, after = (
@@ -63,9 +57,6 @@ class Change:
         return printable(f"{self.name}: {before} → {after}{by}")
 
 
-_FIGURE_TEXTS: dict[Kind, Callable[[float], str]] = {"memory": bytes_text, "roofline": time_text}
-
-
 class Changes(tuple[Change, ...]):
     """What :func:`diff` returns; empty if nothing changed. ``print`` shows it.
 
@@ -73,7 +64,15 @@ class Changes(tuple[Change, ...]):
       made_with: for each version that differs the one before and the one after.
     """
 
-    made_with: Mapping[str, tuple[str, str]] = types.MappingProxyType({})
+    made_with: Mapping[str, tuple[str, str]]
+
+    def __new__(
+        cls, changes: Iterable[Change] = (), made_with: Mapping[str, tuple[str, str]] | None = None
+    ) -> Self:
+        """The changes, and the versions that differ."""
+        self = super().__new__(cls, changes)
+        self.made_with = made_with or {}
+        return self
 
     def grown(self, threshold: float = 0.0) -> Changes:
         """The figures that grew by more than a fraction of the one before.
@@ -86,37 +85,28 @@ class Changes(tuple[Change, ...]):
         """
         _check_threshold(threshold)
         grown = (one for one in self if one.relative is not None and one.relative > threshold)
-        return _changes(grown, self.made_with)
+        return Changes(grown, self.made_with)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as data for JSON."""
-        return {
-            "format": "nnx_sharding.diff",
-            "version": 1,
-            "made_with": {name: list(pair) for name, pair in self.made_with.items()},
-            "changes": as_data(tuple(self)),
-        }
+        made_with, changes = as_data(self.made_with), as_data(tuple(self))
+        head = {"format": "nnx_sharding.diff", "version": 1}
+        return {**head, "made_with": made_with, "changes": changes}
 
     def to_json(self) -> str:
         """:meth:`as_dict` as text."""
         return json_text(self.as_dict())
 
     def __str__(self) -> str:
-        return printable("\n".join(self._lines()), kept="\n")
-
-    def _lines(self) -> Iterator[str]:
         versions = [f"{name} {old} → {new}" for name, (old, new) in self.made_with.items()]
-        if versions:
-            yield "made with " + ", ".join(versions)
-        if not self:
-            yield "no changes"
+        lines = [f"made with {', '.join(versions)}"] if versions else []
         previous = None
         for change in self:
             title = f"{change.strategy}: " * bool(change.strategy) + _TITLES[change.kind]
-            if title != previous:
-                yield title
+            lines += [title] * (title != previous)
+            lines.append(f"  {change}")
             previous = title
-            yield f"  {change}"
+        return printable("\n".join(lines if self else [*lines, "no changes"]), kept="\n")
 
 
 _TITLES: dict[Kind, str] = {
@@ -133,7 +123,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
     """Compares two reports or two comparisons.
 
     Args:
-      before: a report or a comparison, or the path of a JSON file with one.
+      before: a report or a comparison, its JSON form as a dictionary, or the path of a JSON file.
       after: likewise, of the same kind. Strategies are matched by name.
       threshold: figures that changed by no more than this fraction of the one before, up or down,
         are left out.
@@ -166,55 +156,21 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
     """
     _check_threshold(threshold)
     old, new = load(before), load(after)
-    if isinstance(old, ProgramReport) and isinstance(new, ProgramReport):
-        changes = _of_reports(old, new)
-    elif isinstance(old, Comparison) and isinstance(new, Comparison):
-        changes = _of_comparisons(old, new)
-    else:
+    if type(old) is not type(new):
         raise ValueError(
             f"diff needs two reports or two comparisons; before is a {type(old).__name__}, after "
             f"a {type(new).__name__}."
         )
-    some = (one for one in changes if one.relative is None or abs(one.relative) > threshold)
-    made_with, made_with_new = _made_with(old), _made_with(new)
-    pairs = {name: (made_with[name], version) for name, version in made_with_new.items()}
-    return _changes(some, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
-
-
-def _changes(changes: Iterable[Change], made_with: Mapping[str, tuple[str, str]]) -> Changes:
-    result = Changes(changes)
-    result.made_with = made_with
-    return result
-
-
-def load(source: Source) -> ProgramReport | Comparison:
-    """A report or a comparison, or that in the file of this path.
-
-    Raises:
-      ValueError: the file holds neither; the message begins with the path.
-      TypeError: it is something else.
-      OSError: the file cannot be read.
-    """
-    if isinstance(source, ProgramReport | Comparison):
-        return source
-    if not isinstance(source, str | os.PathLike):
-        raise TypeError(
-            f"expected a report, a comparison or the path of a file with one, got {source!r}."
-        )
-    try:
-        return from_dict(json.loads(Path(source).read_bytes()))
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(source)}: {error}") from None
-
-
-def from_dict(data: Any) -> ProgramReport | Comparison:
-    """A report or a comparison from its JSON form.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    is_comparison = isinstance(data, dict) and data.get("format") == COMPARISON
-    return Comparison.from_dict(data) if is_comparison else ProgramReport.from_dict(data)
+    olds, news = by_strategy(old), by_strategy(new)
+    changes = [
+        change
+        for name in dict.fromkeys([*olds, *news])
+        for change in _of_strategy(name, olds.get(name), news.get(name))
+        if change.relative is None or abs(change.relative) > threshold
+    ]
+    versions, new_versions = _made_with(olds), _made_with(news)
+    pairs = {name: (of, new_versions.get(name, of)) for name, of in versions.items()}
+    return Changes(changes, {name: pair for name, pair in pairs.items() if pair[0] != pair[1]})
 
 
 def _check_threshold(threshold: float) -> None:
@@ -222,14 +178,32 @@ def _check_threshold(threshold: float) -> None:
         raise ValueError(f"threshold is a fraction such as 0.05, from 0 on, not {threshold!r}.")
 
 
-def _of_comparisons(before: Comparison, after: Comparison) -> Iterator[Change]:
-    for name in dict.fromkeys([*before.reports, *after.reports]):
-        old, new = before.reports.get(name), after.reports.get(name)
-        if isinstance(old, ProgramReport) and isinstance(new, ProgramReport):
-            for change in _of_reports(old, new):
-                yield dataclasses.replace(change, strategy=name)
-        elif _outcome(old) != _outcome(new):
-            yield Change("program", "outcome", _outcome(old), _outcome(new), name)
+def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramReport | Failure]:
+    """The reports by strategy; a single report under the empty name."""
+    return {"": source} if isinstance(source, ProgramReport) else source.reports
+
+
+def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]:
+    """The versions that the first report was made with."""
+    compiled = (report for report in reports.values() if isinstance(report, ProgramReport))
+    return next((as_data(report.made_with) for report in compiled), {})
+
+
+def _of_strategy(
+    strategy: str, before: ProgramReport | Failure | None, after: ProgramReport | Failure | None
+) -> Iterator[Change]:
+    if not isinstance(before, ProgramReport) or not isinstance(after, ProgramReport):
+        outcomes = _outcome(before), _outcome(after)
+        if outcomes[0] != outcomes[1]:
+            yield Change("program", "outcome", *outcomes, strategy)
+        return
+    old, new = _figures(before), _figures(after)
+    for kind, figures in old.items():
+        missing = 0 if kind == "collective" else None
+        for name in dict.fromkeys([*figures, *new[kind]]):
+            pair = figures.get(name, missing), new[kind].get(name, missing)
+            if pair[0] != pair[1]:
+                yield Change(kind, name, *pair, strategy)
 
 
 def _outcome(report: ProgramReport | Failure | None) -> str | None:
@@ -238,25 +212,17 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
     return None if report is None else "compiled"
 
 
-def _of_reports(before: ProgramReport, after: ProgramReport) -> Iterator[Change]:
-    old, new = _figures(before), _figures(after)
-    for kind, figures in old.items():
-        missing = 0 if kind == "collective" else None
-        for name in dict.fromkeys([*figures, *new[kind]]):
-            pair = figures.get(name, missing), new[kind].get(name, missing)
-            if pair[0] != pair[1]:
-                yield Change(kind, name, *pair)
-
-
 def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
     """All that is compared, by kind and name."""
-    memory = {} if report.memory is None else as_data(report.memory)
-    cost = {} if report.cost.executed is None else as_data(report.cost.executed)
-    roofline = report.roofline
+    memory, cost = as_data(report.memory) or {}, as_data(report.cost.executed) or {}
     collectives: dict[str, Value] = {}
     for (kind, axes), (number, sent) in report.collectives.totals().items():
         name = f"{kind} over {'unknown axes' if axes is None else '+'.join(axes) or 'no axes'}"
         collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
+    roofline: dict[str, Value] = {}
+    if report.roofline is not None:
+        roofline[f"least time on {report.roofline.device}"] = report.roofline.seconds
+        roofline["bound by"] = report.roofline.bound_by
     return {
         "program": {
             "devices": f"{report.num_devices} × {report.device_kind}",
@@ -264,22 +230,14 @@ def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
         },
         "memory": {name: size for name, size in memory.items() if size is not None},
         "cost": {name: figure for name, figure in cost.items() if name != "stage"},
-        "roofline": {}
-        if roofline is None
-        else {f"least time on {roofline.device}": roofline.seconds, "bound by": roofline.bound_by},
+        "roofline": roofline,
         "collective": collectives,
         "parameter": {row.path: _described(row) for row in report.parameters},
     }
 
 
 def _described(row: ParameterRow) -> str:
-    spec = "no spec" if row.spec is None else row.spec_text
-    words = [f"{row.dtype}[{','.join(map(str, row.shape))}]", spec]
+    words = [f"{row.dtype}[{','.join(map(str, row.shape))}]"]
+    words.append("no spec" if row.spec is None else row.spec_text)
     words += [] if row.memory_kind in (None, "device") else [row.memory_kind]
     return " ".join([*words, *row.marks])
-
-
-def _made_with(source: ProgramReport | Comparison) -> dict[str, str]:
-    """The versions that the first report was made with."""
-    reports = [source] if isinstance(source, ProgramReport) else [*source.compiled.values()]
-    return as_data(reports[0].made_with) if reports else {}

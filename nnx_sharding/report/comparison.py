@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
@@ -15,10 +18,8 @@ from ..analysis.units import bytes_text, count_text, read_bytes, time_text
 from .json_form import JsonForm
 from .program import ProgramReport
 
-FORMAT = "nnx_sharding.comparison"
-VERSION = 1
-
 Column: TypeAlias = Literal["peak", "arguments", "bytes_sent", "flops", "roofline", "planning"]
+Source: TypeAlias = "ProgramReport | Comparison | dict[str, Any] | str | os.PathLike[str]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Comparison(JsonForm):
     memory_limit: int | None = None
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+    _FORMAT = "nnx_sharding.comparison"
+    _NOUN = "comparison"
+
     def __post_init__(self) -> None:
         if not self.reports:
             raise ValueError("there is nothing to compare: give at least one report.")
@@ -73,17 +77,16 @@ class Comparison(JsonForm):
         ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
         ``roofline`` (the least time on the device that was given) and ``planning`` in seconds.
         """
-        return {name: self._figures(name, report) for name, report in self.compiled.items()}
-
-    def _figures(self, name: str, report: ProgramReport) -> dict[Column, float | None]:
-        memory, cost = report.memory, report.cost.executed
         return {
-            "peak": None if memory is None else memory.peak,
-            "arguments": None if memory is None else memory.arguments,
-            "bytes_sent": report.collectives.bytes_sent,
-            "flops": None if cost is None else cost.flops,
-            "roofline": None if report.roofline is None else report.roofline.seconds,
-            "planning": self.seconds.get(name),
+            name: {
+                "peak": None if report.memory is None else report.memory.peak,
+                "arguments": None if report.memory is None else report.memory.arguments,
+                "bytes_sent": report.collectives.bytes_sent,
+                "flops": None if report.cost.executed is None else report.cost.executed.flops,
+                "roofline": None if report.roofline is None else report.roofline.seconds,
+                "planning": self.seconds.get(name),
+            }
+            for name, report in self.compiled.items()
         }
 
     @property
@@ -122,9 +125,9 @@ class Comparison(JsonForm):
         if column not in get_args(Column):
             raise ValueError(f"the columns are {get_args(Column)}, not {column!r}.")
         figures = self.figures
-        values = ((figures[name][column], name) for name in self.fitting)
-        known = [(value, name) for value, name in values if value is not None]
-        return min(known, key=lambda pair: pair[0])[1] if known else None
+        values = {name: figures[name][column] for name in self.fitting}
+        known = {name: value for name, value in values.items() if value is not None}
+        return min(known, key=known.__getitem__, default=None)
 
     @property
     def marked(self) -> dict[Column, str]:
@@ -155,34 +158,34 @@ class Comparison(JsonForm):
         compiled = {name: r.with_roofline(device) for name, r in self.compiled.items()}
         return Comparison({**self.reports, **compiled}, limit, self.seconds)
 
-    _FORMAT = FORMAT
-    _VERSION = VERSION
-    _NOUN = "comparison"
-
     def _parts(self) -> dict[str, Any]:
         reports = {
             name: as_data(report) if isinstance(report, Failure) else report.as_dict()
             for name, report in self.reports.items()
         }
-        return {
-            "memory_limit": self.memory_limit,
-            "seconds": dict(self.seconds),
-            "best": self.marked,
-            "reports": reports,
-        }
+        limits = {"memory_limit": self.memory_limit, "seconds": dict(self.seconds)}
+        return {**limits, "best": self.marked, "reports": reports}
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
         data = read(_Parts, parts, cls._NOUN)
-        reports = {name: _report(name, report) for name, report in data.reports.items()}
+        reports: dict[str, ProgramReport | Failure] = {}
+        for name, report in data.reports.items():
+            if isinstance(report, dict) and set(report) == {"error"}:
+                reports[name] = Failure(str(report["error"]))
+                continue
+            try:
+                reports[name] = ProgramReport.from_dict(report)
+            except ValueError as error:
+                raise ValueError(f"reports.{name}: {error}") from None
         return cls(reports, data.memory_limit, data.seconds)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         if self.compiled:
             yield self._table(width)
-            limit, marked = self.memory_limit, self.marked
+            limit = self.memory_limit
             fits = "" if limit is None else f"; a device has {bytes_text(limit)}"
-            note = "; * is the least of those that fit" if marked else ""
+            note = "; * is the least of those that fit" if self.marked else ""
             yield text(f"for one device and one call{fits}{note}")
         rooflines = (report.roofline for report in self.compiled.values())
         devices = {roofline.device for roofline in rooflines if roofline is not None}
@@ -196,55 +199,44 @@ class Comparison(JsonForm):
 
     def _table(self, width: int) -> Any:
         """One row for each strategy; on narrow consoles only the most important columns."""
-        compiled, figures, marked = self.compiled, self.figures, self.marked
-        sent = self.bytes_sent_by_axes
+        marked, sent, compiled = self.marked, self.bytes_sent_by_axes, self.compiled.values()
         all_axes = {axes for by_axes in sent.values() for axes in by_axes}
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
+        bound = [r.roofline.bound_by if r.roofline is not None else "" for r in compiled]
+        fits = {True: "yes", False: text("no", "red"), None: "?"}
 
-        unit = {"flops": count_text, "roofline": time_text, "planning": time_text}
+        def figures(column: Column, show: Any = bytes_text) -> list[Any]:
+            shown = {name: show(each[column]) for name, each in self.figures.items()}
+            best = marked.get(column)
+            return [
+                text(f"{figure} *", "green") if name == best else f"{figure}  "
+                for name, figure in shown.items()
+            ]
 
-        def figure(column: Column) -> Callable[[str], Any]:
-            def cell(name: str) -> Any:
-                is_best = marked.get(column) == name
-                shown = unit.get(column, bytes_text)(figures[name][column])
-                return text(f"{shown} {'*' if is_best else ' '}", "green" if is_best else "")
-
-            return cell
-
-        def over(axes: MeshAxes) -> Callable[[str], Any]:
-            return lambda name: bytes_text(sent[name].get(axes, 0))
-
-        def mesh(name: str) -> str:
-            return str(compiled[name].mesh or f"{compiled[name].num_devices} devices")
-
-        def bound(name: str) -> str:
-            roofline = compiled[name].roofline
-            return "" if roofline is None else roofline.bound_by
-
-        def fits(name: str) -> Any:
-            return {True: "yes", False: text("no", "red"), None: "?"}[self.fits(name)]
-
-        columns: dict[str, Callable[[str], Any]] = {
-            "strategy": str,
-            "mesh": mesh,
-            "peak  ": figure("peak"),
-            "arguments  ": figure("arguments"),
-            "sent  ": figure("bytes_sent"),
-            **{f"over {axes_text(axes)}": over(axes) for axes in by_size},
-            "flops  ": figure("flops"),
-            "roofline  ": figure("roofline"),
-            "bound by": bound,
-            "planned  ": figure("planning"),
-            "fits": fits,
+        wide: dict[str, list[Any]] = {
+            "strategy": [*sent],
+            "mesh": [str(r.mesh or f"{r.num_devices} devices") for r in compiled],
+            "peak  ": figures("peak"),
+            "arguments  ": figures("arguments"),
+            "sent  ": figures("bytes_sent"),
+            **{
+                f"over {axes_text(axes)}": [bytes_text(one.get(axes, 0)) for one in sent.values()]
+                for axes in by_size
+            },
+            "flops  ": figures("flops", count_text),
+            "roofline  ": figures("roofline", time_text),
+            "bound by": bound if any(bound) else [],
+            "planned  ": figures("planning", time_text),
+            "fits": [] if self.memory_limit is None else [fits[self.fits(name)] for name in sent],
         }
-        hidden = {"fits"} if self.memory_limit is None else set()
-        hidden |= set() if any(map(bound, compiled)) else {"bound by"}
-        if width < 140:
-            hidden |= {"arguments  ", "bound by", "planned  "}
-            hidden |= {name for name in columns if name.startswith("over ")}
-        shown = {title: cell for title, cell in columns.items() if title not in hidden}
-        rows = [[cell(name) for cell in shown.values()] for name in compiled]
-        return table([*shown], rows, numbers=len(shown) - 2)
+        narrow = {"strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits"}
+        columns = {
+            title: cells
+            for title, cells in wide.items()
+            if cells and (width >= 140 or title in narrow)
+        }
+        rows = zip(*columns.values(), strict=True)
+        return table([*columns], rows, numbers=len(columns) - 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,10 +249,26 @@ class _Parts:
     reports: dict[str, Any]
 
 
-def _report(name: str, data: Any) -> ProgramReport | Failure:
-    if isinstance(data, dict) and set(data) == {"error"}:
-        return Failure(str(data["error"]))
+def load(source: Source) -> ProgramReport | Comparison:
+    """A report or a comparison: itself, or from its JSON form as a dictionary or in a file.
+
+    Raises:
+      ValueError: it has another format or version, or is damaged; the message names the file.
+      TypeError: it is something else.
+      OSError: the file cannot be read.
+    """
+    if isinstance(source, ProgramReport | Comparison):
+        return source
+    if isinstance(source, dict):
+        kind = Comparison if source.get("format") == Comparison._FORMAT else ProgramReport
+        return kind.from_dict(source)
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            "expected a ProgramReport, a Comparison, the dictionary of one or the path of a file "
+            f"with one, got {source!r}."
+        )
     try:
-        return ProgramReport.from_dict(data)
+        data = json.loads(Path(source).read_bytes())
+        return load(data) if isinstance(data, dict) else ProgramReport.from_dict(data)
     except ValueError as error:
-        raise ValueError(f"reports.{name}: {error}") from None
+        raise ValueError(f"{os.fspath(source)}: {error}") from None

@@ -28,9 +28,7 @@ def mesh_pictures(mesh: MeshDescription) -> Iterator[RenderableType]:
     """The axes in a line, then grids of the last two, one for each place on the others."""
     names, sizes = list(mesh.axes), tuple(mesh.axes.values())
     styles = axis_styles(names)
-    kinds = (
-        f"{name} {size} ({mesh.axis_types.get(name, '?')})" for name, size in mesh.axes.items()
-    )
+    kinds = (f"{name} {mesh.axes[name]} ({mesh.axis_types.get(name, '?')})" for name in names)
     yield text(f"mesh {' × '.join(kinds)}", styles=styles)
     if math.prod(sizes) > _MAX_DEVICES:
         yield text(f"{math.prod(sizes)} devices, too many to draw")
@@ -39,8 +37,7 @@ def mesh_pictures(mesh: MeshDescription) -> Iterator[RenderableType]:
     row, column = ["", "", *names][-2:]
     for place in np.ndindex(*sizes[:-2]):
         if place:
-            outer = zip(names, place, strict=False)
-            yield text(", ".join(f"{name} {i}" for name, i in outer))
+            yield text(", ".join(f"{name} {i}" for name, i in zip(names, place, strict=False)))
         lines = np.atleast_2d(ids[place]).tolist()
         heads = [f"{column} {i}" for i in range(len(lines[0]))] if column else []
         body = [[f"{row} {i}" if row else "", *line] for i, line in enumerate(lines)]

@@ -7,28 +7,25 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from .._late import late
-from ..analysis.json_codec import json_text
+from ..analysis.json_codec import as_data, json_text, read
 from ..analysis.tables import Pictured
 
 
 class JsonForm(Pictured):
-    """An object that is written as JSON and read again, and shows itself in notebooks.
-
-    Subclasses have ``_parts``, their data without format and version, and ``_of_parts``, which
-    reads them.
-    """
+    """A dataclass that is written as JSON and read again, and shows itself in notebooks."""
 
     _FORMAT: ClassVar[str]
-    _VERSION: ClassVar[int]
+    _VERSION: ClassVar[int] = 1
     _NOUN: ClassVar[str]  # for messages
 
     def _parts(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The data without format and version."""
+        data: dict[str, Any] = as_data(self)
+        return data
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Self:
-        raise NotImplementedError
+        return read(cls, parts, cls._NOUN)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as data for JSON."""
@@ -87,7 +84,3 @@ class JsonForm(Pictured):
             return cls.from_json(Path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
-
-    def _repr_html_(self) -> str:
-        html: str = late("report.page.fragment", "report_html")(self)
-        return html

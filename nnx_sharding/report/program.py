@@ -5,43 +5,31 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import flax
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from .._version import __version__
 from ..analysis.collectives import Collectives, axes_text, collectives_of
 from ..analysis.cost import Costs
 from ..analysis.hardware import Device, known
 from ..analysis.hlo import parse
-from ..analysis.json_codec import as_data, read
+from ..analysis.json_codec import as_data
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory
-from ..analysis.parameters import ParameterRow, device_of, mesh_of, rows_table
+from ..analysis.parameters import ParameterRow, mesh_of, rows_table
 from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text
 from .json_form import JsonForm
 
-FORMAT = "nnx_sharding.report"
-VERSION = 1
-
-DeviceIds: TypeAlias = Any  # numbers, nested like the mesh
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Versions:
-    """The versions that a program was compiled with.
-
-    Attributes:
-      nnx_sharding: that of this library.
-      jax: that of JAX.
-      flax: that of Flax.
-      python: that of Python.
-    """
+    """The versions of the libraries and of Python that a program was compiled with."""
 
     nnx_sharding: str
     jax: str
@@ -62,7 +50,7 @@ class MeshDescription:
 
     axes: Mapping[str, int]
     axis_types: Mapping[str, str]
-    device_ids: DeviceIds
+    device_ids: Any
 
     def __post_init__(self) -> None:
         if self.device_ids is None:
@@ -80,8 +68,8 @@ class MeshDescription:
         ids = None
         if isinstance(mesh, Mesh):
             ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
-        sizes = dict(zip(names, mesh.axis_sizes, strict=True))
-        return cls(sizes, dict(zip(names, types, strict=True)), ids)
+        axes, axis_types = (zip(names, of, strict=True) for of in (mesh.axis_sizes, types))
+        return cls(dict(axes), dict(axis_types), ids)
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
@@ -131,17 +119,12 @@ class ProgramReport(JsonForm):
     roofline: Roofline | None
     hlo: str | None
 
-    _FORMAT = FORMAT
-    _VERSION = VERSION
+    _FORMAT = "nnx_sharding.report"
     _NOUN = "report of a program"
-
-    def _parts(self) -> dict[str, Any]:
-        data: dict[str, Any] = as_data(self)
-        return data
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> ProgramReport:
-        report = read(cls, parts, cls._NOUN)
+        report = super()._of_parts(parts)
         if report.memory is None:
             return report
         by_path = {row.path: row.bytes_per_device for row in report.parameters if row.used}
@@ -167,7 +150,7 @@ class ProgramReport(JsonForm):
         versions = ", ".join(f"{name} {of}" for name, of in as_data(self.made_with).items())
         yield text(f"made with {versions}", "dim")
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
-        yield from ("", rows_table(largest, width, _MAX_ROWS), "")
+        yield from ("", rows_table(largest, width, most=12), "")
         yield text("memory: unknown") if self.memory is None else self.memory
         yield from ("", self.cost, "", self._sent())
         if self.roofline is not None:
@@ -186,25 +169,26 @@ class ProgramReport(JsonForm):
         return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
 
-_MAX_ROWS = 12
-
-
 def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramReport:
     """The report of a ``Compiled``, which calls this; see its ``report``."""
     hlo = compiled.as_text()
     module = parse(hlo or "")
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
-    collectives = collectives_of(module, mesh)
-    first, count = device_of(mesh, shardings)
+    if mesh is not None:
+        first, count = mesh.devices.flat[0], mesh.size
+    else:
+        sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
+        devices = max(sets, key=len, default={jax.devices()[0]})
+        first, count = min(devices, key=lambda device: device.id), len(devices)
     device = known(first.device_kind) if device is None else device
     cost = compiled.cost()
     executed = None if cost is None else with_loops(cost, module)
-    sent = collectives.bytes_sent
-    versions = (__version__, jax.__version__, flax.__version__, platform.python_version())
-    return ProgramReport(
+    report = ProgramReport(
         name=name,
-        made_with=Versions(*versions),
+        made_with=Versions(
+            __version__, jax.__version__, flax.__version__, platform.python_version()
+        ),
         platform=first.platform,
         device_kind=first.device_kind,
         num_devices=count,
@@ -212,7 +196,8 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         parameters=tuple(compiled.parameters()),
         memory=compiled.memory(),
         cost=Costs(compiled.lowered_cost(), cost, executed),
-        collectives=collectives,
-        roofline=None if device is None else roofline_of(executed, sent, device),
+        collectives=collectives_of(module, mesh),
+        roofline=None,
         hlo=hlo,
     )
+    return report if device is None else report.with_roofline(device)

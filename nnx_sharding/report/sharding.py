@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -14,10 +14,9 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._late import late
-from ..analysis import parameters, tables
-from ..analysis.device_bytes import device_bytes
+from ..analysis import parameters
 from ..analysis.json_codec import as_data
+from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import locate
@@ -56,8 +55,8 @@ class ShardingRow(parameters.ParameterRow):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardingReport:
-    """The result of :func:`check_sharding`; ``str`` formats it as a table.
+class ShardingReport(Pictured):
+    """The result of :func:`check_sharding`; ``print`` and notebooks show it as a table.
 
     Attributes:
       mesh: the sizes of the mesh axes by name; empty without a mesh.
@@ -105,38 +104,36 @@ class ShardingReport:
         Raises:
           ValueError: there are problems; all are in the message.
         """
-        lines = [*self.problems, *(self.warnings if strict else ())]
+        lines = [f"  {line}" for line in (*self.problems, *(self.warnings if strict else ()))]
         if lines:
-            raise ValueError("the sharding does not fit the model:\n" + _indented(lines))
+            raise ValueError("the sharding does not fit the model:\n" + "\n".join(lines))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as data for JSON, in an order that is always the same."""
-        return {field.name: _data(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        data: dict[str, Any] = as_data(self, _plain)
+        for row in data["rows"]:
+            for name in ("memory_kind", "donated", "used"):  # of programs
+                del row[name]
+        return data
 
     def to_json(self) -> str:
         """:meth:`as_dict` as text, to be kept and compared."""
         return json.dumps(self.as_dict(), indent=2)
 
-    def _repr_html_(self) -> str:
-        html: str = late("report.page.fragment", "sharding_html")(self)
-        return html
-
-    def __str__(self) -> str:
-        header = ("rule", *parameters.HEADER)
+    def _pictures(self, width: int) -> Iterable[Any]:
         per_device = sum(row.bytes_per_device for row in self.rows)
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
+        yield table(("rule", *parameters.HEADER), map(_cells, self.rows), numbers=2, footer=total)
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
-        table = tables.table(header, map(_cells, self.rows), numbers=2, footer=total)
-        text = (
-            f"{tables.drawn(table)}\n"
+        yield text(
             f"mesh {sizes or 'unknown'}; fully replicated: {self.replicated_bytes} bytes "
             f"({self.replicated_fraction:.1%}); the fullest device holds "
-            f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean\nrules:\n"
-            + _indented([f"{number} {name}" for number, name in enumerate(self.rules)])
+            f"{max(self.device_bytes, default=0)} bytes, {self.balance:.2f} of the mean"
         )
-        for title, lines in (("problems", self.problems), ("warnings", self.warnings)):
-            text += f"\n{title}:\n{_indented(lines)}" if lines else ""
-        return printable(text, kept="\n")
+        yield text("rules:")
+        yield from (text(f"  {number} {name}") for number, name in enumerate(self.rules))
+        for title, lines in (("problems:", self.problems), ("warnings:", self.warnings)):
+            yield from (text(line) for line in [title, *(f"  {line}" for line in lines)] if lines)
 
 
 @_compat.api_boundary
@@ -154,9 +151,8 @@ def check_sharding(
         A Variable with several paths counts under the first one.
       sharding: the rules. Inside each module paths start at the module, as in ``nnx``.
       mesh: the mesh of partition specs, abstract or not; None for the one in context.
-      on_indivisible: what to do with specs that do not divide a shape, as in
-        :func:`~nnx_sharding.jit`: with ``"error"`` they are problems, and the row shows the result
-        of ``"drop"``. None for that of ``sharding``, else ``"error"``.
+      on_indivisible: as in :func:`~nnx_sharding.jit`; with ``"error"`` the row shows the result of
+        ``"drop"``. None for that of ``sharding``, else ``"error"``.
 
     Returns:
       The report. Where no rule matches or a spec cannot be used, the array counts as replicated;
@@ -194,22 +190,44 @@ def check_sharding(
     rules = tuple(_ADDRESS.sub("", name) for name in sharding.names)
     decisions = list(_decisions(flat, sharding))
     action = on_indivisible or sharding.on_indivisible or "error"
-    strict, kept = action == "error", "drop" if action == "error" else action
-    fit = functools.cache(functools.partial(_fit, mesh=mesh, on_indivisible=kept))
-    pairs = [pair for decision in decisions for pair in _rows(flat, decision, rules, fit, strict)]
-    rows = tuple(row for row, _ in pairs)
+    rows: list[ShardingRow] = []
+    indivisible = []
+    fit = functools.cache(
+        functools.partial(_fit, mesh=mesh, action="drop" if action == "error" else action)
+    )
+    for decision in decisions:
+        rule, declared = next(iter(decision.matches), None), decision.declared
+        for path, array in parameters.arrays_at(flat, decision.location, decision.path):
+            present = getattr(array, "sharding", None)
+            is_placed = rule is not None and isinstance(present, NamedSharding)
+            fitted = fit(present if is_placed and declared is None else declared, array.shape)
+            corrected = fitted.corrections and action == "error"
+            row = parameters.row_of(
+                ShardingRow,
+                path,
+                array,
+                fitted.sharding,
+                rule=rule,
+                rule_text=None if rule is None else rules[rule],
+                declared=declared,
+                why="no rule matches" if rule is None else fitted.reasons or None,
+                is_fault=rule is None or bool(fitted.problems or corrected),
+            )
+            rows.append(row)
+            if fitted.is_indivisible:
+                indivisible.append(path)
     idle = shadowed(len(rules), (decision.matches for decision in decisions))
     keys = {key for decision in decisions for key in decision.below}
     total = sum(row.bytes_total for row in rows)
     replicated = sum(row.bytes_total for row in rows if is_replicated(row))
-    held = tuple(device_bytes(rows).values())
+    held = tuple(parameters.device_bytes(rows).values())
     corrections = [str(row) for row in rows if row.why and not row.is_fault]
     return ShardingReport(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
         rules=rules,
-        rows=rows,
+        rows=tuple(rows),
         unmatched=tuple(row.path for row in rows if row.rule is None),
-        on_indivisible=tuple(row.path for row, fit in pairs if fit.is_indivisible),
+        on_indivisible=tuple(indivisible),
         unused=tuple(number for number, by in idle.items() if not by),
         shadowed={number: by for number, by in idle.items() if by},
         bytes_total=total,
@@ -248,37 +266,11 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
             yield _Decision(location, path, below, matches, declared)
 
 
-def _rows(
-    flat: Flat, decision: _Decision, rules: Sequence[str], fit: Callable[..., Fit], strict: bool
-) -> Iterator[tuple[ShardingRow, Fit]]:
-    rule = next(iter(decision.matches), None)
-    for path, array in parameters.arrays_at(flat, decision.location, decision.path):
-        present = getattr(array, "sharding", None)
-        is_placed = rule is not None and isinstance(present, NamedSharding)
-        declared = decision.declared
-        fitted = fit(present if is_placed and declared is None else declared, tuple(array.shape))
-        is_fault = rule is None or bool(fitted.problems or (fitted.corrections and strict))
-        yield (
-            parameters.row_of(
-                ShardingRow,
-                path,
-                array,
-                fitted.sharding,
-                rule=rule,
-                rule_text=None if rule is None else rules[rule],
-                declared=declared,
-                why="no rule matches" if rule is None else fitted.reasons or None,
-                is_fault=is_fault,
-            ),
-            fitted,
-        )
-
-
-def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, on_indivisible: Any) -> Fit:
+def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:
     """How a sharding fits a shape, with the final sharding: replicated where it cannot be used."""
     replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     declared = declared.sharding if isinstance(declared, Format) else declared
-    fit = fit_sharding(declared, mesh, shape, on_indivisible=on_indivisible)
+    fit = fit_sharding(declared, mesh, shape, on_indivisible=action)
     if isinstance(fit.sharding, PartitionSpec) and not fit.problems:
         try:
             return fit._replace(sharding=NamedSharding(mesh, fit.sharding))
@@ -315,22 +307,7 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
     return ("-" if row.rule is None else str(row.rule), path, shape, dtype, changed, *rest)
 
 
-def _data(value: Any) -> Any:
-    """A value as data for JSON, the same in each process; a sharding on a mesh as its spec."""
-    if isinstance(value, ShardingRow):
-        of_programs = ("sharding", "memory_kind", "donated", "used")
-        names = (f.name for f in dataclasses.fields(value) if f.name not in of_programs)
-        return {name: _data(getattr(value, name)) for name in names}
+def _plain(value: Any) -> Any:
+    """What is not data, the same in each process; a sharding on a mesh as its spec."""
     value = value.spec if isinstance(value, NamedSharding) else value
-    if isinstance(value, Mapping):
-        return {str(key): _data(item) for key, item in value.items()}
-    if isinstance(value, PartitionSpec):
-        return as_data(value)
-    if isinstance(value, tuple | list):
-        return list(map(_data, value))
-    is_plain = value is None or isinstance(value, int | float)
-    return value if is_plain else _ADDRESS.sub("", str(value))
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
+    return value if isinstance(value, PartitionSpec) else _ADDRESS.sub("", str(value))

@@ -1,18 +1,17 @@
 """Pictures for the terminal: parameters, meshes, who holds what, and reports.
 
-All functions print to a ``rich.console.Console`` if one is given, which can also write to a file,
-with or without colours, in any width. Flax requires ``rich``.
+All functions print to the ``rich.console.Console`` that is given, else to the standard output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..analysis.parameters import ParameterRow, ParameterTable, parameter_table
-from .changes import from_dict
-from .comparison import Comparison
+from .comparison import load
 from .grids import array_pictures, mesh_pictures
 from .program import MeshDescription, ProgramReport
 
@@ -26,7 +25,7 @@ def show_parameters(tree: Any, *, console: Console | None = None) -> None:
     Args:
       tree: a model, an optimizer or a pytree of them, or what
         :func:`~nnx_sharding.analysis.parameter_table` made of it.
-      console: where to print; None for the standard output.
+      console: where to print.
 
     Raises:
       ValueError: shardings do not divide the shapes of their arrays.
@@ -42,7 +41,8 @@ def show_parameters(tree: Any, *, console: Console | None = None) -> None:
       total                               64.0 KiB  64.0 KiB
     """
     is_table = isinstance(tree, list) and all(isinstance(row, ParameterRow) for row in tree)
-    _console(console).print(ParameterTable(tree) if is_table else parameter_table(tree))
+    table = ParameterTable(tree) if is_table else parameter_table(tree)
+    _print(lambda _: [table], console)
 
 
 def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> None:
@@ -50,7 +50,7 @@ def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> N
 
     Args:
       mesh: the mesh; an abstract one has no ids.
-      console: where to print; None for the standard output.
+      console: where to print.
 
     Example:
       >>> import jax
@@ -62,9 +62,7 @@ def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> N
        data 0    0        1        2        3
        data 1    4        5        6        7
     """
-    console = _console(console)
-    for picture in mesh_pictures(MeshDescription.of(mesh)):
-        console.print(picture)
+    _print(lambda _: mesh_pictures(MeshDescription.of(mesh)), console)
 
 
 def show_array(
@@ -84,7 +82,7 @@ def show_array(
       array: an array, a ``jax.ShapeDtypeStruct``, or a shape.
       sharding: its sharding, or a spec; None for that of the array.
       mesh: the mesh of a spec.
-      console: where to print; None for the standard output.
+      console: where to print.
 
     Raises:
       TypeError: ``array`` is neither an array nor a shape.
@@ -112,17 +110,16 @@ def show_array(
         sharding = NamedSharding(mesh, sharding)
     if not isinstance(sharding, Sharding):
         raise ValueError("the array has no sharding. Pass sharding=..., and mesh=... for a spec.")
-    console = _console(console)
-    for picture in array_pictures(shape, sharding, console.width):
-        console.print(picture)
+    _print(lambda width: array_pictures(shape, sharding, width), console)
 
 
 def show_report(report: Any, *, console: Console | None = None) -> None:
     """Prints the summary of a report with its mesh, or the table of a comparison.
 
     Args:
-      report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one as a dictionary.
-      console: where to print; None for the standard output.
+      report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
+        in a file.
+      console: where to print.
 
     Raises:
       TypeError: ``report`` is something else.
@@ -137,18 +134,17 @@ def show_report(report: Any, *, console: Console | None = None) -> None:
       increment: 1 × cpu, no mesh
       ...
     """
-    report = from_dict(report) if isinstance(report, dict) else report
-    if not isinstance(report, ProgramReport | Comparison):
-        raise TypeError(f"expected a report, a comparison or its dictionary, got {report!r}.")
-    console = _console(console)
-    console.print(report)
+    report = load(report)
+    pictures = [report]
     if isinstance(report, ProgramReport) and report.mesh is not None:
-        console.print()
-        for picture in mesh_pictures(report.mesh):
-            console.print(picture)
+        pictures += ["", *mesh_pictures(report.mesh)]
+    _print(lambda _: pictures, console)
 
 
-def _console(console: Console | None) -> Console:
+def _print(pictures: Callable[[int], Iterable[Any]], console: Console | None) -> None:
+    """Prints what there is to draw in the width of the console."""
     from rich.console import Console
 
-    return Console() if console is None else console
+    console = Console() if console is None else console
+    for picture in pictures(console.width):
+        console.print(picture)

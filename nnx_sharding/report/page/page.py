@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import os
 import re
@@ -11,7 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .fragment import COMPARISON, escaped, fragment, made_with, report_data
+from ...analysis.json_codec import as_data
+from ..comparison import Comparison, load
+from ..program import ProgramReport
 
 # In the order of use; `main` runs at the end.
 _SCRIPT = (
@@ -23,45 +26,47 @@ _SCRIPT = (
 def html_page(report: Any, title: str | None = None) -> str:
     """Draw a report, or a comparison of several, as one self-contained HTML page.
 
-    The page fetches nothing and can be sent as a single file. It shows the mesh, the parameters
-    by mesh axis, memory, cost, collectives and the text of the program, with search and sort.
-    Without JavaScript it shows a summary. Names from the report are never parsed as HTML.
+    The page fetches nothing, and shows a summary without JavaScript. Names from the report are
+    never parsed as HTML.
 
     Args:
-      report: a ``ProgramReport`` or a comparison, or the JSON form of one as a dictionary.
+      report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
+        in a file.
       title: the title of the page; None takes the name in the report.
 
     Returns:
       The HTML text.
 
     Raises:
-      TypeError: ``report`` is neither a dictionary nor has an ``as_dict``.
-      ValueError: it is of an unknown format or version.
+      TypeError: ``report`` is something else.
+      ValueError: its JSON form has another format or version, or is damaged.
+      OSError: the file cannot be read.
 
     Example:
+      >>> import jax
+      >>> from nnx_sharding import jit
       >>> from nnx_sharding.report.page import html_page
-      >>> report = {"format": "nnx_sharding.report", "version": 1, "name": "train_step"}
-      >>> page = html_page(report)
-      >>> "<title>train_step</title>" in page
+      >>> report = jit(lambda x: x + 1).lower(jax.numpy.ones(8)).compile().report("train_step")
+      >>> "<title>train_step</title>" in html_page(report)
       True
     """
-    data = report_data(report)
-    is_comparison = data["format"] == COMPARISON
-    reports = list((data.get("reports") or {}).values()) if is_comparison else [data]
-    name = f"{len(reports)} strategies compared" if is_comparison else data.get("name") or "Report"
-    versions = [made_with(each) for each in reports if "error" not in each]
+    report = load(report)
+    if isinstance(report, Comparison):
+        name, reports = f"{len(report.reports)} strategies compared", [*report.compiled.values()]
+    else:
+        name, reports = report.name, [report]
     style = _part("page.css")
     script = "\n".join(_part(f"script/{name}.js") for name in _SCRIPT)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'  # in one scope
     parts = {
-        "title": escaped(title or name),
-        "made_with": escaped(versions[0] if versions else ""),
+        "title": _escaped(title or name),
+        "made_with": _escaped(_made_with(reports[0]) if reports else ""),
         "style_hash": _hash(style),
         "script_hash": _hash(script),
         "style": style,
         "script": script,
-        "summary": fragment(data),
-        "data": _script_data(data),
+        "summary": _escaped(report),
+        "data": _script_data(report.as_dict()),
     }
     # In one pass, so that nothing that is filled in is taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
@@ -79,18 +84,21 @@ def write_html(path: str | os.PathLike[str], report: Any, title: str | None = No
       TypeError: as :func:`html_page`; nothing is written then.
       ValueError: as :func:`html_page`; nothing is written then.
       OSError: the file cannot be written.
-
-    Example:
-      >>> import pathlib, tempfile
-      >>> from nnx_sharding.report.page import write_html
-      >>> report = {"format": "nnx_sharding.report", "version": 1, "name": "train_step"}
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     write_html(f"{folder}/report.html", report)
-      ...     pathlib.Path(folder, "report.html").read_text()[:15]
-      '<!doctype html>'
     """
-    page = html_page(report, title)
-    Path(path).write_text(page, encoding="utf-8")
+    Path(path).write_text(html_page(report, title), encoding="utf-8")
+
+
+def _made_with(report: ProgramReport) -> str:
+    """The devices and versions of a report in one line."""
+    kind, platform = report.device_kind, report.platform
+    devices = f"{report.num_devices} × {kind}" + f" ({platform})" * (platform != kind)
+    versions = (f"{name} {version}" for name, version in as_data(report.made_with).items())
+    return " · ".join([devices, *versions])
+
+
+def _escaped(text: Any) -> str:
+    """Text as HTML that shows just this text; a lone surrogate, which no file can hold, as ?."""
+    return html.escape(str(text).encode("utf-8", "replace").decode())
 
 
 def _part(name: str) -> str:

@@ -19,10 +19,9 @@ function sumsTable(collectives) {
   return tableOf({ name: "Bytes sent by kind and axes", columns, rows });
 }
 
-const shortened = (text) => (text.length > 60 ? `…${text.slice(-59)}` : text);
-
 function origin({ source, operation }) {
-  const words = operation && el("small.muted.path", { title: operation }, shortened(operation));
+  const shown = operation?.length > 60 ? `…${operation.slice(-59)}` : operation;
+  const words = operation && el("small.muted.path", { title: operation }, shown);
   return [source && [el("code", source), " "], words];
 }
 
@@ -32,15 +31,13 @@ function runs({ times, in_loop }) {
 }
 
 function collectivesSection(report, showInProgram) {
-  const collectives = listOf(report.collectives);
-  if (!collectives.length) {
-    const text = report.collectives ? "The devices exchange nothing." : "Unknown.";
-    return section("collectives", "Collectives", note(text));
-  }
-  const link = (name) =>
-    linkButton(el("code", name), () => showInProgram(name), "Find it in the program");
-  const instruction = ({ name }) => (report.hlo ? link(name) : el("code", name));
-  const groups = (c) => `${c.num_groups ?? UNKNOWN} of ${c.group_size ?? UNKNOWN}`;
+  const { collectives } = report;
+  const [id, name, noun] = ["collectives", "Collectives", "collective"];
+  if (!collectives.length) return section(id, name, note("The devices exchange nothing."));
+  const link = (code, find) => linkButton(code, find, "Find it in the program");
+  const instruction = ({ name }) =>
+    report.hlo ? link(el("code", name), () => showInProgram(name)) : el("code", name);
+  const groups = (c) => `${c.num_groups} of ${c.group_size}`;
   const columns = [
     { label: "Kind", value: (c) => c.kind },
     { label: "Instruction", value: (c) => c.name, cell: instruction },
@@ -52,14 +49,9 @@ function collectivesSection(report, showInProgram) {
     summed("Bytes sent", bytesSent, bytes),
   ];
   const search = (c) => [axesKeyOf(c), ...Object.values(c)];
-  const [name, noun] = ["Collectives", "collective"];
   const table = tableOf({ name, noun, columns, rows: collectives, search });
   const title = el("strong", `Each collective (${integer(collectives.length)})`);
-  return section(
-    "collectives",
-    "Collectives",
-    note("Bytes that one device sends in one call, and how many instructions send them"),
-    sumsTable(collectives).node,
-    el("details", { open: collectives.length <= 20 }, el("summary", title), table.node),
-  );
+  const all = el("details", { open: collectives.length <= 20 }, el("summary", title), table.node);
+  const words = note("Bytes that one device sends in one call, and how many instructions send them");
+  return section(id, name, words, sumsTable(collectives).node, all);
 }

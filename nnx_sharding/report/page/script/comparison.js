@@ -3,7 +3,7 @@
 const linkButton = (text, onclick, title) => el("button.link", { title, onclick }, text);
 
 function bytesSentByAxes({ collectives }) {
-  const byAxes = Map.groupBy(listOf(collectives), axesKeyOf).values();
+  const byAxes = Map.groupBy(collectives, axesKeyOf).values();
   const sums = [...byAxes].map((some) => [sum(some, bytesSent), axesOf(some[0])]);
   return sums.filter(([size]) => size).sort(([a], [b]) => b - a);
 }
@@ -23,10 +23,10 @@ function remark(key, report, limit) {
 function strategyColumns(data, rows, show) {
   /** A column of a figure, with a remark and a bar; the best strategy is marked. */
   const rated = ([key, label, number, of]) => {
-    const value = ({ report }) => of(report);
+    const value = ({ report }) => (isSet(report.error) ? null : of(report));
     const most = Math.max(...rows.map(value).filter(isNumber), Number.MIN_VALUE);
     const cell = ({ name, report }) => {
-      const star = data.best?.[key] === name && " ★ best";
+      const star = data.best[key] === name && " ★ best";
       const figure = el("span", { class: star && "best" }, number(of(report)), star);
       const sizes = key === "bytes_sent" ? bytesSentByAxes(report) : [[of(report)]];
       const pieces = sizes.map(([size, axes]) => [size / most, axes]);
@@ -37,21 +37,20 @@ function strategyColumns(data, rows, show) {
   const link = ({ name }) => linkButton(name, () => show(name));
   const columns = [{ label: "Strategy", value: ({ name }) => name, cell: link }];
   columns.push(...FIGURES.map(rated));
-  const seconds = ({ name }) => data.seconds?.[name];
+  const seconds = ({ name }) => data.seconds[name];
   if (rows.some(seconds)) columns.push({ label: "Compiled in", value: seconds, number: time });
   return columns;
 }
 
 /** The table of strategies, and the report of the chosen one. */
 function comparisonNodes(data, navigate) {
-  const reports = new Map(Object.entries(data.reports ?? {}));
-  const rows = [...reports].map(([name, report]) => ({ name, report }));
+  const rows = Object.entries(data.reports).map(([name, report]) => ({ name, report }));
   const names = rows.filter(({ report }) => !isSet(report.error)).map(({ name }) => name);
-  const choice = choiceOf("Strategy", names, names[0], (name) => show(name));
+  const choice = choiceOf("Strategy", names, names[0], show);
   const [head, detail] = [el("div.controls", el("h2", "One strategy"), choice), el("div")];
   function show(name) {
     choice.value = name;
-    detail.replaceChildren(...reportNodes(reports.get(name)));
+    detail.replaceChildren(...reportNodes(data.reports[name]));
     navigate();
   }
   const columns = strategyColumns(data, rows, (name) => {

@@ -6,28 +6,22 @@ const titled = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", "
 
 // How often a collective runs is unknown in some loops; then it counts once.
 const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.times ?? 1);
-const totalSent = (report) => report.collectives && sum(report.collectives, bytesSent);
+const totalSent = ({ collectives }) => sum(collectives, bytesSent);
 
-function rooflineTimes({ roofline }) {
-  const kinds = roofline ? ["compute", "memory", "interconnect"] : [];
-  return kinds.map((kind) => [kind, roofline[`${kind}_s`]]);
-}
-function rooflineSeconds(report) {
-  const known = rooflineTimes(report).flatMap(([, seconds]) => (isNumber(seconds) ? seconds : []));
-  return known.length ? Math.max(...known) : null;
-}
+const RESOURCES = ["compute", "memory", "interconnect"];
+const rooflineSeconds = ({ roofline }) =>
+  roofline && Math.max(...RESOURCES.map((kind) => roofline[`${kind}_s`] ?? 0));
 
 // The figures that matter most: key, label, format, and how they are read from a report.
 const FIGURES = [
   ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
   ["bytes_sent", "Bytes sent", bytes, totalSent],
-  ["flops", "Flops", count, ({ cost }) => cost?.executed?.flops],
+  ["flops", "Flops", count, ({ cost }) => cost.executed?.flops],
   ["roofline", "Roofline", time, rooflineSeconds],
 ];
 
 function overview(report) {
-  const { roofline } = report;
-  const [parameters, collectives] = [listOf(report.parameters), listOf(report.collectives)];
+  const { roofline, parameters, collectives } = report;
   const inLoop = collectives.some(({ times }) => times === null);
   const counted = inLoop ? "; some in loops of unknown length, counted once" : "";
   const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by}`;
@@ -50,37 +44,34 @@ function memorySection({ memory }) {
     MEMORY.map((part) => [titled(part), memory[prefix + part], part === "aliased" && part]);
   const device = bars([...parts(""), ["Peak", memory.peak, "strong"]], bytes);
   const host = parts("host_");
+  const onHost = [el("h3", "On its host"), bars(host, bytes)];
   const hasHost = host.some(([, size]) => size);
-  const below = hasHost
-    ? [el("h3", "On its host"), bars(host, bytes)]
-    : note("Nothing on its host.");
-  return section("memory", title, device, below);
+  return section("memory", title, device, hasHost ? onHost : note("Nothing on its host."));
 }
 
 function costSection({ cost }) {
   const stages = ["lowered", "executed"];
   const columns = stages.map((stage) => {
-    const cell = ([figure, show]) => show(cost?.[stage]?.[figure]);
+    const cell = ([figure, show]) => show(cost[stage]?.[figure]);
     return { label: titled(stage), number: true, cell };
   });
   const name = { label: "", cell: ([figure]) => titled(figure) };
   const rows = Object.entries({ flops: count, bytes_accessed: bytes, transcendentals: count });
   const table = tableOf({ name: "Cost by stage", columns: [name, ...columns], rows });
-  const known = stages.filter((stage) => cost?.[stage]?.stage);
+  const known = stages.filter((stage) => cost[stage]);
   const notes = known.map((stage) => `${titled(stage)}: ${cost[stage].stage}.`);
   return section("cost", "Cost", table.node, note(notes.join(" ")));
 }
 
-function rooflineSection(report) {
-  const { roofline } = report;
+function rooflineSection({ roofline }) {
   if (!roofline) return null;
-  const entries = rooflineTimes(report).map(([kind, seconds]) => {
+  const entries = RESOURCES.map((kind) => {
     const isBound = kind === roofline.bound_by;
     const label = isBound ? el("strong", `${titled(kind)} (the bound)`) : titled(kind);
-    return [label, seconds, isBound && "strong"];
+    return [label, roofline[`${kind}_s`], isBound && "strong"];
   });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
-  const [href, text] = [String(roofline.source ?? ""), "Figures of the device"];
+  const [href, text] = [roofline.source, "Figures of the device"];
   const link = el("a", { href, rel: "noopener noreferrer" }, text);
   const source = /^https?:\/\//i.test(href) ? link : href && `${text}: ${href}`;
   const words = note("Arithmetic intensity ", intensity, " flops per byte. ", source);

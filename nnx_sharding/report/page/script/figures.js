@@ -1,6 +1,5 @@
 // Sections, mesh axes and their colours, bars.
 
-const listOf = (value) => (Array.isArray(value) ? value : []);
 const note = (...text) => el("p.muted", el("small", text));
 
 function section(id, title, ...content) {
@@ -14,12 +13,13 @@ const numberOf = (axis) =>
   axisNumbers.get(axis) ?? axisNumbers.set(axis, axisNumbers.size).size - 1;
 const axisStyle = (axis) => ({ "--axis": `var(--axis-${numberOf(axis) % 8})` });
 
-const entryAxes = (entry) => (isSet(entry) ? [entry].flat().map(String) : []);
+const entryAxes = (entry) => (isSet(entry) ? [entry].flat() : []);
 const sortedAxes = (axes) => [...new Set(axes)].sort((a, b) => numberOf(a) - numberOf(b));
 // With unreduced or reduced axes a spec is an object, else its entries, or a text.
-const specEntries = (spec) => listOf(spec?.partitions ?? spec);
+const isNamed = (spec) => isSet(spec) && typeof spec !== "string";
+const specEntries = (spec) => (isNamed(spec) ? (spec.partitions ?? spec) : []);
 const specAxes = (spec) => sortedAxes(specEntries(spec).flatMap(entryAxes));
-const axesOf = (collective) => collective.axes && sortedAxes(collective.axes.map(String));
+const axesOf = (collective) => collective.axes && sortedAxes(collective.axes);
 const axesText = (axes) => (axes ? axes.join(" + ") || "none" : "no axes fit");
 
 const chip = (axis, size) =>

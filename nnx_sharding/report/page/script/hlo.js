@@ -1,7 +1,6 @@
 // The text of the program. Only offsets into it are kept, and only open parts become nodes.
 
 const LONGEST_LINE = 4000; // characters of one line
-const MOST_MATCHES = 20000;
 const COLLECTIVE =
   /= .*?\s(?:all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-permute)(?:-start|-done)?\(/;
 
@@ -53,13 +52,6 @@ function lineNode(text, { number, start, end }, pattern) {
   return el("div.line", attributes, el("span", content));
 }
 
-function countMatches(text, pattern, most) {
-  const matches = text.matchAll(pattern);
-  let number = 0;
-  while (number < most && !matches.next().done) number++;
-  return number;
-}
-
 function partNode(text, part, matches, pattern, isOpen) {
   const name = part.name || "(no name)";
   const count = (matches ? `${integer(matches)} found in ` : "") + many(part.lines, "line");
@@ -97,16 +89,14 @@ function programSection({ hlo }) {
     const escaped = query.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
     pattern = query ? new RegExp(`(${escaped})`, "gi") : null;
     counts = new Map();
-    let left = MOST_MATCHES;
     for (const part of pattern ? parts : []) {
-      const number = countMatches(hlo.slice(part.start, part.end), pattern, left);
-      if (number) counts.set(part, number);
-      left -= number;
+      const matches = hlo.slice(part.start, part.end).match(pattern);
+      if (matches) counts.set(part, matches.length);
     }
     lines.show(pattern ? [...counts.keys()] : parts);
-    const number = `${integer(MOST_MATCHES - left)}${left ? "" : " or more"} found`;
+    const found = `${integer(sum([...counts.values()], (n) => n))} found`;
     const all = `${many(parts.length, "part")}, ${byteText(hlo.length)} of text`;
-    result.textContent = pattern ? `${number} in ${many(counts.size, "part")}` : all;
+    result.textContent = pattern ? `${found} in ${many(counts.size, "part")}` : all;
   }
   find("");
   const box = searchBox("Search the program", find);

@@ -37,7 +37,7 @@ function main() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const isComparison = data.format === "nnx_sharding.comparison";
   // Colours go to the axes of the mesh first, in their order.
-  for (const report of isComparison ? Object.values(data.reports ?? {}) : [data])
+  for (const report of isComparison ? Object.values(data.reports) : [data])
     Object.keys(report.mesh?.axes ?? {}).forEach(numberOf);
   const links = el("ul");
   const navigate = () => {

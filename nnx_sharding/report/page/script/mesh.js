@@ -12,7 +12,7 @@ function* positions([size, ...rest]) {
 
 /** The devices of a mesh in grids; `cell` returns the content for a position in the mesh. */
 function meshFigures(mesh, cell) {
-  const axes = Object.entries(mesh.axes ?? {});
+  const axes = Object.entries(mesh.axes);
   const total = axes.reduce((n, [, size]) => n * size, 1);
   const [outer, inner] = [axes.slice(0, -2), axes.slice(-2)];
   const [columnAxis, columnCount] = inner.at(-1) ?? ["", 1];
@@ -44,11 +44,11 @@ function meshFigures(mesh, cell) {
 
 function meshSection({ mesh, device_kind }) {
   if (!mesh) return section("mesh", "Mesh", note("The program has no mesh."));
-  const axes = Object.entries(mesh.axes ?? {}).map(([axis, size]) =>
-    el("li", chip(axis), ` ${size} `, el("span.muted", mesh.axis_types?.[axis])),
+  const axes = Object.entries(mesh.axes).map(([axis, size]) =>
+    el("li", chip(axis), ` ${size} `, el("span.muted", mesh.axis_types[axis])),
   );
   const devices = meshFigures(mesh, (position) => deviceAt(mesh, position) ?? "·");
-  const ids = `Numbers are the ids of the ${device_kind ?? ""} devices.`;
+  const ids = `Numbers are the ids of the ${device_kind} devices.`;
   const legend = note(mesh.device_ids ? ids : "The mesh is abstract: its devices have no ids.");
   return section("mesh", "Mesh", el("ul.axes", axes), devices, legend);
 }

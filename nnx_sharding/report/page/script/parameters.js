@@ -1,18 +1,16 @@
 // The arguments of the program, as a tree of their paths or as a list.
 
-const sizes = (shape) => listOf(shape).join(" × ") || "scalar";
-
-const isNamed = ({ spec }) => isSet(spec) && typeof spec !== "string";
+const sizes = (shape) => shape.join(" × ") || "scalar";
 
 /** The shape of an array, with the axes over which each dimension is sharded. */
 function shapeAndAxes(row, mesh) {
   const { spec } = row;
-  if (!isNamed(row)) return [sizes(row.shape), " ", el("span.muted", spec ?? "no spec")];
+  if (!isNamed(row.spec)) return [sizes(row.shape), " ", el("span.muted", spec ?? "no spec")];
   const dimension = (size, i) => {
     const axes = entryAxes(specEntries(spec)[i]);
     return [i ? ` × ${size}` : size, axes.map((axis) => [" ", chip(axis, mesh?.axes?.[axis])])];
   };
-  const sums = ["unreduced", "reduced"].filter((kind) => listOf(spec[kind]).length);
+  const sums = ["unreduced", "reduced"].filter((kind) => spec[kind]?.length);
   const words = sums.map((kind) => `, ${kind} over ${spec[kind].join(" and ")}`);
   return [row.shape.length ? row.shape.map(dimension) : "scalar", el("span.muted", words)];
 }
@@ -48,7 +46,7 @@ function notesOf({ donated, used, memory_kind }) {
   return [donated && "donated", used === false && "unused", kind].filter(Boolean).join(", ");
 }
 
-const shardSize = (row) => row.shard_shape?.reduce((a, b) => a * b, 1);
+const shardSize = (row) => row.shard_shape.reduce((a, b) => a * b, 1);
 const axesKey = (row) => axesText(specAxes(row.spec));
 
 const parameterColumns = (mesh) => [
@@ -68,7 +66,7 @@ function strips(axes) {
 
 /** The parts of a path, such as `model`, `.blocks`, `[0]`. */
 const pathParts = (path) =>
-  String(path).match(/\[(?:'[^']*'|"[^"]*"|[^\]]*)\]|\.?[^.[\]]+|./gs) ?? [""];
+  path.match(/\[(?:'[^']*'|"[^"]*"|[^\]]*)\]|\.?[^.[\]]+|./gs) ?? [""];
 
 /** A tree by the parts of the paths; a chain of single children is one node. */
 function treeOf(rows, parts, start = 0, parent = "") {
@@ -88,8 +86,7 @@ function treeOf(rows, parts, start = 0, parent = "") {
   });
 }
 
-function parametersSection({ mesh, parameters }) {
-  const rows = listOf(parameters);
+function parametersSection({ mesh, parameters: rows }) {
   const title = "Parameters and other arguments";
   if (!rows.length) return section("parameters", title, note("There are no array arguments."));
   const columns = parameterColumns(mesh);
@@ -107,7 +104,7 @@ function parametersSection({ mesh, parameters }) {
     };
     const state = { "aria-expanded": String(isOpen), onclick: toggle };
     buttons.set(key, el("button.fold", { ...state, class: row && "leaf" }, name));
-    const canOpen = !row || (mesh && isNamed(row) && listOf(row.shape).length);
+    const canOpen = !row || (mesh && isNamed(row.spec) && row.shape.length);
     const style = { "padding-left": `${1.125 * Math.min(depth, 12)}rem` };
     return el("div", { style }, canOpen ? buttons.get(key) : el("span.nofold", name));
   }
@@ -141,13 +138,7 @@ function parametersSection({ mesh, parameters }) {
     return visit(nodes, 0);
   }
 
-  const search = (row) => [
-    row.path,
-    row.dtype,
-    listOf(row.shape).join("×"),
-    axesKey(row),
-    notesOf(row),
-  ];
+  const search = (row) => [row.path, row.dtype, row.shape.join("×"), axesKey(row), notesOf(row)];
   const accept = (row) => !chosenAxes.size || chosenAxes.has(axesKey(row));
   const names = { name: "Argument arrays", noun: "array", controls: view };
   const table = tableOf({ ...names, columns, rows, search, accept, arrange, line });
