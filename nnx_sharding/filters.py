@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ def _parts(predicate: Any) -> Iterable[Any]:
     return _parts(predicate.predicate) if isinstance(predicate, nnx.Not) else [predicate]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Paths:
     """A filter that matches certain paths.
 
@@ -82,28 +84,17 @@ class Paths:
       (True, False)
     """
 
-    __slots__ = ("_paths",)
+    paths: frozenset[Path]
 
     def __init__(self, paths: Iterable[Path]):
-        self._paths = frozenset(map(tuple, paths))
-
-    @property
-    def paths(self) -> frozenset[Path]:
-        """The paths."""
-        return self._paths
+        object.__setattr__(self, "paths", frozenset(map(tuple, paths)))
 
     def __call__(self, path: Path, value: Any) -> bool:
         """Whether ``path`` is one of them."""
-        return tuple(path) in self._paths
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Paths) and self._paths == other._paths
-
-    def __hash__(self) -> int:
-        return hash(self._paths)
+        return tuple(path) in self.paths
 
     def __repr__(self) -> str:
-        names = sorted(map(path_string, self._paths))
+        names = sorted(map(path_string, self.paths))
         more = f", … {len(names) - 3} more" if len(names) > 3 else ""
         return f"Paths({', '.join(names[:3])}{more})"
 

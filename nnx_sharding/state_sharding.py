@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from .filters import PathPattern, is_opaque, path_name, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 
 
+@dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True, weakref_slot=True)
 class StateSharding:
     """Shardings of the Variables of an argument, by ordered NNX filters.
 
@@ -34,6 +36,11 @@ class StateSharding:
         The latter two list their corrections in a warning
         (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of the transform.
 
+    Attributes:
+      filters: the filters in the order in which they are tried.
+      shardings: the sharding of each filter.
+      on_indivisible: the action where a sharding does not divide a shape.
+
     Raises:
       TypeError: a filter or a sharding has a wrong type.
       ValueError: ``on_indivisible`` has another value.
@@ -52,14 +59,11 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_filters",
-        "_on_indivisible",
-        "_predicates",
-        "_shardings",
-        "_tests",
-    )
+    filters: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+    on_indivisible: OnIndivisible | None
+    # The search of a pattern is called directly: there may be many patterns.
+    _tests: tuple[tuple[Any, Any], ...] = dataclasses.field(compare=False)
 
     @_compat.api_boundary
     def __init__(
@@ -85,39 +89,26 @@ class StateSharding:
                 + "\n".join(wrong)
                 + "\nUse a PartitionSpec such as P('data', None), a Sharding, or None."
             )
-        self._filters = tuple(filter_ for filter_, _ in pairs)
-        self._shardings = tuple(sharding for _, sharding in pairs)
-        self._predicates = tuple(map(to_predicate, self._filters))
-        # The search of a pattern is called directly: there may be many patterns.
-        self._tests = tuple(
-            (p, p.search if isinstance(p, PathPattern) else None) for p in self._predicates
-        )
-        self._on_indivisible = on_indivisible
-
-    @property
-    def filters(self) -> tuple[Any, ...]:
-        """The filters in the order in which they are tried."""
-        return self._filters
+        predicates = [to_predicate(filter_) for filter_, _ in pairs]
+        tests = ((p, p.search if isinstance(p, PathPattern) else None) for p in predicates)
+        for name, value in {
+            "filters": tuple(filter_ for filter_, _ in pairs),
+            "shardings": tuple(sharding for _, sharding in pairs),
+            "on_indivisible": on_indivisible,
+            "_tests": tuple(tests),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The filters as text."""
-        return tuple(map(_show, self._filters))
-
-    @property
-    def shardings(self) -> tuple[Any, ...]:
-        """The sharding of each filter."""
-        return self._shardings
-
-    @property
-    def on_indivisible(self) -> OnIndivisible | None:
-        """The action where a sharding does not divide a shape; None if the transform decides."""
-        return self._on_indivisible
+        return tuple(map(_show, self.filters))
 
     @property
     def depends_on_values(self) -> bool:
         """Whether shapes or dtypes decide too: in predicates of the user, or for corrections."""
-        return self._on_indivisible not in (None, "error") or any(map(is_opaque, self._predicates))
+        action = self.on_indivisible
+        return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
         """The sharding of one Variable.
@@ -144,30 +135,19 @@ class StateSharding:
         name = path_name(path)
         for index, (predicate, search) in enumerate(self._tests):
             if predicate(path, variable) if search is None else search(name):
-                return index, self._shardings[index]
+                return index, self.shardings[index]
         return None, None
 
     def __repr__(self) -> str:
-        pairs = zip(self.names, self._shardings, strict=True)
+        pairs = zip(self.names, self.shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
-        action = self._on_indivisible
+        action = self.on_indivisible
         option = "" if action is None else f", on_indivisible={action!r}"
         return f"StateSharding({{{inside}}}{option})"
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, StateSharding)
-            and self._filters == other._filters
-            and self._shardings == other._shardings
-            and self._on_indivisible == other._on_indivisible
-        )
-
-    def __hash__(self) -> int:
-        return hash((self._filters, self._shardings, self._on_indivisible))
-
     def __reduce__(self) -> tuple[Any, ...]:
-        pairs = tuple(zip(self._filters, self._shardings, strict=True))
-        return functools.partial(StateSharding, on_indivisible=self._on_indivisible), (pairs,)
+        pairs = tuple(zip(self.filters, self.shardings, strict=True))
+        return functools.partial(StateSharding, on_indivisible=self.on_indivisible), (pairs,)
 
 
 def _show(filter_: Any) -> str:

@@ -14,6 +14,7 @@ from ..errors import NoMeshError
 from ..fitting import suggestion
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+AxisNames: TypeAlias = str | tuple[str, ...] | list[str]
 
 
 class NoContextMeshError(NoMeshError, AssertionError):
@@ -27,8 +28,7 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
       raise_error: whether it is an error that there is none.
 
     Returns:
-      The mesh; an abstract one while JAX traces under ``jax.set_mesh``; an empty one if there is
-      none.
+      The mesh, abstract while JAX traces under ``jax.set_mesh``; an empty one if there is none.
 
     Raises:
       NoContextMeshError: there is none. It is an ``AssertionError``, too.
@@ -59,29 +59,15 @@ def names_in_current_mesh(*names: str) -> bool:
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """The names of the axes of a mesh, or of the one in context.
-
-    Raises:
-      NoContextMeshError: there is no mesh.
-    """
+    """The names of the axes of a mesh, or of the one in context."""
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
-def get_axes_size_in_mesh(
-    axis_names: str | tuple[str, ...] | list[str], mesh: AnyMesh | None = None
-) -> int:
+def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
     """The product of the sizes of some axes of a mesh, or of the one in context; 1 for no axes.
 
     Raises:
       KeyError: the mesh has no such axis.
-      TypeError: ``axis_names`` are not names.
-      NoContextMeshError: there is no mesh.
-
-    Example:
-      >>> from jax.sharding import AbstractMesh
-      >>> from nnx_sharding.constraints import get_axes_size_in_mesh
-      >>> get_axes_size_in_mesh(("data", "model"), AbstractMesh((2, 4), ("data", "model")))
-      8
     """
     names = _names("get_axes_size_in_mesh", axis_names)
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
@@ -92,25 +78,20 @@ def get_axes_size_in_mesh(
     return math.prod(shape[name] for name in names)
 
 
-def get_mesh_axis_size(axis_names: str | tuple[str, ...] | list[str]) -> int:
+def get_mesh_axis_size(axis_names: AxisNames) -> int:
     """The product of the sizes of axes over which the function is mapped; 1 for no axes.
 
     Raises:
-      TypeError: ``axis_names`` are not names.
       NameError: the function is not mapped over one of the axes.
     """
     names = _names("get_mesh_axis_size", axis_names)
     return math.prod(int(jax.lax.axis_size(name)) for name in names)
 
 
-def get_submesh_device_index(axis_names: str | tuple[str, ...] | list[str]) -> jax.Array | int:
+def get_submesh_device_index(axis_names: AxisNames) -> jax.Array | int:
     """The index of this shard along axes over which the function is mapped, the first one major.
 
-    Returns:
-      An int32 scalar; 0 for no axes.
-
     Raises:
-      TypeError: ``axis_names`` are not names.
       NameError: the function is not mapped over one of the axes.
 
     Example:

@@ -41,9 +41,6 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
     Args:
       tree: arrays, modules or specs; a leaf may also have a spec as its attribute ``sharding``.
       mesh: the mesh of the specs.
-
-    Raises:
-      NoContextMeshError: there is a spec, and no mesh.
     """
 
     def read(leaf: Any) -> Any:
@@ -56,14 +53,10 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """The ``PartitionSpec`` of each array, in a tree as of :func:`extract_sharding_structure`.
-
-    Numbers, NumPy arrays, abstract arrays without a sharding, and arrays on one device have
-    ``P()``.
+    """The ``PartitionSpec`` of each array: ``P()`` for numbers and what is on one device.
 
     Raises:
-      ValueError: a leaf is something else, or has several devices and no ``NamedSharding``; all
-        are named.
+      ValueError: leaves are something else, or have several devices and no ``NamedSharding``.
     """
 
     def read(leaf: Any) -> Any:
@@ -102,8 +95,8 @@ def _extracted(tree: Any, read: Callable[[Any], Any]) -> Any:
     if missing:
         raise ValueError(
             "expected numbers and arrays with a NamedSharding, the same one for all arrays of a "
-            "Variable, got:\n" + "\n".join(missing) + "\nPlace arrays with "
-            "with_sharding_constraint."
+            "Variable, got:\n"
+            + "\n".join([*missing, "Place arrays with with_sharding_constraint."])
         )
     return result
 

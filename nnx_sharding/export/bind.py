@@ -24,12 +24,7 @@ Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
 def bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
-    """The arrays of a call by position, and for each argument its form.
-
-    Raises:
-      TypeError: arguments or arrays are missing or unknown, or have other types than those of the
-        program; all are listed.
-    """
+    """The arrays of a call by position, and for each argument its form."""
     arguments = _arguments(manifest, args, kwargs)
     arrays: dict[int, tuple[str, Any]] = {}
     forms: dict[str, Form] = {}
@@ -41,7 +36,7 @@ def bind(
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
                 leaf = argument.by_path.get(path_string(path))
-                is_flat = is_flat or leaf is not None
+                is_flat |= leaf is not None
             if leaf is None:
                 name = accessor(argument.name, path)
                 names = [other.name for other in argument.leaves]

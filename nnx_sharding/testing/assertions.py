@@ -37,8 +37,7 @@ def assert_no_collective(
         those whose axes are not known.
 
     Raises:
-      AssertionError: there are such collectives; each is named, with its bytes, axes, operation
-        and the line of your code.
+      AssertionError: there are such collectives; each is named, with the line of your code.
       ValueError: there is no such kind, or the mesh has no such axis.
       TypeError: ``program`` is something else.
 
@@ -59,9 +58,8 @@ def assert_no_collective(
         all-reduce over model, 128 B, sends 192 B: jit(<lambda>)/reduce_sum, <doctest ...>:1
       ...
     """
-    report = _report(program)
-    collectives, wanted = _collectives(report).of(kind), _checked_axes(report, axes)
-    hits = _over(collectives, wanted)
+    report, wanted, some = _over(program, axes)
+    hits = some.of(kind)
     if hits:
         what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{_over_text(wanted)}"
         raise AssertionError(
@@ -80,8 +78,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
         in any order: ``{("all-reduce", "model"): 2}``. One in a loop counts once.
 
     Raises:
-      AssertionError: there are more, fewer or others; all differences are named, with the
-        instructions.
+      AssertionError: there are more, fewer or others; all differences are named.
       ValueError: there is no such kind, or the mesh has no such axis.
       TypeError: ``program`` or ``expected`` is something else.
 
@@ -102,8 +99,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
             "expected is a mapping such as {('all-reduce', 'model'): 2} from kind and axes to a "
             f"number, not {expected!r}."
         )
-    report = _report(program)
-    collectives = _collectives(report)
+    report, _, collectives = _over(program, None)
     wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
@@ -131,8 +127,8 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       axes: a mesh axis, or several: counts collectives over any of them. None for all.
 
     Raises:
-      AssertionError: it sends more, or may do so as a loop is of unknown length; the largest
-        collectives are named.
+      AssertionError: it sends more, or a loop is of unknown length; the largest collectives are
+        named.
       ValueError: the limit cannot be read, or the mesh has no such axis.
       TypeError: ``program`` or the limit is something else.
 
@@ -146,9 +142,8 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
-    most, report = read_bytes(limit), _report(program)
-    collectives, wanted = _collectives(report), _checked_axes(report, axes)
-    some = _over(collectives, wanted)
+    most = read_bytes(limit)
+    report, wanted, some = _over(program, axes)
     if some.bytes_sent > most or some.has_unknown_times:
         largest = sorted(some, key=lambda one: -one.total_bytes_sent)
         more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
@@ -282,10 +277,16 @@ def _report(program: Any) -> ProgramReport:
     )
 
 
-def _collectives(report: ProgramReport) -> Collectives:
+def _over(
+    program: Any, axes: Axes | None
+) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
+    """The report of a program, axes as a set, and the collectives that may run over any of them."""
+    report = _report(program)
     if report.hlo is None and not report.collectives:
         raise ValueError(f"the backend does not report the collectives of {report.name}.")
-    return report.collectives
+    wanted = _checked_axes(report, axes)
+    some = (x for x in report.collectives if wanted is None or x.axes is None or wanted & {*x.axes})
+    return report, wanted, Collectives(some)
 
 
 def _checked_axes(report: ProgramReport, axes: Axes | None) -> frozenset[str] | None:
@@ -299,13 +300,6 @@ def _checked_axes(report: ProgramReport, axes: Axes | None) -> frozenset[str] | 
         known = ", ".join(map(repr, names)) or "none"
         raise ValueError(f"the mesh has no axis {'; '.join(unknown)}. It has the axes {known}.")
     return wanted
-
-
-def _over(collectives: Collectives, axes: frozenset[str] | None) -> Collectives:
-    """Those that run over any of the axes, as those of unknown axes may."""
-    return Collectives(
-        one for one in collectives if axes is None or one.axes is None or axes & {*one.axes}
-    )
 
 
 def _over_text(axes: frozenset[str] | None) -> str:
@@ -334,11 +328,9 @@ def _listed(collectives: Iterable[Collective]) -> str:
 def _line(one: Collective) -> str:
     axes = "unknown axes" if one.axes is None else " and ".join(one.axes) or "no axes"
     times = {1: "", None: ", in a loop of unknown length"}.get(one.times, f", {one.times} times")
-    origin = ", ".join(part for part in (one.operation, one.source) if part) or one.name
-    return (
-        f"{one.kind} over {axes}, {bytes_text(one.bytes)}, sends {bytes_text(one.bytes_sent)}"
-        f"{times}: {origin}"
-    )
+    origin = ", ".join(filter(None, (one.operation, one.source))) or one.name
+    sizes = f"{bytes_text(one.bytes)}, sends {bytes_text(one.bytes_sent)}"
+    return f"{one.kind} over {axes}, {sizes}{times}: {origin}"
 
 
 def _at(row: ParameterRow) -> str:
