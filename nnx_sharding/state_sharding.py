@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,30 +15,21 @@ from .filters import PathPattern, is_opaque, path_name, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 
 
-@dataclasses.dataclass(init=False, repr=False, frozen=True, slots=True, weakref_slot=True)
 class StateSharding:
     """Shardings of the Variables of an argument, by ordered NNX filters.
 
-    It can be used in place of a sharding or a partition spec: in ``in_shardings`` and
-    ``out_shardings`` of :func:`~nnx_sharding.jit`, in ``in_specs`` and ``out_specs`` of
-    :func:`~nnx_sharding.shard_map`. The first filter that matches a Variable decides; paths
-    start at the argument (``("up", "kernel")``), as everywhere in NNX.
+    It can be used in place of a sharding or a partition spec. The first filter that matches a
+    Variable decides; paths start at the argument (``("up", "kernel")``), as everywhere in NNX.
 
     Args:
-      filter_sharding: a mapping from filters to shardings, an iterable of such pairs, or an
-        ``nnx.State`` or nested dicts with a sharding at each path. A filter is any NNX filter: a
-        Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple of
-        filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
-        a ``jax.experimental.layout.Format``, or None to leave the choice to JAX.
+      filter_sharding: a mapping from NNX filters to shardings, an iterable of such pairs, or an
+        ``nnx.State`` or nested dicts with a sharding at each path. A sharding is a
+        ``PartitionSpec``, any ``jax.sharding.Sharding``, a ``jax.experimental.layout.Format``, or
+        None to leave the choice to JAX.
       on_indivisible: what to do where a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide.
-        The latter two list their corrections in a warning
-        (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of the transform.
-
-    Attributes:
-      filters: the filters in the order in which they are tried.
-      shardings: the sharding of each filter.
-      on_indivisible: the action where a sharding does not divide a shape.
+        The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of
+        the transform.
 
     Raises:
       TypeError: a filter or a sharding has a wrong type.
@@ -59,11 +49,7 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    filters: tuple[Any, ...]
-    shardings: tuple[Any, ...]
-    on_indivisible: OnIndivisible | None
-    # The search of a pattern is called directly: there may be many patterns.
-    _tests: tuple[tuple[Any, Any], ...] = dataclasses.field(compare=False)
+    __slots__ = ("__weakref__", "_filters", "_on_indivisible", "_shardings", "_tests")
 
     @_compat.api_boundary
     def __init__(
@@ -89,25 +75,39 @@ class StateSharding:
                 + "\n".join(wrong)
                 + "\nUse a PartitionSpec such as P('data', None), a Sharding, or None."
             )
-        predicates = [to_predicate(filter_) for filter_, _ in pairs]
-        tests = ((p, p.search if isinstance(p, PathPattern) else None) for p in predicates)
-        for name, value in {
-            "filters": tuple(filter_ for filter_, _ in pairs),
-            "shardings": tuple(sharding for _, sharding in pairs),
-            "on_indivisible": on_indivisible,
-            "_tests": tuple(tests),
-        }.items():
-            object.__setattr__(self, name, value)
+        self._filters = tuple(filter_ for filter_, _ in pairs)
+        self._shardings = tuple(sharding for _, sharding in pairs)
+        # The search of a pattern is called directly: there may be many patterns.
+        self._tests = tuple(
+            (p, p.search if isinstance(p, PathPattern) else None)
+            for p in map(to_predicate, self._filters)
+        )
+        self._on_indivisible = on_indivisible
+
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The filters in the order in which they are tried."""
+        return self._filters
 
     @property
     def names(self) -> tuple[str, ...]:
         """The filters as text."""
-        return tuple(map(_show, self.filters))
+        return tuple(map(_show, self._filters))
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The sharding of each filter."""
+        return self._shardings
+
+    @property
+    def on_indivisible(self) -> OnIndivisible | None:
+        """The action where a sharding does not divide a shape; None if the transform decides."""
+        return self._on_indivisible
 
     @property
     def depends_on_values(self) -> bool:
         """Whether shapes or dtypes decide too: in predicates of the user, or for corrections."""
-        action = self.on_indivisible
+        action = self._on_indivisible
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
@@ -135,19 +135,29 @@ class StateSharding:
         name = path_name(path)
         for index, (predicate, search) in enumerate(self._tests):
             if predicate(path, variable) if search is None else search(name):
-                return index, self.shardings[index]
+                return index, self._shardings[index]
         return None, None
 
     def __repr__(self) -> str:
-        pairs = zip(self.names, self.shardings, strict=True)
+        pairs = zip(self.names, self._shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
-        action = self.on_indivisible
+        action = self._on_indivisible
         option = "" if action is None else f", on_indivisible={action!r}"
         return f"StateSharding({{{inside}}}{option})"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StateSharding) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self._filters, self._shardings, self._on_indivisible
+
     def __reduce__(self) -> tuple[Any, ...]:
-        pairs = tuple(zip(self.filters, self.shardings, strict=True))
-        return functools.partial(StateSharding, on_indivisible=self.on_indivisible), (pairs,)
+        pairs = tuple(zip(self._filters, self._shardings, strict=True))
+        return functools.partial(StateSharding, on_indivisible=self._on_indivisible), (pairs,)
 
 
 def _show(filter_: Any) -> str:
