@@ -141,10 +141,7 @@ class Traced(Stage):
 
         Args:
           lowering_platforms: platforms such as ``("tpu",)``; None for the current one.
-          **unknown: refused; ``jax.export.export`` passes more.
-
-        Raises:
-          TypeError: there are other options.
+          **unknown: a TypeError; ``jax.export.export`` passes more.
         """
         if unknown:
             raise TypeError(
@@ -204,13 +201,11 @@ class Compiled(Stage):
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program.
-
-        Static arguments may be given, or left out as with ``jax.stages.Compiled``.
+        """Runs the program. Static arguments may be given, or left out.
 
         Raises:
-          TypeError: structure, static arguments or static attributes differ from those that
-            were lowered; shapes or dtypes do.
+          TypeError: structure, static arguments, static attributes, shapes or dtypes differ from
+            those that were lowered.
         """
         return call_stage(self._stage, self._origin, self._guards, "compiled", args, kwargs)
 
@@ -272,12 +267,8 @@ class Compiled(Stage):
         """The least time that a call can take, the bodies of loops counted as often as they run.
 
         Args:
-          device: the peak figures of the device, or its name, such as ``"TPU v5e"``; see
-            :data:`nnx_sharding.analysis.DEVICES`.
-
-        Raises:
-          ValueError: there is no device of this name in the table.
-          TypeError: it is neither a device nor a name.
+          device: the peak figures of the device, or its name, such as ``"TPU v5e"``, in
+            :data:`nnx_sharding.analysis.DEVICES`; a ValueError if it is not there.
         """
         bytes_sent = (self.collectives() or Collectives()).bytes_sent
         return roofline_of(self.cost(loops=True), bytes_sent, device)

@@ -35,16 +35,13 @@ __all__ = [
 class ArraySharder(SharderModule):
     """Shards batches, inside and outside of traced functions.
 
-    Where a method takes a sharding, that is anything that :func:`~nnx_sharding.placement.place`
-    takes: a ``PartitionSpec`` (of the mesh in context), a ``Sharding``, a ``StateSharding``, or a
-    pytree prefix of the batch with these as leaves. A spec is truncated to the rank of its array:
-    ``P("data", None)`` is valid for images and labels. What is not an array is kept. In a traced
-    function, arrays are constrained or resharded as by
+    A sharding is anything that :func:`~nnx_sharding.placement.place` takes. A spec is truncated to
+    the rank of its array: ``P("data", None)`` is valid for images and labels. What is not an array
+    is kept. In a traced function, arrays are constrained or resharded as by
     :func:`~nnx_sharding.partition.with_sharding_constraint`.
 
-    Where it takes logical names, that is a tuple (or a list) with a name, several names or None for
-    each dimension, a ``PartitionSpec``, which is used as it is, or dicts and lists of these. A list
-    that contains a name is a list of names.
+    Logical names are a tuple (or a list) with a name, several names or None for each dimension, a
+    ``PartitionSpec``, which is used as it is, or dicts and lists of these.
 
     The counts are on the devices that computed them last: after the first call of a function on a
     mesh, JAX traces once more. ``place(sharder, P(), mesh)`` before that avoids it.
@@ -79,9 +76,6 @@ class ArraySharder(SharderModule):
           batch: any pytree; modules in it are changed in place.
           sharding: for all arrays, or a pytree prefix of the batch.
 
-        Returns:
-          The batch with its arrays sharded.
-
         Raises:
           NoMeshError: a ``PartitionSpec`` has no mesh.
           TypeError: ``sharding`` contains something else than shardings.
@@ -99,13 +93,10 @@ class ArraySharder(SharderModule):
     def shard_with_info(self, batch: Any, sharding: Any, info: dict[str, Any] | None = None) -> Any:
         """Does the same as :meth:`shard`, and describes the batch before and after.
 
-        Args:
-          batch: any pytree.
-          sharding: as for :meth:`shard`.
-          info: gets ``batch_pre_sharding`` and ``batch_post_sharding``: each a dict with the
-            ``structure`` of the batch and the ``shapes`` of its arrays (None for what is not one);
-            the second also with their ``shardings`` and ``bytes_per_device``, by the id of the
-            device (its position in the mesh in a traced function).
+        ``info`` gets ``batch_pre_sharding`` and ``batch_post_sharding``: each a dict with the
+        ``structure`` of the batch and the ``shapes`` of its arrays (None for what is not one); the
+        second also with their ``shardings`` and ``bytes_per_device``, by the id of the device (its
+        position in the mesh in a traced function).
         """
         result = self.shard_with_info_static(batch, sharding, info)
         self._count(batch)
@@ -141,8 +132,7 @@ class ArraySharder(SharderModule):
     ) -> Any:
         """Applies a function to each shard of a batch, by ``shard_map``.
 
-        The compiled program is kept for the next call with the same function, mesh and specs, among
-        the last 128; so pass the function itself, not a new lambda for each call.
+        The last 128 compiled programs are kept, so pass the same function each time.
 
         Args:
           batch: any pytree of arrays.
@@ -169,15 +159,14 @@ class ArraySharder(SharderModule):
     ) -> nnx.Param[Any]:
         """Creates a parameter in its sharding, never fully on one device.
 
+        Its metadata have the logical names as ``out_sharding``, and the rules as
+        ``sharding_rules``, as ``nnx.get_partition_spec`` reads them.
+
         Args:
           init_fn: takes a key of the stream ``params`` and the shape.
           shape: the shape.
           logical_spec: the logical names of its dimensions.
           mesh: the mesh; None for the one in context. Without one the parameter is not sharded.
-
-        Returns:
-          A parameter with the logical names as ``out_sharding`` in its metadata, and the rules as
-          ``sharding_rules``, as ``nnx.get_partition_spec`` reads them.
 
         Raises:
           ValueError: there are no ``rngs``, a name has no rule, or the spec does not fit.

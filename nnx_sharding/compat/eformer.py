@@ -24,23 +24,21 @@ from ..partition.apply import apply_shardings, mesh_here, sharding_of
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
 from ..partition.variables import NamedVariable, map_variables
 from ..state_sharding import StateSharding, is_single_spec
-from .eformer_mesh import (
+from .eformer_queries import (
     NoContextMeshError,
+    extract_sharding_structure,
+    extract_shardings,
     get_axes_size_in_mesh,
     get_incontext_mesh,
     get_mesh_axis_names,
     get_mesh_axis_size,
+    get_names_from_partition_spec,
+    get_partition_spec,
+    get_shardings_with_structure,
     get_submesh_device_index,
     names_in_current_mesh,
 )
 from .eformer_rules import create_pattern_based_partition_spec, match_partition_rules
-from .eformer_specs import (
-    extract_sharding_structure,
-    extract_shardings,
-    get_names_from_partition_spec,
-    get_partition_spec,
-    get_shardings_with_structure,
-)
 
 __all__ = [
     "NoContextMeshError",

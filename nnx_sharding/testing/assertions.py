@@ -1,6 +1,7 @@
 """Assertions about compiled programs, for tests: what they exchange, and what they take.
 
-Each takes the result of ``lower(...).compile()`` or its report, and names the causes.
+Each takes the result of ``lower(...).compile()`` or its report, and names the causes. It raises a
+``TypeError`` for anything else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ def assert_no_collective(
     Raises:
       AssertionError: there are such collectives; each is named, with the line of your code.
       ValueError: there is no such kind, or the mesh has no such axis.
-      TypeError: ``program`` is something else.
 
     Example:
       >>> import jax
@@ -51,7 +51,6 @@ def assert_no_collective(
       >>> fun = jit(lambda x: x.sum(1), in_shardings=P("data", "model"), mesh=mesh)
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_no_collective(compiled, "all-gather")
-      >>> assert_no_collective(compiled, axes="data")
       >>> assert_no_collective(compiled, axes="model")
       Traceback (most recent call last):
       AssertionError: <lambda> has 1 collective over 'model':
@@ -80,7 +79,6 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
     Raises:
       AssertionError: there are more, fewer or others; all differences are named.
       ValueError: there is no such kind, or the mesh has no such axis.
-      TypeError: ``program`` or ``expected`` is something else.
 
     Example:
       >>> import jax
@@ -130,16 +128,12 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       AssertionError: it sends more, or a loop is of unknown length; the largest collectives are
         named.
       ValueError: the limit cannot be read, or the mesh has no such axis.
-      TypeError: ``program`` or the limit is something else.
 
     Example:
       >>> import jax
-      >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import jit
       >>> from nnx_sharding.testing import assert_bytes_sent_below
-      >>> from nnx_sharding.partition import make_mesh
-      >>> fun = jit(lambda x: x.sum(1), in_shardings=P(None, "model"), mesh=make_mesh({"model": 8}))
-      >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
+      >>> compiled = jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((64,), "float32")).compile()
       >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
     most = read_bytes(limit)
@@ -164,7 +158,6 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
     Raises:
       AssertionError: it takes more; the parts of the memory and the largest arguments are named.
       ValueError: the limit cannot be read, or the backend does not report the memory.
-      TypeError: ``program`` or the limit is something else.
 
     Example:
       >>> import jax
@@ -186,15 +179,13 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
     if memory.peak >= most:
         names = ("arguments", "outputs", "temporaries", "aliased", "generated_code")
         sizes = [(name.replace("_", " "), getattr(memory, name)) for name in names]
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)
         used = [row for row in report.parameters if row.used]
         largest = sorted(used, key=lambda row: -row.bytes_per_device)
         lines = [f"  {_at(row)}: {bytes_text(row.bytes_per_device)}" for row in largest]
         raise AssertionError(
             f"{report.name} takes {bytes_text(memory.peak)} on each device at its peak; the limit "
-            f"is {bytes_text(most)}:\n  "
-            + ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)
-            + "\nThe largest arguments:\n"
-            + _shortened(lines)
+            f"is {bytes_text(most)}:\n  {parts}\nThe largest arguments:\n{_shortened(lines)}"
         )
 
 
@@ -203,13 +194,12 @@ def assert_no_parameter_replicated(
 ) -> None:
     """Fails if a large array is fully replicated over several devices.
 
-    In a program this checks the arguments. For the replicated fraction of all bytes, however it is
-    spread over arrays, see :func:`~nnx_sharding.testing.assert_sharded`.
+    In a program this checks the arguments. For the replicated fraction of all bytes see
+    :func:`~nnx_sharding.testing.assert_sharded`.
 
     Args:
       program: a compiled function or its report; or a placed model, optimizer, or pytree of them.
-      min_size: arrays with fewer elements may be replicated, as with
-        :func:`~nnx_sharding.partition.fsdp`.
+      min_size: arrays with fewer elements may be replicated.
       allowed: regular expressions; an array may be replicated if one matches in its path.
 
     Raises:
@@ -254,14 +244,14 @@ def assert_no_parameter_replicated(
         and not any(pattern.search(row.path) for pattern in patterns)
     ]
     if replicated:
-        replicated.sort(key=lambda row: -row.bytes_total)
-        sizes = [f"{bytes_text(row.bytes_total)}, spec {row.spec_text}" for row in replicated]
-        lines = [f"  {_at(row)}: {size}" for row, size in zip(replicated, sizes, strict=True)]
+        lines = [
+            f"  {_at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}\n"
+            for row in sorted(replicated, key=lambda row: -row.bytes_total)
+        ]
         verb = "is" if len(replicated) == 1 else "are"
         raise AssertionError(
-            f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:\n"
-            + "\n".join(lines)
-            + "\nPartition them by specs, or allow it by allowed=... or min_size=..."
+            f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:\n{''.join(lines)}"
+            "Partition them by specs, or allow it by allowed=... or min_size=..."
         )
 
 

@@ -141,11 +141,9 @@ def _start(
 
 
 def _first_failure(ends: queue.SimpleQueue[_End], running: int, deadline: float | None) -> _End:
-    """Waits for the failure that led to the others, or until all processes have succeeded.
-
-    A process that dies closes its connections before it has ended, so another one may report an
-    error earlier than the system reports that end.
-    """
+    """Waits for the failure that led to the others, or until all processes have succeeded."""
+    # A process that dies closes its connections before it has ended, so another one may report an
+    # error earlier than the system reports that end.
     first: _End | None = None
     while running:
         try:
