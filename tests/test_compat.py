@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from nnx_sharding import _compat
-from nnx_sharding._compat.private import private_name
 
 PACKAGE = pathlib.Path(nnx_sharding.__file__).parent
 COMPAT = sorted(PACKAGE.glob("_compat/*.py"))
@@ -119,14 +118,14 @@ class PrivateNamesTest(absltest.TestCase):
         ]
         self.assertNotEmpty(optional)
         for module, name in optional:
-            self.assertIsNotNone(private_name(module, name), name)
+            self.assertIsNotNone(_compat.private_name(module, name), name)
 
     def test_missing_name(self):
-        self.assertIsNone(private_name("jax._src.array", "Missing", optional=True))
-        self.assertIsNone(private_name("jax._src.missing", "ArrayImpl", optional=True))
+        self.assertIsNone(_compat.private_name("jax._src.array", "Missing", optional=True))
+        self.assertIsNone(_compat.private_name("jax._src.missing", "ArrayImpl", optional=True))
         for module, name in (("jax._src.array", "Missing"), ("jax._src.missing", "ArrayImpl")):
             with self.assertRaisesRegex(ImportError, f"{module}.{name}.*{jax.__version__}"):
-                private_name(module, name)
+                _compat.private_name(module, name)
 
     def test_default_of_shardings(self):
         default = inspect.signature(jax.jit).parameters["out_shardings"].default

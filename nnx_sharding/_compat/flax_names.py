@@ -13,8 +13,7 @@ from flax.errors import TraceContextError as TraceContextError
 from flax.nnx import extract, graphlib, pytreelib, variablelib
 from flax.typing import HashableMapping as HashableMapping
 
-from .jax_names import ArrayImpl, trace_is_clean
-from .private import private_name
+from .jax_names import ArrayImpl, private_name, trace_is_clean
 
 # Without this, `nnx.cached_partial` has no cache.
 _graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)

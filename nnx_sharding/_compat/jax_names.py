@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
+import operator
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import flax
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from .private import private_name
+from .._version import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def private_name(module: str, name: str, *, optional: bool = False) -> Any:
+    """A private name; None for an optional one that is not in the installed release."""
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        if optional:
+            return None
+        raise ImportError(
+            f"nnx_sharding {__version__} needs {module}.{name}, which JAX {jax.__version__} with "
+            f"Flax {flax.__version__} does not have. Install a newer nnx_sharding, or earlier "
+            "releases of JAX and Flax."
+        ) from error
+
 
 ArrayImpl: Any = private_name("jax._src.array", "ArrayImpl")
 IndivisibleError: Any = private_name("jax._src.sharding", "IndivisibleError")
