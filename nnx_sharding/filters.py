@@ -69,7 +69,7 @@ def _parts(predicate: Any) -> Iterable[Any]:
     return _parts(predicate.predicate) if isinstance(predicate, nnx.Not) else [predicate]
 
 
-class Paths:
+class Paths(nnx.filterlib.PathIn):
     """A filter that matches certain paths.
 
     Args:
@@ -82,28 +82,15 @@ class Paths:
       (True, False)
     """
 
-    __slots__ = ("_paths",)
-
     def __init__(self, paths: Iterable[Path]):
-        self._paths = frozenset(map(tuple, paths))
-
-    @property
-    def paths(self) -> frozenset[Path]:
-        """The paths."""
-        return self._paths
+        super().__init__(*map(tuple, paths))
 
     def __call__(self, path: Path, value: Any) -> bool:
         """Whether ``path`` is one of them."""
-        return tuple(path) in self._paths
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Paths) and self._paths == other._paths
-
-    def __hash__(self) -> int:
-        return hash(self._paths)
+        return tuple(path) in self.paths
 
     def __repr__(self) -> str:
-        names = sorted(map(path_string, self._paths))
+        names = sorted(map(path_string, self.paths))
         more = f", … {len(names) - 3} more" if len(names) > 3 else ""
         return f"Paths({', '.join(names[:3])}{more})"
 
@@ -233,4 +220,4 @@ def path_name(path: Path) -> str:
 
 
 _TYPE = (nnx.WithTag, nnx.OfType, nnx.Everything, nnx.Nothing)
-_PATH_OR_TYPE = (*_TYPE, Paths, PathPattern, nnx.PathContains, nnx.filterlib.PathIn)
+_PATH_OR_TYPE = (*_TYPE, PathPattern, nnx.PathContains, nnx.filterlib.PathIn)
