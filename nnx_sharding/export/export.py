@@ -100,9 +100,8 @@ def export(
 
 
 def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
-    refs = plan.structure.slots_of(RefEntry) | {
-        i for i, x in enumerate(leaves) if _compat.is_ref(x)
-    }
+    refs = {slot for slot, leaf in enumerate(leaves) if _compat.is_ref(leaf)}
+    refs |= plan.structure.slots_of(RefEntry)
     lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]
     if lines:
         raise TypeError(
