@@ -2,7 +2,7 @@
 
 ``nnx_sharding.partition`` does the work. ``mesh=None`` always means the mesh in context, by
 ``jax.set_mesh`` or by the older ``with mesh:``; functions that need one raise a
-:class:`NoContextMeshError` if there is none.
+:class:`~nnx_sharding.errors.NoMeshError`, which is an ``AssertionError`` too, if there is none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..partition.constrain import assign, is_array, report_corrections, with_sha
 from ..partition.variables import NamedVariable, map_variables
 from ..state_sharding import StateSharding, is_single_spec
 from .eformer_queries import (
-    NoContextMeshError,
     extract_sharding_structure,
     extract_shardings,
     get_axes_size_in_mesh,
@@ -41,7 +40,6 @@ from .eformer_queries import (
 from .eformer_rules import create_pattern_based_partition_spec, match_partition_rules
 
 __all__ = [
-    "NoContextMeshError",
     "ShardAndGather",
     "analyze_sharding_strategy",
     "create_pattern_based_partition_spec",
