@@ -63,13 +63,13 @@ def names_paths(predicate: Any) -> bool:
 
 
 def _parts(predicate: Any) -> Iterable[Any]:
-    """The predicates of which ``nnx.Any``, ``nnx.All`` and ``nnx.Not`` make another."""
+    """The predicates that ``nnx.Any``, ``nnx.All`` and ``nnx.Not`` combine."""
     if isinstance(predicate, nnx.Any | nnx.All):
         return [part for one in predicate.predicates for part in _parts(one)]
     return _parts(predicate.predicate) if isinstance(predicate, nnx.Not) else [predicate]
 
 
-class Paths:
+class Paths(nnx.filterlib.PathIn):
     """A filter that matches certain paths.
 
     Args:
@@ -82,28 +82,15 @@ class Paths:
       (True, False)
     """
 
-    __slots__ = ("_paths",)
-
     def __init__(self, paths: Iterable[Path]):
-        self._paths = frozenset(map(tuple, paths))
-
-    @property
-    def paths(self) -> frozenset[Path]:
-        """The paths."""
-        return self._paths
+        super().__init__(*map(tuple, paths))
 
     def __call__(self, path: Path, value: Any) -> bool:
         """Whether ``path`` is one of them."""
-        return tuple(path) in self._paths
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Paths) and self._paths == other._paths
-
-    def __hash__(self) -> int:
-        return hash(self._paths)
+        return tuple(path) in self.paths
 
     def __repr__(self) -> str:
-        names = sorted(map(path_string, self._paths))
+        names = sorted(map(path_string, self.paths))
         more = f", … {len(names) - 3} more" if len(names) > 3 else ""
         return f"Paths({', '.join(names[:3])}{more})"
 
@@ -172,9 +159,9 @@ class PathGlob(PathPattern):
     """A filter that matches full paths by a pattern like those for file names.
 
     Args:
-      pattern: keys with ``/`` between them. ``*`` matches any characters of one key, ``?`` one
-        character, ``[a-z]`` one of these, ``[!a-z]`` any other, ``**`` any number of keys,
-        including none. A ``$`` at the end is ignored; ``[$]`` matches the character.
+      pattern: keys with ``/`` between them. ``*``, ``?`` and ``[...]`` are those of ``fnmatch``
+        within one key; ``**`` matches any number of keys, including none, as in ``gitignore``. A
+        ``$`` at the end is ignored; ``[$]`` matches the character.
 
     Raises:
       TypeError: the pattern is not a string.
@@ -184,8 +171,6 @@ class PathGlob(PathPattern):
       >>> from nnx_sharding.filters import PathGlob
       >>> PathGlob("**/up/*")(("blocks", 3, "up", "kernel"), None)
       True
-
-    ``*``, ``?`` and ``[...]`` are those of Python's ``fnmatch``, ``**`` is that of ``gitignore``.
     """
 
     __slots__ = ()
@@ -235,4 +220,4 @@ def path_name(path: Path) -> str:
 
 
 _TYPE = (nnx.WithTag, nnx.OfType, nnx.Everything, nnx.Nothing)
-_PATH_OR_TYPE = (*_TYPE, Paths, PathPattern, nnx.PathContains, nnx.filterlib.PathIn)
+_PATH_OR_TYPE = (*_TYPE, PathPattern, nnx.PathContains, nnx.filterlib.PathIn)

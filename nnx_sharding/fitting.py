@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from jax.experimental.layout import Layout
@@ -74,21 +74,13 @@ class Misfit(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """How a sharding fits a mesh and a shape.
+    """How a sharding fits a mesh and a shape."""
 
-    Attributes:
-      declared: the sharding as it was declared.
-      shape: the shape of the array; None if only the mesh was considered.
-      sharding: without problems the part that fits: of a spec a spec, else a ``NamedSharding``.
-      corrections: what was corrected.
-      problems: what cannot be corrected, or was not to be.
-    """
-
-    declared: Any
-    shape: tuple[int, ...] | None
-    sharding: Any
+    declared: Any  # the sharding as it was declared
+    shape: tuple[int, ...] | None  # None if only the mesh was considered
+    sharding: Any  # without problems the part that fits: of a spec a spec, else a NamedSharding
     corrections: tuple[Misfit, ...]
-    problems: tuple[Misfit, ...]
+    problems: tuple[Misfit, ...]  # what cannot be corrected, or was not to be
 
     @property
     def is_indivisible(self) -> bool:
@@ -180,7 +172,9 @@ def fit_sharding(
             problems += indivisible
         elif indivisible:
             corrections += indivisible
-            spec = _dividing(spec, of_shape, mesh.shape, on_indivisible)
+            pairs = zip(of_shape, spec.partitions, strict=False)
+            entries = () if on_indivisible == "replicate" else _dividing(pairs, mesh.shape)
+            spec = with_entries(spec, entries)
     sharding = sharding if spec is parts[0] else like(sharding, spec)
     return Fit(declared, of_shape, sharding, tuple(corrections), tuple(problems))
 
@@ -204,19 +198,10 @@ def _unusable(
             yield "repeated", axis
 
 
-def _dividing(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[Any, int], action: OnIndivisible
-) -> PartitionSpec:
-    """A spec without axes that do not divide the dimensions."""
-    if action == "replicate":
-        return with_entries(spec, ())
-    return with_entries(
-        spec,
-        (
-            next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
-            for size, entry in zip(shape, spec.partitions, strict=False)
-        ),
-    )
+def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[Any, int]) -> Iterator[Any]:
+    """The entries of a spec without axes that do not divide the dimensions."""
+    for size, entry in pairs:
+        yield next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
 
 
 def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
@@ -264,24 +249,22 @@ def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
 
 def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
     """A spec with only some of the axes that it names; UNCONSTRAINED stays."""
-    entries = list(spec.partitions)
-    for dimension, entry in enumerate(entries):
-        if entry is not PartitionSpec.UNCONSTRAINED:
-            entries[dimension] = _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
+    entries = tuple(
+        entry
+        if entry is PartitionSpec.UNCONSTRAINED
+        else _entry(tuple(axis for axis in axes_of(entry) if axis in axes))
+        for entry in spec.partitions
+    )
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
-    if unreduced:
-        part: PartitionSpec = spec.update(
-            partitions=tuple(entries), unreduced=unreduced, reduced=reduced
-        )
-        return part
-    # JAX refuses to keep a kind of reduction where no axis is left to reduce over.
-    return PartitionSpec(*entries, reduced=reduced)
+    if not unreduced:  # JAX refuses to keep a kind of reduction where no axis is left for it
+        return PartitionSpec(*entries, reduced=reduced)
+    part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
+    return part
 
 
 def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
     """A spec with other entries; its unreduced and reduced axes stay."""
-    new: PartitionSpec = spec.update(partitions=tuple(entries))
-    return new
+    return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
 
 
 def like(sharding: Any, spec: PartitionSpec) -> Any:
@@ -310,9 +293,7 @@ def unsummed(sharding: Any) -> Any:
 
 def is_equivalent(one: Any, other: Any, ndim: int) -> bool:
     """Whether two shardings are equivalent and, unlike JAX's comparison, equally reduced."""
-    first, second = (
-        getattr(getattr(x, "spec", None), "reduced", None) or None for x in (one, other)
-    )
+    first, second = (getattr(getattr(x, "spec", None), "reduced", ()) or () for x in (one, other))
     return first == second and one.is_equivalent_to(other, ndim)
 
 

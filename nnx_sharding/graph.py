@@ -20,18 +20,17 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
     """Splits a graph of NNX objects into a hashable structure, and its arrays by path.
 
     The graph is any pytree of modules, optimizers and Variables; they may share references,
-    also with each other, and form cycles. This is what the transforms themselves work with.
+    also with each other, and form cycles. Nothing of it is changed.
 
     Args:
-      graph: what to split. Nothing of it is changed.
+      graph: what to split.
       *filters: one group of arrays for each filter; an array goes to the first that matches.
         Without filters there is one group with all arrays.
 
     Returns:
-      ``(structure, *groups)``. The :class:`~nnx_sharding.Structure` holds types, static
-      attributes, metadata and sharing; equal structures mean that only arrays differ. Each
-      group is an ``nnx.State`` with the arrays themselves as leaves, each under its first path.
-      For a ``jax.Ref`` it holds the ref itself, which a graph merged from it shares.
+      ``(structure, *groups)``. The :class:`~nnx_sharding.Structure` holds types, static attributes,
+      metadata and sharing; if it is equal, only arrays differ. Each group is an ``nnx.State`` with
+      the arrays as leaves, each under its first path; for a ``jax.Ref`` the ref itself.
 
     Raises:
       ValueError: filters are given and some array matches none.
@@ -74,16 +73,12 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
       structure: from :func:`split`.
       *groups: the arrays by path, in any number of ``nnx.State`` or nested mappings. Leaves
         may be anything in the role of an array, such as tracers or ``ShapeDtypeStruct``.
-      into: an existing graph to bring to this content. Its objects are changed in place and
-        keep their identities as far as they are at the same path with the same type; all others
-        are new. Without it everything is new.
-
-    Returns:
-      The graph: new objects, or those of ``into``.
+      into: an existing graph to bring to this content. Its objects are changed in place where they
+        are at the same path with the same type; all others are new. Without it everything is new.
 
     Raises:
-      ValueError: arrays are missing, or there are arrays for paths that do not exist; both
-        lists are in the message. Nothing is changed then.
+      ValueError: arrays are missing, or there are arrays for paths that do not exist; all are
+        listed, and nothing is changed.
       TraceContextError: an object of ``into`` belongs to another trace.
 
     Example:
@@ -93,8 +88,6 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
       >>> structure, state = split(model)
       >>> other = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
       >>> merge(structure, state, into=other) is other
-      True
-      >>> bool((other.kernel[...] == model.kernel[...]).all())
       True
     """
     leaves = _leaves_by_slot(structure, groups)

@@ -25,7 +25,8 @@ from .core.transform import Transform
 from .core.unflatten import unflatten
 from .diagnostics.failures import explained
 from .diagnostics.trace_log import Observer, TraceLimit, TraceLog
-from .stages import Lowered, Origin, Traced
+from .stage_calls import Origin
+from .stages import Lowered, Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")

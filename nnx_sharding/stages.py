@@ -1,20 +1,17 @@
 """The stages between a function and its execution, in the names of the user's own arguments.
 
-A :class:`Traced` holds the jaxpr for certain shapes and structures; lowering it gives a
-:class:`Lowered` with the compiler's input (StableHLO); compiling that gives a
-:class:`Compiled`, which can be inspected and called. They are those of ``jax.stages``, with
-every pytree in the form of the user's arguments and result: ``(positional, keywords)`` for
-inputs, without static arguments, and the function's own result for outputs. In both a module
-is an ``nnx.State`` by path, and a bare Variable is its value. Variables that the function did not
-change are not outputs of the program: an output that holds them has the information of the input.
-
-Whatever a backend does not provide is None.
+They are those of ``jax.stages``, with every pytree in the form of the user's arguments and result:
+``(positional, keywords)`` for inputs, without static arguments, and the function's own result for
+outputs. In both a module is an ``nnx.State`` by path, and a bare Variable is its value. Variables
+that the function did not change are not outputs of the program: an output that holds them has the
+information of the input. Whatever a backend does not provide is None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -28,40 +25,22 @@ from .analysis.loops import with_loops
 from .analysis.memory import Memory, memory_of
 from .analysis.parameters import ParameterTable, argument_row, mesh_of
 from .analysis.roofline import Roofline, roofline_of
-from .core.call import run
-from .core.flatten import Flat
 from .core.guard.store import Guards
 from .core.outcome import Outcome
-from .core.plan import Plan
-from .core.signature import Call, Signature
 from .core.user_tree import user_tree
-from .diagnostics.differences import arguments_of, differences
 from .diagnostics.failures import explained
+from .stage_calls import Origin, call_stage
 
 if TYPE_CHECKING:
     from .report.program import ProgramReport
 
-Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
-
-
-class Origin(NamedTuple):
-    """What a stage was made from.
-
-    Attributes:
-      plan: the plan of the call.
-      split: flattens the arguments of a call.
-      bound: the objects to which the function is bound: its first arguments.
-      statics: the static arguments.
-    """
-
-    plan: Plan
-    split: Split
-    bound: tuple[Any, ...]
-    statics: tuple[Any, ...]
-
 
 class Stage:
-    """What all stages have in common: the JAX stage, in the form of the user's arguments."""
+    """What all stages have in common.
+
+    Methods and attributes that are not listed here, such as ``cost_analysis()``, are those of the
+    stage of JAX.
+    """
 
     def __init__(self, stage: Any, origin: Origin):
         self._stage = stage
@@ -95,13 +74,14 @@ class Stage:
     @property
     def out_info(self) -> Any:
         """Shape, dtype and, where it is known, sharding of each array of the result."""
-        inputs = list(map(_shape_of, _arguments(self._stage.args_info)))
-        return self._outputs(self._stage.out_info, inputs)
+        return self._outputs(self._stage.out_info, [map(_shape_of, self._stage.args_info[0])])
 
     @property
     def out_tree(self) -> jax.tree_util.PyTreeDef:
         """The tree structure of the result."""
-        return jax.tree_util.tree_structure(self._outputs(None, None))
+        outcome = self._outcome
+        result = user_tree(outcome.structure, [0] * len(outcome.sources))
+        return jax.tree_util.tree_structure(result)
 
     @property
     def updates_info(self) -> Any:
@@ -109,32 +89,24 @@ class Stage:
 
         Only changed Variables are in it. Objects that the call adds are not.
         """
-        outcome, groups = self._outcome, self._stage.out_info[:-1]
-        changed = {*outcome.values, *outcome.metadata}
+        before, outcome = self._plan.structure, self._outcome
+        arrays = outcome.arrays([None] * before.num_leaves, self._stage.out_info[:-1])
         found: dict[int, Any] = {}
-        for index in changed:
-            before = self._plan.structure.slots[index]
-            after = outcome.structure.slots[index]
-            for slot, new in zip(before, after, strict=False):
-                group, position = outcome.sources[new]
-                if group >= 0:
-                    found[slot] = groups[group].arrays[position]
-        values = [found.get(slot) for slot in range(self._plan.structure.num_leaves)]
-        return user_tree(self._plan.structure, values, keep=lambda slots: slots[0] in found)
+        for index in (*outcome.values, *outcome.metadata):
+            slots = zip(before.slots[index], outcome.structure.slots[index], strict=False)
+            found |= {old: arrays[new] for old, new in slots if arrays[new] is not None}
+        values = [found.get(slot) for slot in range(before.num_leaves)]
+        return user_tree(before, values, keep=lambda slots: not found.keys().isdisjoint(slots))
 
     def _inputs(self, per_argument: Any) -> Any:
-        return user_tree(self._plan.structure, _arguments(per_argument))
+        return user_tree(self._plan.structure, per_argument[0])
 
-    def _outputs(self, per_output: Any, per_argument: Sequence[Any] | None) -> Any:
-        """What JAX reports for its outputs, or a 0 for each, in the form of the result."""
-        sources = self._outcome.sources
-        if per_output is None or per_argument is None:
-            return user_tree(self._outcome.structure, [0] * len(sources))
-        values = self._outcome.arrays(per_argument, per_output[:-1])
+    def _outputs(self, per_output: Any, per_argument: Any) -> Any:
+        """What JAX reports for its outputs and arguments, in the form of the result."""
+        values = self._outcome.arrays([*per_argument[0]], per_output[:-1])
         return user_tree(self._outcome.structure, values)
 
     def __getattr__(self, name: str) -> Any:
-        # Further attributes of the JAX stage are about flat arrays, and passed through.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._stage, name)
@@ -144,12 +116,12 @@ class Stage:
 
 
 class Traced(Stage):
-    """A function traced for certain argument types; ready to be lowered."""
+    """A function traced for certain argument types; ready to be lowered.
 
-    @property
-    def jaxpr(self) -> Any:
-        """The jaxpr over flat arrays; its arguments are in the order of ``arg_names``."""
-        return self._stage.jaxpr
+    Attributes:
+      jaxpr: the jaxpr over flat arrays; its arguments are in the order of ``arg_names``.
+      fun_name: the name of the function.
+    """
 
     @property
     def arg_names(self) -> tuple[str, ...]:
@@ -157,14 +129,9 @@ class Traced(Stage):
         return tuple(self._plan.names)
 
     @property
-    def fun_name(self) -> str:
-        """The name of the function."""
-        return str(self._stage.fun_name)
-
-    @property
     def out_avals(self) -> Any:
         """The aval of each array of the result."""
-        return self._outputs(self._stage.out_avals, _arguments(self._stage.in_avals))
+        return self._outputs(self._stage.out_avals, self._stage.in_avals)
 
     @_compat.api_boundary
     def lower(
@@ -173,12 +140,8 @@ class Traced(Stage):
         """Lowers to the compiler's input.
 
         Args:
-          lowering_platforms: platforms to lower for, such as ``("tpu",)``; None for the current
-            one.
-          **unknown: refused; ``jax.export.export`` passes more.
-
-        Raises:
-          TypeError: there are other options.
+          lowering_platforms: platforms such as ``("tpu",)``; None for the current one.
+          **unknown: a TypeError; ``jax.export.export`` passes more.
         """
         if unknown:
             raise TypeError(
@@ -186,21 +149,22 @@ class Traced(Stage):
                 "If this comes from jax.export.export: it takes functions of arrays only; use "
                 "nnx_sharding.export.export in the same way."
             )
-        lower = self._stage.lower
-        avals = _arguments(self._stage.in_avals)
-        leaves = list(map(_shape_of, avals))
-        platforms = lowering_platforms
-        lowered = explained(self._plan, leaves, lambda *_: lower(lowering_platforms=platforms))
-        return Lowered(lowered, self._origin)
+        leaves = list(map(_shape_of, self._stage.in_avals[0]))
+        lower = functools.partial(self._stage.lower, lowering_platforms=lowering_platforms)
+        return Lowered(explained(self._plan, leaves, lambda *_: lower()), self._origin)
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the jaxpr for these arguments, and updates modules in place."""
-        return _call(self, args, kwargs)
+        return call_stage(self._stage, self._origin, self._guards, "traced", args, kwargs)
 
 
 class Lowered(Stage):
-    """A function lowered to the compiler's input; ready to be compiled."""
+    """A function lowered to the compiler's input (StableHLO); ready to be compiled.
+
+    ``as_text(dialect=None, *, debug_info=False)``, ``compiler_ir(dialect=None)`` and
+    ``cost_analysis()``, the estimates made before optimisation, are those of JAX.
+    """
 
     @_compat.api_boundary
     def compile(
@@ -219,30 +183,17 @@ class Lowered(Stage):
         compiled = self._stage.compile(compiler_options, **options)
         return Compiled(compiled, self._origin, self._stage)
 
-    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The program as text.
-
-        Args:
-          dialect: ``"stablehlo"`` (the default) or ``"hlo"``.
-          debug_info: include source locations and the names of arguments.
-        """
-        return str(self._stage.as_text(dialect, debug_info=debug_info))
-
-    def compiler_ir(self, dialect: str | None = None) -> Any | None:
-        """The program as the compiler's object; None where there is none."""
-        return self._stage.compiler_ir(dialect)
-
-    def cost_analysis(self) -> Any | None:
-        """Estimates made before optimisation, as JAX gives them; None if unavailable."""
-        return self._stage.cost_analysis()
-
     def cost(self) -> Cost | None:
         """What the program of all devices computes, before optimisation; None if unavailable."""
-        return cost_of(self.cost_analysis(), LOWERED)
+        return cost_of(self._stage.cost_analysis(), LOWERED)
 
 
 class Compiled(Stage):
-    """A compiled function. Calling it updates modules in place, like the function itself."""
+    """A compiled function. Calling it updates modules in place, like the function itself.
+
+    ``as_text()``, the optimised program, ``cost_analysis()``, ``memory_analysis()`` of one device
+    and ``runtime_executable()`` are those of JAX; each returns None if it is unavailable.
+    """
 
     def __init__(self, stage: Any, origin: Origin, lowered: Any = None):
         super().__init__(stage, origin)
@@ -250,15 +201,13 @@ class Compiled(Stage):
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program.
-
-        Static arguments may be given, or left out as with ``jax.stages.Compiled``.
+        """Runs the program. Static arguments may be given, or left out.
 
         Raises:
-          TypeError: structure, static arguments or static attributes differ from those that
-            were lowered; shapes or dtypes do.
+          TypeError: structure, static arguments, static attributes, shapes or dtypes differ from
+            those that were lowered.
         """
-        return _call(self, args, kwargs)
+        return call_stage(self._stage, self._origin, self._guards, "compiled", args, kwargs)
 
     @staticmethod
     def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:
@@ -273,37 +222,19 @@ class Compiled(Stage):
     @property
     def output_shardings(self) -> Any:
         """The sharding of each array of the result."""
-        stage = self._stage
-        return self._outputs(stage.output_shardings, _arguments(stage.input_shardings))
+        return self._outputs(self._stage.output_shardings, self._stage.input_shardings)
 
     @property
     def input_formats(self) -> Any:
         """The ``Format`` (layout and sharding) of each argument array."""
         return self._inputs(self._stage.input_formats)
 
-    @property
-    def input_layouts(self) -> Any:
-        """The older name of ``input_formats``."""
-        return self.input_formats
+    input_layouts = input_formats  # the older name
 
     @property
     def output_formats(self) -> Any:
         """The ``Format`` of each array of the result."""
-        stage = self._stage
-        return self._outputs(stage.output_formats, _arguments(stage.input_formats))
-
-    def as_text(self) -> str | None:
-        """The optimised program as text."""
-        text: str | None = self._stage.as_text()
-        return text
-
-    def cost_analysis(self) -> Any | None:
-        """Estimates for the optimised program, as JAX gives them; None if unavailable."""
-        return self._stage.cost_analysis()
-
-    def memory_analysis(self) -> Any | None:
-        """Memory that the program needs per device, as JAX gives it; None if unavailable."""
-        return self._stage.memory_analysis()
+        return self._outputs(self._stage.output_formats, self._stage.input_formats)
 
     def cost(self, *, loops: bool = False) -> Cost | None:
         """What one device computes in a call, after optimisation; None if unavailable.
@@ -312,7 +243,8 @@ class Compiled(Stage):
           loops: XLA counts the body of a loop once; whether to count the matrix products and
             bytes in it as often as it runs, where that is known.
         """
-        cost, text = cost_of(self.cost_analysis(), COMPILED), self.as_text() if loops else None
+        cost = cost_of(self._stage.cost_analysis(), COMPILED)
+        text = self._stage.as_text() if loops else None
         return cost if cost is None or text is None else with_loops(cost, parse(text))
 
     def lowered_cost(self) -> Cost | None:
@@ -322,23 +254,21 @@ class Compiled(Stage):
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable."""
         used = (row for row in self.parameters() if row.used)
-        return memory_of(self.memory_analysis(), {row.path: row.bytes_per_device for row in used})
+        return memory_of(
+            self._stage.memory_analysis(), {row.path: row.bytes_per_device for row in used}
+        )
 
     def collectives(self) -> Collectives | None:
         """What the devices exchange, with bytes and mesh axes; None if unavailable."""
-        text = self.as_text()
+        text = self._stage.as_text()
         return None if text is None else collectives_of(text, mesh_of(self.shardings()))
 
     def roofline(self, device: Device | str) -> Roofline:
         """The least time that a call can take, the bodies of loops counted as often as they run.
 
         Args:
-          device: the peak figures of the device, or its name, such as ``"TPU v5e"``; see
-            :data:`nnx_sharding.analysis.DEVICES`.
-
-        Raises:
-          ValueError: there is no device of this name in the table.
-          TypeError: it is neither a device nor a name.
+          device: the peak figures of the device, or its name, such as ``"TPU v5e"``, in
+            :data:`nnx_sharding.analysis.DEVICES`; a ValueError if it is not there.
         """
         bytes_sent = (self.collectives() or Collectives()).bytes_sent
         return roofline_of(self.cost(loops=True), bytes_sent, device)
@@ -350,12 +280,8 @@ class Compiled(Stage):
 
         Args:
           name: the name in the report; None for that of the function.
-          device: for the roofline; None for the device that it was compiled for if the table has
-            that, and no roofline otherwise.
-
-        Raises:
-          ValueError: there is no device of this name in the table.
-          TypeError: ``device`` is neither a device nor a name.
+          device: as for :meth:`roofline`; None for the device that it was compiled for if the table
+            has that, and no roofline otherwise.
         """
         name = self._plan.fun_name if name is None else name
         report: ProgramReport = late("report.program", "describe")(self, name, device)
@@ -364,8 +290,8 @@ class Compiled(Stage):
     def parameters(self) -> ParameterTable:
         """How each argument array is sharded, also those that the program does not use."""
         plan, rows = self._plan, ParameterTable()
-        shardings = zip(_arguments(self._stage.input_shardings), plan.shardings, strict=True)
-        infos = _arguments(self._stage.args_info)
+        shardings = zip(self._stage.input_shardings[0], plan.shardings, strict=True)
+        infos = self._stage.args_info[0]
         for path, info, (actual, declared) in zip(plan.names, infos, shardings, strict=True):
             # A hijax Variable is a list of the arrays in it.
             arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
@@ -378,67 +304,11 @@ class Compiled(Stage):
 
     def shardings(self) -> list[Any]:
         """The shardings of all arrays that the program is given and returns."""
-        inputs = [*_arguments(self._stage.input_shardings), *self._plan.shardings]
+        inputs = [*self._stage.input_shardings[0], *self._plan.shardings]
         try:
             return [*inputs, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
         except ValueError:  # JAX counts references among the outputs, and then finds too many
             return inputs
-
-    def runtime_executable(self) -> Any | None:
-        """The runtime's own object; None if unavailable."""
-        return self._stage.runtime_executable()
-
-
-def _call(stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plan, _, bound, statics = stage._origin
-    if statics:
-        args, kwargs = _with_statics(plan.signature, statics, args, kwargs, len(bound))
-    args = (*bound, *args)
-    if not _compat.trace_is_clean():
-        return run(plan, _split_as_planned(stage, args, kwargs)[1], stage._stage)
-    found = stage._guards.find(args, kwargs)
-    if found is None:
-        call, flat = _split_as_planned(stage, args, kwargs)
-        stage._guards.add(plan, call, flat, args, kwargs, is_new=True)
-    else:
-        _, flat = found
-    return run(plan, flat, stage._stage)
-
-
-def _split_as_planned(
-    stage: Traced | Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Call, Flat]:
-    plan = stage._plan
-    call, flat = stage._origin.split(args, kwargs)
-    before, after = (plan.signature, plan.structure), (call.signature, flat.structure)
-    if before == after:
-        return call, flat
-    changes = differences(before, after)
-    if before[0] != after[0]:
-        changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
-    raise TypeError(
-        f"{plan.fun_name} was {type(stage).__name__.lower()} for other arguments than it is "
-        "called with now:\n  " + "\n  ".join(changes) + "\nLower it again for these."
-    )
-
-
-def _with_statics(
-    signature: Signature,
-    values: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    bound: int,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fills in static arguments that the caller left out."""
-    rest = iter(values)
-    statics = {i: next(rest) for i in sorted(signature.static)}
-    keywords = {name: next(rest) for name in sorted(signature.static_keywords)}
-    unbound = {i: value for i, value in statics.items() if i >= bound}
-    count = len(signature.names)
-    if unbound and len(args) == count - bound - len(unbound):
-        dynamic = iter(args)
-        args = tuple(unbound[i] if i in unbound else next(dynamic) for i in range(bound, count))
-    return args, {**keywords, **kwargs}
 
 
 def _shape_of(aval: Any) -> Any:
@@ -447,8 +317,3 @@ def _shape_of(aval: Any) -> Any:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     except AttributeError:
         return aval
-
-
-def _arguments(per_argument: Any) -> list[Any]:
-    """What JAX reports for each flat argument, by slot."""
-    return list(per_argument[0])

@@ -18,21 +18,18 @@ from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 class StateSharding:
     """Shardings of the Variables of an argument, by ordered NNX filters.
 
-    It can be used in place of a sharding or a partition spec: in ``in_shardings`` and
-    ``out_shardings`` of :func:`~nnx_sharding.jit`, in ``in_specs`` and ``out_specs`` of
-    :func:`~nnx_sharding.shard_map`. The first filter that matches a Variable decides; paths
-    start at the argument (``("up", "kernel")``), as everywhere in NNX.
+    It can be used in place of a sharding or a partition spec. The first filter that matches a
+    Variable decides; paths start at the argument (``("up", "kernel")``), as everywhere in NNX.
 
     Args:
-      filter_sharding: a mapping from filters to shardings, an iterable of such pairs, or an
-        ``nnx.State`` or nested dicts with a sharding at each path. A filter is any NNX filter: a
-        Variable type, a tag, a predicate ``(path, variable) -> bool``, ``...``, a tuple of
-        filters. A sharding is a ``jax.sharding.PartitionSpec``, any ``jax.sharding.Sharding``,
-        a ``jax.experimental.layout.Format``, or None to leave the choice to JAX.
+      filter_sharding: a mapping from NNX filters to shardings, an iterable of such pairs, or an
+        ``nnx.State`` or nested dicts with a sharding at each path. A sharding is a
+        ``PartitionSpec``, any ``jax.sharding.Sharding``, a ``jax.experimental.layout.Format``, or
+        None to leave the choice to JAX.
       on_indivisible: what to do where a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide.
-        The latter two list their corrections in a warning
-        (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of the transform.
+        The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of
+        the transform.
 
     Raises:
       TypeError: a filter or a sharding has a wrong type.
@@ -52,14 +49,7 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_filters",
-        "_on_indivisible",
-        "_predicates",
-        "_shardings",
-        "_tests",
-    )
+    __slots__ = ("__weakref__", "_filters", "_on_indivisible", "_shardings", "_tests")
 
     @_compat.api_boundary
     def __init__(
@@ -87,10 +77,10 @@ class StateSharding:
             )
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
-        self._predicates = tuple(map(to_predicate, self._filters))
         # The search of a pattern is called directly: there may be many patterns.
         self._tests = tuple(
-            (p, p.search if isinstance(p, PathPattern) else None) for p in self._predicates
+            (p, p.search if isinstance(p, PathPattern) else None)
+            for p in map(to_predicate, self._filters)
         )
         self._on_indivisible = on_indivisible
 
@@ -117,7 +107,8 @@ class StateSharding:
     @property
     def depends_on_values(self) -> bool:
         """Whether shapes or dtypes decide too: in predicates of the user, or for corrections."""
-        return self._on_indivisible not in (None, "error") or any(map(is_opaque, self._predicates))
+        action = self._on_indivisible
+        return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
         """The sharding of one Variable.
@@ -155,15 +146,14 @@ class StateSharding:
         return f"StateSharding({{{inside}}}{option})"
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, StateSharding)
-            and self._filters == other._filters
-            and self._shardings == other._shardings
-            and self._on_indivisible == other._on_indivisible
-        )
+        return isinstance(other, StateSharding) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self._filters, self._shardings, self._on_indivisible))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self._filters, self._shardings, self._on_indivisible
 
     def __reduce__(self) -> tuple[Any, ...]:
         pairs = tuple(zip(self._filters, self._shardings, strict=True))

@@ -1,4 +1,4 @@
-"""Private names of JAX and Flax are in one file, and exist in the releases that we test."""
+"""Private names of JAX and Flax are in one package, and exist in the releases that we test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import nnx_sharding
 from nnx_sharding import _compat
 
 PACKAGE = pathlib.Path(nnx_sharding.__file__).parent
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_compat.py")
+COMPAT = sorted(PACKAGE.glob("_compat/*.py"))
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in COMPAT)
 PRIVATE = re.compile(
     r"_src\b|^_pytree__|^_raw_value$|^_var_metadata$|^_trace_state$|^_can_update$|^GRAPH_"
     r"|UnspecifiedValue|TreeState|ShardMapTracer|DEADLINE_EXCEEDED|^/jax/"
@@ -37,7 +38,7 @@ def names_in(path: pathlib.Path) -> set[str]:
     return found
 
 
-class OneFileTest(parameterized.TestCase):
+class OnePackageTest(parameterized.TestCase):
     @parameterized.named_parameters(
         (str(path.relative_to(PACKAGE)).replace("/", "_"), path) for path in FILES
     )
@@ -49,7 +50,7 @@ class OneFileTest(parameterized.TestCase):
         self.assertEqual(re.findall(r'"_\w+"', text), [])
 
     def test_the_search_finds_them_where_they_are(self):
-        found = [n for n in names_in(PACKAGE / "_compat.py") if PRIVATE.search(n)]
+        found = [n for path in COMPAT for n in names_in(path) if PRIVATE.search(n)]
         self.assertGreater(len(found), 5)
 
 
@@ -93,7 +94,7 @@ def private_names(path: pathlib.Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
-            case ast.Call(func=ast.Name(id="_private"), args=args):
+            case ast.Call(func=ast.Name(id="private_name"), args=args):
                 found.add(".".join(ast.literal_eval(arg) for arg in args))
             case (
                 ast.Attribute(attr=name)
@@ -107,27 +108,27 @@ def private_names(path: pathlib.Path) -> set[str]:
 
 class PrivateNamesTest(absltest.TestCase):
     def test_list_is_complete(self):
-        self.assertEqual(private_names(PACKAGE / "_compat.py"), PRIVATE_NAMES.keys())
+        self.assertEqual(set().union(*map(private_names, COMPAT)), PRIVATE_NAMES.keys())
 
     def test_all_are_there(self):
         """Without an optional name there is no error, so this test has to notice it."""
-        tree = ast.parse((PACKAGE / "_compat.py").read_text(encoding="utf-8"))
         optional = [
             ast.literal_eval(arg)
-            for node in ast.walk(tree)
+            for path in COMPAT
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             if isinstance(node, ast.Call) and "optional" in [word.arg for word in node.keywords]
             for arg in [ast.Tuple(node.args, ast.Load())]
         ]
         self.assertNotEmpty(optional)
         for module, name in optional:
-            self.assertIsNotNone(_compat._private(module, name), name)
+            self.assertIsNotNone(_compat.private_name(module, name), name)
 
     def test_missing_name(self):
-        self.assertIsNone(_compat._private("jax._src.array", "Missing", optional=True))
-        self.assertIsNone(_compat._private("jax._src.missing", "ArrayImpl", optional=True))
+        self.assertIsNone(_compat.private_name("jax._src.array", "Missing", optional=True))
+        self.assertIsNone(_compat.private_name("jax._src.missing", "ArrayImpl", optional=True))
         for module, name in (("jax._src.array", "Missing"), ("jax._src.missing", "ArrayImpl")):
             with self.assertRaisesRegex(ImportError, f"{module}.{name}.*{jax.__version__}"):
-                _compat._private(module, name)
+                _compat.private_name(module, name)
 
     def test_traces(self):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))

@@ -22,7 +22,7 @@ import nnx_sharding
 from models import MLP, mesh_of, mlp_specs
 from nnx_sharding import StateSharding
 from nnx_sharding import constraints as c
-from nnx_sharding.compat.eformer_mesh import NoContextMeshError
+from nnx_sharding.compat.eformer_queries import NoContextMeshError
 from nnx_sharding.constraints import with_sharding_constraint as constrain
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
 from nnx_sharding.partition import LogicalRules, make_mesh

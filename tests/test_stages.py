@@ -333,6 +333,18 @@ class TreesTest(parameterized.TestCase):
         self.assertEqual(updates[0][0]["up"]["kernel"].shape, (4, 16))
         self.assertEqual(len(jax.tree.leaves(updates)), 1)
 
+    def test_updates_of_pytrees(self):
+        """Also where a Variable has no array, or only some of its arrays change."""
+
+        def replace_last(model, x):
+            model.pair.set_value((model.pair.get_value()[0], x))
+
+        model = nnx.Dict(none=nnx.Variable(None), pair=nnx.Variable((X, X)))
+        (info, _), _ = jit(replace_last).trace(model, X).updates_info
+        self.assertEqual(list(info), ["pair"])
+        self.assertIsNone(info["pair"][0])
+        self.assertEqual(info["pair"][1].shape, X.shape)
+
     def test_nothing_as_output(self):
         traced = jit(lambda m: None).trace(MLP())
         self.assertIsNone(traced.out_info)

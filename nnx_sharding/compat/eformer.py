@@ -1,12 +1,14 @@
 """The names of ``eformer.escale.partition.constraints``.
 
-All of it is thin: ``nnx_sharding.partition`` does the work. ``mesh=None`` always means the mesh in
-context, by ``jax.set_mesh`` or by the older ``with mesh:``.
+``nnx_sharding.partition`` does the work. ``mesh=None`` always means the mesh in context, by
+``jax.set_mesh`` or by the older ``with mesh:``; functions that need one raise a
+:class:`~nnx_sharding.errors.NoMeshError`, which is an ``AssertionError`` too, if there is none.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,22 +23,20 @@ from ..partition.apply import apply_shardings, mesh_here, sharding_of
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
 from ..partition.variables import NamedVariable, map_variables
 from ..state_sharding import StateSharding, is_single_spec
-from .eformer_mesh import (
+from .eformer_queries import (
+    extract_sharding_structure,
+    extract_shardings,
     get_axes_size_in_mesh,
     get_incontext_mesh,
     get_mesh_axis_names,
     get_mesh_axis_size,
+    get_names_from_partition_spec,
+    get_partition_spec,
+    get_shardings_with_structure,
     get_submesh_device_index,
     names_in_current_mesh,
 )
 from .eformer_rules import create_pattern_based_partition_spec, match_partition_rules
-from .eformer_specs import (
-    extract_sharding_structure,
-    extract_shardings,
-    get_names_from_partition_spec,
-    get_partition_spec,
-    get_shardings_with_structure,
-)
 
 __all__ = [
     "ShardAndGather",
@@ -76,7 +76,6 @@ def get_corrected_named_sharding(
       mesh: the mesh.
 
     Raises:
-      NoContextMeshError: there is no mesh.
       TypeError: it is not a partition spec.
       ValueError: an axis is used twice.
 
@@ -102,19 +101,13 @@ def get_corrected_named_sharding(
 
 
 class ShardAndGather(tuple[Any, Any]):
-    """Two trees of functions: one shards an array, the other gathers it on the host.
-
-    Unpack it, or use :meth:`shard` and :meth:`gather` for all arrays of a tree at once.
-    """
+    """Two trees of functions: one shards an array, the other gathers it on the host."""
 
     _specs: Any
     _mesh: Mesh | AbstractMesh | None
 
     def shard(self, tree: Any) -> Any:
-        """Shards a tree: arrays on the devices of the mesh by one compiled program.
-
-        Other arrays, NumPy arrays included, are sent there. Modules are updated in place.
-        """
+        """Shards all arrays of a tree at once; modules are updated in place."""
         return with_sharding_constraint(tree, self._specs, mesh=self._mesh)
 
     def gather(self, tree: Any) -> Any:
@@ -128,8 +121,7 @@ def make_shard_and_gather_fns(
 ) -> ShardAndGather:
     """Functions that shard arrays by specs, and functions that gather them on the host.
 
-    A gather function makes NumPy arrays, full ones in each process. It gathers one array at a time,
-    so that a device never holds more than one full array.
+    A gather function makes full NumPy arrays, one at a time.
 
     Args:
       partition_specs: a pytree of specs, shardings and ``StateSharding``.
@@ -139,7 +131,6 @@ def make_shard_and_gather_fns(
       ``(shard_fns, gather_fns)``, two trees like ``partition_specs``; see :class:`ShardAndGather`.
 
     Raises:
-      NoContextMeshError: there is no mesh.
       TypeError: a leaf of ``partition_specs`` is not a sharding.
 
     Example:
@@ -149,8 +140,6 @@ def make_shard_and_gather_fns(
       >>> from nnx_sharding.partition import make_mesh
       >>> both = make_shard_and_gather_fns({"up": P("data")}, make_mesh({"data": 8}))
       >>> shard_fns, gather_fns = both
-      >>> shard_fns["up"](np.ones((8, 2))).sharding.shard_shape((8, 2))
-      (1, 2)
       >>> type(gather_fns["up"](shard_fns["up"](np.ones((8, 2)))))
       <class 'numpy.ndarray'>
       >>> both.gather(both.shard({"up": np.ones((8, 2))}))["up"].is_fully_replicated
@@ -162,17 +151,13 @@ def make_shard_and_gather_fns(
         return lambda tree: with_sharding_constraint(tree, spec, mesh=mesh)
 
     def gather_fn(spec: Any) -> Callable[[Any], Any]:
-        def gather(array: Any) -> Any:
-            if not is_array(array):
-                return array
-            return jax.device_get(with_sharding_constraint(array, _replicated(spec), mesh=mesh))
+        replicate = shard_fn(_replicated(spec))
+        return lambda tree: jax.tree.map(
+            lambda x: jax.device_get(replicate(x)) if is_array(x) else x, tree
+        )
 
-        return lambda tree: jax.tree_util.tree_map(gather, tree)
-
-    result = ShardAndGather(
-        jax.tree_util.tree_map(function, partition_specs, is_leaf=_is_leaf)
-        for function in (shard_fn, gather_fn)
-    )
+    functions = (shard_fn, gather_fn)
+    result = ShardAndGather(jax.tree.map(f, partition_specs, is_leaf=_is_leaf) for f in functions)
     result._specs, result._mesh = partition_specs, mesh
     return result
 
@@ -216,7 +201,6 @@ def analyze_sharding_strategy(
       ``bytes_per_device``.
 
     Raises:
-      NoContextMeshError: there is no mesh for a spec.
       ValueError: a path is unknown, or an array has no spec among those by path.
 
     Example:
@@ -237,11 +221,13 @@ def analyze_sharding_strategy(
     )
     rows = parameter_table(apply_shardings(leaves, [each.sharding for each in assigned]))
     held = dict.fromkeys(_ids(mesh), 0) | device_bytes(rows)
-    stats: dict[Any, dict[str, int]] = {}
+    stats: dict[Any, Counter[str]] = {}
     for row in rows:
-        numbers = (1, math.prod(row.shape), row.bytes_total, row.bytes_per_device)
-        counts = stats.setdefault(row.spec, dict.fromkeys(_STATS, 0))
-        stats[row.spec] = {key: counts[key] + n for key, n in zip(_STATS, numbers, strict=True)}
+        counts = stats.setdefault(row.spec, Counter())
+        counts["arrays"] += 1
+        counts["parameters"] += math.prod(row.shape)
+        counts["bytes"] += row.bytes_total
+        counts["bytes_per_device"] += row.bytes_per_device
     most = max(held.values(), default=0)
     sharded = (math.prod(row.shape) for row in rows if row.shard_shape != row.shape)
     return {
@@ -249,11 +235,8 @@ def analyze_sharding_strategy(
         "sharded_parameters": sum(sharded),
         "memory_per_device": held,
         "balance_score": sum(held.values()) / len(held) / most if most else 1.0,
-        "partition_stats": stats,
+        "partition_stats": {spec: dict(counts) for spec, counts in stats.items()},
     }
-
-
-_STATS = ("arrays", "parameters", "bytes", "bytes_per_device")
 
 
 def _as_prefix(tree: Any, specs: Any) -> Any:
@@ -275,9 +258,8 @@ def _as_prefix(tree: Any, specs: Any) -> Any:
     lines = [f"  {name!r} is not the path of an array{suggestion(name, names)}" for name in unknown]
     lines += [f"  {name!r} has no spec" for name in names if name not in specs]
     if lines:
-        raise ValueError(
-            "analyze_sharding_strategy: these paths do not fit the tree:\n" + "\n".join(lines)
-        )
+        head = "analyze_sharding_strategy: these paths do not fit the tree:"
+        raise ValueError("\n".join([head, *lines]))
     return prefix
 
 

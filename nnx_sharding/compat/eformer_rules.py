@@ -15,8 +15,6 @@ from ..fitting import fit_sharding, suggested_spec, with_entries
 from ..partition.patterns import read_patterns
 from ..partition.variables import NamedVariable, map_variables
 
-_MIN_SIZE = 16384
-
 
 def match_partition_rules(
     rules: Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]],
@@ -34,21 +32,19 @@ def match_partition_rules(
     Args:
       rules: pairs of a regular expression and a spec (None: JAX chooses). Paths are written
         ``blocks/3/up/kernel`` and end at the Variable.
-      tree: arrays or modules, also abstract ones. Only shapes are read.
+      tree: arrays or modules, also abstract ones.
       min_size: arrays with fewer elements get ``P()``, as scalars do. None for the environment
         variable ``MIN_SHARDING_SIZE``, or 16384.
-      strict: whether ``min_size`` is used, scalars get ``P()``, and specs are truncated to the rank
-        of their array. If false, a leaf gets the spec of the first rule that matches as it is.
+      strict: if false, a leaf gets the spec of the first rule that matches as it is, whatever its
+        size and rank; else specs are truncated to the rank.
       mesh: the mesh that the specs have to fit; None for no check.
 
     Returns:
-      The tree with specs in the place of arrays: an ``nnx.State`` for a module, a spec for a
-      Variable. It can be used wherever a prefix of specs can.
+      A prefix of specs: an ``nnx.State`` for a module, a spec for an array or a Variable.
 
     Raises:
       TypeError: the rules are not pairs, or, with ``strict``, a spec is invalid.
-      ValueError: a regular expression is invalid; arrays match no rule; or specs do not fit the
-        mesh. All of them are named.
+      ValueError: a regular expression is invalid, arrays match no rule, or specs do not fit.
 
     Example:
       >>> from flax import nnx
@@ -69,7 +65,7 @@ def match_partition_rules(
     if wrong:
         message = "match_partition_rules: these rules have no PartitionSpec:\n"
         raise TypeError(message + "\n".join(wrong))
-    small = int(os.environ.get("MIN_SHARDING_SIZE", _MIN_SIZE)) if min_size is None else min_size
+    small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
     matches: list[list[int]] = []
     unmatched: list[str] = []
     misfits: list[str] = []
@@ -121,7 +117,7 @@ def create_pattern_based_partition_spec(
     Args:
       pattern: rules with commas between them, each a regular expression, ``->`` and the axes of
         the dimensions with dots (or commas) between them; the first that is found in a name
-        decides. ``None`` replicates a dimension, ``data+model`` shards it over several axes.
+        decides. ``None`` replicates a dimension, ``data+model`` shards it over both axes.
       mesh: a mesh that must have the axes; None for no check.
       default_spec: the spec of names that no rule matches; None for ``P()``.
 

@@ -24,12 +24,7 @@ Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
 def bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
-    """The arrays of a call by position, and for each argument its form.
-
-    Raises:
-      TypeError: arguments or arrays are missing or unknown, or have other types than those of the
-        program; all are listed.
-    """
+    """The arrays of a call by position, and for each argument its form."""
     arguments = _arguments(manifest, args, kwargs)
     arrays: dict[int, tuple[str, Any]] = {}
     forms: dict[str, Form] = {}
@@ -41,7 +36,7 @@ def bind(
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
                 leaf = argument.by_path.get(path_string(path))
-                is_flat = is_flat or leaf is not None
+                is_flat |= leaf is not None
             if leaf is None:
                 name = accessor(argument.name, path)
                 names = [other.name for other in argument.leaves]
@@ -53,7 +48,7 @@ def bind(
         forms[argument.name] = _form(arguments[argument.name], is_flat)
     for position, info in enumerate(manifest.inputs):
         if position in arrays:
-            faults["Of another type"] += _type_faults(*arrays[position], info)
+            faults["Of another type"] += filter(None, [_type_fault(*arrays[position], info)])
         else:
             faults["Missing"].append(f"{info.name}, {info}")
     if any(faults.values()):
@@ -116,21 +111,21 @@ def _form(value: Any, is_flat: bool) -> Form:
     return unflatten_dict
 
 
-def _type_faults(name: str, leaf: Any, info: ArrayInfo) -> Iterator[str]:
+def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        yield f"{name}: a ShapeDtypeStruct, which has no values"
-        return
+        return f"{name}: a ShapeDtypeStruct, which has no values"
     try:
         actual = ArrayInfo.of(name, leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf), None)
     except (AttributeError, TypeError):
-        yield f"{name}: a {type(leaf).__name__}, not {info}"
-        return
-    fits = actual.dtype == info.dtype and len(actual.shape) == len(info.shape)
+        return f"{name}: a {type(leaf).__name__}, not {info}"
     sizes = zip(actual.shape, info.shape, strict=False)
-    if not fits or not all(isinstance(size, str) or size == n for n, size in sizes):
-        needs_x64 = info.dtype in _WIDE and not jax.config.jax_enable_x64
-        hint = "; set jax_enable_x64, as where it was exported" if needs_x64 else ""
-        yield f"{name}: {actual.type}, not {info.type}{hint}"
-
-
-_WIDE = ("float64", "int64", "uint64", "complex128")
+    if (
+        actual.dtype == info.dtype
+        and len(actual.shape) == len(info.shape)
+        and all(isinstance(size, str) or size == n for n, size in sizes)
+    ):
+        return None
+    is_wide = info.dtype in ("float64", "int64", "uint64", "complex128")
+    needs_x64 = is_wide and not jax.config.jax_enable_x64
+    hint = "; set jax_enable_x64, as where it was exported" if needs_x64 else ""
+    return f"{name}: {actual.type}, not {info.type}{hint}"

@@ -29,7 +29,14 @@ def mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     """
     context = _compat.context_mesh()
     mesh = context if isinstance(context, Mesh) and manifest.devices > 1 else None
-    _check_platform(manifest, program, mesh)
+    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    here = "cpu" if is_cpu else jax.export.default_export_platform()
+    is_checked = "platform" not in map(str, program.disabled_safety_checks)
+    if is_checked and here not in manifest.platforms:
+        raise ExportError(
+            f"{manifest.function} was exported for {', '.join(manifest.platforms)}; this is {here}."
+            f" Export it again with platforms=({here!r}, ...)."
+        )
     if manifest.devices == 1:
         return None
     inputs, outputs = _compat.exported_shardings(program)
@@ -59,22 +66,11 @@ def mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     return mesh if like is None else Mesh(mesh.devices, like.axis_names, axis_types=like.axis_types)
 
 
-def _check_platform(manifest: Manifest, program: jax.export.Exported, mesh: Mesh | None) -> None:
-    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-    here = "cpu" if is_cpu else jax.export.default_export_platform()
-    is_checked = "platform" not in map(str, program.disabled_safety_checks)
-    if is_checked and here not in manifest.platforms:
-        raise ExportError(
-            f"{manifest.function} was exported for {', '.join(manifest.platforms)}; this is {here}."
-            f" Export it again with platforms=({here!r}, ...)."
-        )
-
-
 def shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shardings, Shardings]:
     """The shardings of the inputs and of the outputs of a program on the devices of a mesh."""
     sides = _compat.exported_shardings(program)
     inputs, outputs = (tuple(_on_devices(mesh, sharding) for sharding in side) for side in sides)
-    if mesh is not None and all(sharding is None for sharding in (*inputs, *outputs)):
+    if mesh is not None and not any((*inputs, *outputs)):
         # No sharding names the devices that the program runs on: all arrays have to be there.
         everywhere = NamedSharding(mesh, PartitionSpec())
         return (everywhere,) * len(inputs), (everywhere,) * len(outputs)

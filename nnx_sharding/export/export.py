@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
@@ -46,22 +47,18 @@ def export(
     Args:
       fun: the function, or a bound method, as the decorator returned it.
       platforms: the platforms to lower for, of ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``;
-        None for the current one. Neither devices nor mesh have to be present: the function's
-        shardings may have an ``AbstractMesh``.
-      disabled_checks: checks of ``jax.export`` to leave out, such as
-        ``jax.export.DisabledSafetyCheck.custom_call("name")``.
+        None for the current one. They need not be present.
+      disabled_checks: checks of ``jax.export`` to leave out.
 
     Returns:
-      A function that takes the arguments of ``fun`` and returns an :class:`Exported`. Arguments
-      may be abstract, with the symbolic sizes of ``jax.export.symbolic_shape`` in their shapes.
-      Nothing is run, and no argument is changed.
+      A function that takes the arguments of ``fun``, which may be abstract, and returns an
+      :class:`Exported`. Nothing is run, and no argument is changed.
 
     Raises:
       TypeError: ``fun`` was not returned by ``jit`` or ``shard_map``; an argument holds a
         ``jax.Ref`` or a Variable made with ``hijax=True``, whose identity a file cannot keep.
       ValueError: the function changes its arguments in a way that arrays by path cannot express,
-        such as a static attribute; a platform is ``"gpu"``, which is ambiguous; and what
-        ``lower`` raises.
+        such as a static attribute; a platform is ``"gpu"``; and what ``lower`` raises.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,8 +84,7 @@ def export(
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
         _, plan, flat = fun._planned(args, kwargs)
         _check_refs(plan, flat.leaves)
-        slots = zip(flat.leaves, plan.shardings, plan.specs, strict=True)
-        types = [_type_of(*slot) for slot in slots]
+        types = list(map(_type_of, flat.leaves, plan.shardings, plan.specs))
         lower = jax.export.export(
             plan.program.staged, platforms=names, disabled_checks=disabled_checks
         )
@@ -104,12 +100,9 @@ def export(
 
 
 def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
-    slots = plan.structure.slots_of(RefEntry)
-    lines = [
-        f"  {name}: {type(leaf).__name__}"
-        for slot, (name, leaf) in enumerate(zip(plan.names, leaves, strict=True))
-        if slot in slots or _compat.is_ref(leaf)
-    ]
+    refs = {slot for slot, leaf in enumerate(leaves) if _compat.is_ref(leaf)}
+    refs |= plan.structure.slots_of(RefEntry)
+    lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]
     if lines:
         raise TypeError(
             f"{plan.fun_name} cannot be exported with these arguments, whose identity a file "
@@ -130,13 +123,9 @@ def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
     entries, slots = list(after.entries), list(after.slots)
     for index, entry in enumerate(before.entries):
         if entries[index] is None:
-            entries[index], slots[index] = entry, _inverted(before.slots[index])
-    root_slots = _inverted(before.root_slots)
+            entries[index], slots[index] = entry, tuple(~slot for slot in before.slots[index])
+    root_slots = tuple(~slot for slot in before.root_slots)
     return Structure(tuple(entries), before.root, tuple(slots), root_slots, before.statics)
-
-
-def _inverted(slots: Sequence[int]) -> tuple[int, ...]:
-    return tuple(~slot for slot in slots)
 
 
 def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> None:
@@ -196,18 +185,14 @@ def _manifest(
         if kind == "output"
     }
     output_names = [names.get(i, f"output {i}") for i in range(len(outputs))]
-
-    def arrays(names: Any, avals: Any, shardings: Any) -> tuple[ArrayInfo, ...]:
-        infos = zip(names, avals, shardings, strict=True)
-        return tuple(ArrayInfo.of(*info, meshes) for info in infos)
-
+    info_of = functools.partial(ArrayInfo.of, meshes=meshes)
     return Manifest(
         function=plan.fun_name,
         transform=plan.transform.name,
         arguments=tuple(_arguments(plan, before)),
         static=_statics(plan),
-        inputs=arrays(plan.names, program.in_avals, inputs),
-        outputs=arrays(output_names, program.out_avals, outputs),
+        inputs=tuple(map(info_of, plan.names, program.in_avals, inputs)),
+        outputs=tuple(map(info_of, output_names, program.out_avals, outputs)),
         result=result,
         updates=updates,
         devices=program.nr_devices,

@@ -77,12 +77,9 @@ class Exported:
           *args: the arguments of the function, without static ones. A module is passed as its
             arrays by path, in any of these forms: an ``nnx.State``; nested dicts; a flat mapping
             by paths such as ``"up/kernel"`` or ``("up", "kernel")``; or a module. Arrays are moved
-            to where the program needs them: the mesh in context, if it has the sizes and names of
-            the exported one; without one, the first devices.
+            to the mesh in context, which has to be like the exported one; without one, to the first
+            devices.
           **kwargs: the arguments that are passed by name.
-
-        Returns:
-          The result of the function, and what it changed.
 
         Raises:
           TypeError: arguments or arrays are missing or unknown, or have other shapes or dtypes;
@@ -115,8 +112,7 @@ class Exported:
 
         Raises:
           ImportError: ``flatbuffers`` is missing, which ``jax.export`` writes with.
-          ValueError: a dtype or another part of the program cannot be written, or there are too
-            many arrays.
+          ValueError: a part of the program cannot be written, or there are too many arrays.
         """
         try:
             program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
@@ -147,16 +143,14 @@ class Exported:
 def load(path: str | os.PathLike[str]) -> Exported:
     """Reads what :meth:`Exported.save` wrote; the code of the model is not needed.
 
-    Reading runs no code of the file and needs none of the exported devices: a program for another
-    machine can be inspected. But a *call* runs the program with the rights of this process, so
-    load files only from sources that you would install a library from.
+    Reading runs no code of the file and needs none of the exported devices. But a *call* runs the
+    program, so load files only from sources that you would install a library from.
 
     Args:
       path: the file.
 
     Raises:
-      ExportError: the file is of another kind, damaged or changed; its format is unknown; or this
-        JAX does not support the version of its program.
+      ExportError: the file is of another kind or version, damaged or changed.
       ImportError: ``flatbuffers`` is missing, which ``jax.export`` reads with.
       OSError: the file cannot be read.
 
@@ -179,32 +173,6 @@ def load(path: str | os.PathLike[str]) -> Exported:
         manifest = Manifest.from_json(data)
     except (RecursionError, ValueError) as error:
         raise ExportError(f"{path} has a manifest that cannot be read: {error}") from None
-    _check_convention(path, manifest)
-    try:
-        program = jax.export.deserialize(bytearray(content))
-    except ImportError:
-        raise ImportError(_NO_FLATBUFFERS) from None
-    except Exception as error:  # JAX checks nothing, so it may be of any kind
-        raise ExportError(
-            f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
-            f"written by {manifest.versions}."
-        ) from None
-    sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
-    if not all(
-        [info.type for info in infos] == [ArrayInfo.of("", aval, None).type for aval in avals]
-        for infos, avals in sides
-    ):
-        raise ExportError(f"{path} has a manifest that does not describe its program.")
-    return Exported(manifest, program, content)
-
-
-_NO_FLATBUFFERS = (
-    "jax.export needs flatbuffers to write and read programs: "
-    "pip install 'nnx_sharding[export]', or pip install flatbuffers."
-)
-
-
-def _check_convention(path: str | os.PathLike[str], manifest: Manifest) -> None:
     oldest = jax.export.minimum_supported_calling_convention_version
     newest = jax.export.maximum_supported_calling_convention_version
     version = manifest.calling_convention
@@ -215,3 +183,23 @@ def _check_convention(path: str | os.PathLike[str], manifest: Manifest) -> None:
             f"{jax.__version__} supports versions {oldest} to {newest}. Use {remedy}. It was "
             f"written by {manifest.versions}."
         )
+    try:
+        program = jax.export.deserialize(bytearray(content))
+    except ImportError:
+        raise ImportError(_NO_FLATBUFFERS) from None
+    except Exception as error:  # JAX checks nothing, so it may be of any kind
+        raise ExportError(
+            f"{path} has a program that jax {jax.__version__} cannot read ({error}); it was "
+            f"written by {manifest.versions}."
+        ) from None
+    sides = ((manifest.inputs, program.in_avals), (manifest.outputs, program.out_avals))
+    types = [[ArrayInfo.of("", aval, None).type for aval in avals] for _, avals in sides]
+    if types != [[info.type for info in infos] for infos, _ in sides]:
+        raise ExportError(f"{path} has a manifest that does not describe its program.")
+    return Exported(manifest, program, content)
+
+
+_NO_FLATBUFFERS = (
+    "jax.export needs flatbuffers to write and read programs: "
+    "pip install 'nnx_sharding[export]', or pip install flatbuffers."
+)

@@ -1,9 +1,8 @@
 """The file: a zip archive with a manifest and a program, sealed by a digest.
 
-The two entries are stored uncompressed, so any zip tool shows the manifest, and nothing grows when
-it is read. The comment of the archive, which is the end of the file, is the SHA-256 of everything
-before it, so that truncation and changes are detected. It protects from accidents; it is not a
-signature.
+The two entries are stored uncompressed, so nothing grows when it is read. The comment of the
+archive, which is the end of the file, is the SHA-256 of everything before it. It protects from
+accidents; it is not a signature.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _DIGEST = 64  # hexadecimal digits of SHA-256
 
 
 def write(path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes) -> None:
-    """Writes a file; the same content results in the same bytes.
-
-    Raises:
-      ValueError: the manifest is larger than what is read.
-    """
+    """Writes a file; a ValueError if the manifest is larger than what is read."""
     head = {"format": FORMAT, "version": VERSION, "program": _description(program)}
     text = json.dumps({**head, **manifest}, indent=1, sort_keys=True).encode()
     if len(text) > MAX_MANIFEST:
@@ -98,9 +93,8 @@ def _unpacked(path: str | os.PathLike[str], data: bytes) -> tuple[dict[str, Any]
             "its entries are larger than the file": sum(sizes) > len(data),
             f"its manifest has {size} bytes, more than {MAX_MANIFEST}": size > MAX_MANIFEST,
         }
-        for fault, is_present in faults.items():
-            if is_present:
-                raise ValueError(fault)
+        if any(faults.values()):
+            raise ValueError(next(fault for fault, is_present in faults.items() if is_present))
         manifest, program = json.loads(archive.read(_MANIFEST)), archive.read(_PROGRAM)
     if not isinstance(manifest, dict) or manifest.pop("format", None) != FORMAT:
         raise ValueError("its manifest is of another kind")

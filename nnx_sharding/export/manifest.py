@@ -26,8 +26,8 @@ class ArrayInfo:
       name: its path in Python syntax: ``model.up.kernel``.
       shape: its shape; a symbolic size is a string, such as ``"batch"``.
       dtype: its dtype: ``"float32"``, ``"bfloat16"``, ``"key<fry>"``.
-      mesh: the position in ``Manifest.meshes`` of the mesh of its sharding; None if the sharding is
-        left open, or the array is on one device.
+      mesh: the position of its mesh in ``Manifest.meshes``; None if the sharding is left open, or
+        the array is on one device.
       spec: its spec; None if ``mesh`` is.
       memory_kind: the kind of memory, where a sharding is declared.
     """
@@ -45,11 +45,8 @@ class ArrayInfo:
     ) -> ArrayInfo:
         """Describes an array whose mesh is one of ``meshes``."""
         shape = tuple(size if isinstance(size, int) else str(size) for size in aval.shape)
-        info = cls(name, shape, str(aval.dtype))
-        if sharding is None:
-            return info
-        info = dataclasses.replace(info, memory_kind=sharding.memory_kind)
-        if sharding.mesh.empty:
+        info = cls(name, shape, str(aval.dtype), memory_kind=getattr(sharding, "memory_kind", None))
+        if sharding is None or sharding.mesh.empty:
             return info
         return dataclasses.replace(info, mesh=meshes.index(sharding.mesh), spec=sharding.spec)
 
@@ -187,20 +184,15 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON data."""
-        data: dict[str, Any] = as_data(self)
-        return data
+        return as_data(self)  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """Reads the manifest from JSON data.
-
-        Raises:
-          ValueError: the data are not those of a manifest.
-        """
+        """Reads the manifest from JSON data; a ValueError if it is not that of a manifest."""
         return read(cls, data, "manifest")
 
     def __str__(self) -> str:
-        devices = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        devices = f"{self.devices} device{'s' * (self.devices > 1)}"
         meshes = "".join(f" ({mesh})" for mesh in self.meshes)
         makers = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         head = f"{self.function}: {self.transform} for {devices}{meshes} of "
@@ -213,4 +205,4 @@ class Manifest:
                 rows.append((f"→ {accessor(name, path)}", str(arrays[kind][position])))
         rows = [(printable(name), printable(text)) for name, text in rows]
         width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join([printable(head)] + [f"  {name:{width}}  {text}" for name, text in rows])
+        return "\n".join([printable(head), *(f"  {name:{width}}  {text}" for name, text in rows)])

@@ -36,10 +36,9 @@ def launch(
     """Runs a Python program in several processes on this machine, and waits for them.
 
     In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
-    by line, prefixed with the number of the process. If one fails, the others are asked to end,
-    then killed. A message names the process that failed, with the end of its stderr; the output of
-    the others after the failure follows. On Linux no process is left that the program started,
-    even if this process is killed; elsewhere none in the process group of the program.
+    by line, prefixed with the number of the process. If one fails, it is named, with the end of its
+    stderr, and the others are asked to end, then killed. On Linux no process is left that the
+    program started, even if this process is killed; elsewhere none in its process group.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
@@ -103,14 +102,11 @@ def launch(
 
 
 class _End(NamedTuple):
-    """The exit code of one process, or that of the launch.
-
-    A process that has only reported its failure is still running.
-    """
+    """The end of one process, or of the launch."""
 
     code: int
     rank: int | None = None
-    has_ended: bool = True
+    has_ended: bool = True  # a process that has only reported its failure is still running
 
 
 def _start(
@@ -145,11 +141,9 @@ def _start(
 
 
 def _first_failure(ends: queue.SimpleQueue[_End], running: int, deadline: float | None) -> _End:
-    """Waits for the failure that led to the others, or until all processes have succeeded.
-
-    A process that dies closes its connections before it has ended, so another one may report an
-    error earlier than the system reports that end.
-    """
+    """Waits for the failure that led to the others, or until all processes have succeeded."""
+    # A process that dies closes its connections before it has ended, so another one may report an
+    # error earlier than the system reports that end.
     first: _End | None = None
     while running:
         try:
@@ -172,9 +166,8 @@ def _explanation(end: _End, output: Output, seconds: float) -> str:
     if not end.code:
         return ""
     number = end.code - 128
-    name = f"signal {number}"
-    if number in set(signal.Signals):
-        name += f" ({signal.Signals(number).name})"
+    is_named = number in set(signal.Signals)
+    name = f"signal {number}" + (f" ({signal.Signals(number).name})" if is_named else "")
     if end.rank is None:
         what = "timed out" if end.code == TIMED_OUT else f"ended by {name}"
         return f"launch: {what}, after {seconds:.1f} s; all processes were ended\n"
@@ -222,17 +215,10 @@ def environment_of(
     address: str,
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """The environment of one process: that of a Slurm step.
-
-    JAX reads the coordinator's address from the environment, but takes the rank and the number of
-    processes from a scheduler. It recognizes Slurm by these five variables.
-    """
+    """The environment of one process: that of a Slurm step, from which JAX takes rank and size."""
     # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
-    kept = {
-        name: value
-        for name, value in inherited.items()
-        if not name.startswith("OMPI_") and name != "JAX_NUM_CPU_DEVICES"
-    }
+    hidden = {name for name in inherited if name.startswith("OMPI_")} | {"JAX_NUM_CPU_DEVICES"}
+    kept = {name: value for name, value in inherited.items() if name not in hidden}
     flags = re.sub(rf"{DEVICE_COUNT}=\S*", "", kept.get("XLA_FLAGS", "")).split()
     return {
         **kept,

@@ -111,8 +111,7 @@ def _send(number: signal.Signals, processes: Iterable[int]) -> None:
 def _run(program: list[str], pipe: int) -> None:
     """Runs the program as ``python`` does, and reports a failure at once.
 
-    Python runs JAX's exit handler after an error. It waits up to five minutes for the other
-    processes, which wait in a collective for this one.
+    JAX's exit handler waits up to five minutes for the other processes, which wait for this one.
     """
     try:
         if program[0] == "-m":

@@ -1,0 +1,8 @@
+"""All private names of JAX and Flax, and the texts of their messages that are recognized.
+
+The rest of the package uses public names and these functions, so a new release of either can break
+this package and its test, and nothing else.
+"""
+
+from .flax_names import *  # noqa: F403
+from .jax_names import *  # noqa: F403

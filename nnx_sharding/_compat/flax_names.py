@@ -1,0 +1,290 @@
+"""Nodes, Variables and modes of Flax."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+from flax import nnx
+from flax.errors import TraceContextError as TraceContextError
+from flax.nnx import extract, graphlib, pytreelib, variablelib
+from flax.typing import HashableMapping as HashableMapping
+
+from .jax_names import ArrayImpl, private_name, trace_is_clean
+
+# Without this, `nnx.cached_partial` has no cache.
+_graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
+
+
+# Kinds of objects
+
+_GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
+
+
+def is_node(x: Any) -> bool:
+    """Whether ``x`` is a module or another object registered as an NNX graph node."""
+    return type(x) in _GRAPH_NODE_TYPES
+
+
+def is_variable(x: Any) -> bool:
+    """Whether ``x`` is a Variable whose value lives in the Python object.
+
+    A Variable made with ``hijax=True`` is a JAX value of its own type: to us it is a leaf.
+    """
+    return nnx.Variable in type(x).__mro__
+
+
+def is_graph_object(x: Any) -> bool:
+    """Whether ``x`` has an identity that the graph keeps: a node or a Variable."""
+    return type(x) in _GRAPH_NODE_TYPES or nnx.Variable in type(x).__mro__
+
+
+def is_ref(x: Any) -> bool:
+    """Whether ``x`` is a ``jax.Ref``, concrete or traced."""
+    return type(x) is not ArrayImpl and variablelib.is_array_ref(x)
+
+
+def is_hijax_variable(x: Any) -> bool:
+    """Whether ``x`` is a Variable made with ``hijax=True``, concrete or traced."""
+    return type(x) is not ArrayImpl and isinstance(x, nnx.Variable) and not is_variable(x)
+
+
+def prefix_state(x: Any) -> tuple[Any, Any] | None:
+    """The function of (path, value) and the State in what ``nnx.prefix(..., graph=True)`` returns.
+
+    The State has the prefix at every path. None for anything else.
+    """
+    return (x.prefix_fn.value, x.state) if isinstance(x, extract.TreeState) else None
+
+
+# Graph nodes
+
+# Where a Pytree keeps which of its attributes are data, and the trace that it belongs to.
+STATUSES = "_pytree__nodes"
+_STATE = "_pytree__state"
+
+
+class NodeItems(NamedTuple):
+    """The attributes of a node in their canonical order."""
+
+    keys: Sequence[Any]
+    values: Sequence[Any]
+    is_data: Sequence[bool | None]  # None where the node type leaves that to the value
+    metadata: Any  # what else belongs to the node, hashable
+
+
+def node_items(node: Any) -> NodeItems:
+    """The attributes of a node."""
+    if not trace_is_clean():
+        _adopt_tracers(node)
+    node_type = type(node)
+    if nnx.Pytree in node_type.__mro__ and not getattr(node_type, "_pytree__has_int_keys", True):
+        # What the general way below does for these types, several times as fast.
+        own = vars(node)
+        keys = sorted(own)
+        values = [own[key] for key in keys]
+        if not is_pytree_type(node_type):
+            return NodeItems(keys, values, [None] * len(keys), node_type)
+        statuses = getattr(node, STATUSES, {})
+        is_data = getattr(statuses, "_mapping", statuses).get
+        return NodeItems(keys, values, [is_data(key, False) for key in keys], node_type)
+    impl = graphlib.get_node_impl(node)
+    assert impl is not None
+    items, metadata = impl.flatten(node)
+    marks = {graphlib.DataElem: True, graphlib.StaticElem: False}
+    pairs = [*items]
+    return NodeItems(
+        [key for key, _ in pairs],
+        [x.value if type(x) in marks else x for _, x in pairs],
+        [marks.get(type(x)) for _, x in pairs],
+        metadata,
+    )
+
+
+def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of one of Flax's hashable mappings, without its slow iterator."""
+    return getattr(mapping, "_mapping", mapping).items()  # type: ignore[no-any-return]
+
+
+def _adopt_tracers(node: Any) -> None:
+    """Marks traced arrays in attributes as data, as concrete arrays are when they are set.
+
+    ``nnx.is_data`` does not recognise tracers, so Flax would keep them as static attributes,
+    and they would leak out of the trace.
+    """
+    statuses = getattr(node, STATUSES, None)
+    if statuses is None or not is_pytree_type(type(node)):
+        return
+    missed = {
+        name: True
+        for name, value in vars(node).items()
+        if isinstance(value, jax.core.Tracer) and not statuses.get(name, False)
+    }
+    if missed:
+        object.__setattr__(node, STATUSES, statuses.update(missed))
+
+
+def is_plain_pytree(node: Any) -> bool:
+    """Whether the content of a node is all in its ``__dict__``, and nothing hides that."""
+    bases = type(node).__mro__
+    if nnx.Pytree not in bases:
+        return False
+    own = next(vars(base)["__dict__"] for base in bases if "__dict__" in vars(base))
+    return isinstance(own, types.GetSetDescriptorType) and vars(node) is get_dict(node)
+
+
+def get_dict(node: Any) -> dict[str, Any]:
+    """The ``__dict__`` of a node, past any ``__getattribute__`` of its class."""
+    own: dict[str, Any] = object.__getattribute__(node, "__dict__")
+    return own
+
+
+def is_pytree_type(node_type: type) -> bool:
+    """Whether JAX itself can flatten this node type (``nnx.Pytree`` with ``pytree=True``)."""
+    return bool(getattr(node_type, "_pytree__is_pytree", True))
+
+
+# What Flax notes on a Pytree while it is set up: a pytree without leaves, but not a constant.
+_initializing: Any = private_name("flax.nnx.pytreelib", "PytreeState._initializing")
+_is_setup: Any = private_name("flax.nnx.pytreelib", "PytreeState._is_setup")
+new_node_state: Callable[..., Any] = pytreelib.PytreeState
+
+
+def is_node_state(x: Any) -> bool:
+    """Whether ``x`` is what Flax notes on a Pytree while it is set up."""
+    return type(x) is pytreelib.PytreeState
+
+
+def node_flags(state: Any) -> tuple[bool, bool]:
+    """All in a node state that is part of its tree structure: arguments of ``new_node_state``."""
+    return _initializing.__get__(state), _is_setup.__get__(state)
+
+
+def new_node(node_type: type, metadata: Any) -> Any:
+    """An object of ``node_type`` with no attributes yet."""
+    return _GRAPH_NODE_TYPES[node_type].create_empty(metadata)
+
+
+def fill_node(node: Any, attributes: Iterable[tuple[Any, Any]]) -> None:
+    """Gives a new, empty node its attributes."""
+    _GRAPH_NODE_TYPES[type(node)].init(node, attributes)
+
+
+def node_operations(
+    node: Any,
+    changed: Sequence[tuple[Any, Any]],
+    removed: Sequence[Any],
+    attributes: Callable[[], list[tuple[Any, Any]]],
+) -> list[tuple[Any, ...]]:
+    """What changes some attributes of an existing node: functions with their arguments.
+
+    ``attributes`` makes the complete list, for node types that can only be rewritten as one.
+    """
+    if not isinstance(node, nnx.Pytree):
+        impl = _GRAPH_NODE_TYPES[type(node)]
+        return [(impl.clear, node), (impl.init, node, attributes())]
+    own = vars(node)
+    operations: list[tuple[Any, ...]] = [(dict.pop, own, str(key), None) for key in removed]
+    new = {str(key): value for key, value in changed if key != _STATE}  # belongs to the object
+    return [*operations, (dict.update, own, new)]
+
+
+# Variables
+
+
+def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
+    """A Variable of the current trace with ``metadata`` and no value yet."""
+    return variable_type.from_metadata(None, metadata)  # type: ignore[attr-defined]
+
+
+# Slots: no hook runs, and no trace is checked; callers check before they write.
+_value: Any = private_name("flax.nnx.variablelib", "Variable._raw_value")
+_metadata: Any = private_name("flax.nnx.variablelib", "Variable._var_metadata")
+_trace: Any = private_name("flax.nnx.variablelib", "Variable._trace_state")
+get_value: Callable[[Any], Any] = _value.__get__
+set_value: Callable[[Any, Any], None] = _value.__set__
+get_metadata: Callable[[Any], dict[str, Any]] = _metadata.__get__
+set_metadata: Callable[[Any, dict[str, Any]], None] = _metadata.__set__
+get_trace_state: Callable[[Any], Any] = _trace.__get__
+
+# The slots that a guard reads, by the name of the step that does (core/guard/walk.py).
+SLOTS = {
+    "METADATA": _metadata,
+    "VALUE": _value,
+    "TRACE": _trace,
+    "INITIALIZING": _initializing,
+    "IS_SETUP": _is_setup,
+}
+
+
+def are_current(states: Iterable[Any]) -> bool:
+    """Whether all of these, each of a Variable (its trace) or of a module, are of this trace."""
+    current = jax.extend.core.get_opaque_trace_state()._trace_ref
+    for state in states:
+        trace = state._trace_state if type(state) is pytreelib.PytreeState else state
+        if trace._jax_trace._trace_ref is not current:
+            return False
+    return True
+
+
+def can_update(x: Any) -> bool:
+    """Whether a Variable or node belongs to the current trace and may be changed in it."""
+    if isinstance(x, nnx.Variable):
+        return bool(x._can_update)
+    state = getattr(x, _STATE, None)
+    return state is None or bool(state.trace_state.is_valid())
+
+
+# Pytrees
+
+get_mapping: Callable[[nnx.State[Any, Any]], Any] = operator.attrgetter("raw_mapping")
+
+
+def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
+    """What a pytree consists of, if JAX sees just that: a mapping by key, or a sequence.
+
+    None for a pytree whose class decides what its children are.
+    """
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    if level is None:
+        return None
+    children = list(level[0])
+    if type(tree) in (tuple, list) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+        return tree if _are_same(children, tree) else None
+    if type(tree) not in (dict, nnx.State):
+        return None
+    mapping = tree if type(tree) is dict else get_mapping(tree)
+    if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
+        return None  # other keys may be equal without being the same
+    return mapping if _are_same(children, [mapping[key] for key in sorted(mapping)]) else None
+
+
+def has_aux(kind: type, aux: Any) -> bool:
+    """Whether a node of a tree structure keeps data beside its children, other than plain keys."""
+    return aux is not None and kind not in (dict, nnx.State)
+
+
+def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+# Modes
+
+
+def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:
+    """The two mode switches, with Flax's global flags for those left at None."""
+    if graph is None:
+        graph = nnx.set_graph_mode.current_value()
+    if graph_updates is None:
+        graph_updates = nnx.set_graph_updates.current_value()
+    return bool(graph), bool(graph and graph_updates)
+
+
+def leave_static_cache() -> None:
+    """Discards what ``nnx.cached_partial`` prepares for ``nnx.jit``, which is not used here."""
+    if _graph_context is not None and _graph_context.tmp_static_cache is not None:
+        _graph_context.tmp_static_cache = None

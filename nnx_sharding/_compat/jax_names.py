@@ -1,0 +1,243 @@
+"""Messages, contexts and processes of JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import operator
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import flax
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from .._version import __version__
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def private_name(module: str, name: str, *, optional: bool = False) -> Any:
+    """A private name; None for an optional one that is not in the installed release."""
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        if optional:
+            return None
+        raise ImportError(
+            f"nnx_sharding {__version__} needs {module}.{name}, which JAX {jax.__version__} with "
+            f"Flax {flax.__version__} does not have. Install a newer nnx_sharding, or earlier "
+            "releases of JAX and Flax."
+        ) from error
+
+
+ArrayImpl: Any = private_name("jax._src.array", "ArrayImpl")
+IndivisibleError: Any = private_name("jax._src.sharding", "IndivisibleError")
+trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
+_trace_ctx: Any = private_name("jax._src.core", "trace_ctx")
+_trace_context: Any = private_name("jax._src.config", "trace_context")
+_trace_context_names: Any = private_name("jax._src.config", "trace_context_names")
+_distributed: Any = private_name("jax._src.distributed", "global_state")
+_ShardMapTracer: Any = private_name("jax._src.shard_map", "ShardMapTracer")
+# Without these: a legacy `with mesh:` is not seen; tracebacks show our frames; exported programs
+# contain source locations; strategies are compared on the devices at hand only.
+_thread_resources: Any = private_name("jax._src.mesh", "thread_resources", optional=True)
+_traceback_util: Any = private_name("jax._src", "traceback_util", optional=True)
+_frames_in_locations: Any = private_name(
+    "jax._src.config", "traceback_in_locations_limit", optional=True
+)
+_make_cpu_client: Any = private_name("jaxlib.xla_client", "make_cpu_client", optional=True)
+
+
+# Messages of JAX
+
+# The event by which JAX reports each compilation to ``jax.monitoring``.
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+# Its warning that donated buffers have another size than the new ones: they are freed.
+UNUSED_DONATION = "Some donated buffers were not usable"
+
+
+def is_deleted_error(error: BaseException) -> bool:
+    """Whether JAX refuses to run a program because an argument was deleted, or donated twice."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
+
+
+def is_mesh_error(error: BaseException) -> bool:
+    """Whether JAX refuses to trace because of a mesh, as where a function captures arrays."""
+    return bool(re.search("mesh|closing over", str(error), re.IGNORECASE))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether the coordination service had no answer in time."""
+    return "DEADLINE_EXCEEDED" in str(error)
+
+
+def is_array_like(x: Any) -> bool:
+    """Whether JAX takes ``x`` as an array, or as another value of a type of its own."""
+    if isinstance(x, jax.Array | int | float | complex):
+        return True
+    if not isinstance(x, np.ndarray | np.generic) and hasattr(x, "shape") and hasattr(x, "dtype"):
+        return True
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
+
+
+_UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
+
+
+def is_unspecified(x: Any) -> bool:
+    """Whether ``x`` is JAX's default for ``in_shardings``."""
+    return x is _UNSPECIFIED
+
+
+# Contexts
+
+
+def context_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh of ``jax.set_mesh``, else of the legacy ``with mesh:``, else None."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        if trace_is_clean():
+            mesh = jax.sharding.get_mesh()
+            if not mesh.empty:
+                return mesh
+        return abstract
+    if _thread_resources is not None:
+        legacy: Mesh = _thread_resources.env.physical_mesh
+        if not legacy.empty:
+            return legacy
+    return None
+
+
+_CONTEXT_LABELS = {
+    "abstract_mesh_context_manager": "mesh in context",
+    "mesh_context_manager": "mesh in context (`with mesh:`)",
+    "axis_env_state": "named axes in context",
+}
+
+
+def trace_context() -> dict[str, Any]:
+    """What in JAX's configuration and contexts a trace depends on, by a name for messages."""
+    labels = (_CONTEXT_LABELS.get(name, name) for name in _trace_context_names())
+    return dict(zip(labels, _trace_context(), strict=True))
+
+
+def is_eager_tracer(x: Any) -> bool:
+    """Whether ``x`` has the shards of an array while a ``shard_map`` runs uncompiled."""
+    return isinstance(x, _ShardMapTracer)
+
+
+def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
+    """The devices of a sharding in their order; None if it has none, or does not show them."""
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return None
+    if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        return None
+    devices: tuple[jax.Device, ...] | None = getattr(sharding, "_device_assignment", None)
+    return None if devices is None else tuple(devices)
+
+
+def in_order_of(
+    sharding: Any, other: jax.sharding.NamedSharding
+) -> jax.sharding.NamedSharding | None:
+    """A sharding with its devices listed in the order of another one with the same devices.
+
+    None if a release of JAX, or the kind of sharding, cannot express it.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    order = {device: i for i, device in enumerate(other.mesh.devices.flat)}
+    ids = tuple(order[device] for device in sharding.mesh.devices.flat)
+    mesh = Mesh(
+        other.mesh.devices.reshape(sharding.mesh.devices.shape),
+        sharding.mesh.axis_names,
+        axis_types=sharding.mesh.axis_types,
+    )
+    try:
+        return jax.sharding.NamedSharding(
+            mesh, sharding.spec, memory_kind=sharding.memory_kind, _logical_device_ids=ids
+        )
+    except TypeError:
+        return None
+
+
+def trace_constants() -> list[Any]:
+    """The arrays that the current trace has captured, as far as JAX shows them."""
+    trace = getattr(_trace_ctx, "trace", None)
+    return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The mesh axes along which a value inside of ``shard_map`` is not known to be the same.
+
+    Empty also where a release of JAX does not show them; JAX then checks them itself.
+    """
+    aval = jax.typeof(x)
+    kind = getattr(aval, "mat", None)
+    found: frozenset[Any] = getattr(kind, "vur", getattr(aval, "vma", frozenset()))
+    return found
+
+
+def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+    """The axes of a mesh over which an enclosing ``shard_map`` is mapped."""
+    return tuple(getattr(mesh, "manual_axes", ()))
+
+
+# Exported programs
+
+
+def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The shardings of the inputs and outputs of an exported program; None for open ones.
+
+    Each is a ``NamedSharding`` on the abstract mesh of its own, empty for one device.
+    """
+    no_mesh: Any = None  # which leaves the meshes as they are; JAX does not document it
+    return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
+
+
+def no_source_locations() -> contextlib.AbstractContextManager[Any]:
+    """A context in which programs are lowered without the files and lines of their sources."""
+    return contextlib.nullcontext() if _frames_in_locations is None else _frames_in_locations(0)
+
+
+# Processes and devices
+
+
+def key_value_store() -> Any:
+    """The client of the coordination service by which processes can speak; None without one."""
+    return getattr(_distributed, "client", None)
+
+
+@functools.lru_cache(maxsize=8)
+def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
+    """CPU devices beside those of ``jax.devices()``; None if a release of JAX makes none."""
+    if _make_cpu_client is None:
+        return None
+    try:
+        return list(_make_cpu_client(num_devices=count).devices())
+    except TypeError:
+        return None
+
+
+# Tracebacks
+
+
+def api_boundary(function: F) -> F:
+    """Marks a function as an entry from user code, where tracebacks are filtered."""
+    if _traceback_util is None:
+        return function
+    boundary: Any = _traceback_util.api_boundary(function)
+    return cast(F, functools.wraps(function)(boundary))
+
+
+if _traceback_util is not None:
+    _traceback_util.register_exclusion(f"{Path(__file__).parent.parent}/")

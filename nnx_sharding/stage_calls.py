@@ -1,0 +1,87 @@
+"""Calls of a stage, whose plan is made already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import _compat
+from .core.call import run
+from .core.flatten import Flat
+from .core.guard.store import Guards
+from .core.plan import Plan
+from .core.signature import Call
+from .diagnostics.differences import arguments_of, differences
+
+Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
+
+
+class Origin(NamedTuple):
+    """What a stage was made from."""
+
+    plan: Plan
+    split: Split  # flattens the arguments of a call
+    bound: tuple[Any, ...]  # the objects to which the function is bound: its first arguments
+    statics: tuple[Any, ...]  # the static arguments
+
+
+def call_stage(
+    stage: Any,
+    origin: Origin,
+    guards: Guards,
+    kind: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a stage of JAX for the user's arguments.
+
+    Raises:
+      TypeError: they have another structure than those that the function was ``kind`` for.
+    """
+    plan = origin.plan
+    args, kwargs = _with_statics(origin, args, kwargs)
+    args = (*origin.bound, *args)
+    if not _compat.trace_is_clean():
+        return run(plan, _split_as_planned(origin, kind, args, kwargs)[1], stage)
+    found = guards.find(args, kwargs)
+    if found is None:
+        call, flat = _split_as_planned(origin, kind, args, kwargs)
+        guards.add(plan, call, flat, args, kwargs, is_new=True)
+    else:
+        _, flat = found
+    return run(plan, flat, stage)
+
+
+def _split_as_planned(
+    origin: Origin, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Call, Flat]:
+    plan = origin.plan
+    call, flat = origin.split(args, kwargs)
+    before, after = (plan.signature, plan.structure), (call.signature, flat.structure)
+    if before == after:
+        return call, flat
+    changes = differences(before, after)
+    if before[0] != after[0]:
+        changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
+    raise TypeError(
+        f"{plan.fun_name} was {kind} for other arguments than it is "
+        "called with now:\n  " + "\n  ".join(changes) + "\nLower it again for these."
+    )
+
+
+def _with_statics(
+    origin: Origin, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fills in static arguments that the caller left out."""
+    if not origin.statics:
+        return args, kwargs
+    signature, bound = origin.plan.signature, len(origin.bound)
+    names = [*sorted(signature.static), *sorted(signature.static_keywords)]
+    statics: dict[Any, Any] = dict(zip(names, origin.statics, strict=True))
+    keywords = {name: statics.pop(name) for name in signature.static_keywords}
+    unbound = {i: value for i, value in statics.items() if i >= bound}
+    count = len(signature.names)
+    if unbound and len(args) == count - bound - len(unbound):
+        dynamic = iter(args)
+        args = tuple(unbound[i] if i in unbound else next(dynamic) for i in range(bound, count))
+    return args, {**keywords, **kwargs}
