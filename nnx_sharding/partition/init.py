@@ -28,23 +28,20 @@ def sharded_init(
     """Creates a model with each parameter sharded from the start, never replicated on a device.
 
     The constructor is compiled with ``out_shardings``, as with ``nnx.jit`` in Flax. The random
-    bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default;
-    otherwise they depend on the shardings. XLA may round numbers computed from them differently.
+    bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default.
 
-    The constructor sees all axes of the mesh as Auto, Explicit ones too: with those in the types
-    of its arrays it would compute full parameters. If it fails with Auto axes, as it does if it
-    passes ``out_sharding`` to JAX itself, it sees the mesh as it is.
+    The constructor sees all axes of the mesh as Auto, Explicit ones too, with which it would
+    compute full parameters; if it needs Explicit axes, as for ``out_sharding``, it sees those.
 
     Args:
       make_model: a class or function that makes the model, or any pytree, such as ``(model,
         optimizer)``; references shared between its parts stay shared.
-      sharding: the ``out_shardings`` of :func:`~nnx_sharding.jit`, such as a
-        :class:`~nnx_sharding.StateSharding`; or a function from the abstract model to them; or
-        None, for the metadata of each Variable, as ``nnx.get_partition_spec`` reads it.
+      sharding: as ``out_shardings`` of :func:`~nnx_sharding.jit`; or a function from the abstract
+        model to them; or None, for the metadata of each Variable, as ``nnx.get_partition_spec``.
       mesh: the mesh of partition specs, in context while the constructor runs; None for the mesh
         in context.
-      *args: passed to ``make_model``: arrays, pytrees of them and NNX objects (``nnx.Rngs``) as
-        traced values; all else, such as sizes and configurations, unchanged.
+      *args: passed to ``make_model``: arrays and NNX objects (``nnx.Rngs``) as traced values; all
+        else, such as sizes and configurations, unchanged.
       **kwargs: likewise.
 
     Returns:
@@ -57,12 +54,11 @@ def sharded_init(
       TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
 
     Example:
-      >>> import jax
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import sharded_init
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
+      >>> from nnx_sharding.partition import make_mesh, sharded_init
+      >>> mesh = make_mesh({"model": -1})
       >>> rules = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
       >>> model = sharded_init(lambda: nnx.Linear(4, 64, rngs=nnx.Rngs(0)), rules, mesh)
       >>> model.kernel.sharding.spec == P(None, "model")
@@ -86,8 +82,7 @@ def abstract_init(
 
     Args:
       make_model: a class or function that makes the model.
-      sharding: the shardings, as in :func:`sharded_init`; an array for which it has None gets no
-        sharding, because JAX chooses that when it compiles.
+      sharding: as in :func:`sharded_init`; an array for which it has None gets no sharding.
       mesh: the mesh; it may be an ``AbstractMesh``, for devices that this machine does not have.
       *args: passed to ``make_model``, as in :func:`sharded_init`; objects are not changed.
       **kwargs: likewise.
@@ -96,9 +91,7 @@ def abstract_init(
       The model with a ``jax.ShapeDtypeStruct`` with a sharding for each array.
 
     Raises:
-      NoMeshError: partition specs have no mesh.
-      ValueError: no filter matches some Variables, or specs do not fit the mesh or the shapes.
-      TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
+      NoMeshError, ValueError, TypeError: as :func:`sharded_init`, but for abstract meshes.
 
     Example:
       >>> import jax
@@ -116,9 +109,7 @@ def abstract_init(
     return _make(make_model, sharding, mesh, (args, kwargs), is_abstract=True)
 
 
-def _make(
-    make_model: Callable[..., Any], sharding: Any, mesh: Any, arguments: Any, *, is_abstract: bool
-) -> Any:
+def _make(make_model: Any, sharding: Any, mesh: Any, arguments: Any, *, is_abstract: bool) -> Any:
     build, arrays = _closed(make_model, arguments)
     with _in_context(_mesh_inside(build, arrays, mesh)):
         if sharding is None or callable(sharding):
@@ -145,14 +136,15 @@ def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
     if not leaves and not isinstance(make_model, type):
         return make_model, []
-    is_traced = list(map(_is_traced, leaves))
-    traced = [leaf for leaf, hit in zip(leaves, is_traced, strict=True) if hit]
-    # Not captured by the constructor: they are replaced.
-    fixed = [None if hit else leaf for leaf, hit in zip(leaves, is_traced, strict=True)]
+    slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]
+    traced = [leaves[slot] for slot in slots]
+    for slot in slots:
+        leaves[slot] = None  # not captured by the constructor
 
     def make(*arrays: Any) -> Any:
-        rest = iter(arrays)
-        filled = [next(rest) if hit else x for x, hit in zip(fixed, is_traced, strict=True)]
+        filled = list(leaves)
+        for slot, array in zip(slots, arrays, strict=True):
+            filled[slot] = array
         args, kwargs = jax.tree.unflatten(treedef, filled)
         return make_model(*args, **kwargs)
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .. import _compat
-from ..errors import NoMeshError, UnusedFilterWarning, report
-from ..fitting import OnIndivisible, axes_of, describe, fit_sharding
-from ..paths import Path, accessor, path_string
+from ..errors import NoMeshError, UnusedFilterWarning, raise_listed, report
+from ..fitting import OnIndivisible, axes_of, fit_sharding
+from ..paths import Path, accessor
 from ..state_sharding import StateSharding
+from .apply import given_mesh
 from .variables import NamedVariable, variables
 
 
 def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
     """The mesh, or the one in context, and the axes of it that a strategy uses, checked."""
-    mesh = _compat.context_mesh() if mesh is None else mesh
+    mesh = given_mesh(name, mesh)
     if mesh is None:
         raise NoMeshError(
             f"{name} has no mesh. Pass one, or call within `with jax.set_mesh(mesh):`."
         )
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{name}: mesh is a Mesh or an AbstractMesh, not {mesh!r}.")
     axes = axes_of(axis)
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
     if reasons:
@@ -37,7 +34,7 @@ def base_specs(
 ) -> dict[Path, Any]:
     """The sharding that ``base`` has for each path of a model; ``P()`` where it has none."""
     if base is None:
-        return {each.path: PartitionSpec() for each in variables(model)}
+        base = StateSharding({...: PartitionSpec()})
     if not isinstance(base, StateSharding):
         raise TypeError(f"{name}: base is a StateSharding, not {base!r}.")
     specs, lines = {}, []
@@ -46,7 +43,7 @@ def base_specs(
         spec, problems = _fitted("model", each, spec, mesh, base.on_indivisible or "error")
         specs[each.path] = PartitionSpec() if spec is None else spec
         lines += problems
-    _refuse(f"{name}: specs of base do not fit:", lines)
+    raise_listed(ValueError, f"{name}: specs of base do not fit:", lines, "Correct these specs.")
     return specs
 
 
@@ -64,7 +61,7 @@ def override_specs(
             used.add(index)
             result[each.path] = spec
             lines += _fitted(root, each, spec, mesh)[1]
-    _refuse(f"{name}: overrides do not fit:", lines)
+    raise_listed(ValueError, f"{name}: overrides do not fit:", lines, "Correct these specs.")
     unused = [filter_ for index, filter_ in enumerate(rules.names) if index not in used]
     if unused:
         message = f"{name}: these overrides match nothing that an earlier one does not match:\n  "
@@ -82,24 +79,3 @@ def _fitted(
             return spec, [fit.line(accessor(root, each.path))]
         spec = fit.sharding
     return spec, []
-
-
-def _refuse(message: str, lines: Sequence[str]) -> None:
-    if lines:
-        raise ValueError("\n".join([message, *lines, "Correct these specs."]))
-
-
-def union(model: Mapping[Path, Any], optimizer: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The shardings of a model and of its optimizer in one table."""
-    common = [path for path in model if path in optimizer and model[path] != optimizer[path]]
-    if common:
-        lines: Iterable[str] = (
-            f"  {path_string(path)}: {describe(model[path])} and {describe(optimizer[path])}"
-            for path in common
-        )
-        raise ValueError(
-            "the model and the optimizer have these paths in common, with different specs:\n"
-            + "\n".join(lines)
-            + "\nUse one StateSharding for the model and optimizer_sharding(...) for the other."
-        )
-    return {**model, **optimizer}

@@ -50,8 +50,8 @@ class LogicalRules:
       >>> rules.spec(("embed", "mlp")) == P("data", "model")
       True
 
-    The convention is that of ``flax.linen.logical_to_mesh_axes``. Beyond it, a dimension may
-    have a tuple of names, and two dimensions the same name; a name without a rule is an error.
+    As ``flax.linen.logical_to_mesh_axes``; beyond it, a dimension may have a tuple of names, and
+    two dimensions the same name. A name without a rule is an error.
     """
 
     rules: tuple[tuple[str, Any], ...]
@@ -80,10 +80,9 @@ class LogicalRules:
         Args:
           names: for each dimension its logical name, None to replicate it, a tuple of names,
             or ``PartitionSpec.UNCONSTRAINED``.
-          shape: the shape of the array. With a mesh, rules whose axes do not divide the dimension
-            are skipped. None: divisibility is not checked.
-          mesh: the mesh. Axes that it does not have are left out of the rules. None: every
-            axis is used.
+          shape: the shape of the array; with a mesh, rules whose axes do not divide the dimension
+            are skipped.
+          mesh: the mesh; axes that it does not have are left out of the rules.
 
         Raises:
           ValueError: names have no rule or are not strings, or their number is not the rank.
@@ -112,10 +111,7 @@ class LogicalRules:
     ) -> list[Unsharded]:
         """The names that :meth:`spec` replicates although a rule has axes for them, and why.
 
-        Args:
-          names: as in :meth:`spec`.
-          shape: as in :meth:`spec`.
-          mesh: as in :meth:`spec`.
+        The arguments are those of :meth:`spec`.
 
         Example:
           >>> from nnx_sharding.partition import LogicalRules
@@ -129,7 +125,7 @@ class LogicalRules:
         ]
 
     def check(self, names: Any, shape: Sequence[int] | None = None) -> None:
-        """Checks logical names."""
+        """Raises a ``ValueError`` that says what is wrong with logical names, if anything is."""
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
         flat = [name for entry in _entries(names) for name in axes_of(entry)]
@@ -221,7 +217,8 @@ def from_logical(
         dimension, or None to replicate the array. The first pattern that matches decides.
       kind: how patterns that are strings are read: ``"regex"`` or ``"glob"``.
       mesh: as in :meth:`LogicalRules.spec`.
-      strict: whether an entry of ``names`` that decides about no Variable is an error.
+      strict: whether an entry of ``names`` that decides about no Variable is an error, not an
+        :class:`~nnx_sharding.errors.UnusedFilterWarning`.
 
     Returns:
       The spec of each path; ``PartitionSpec()`` for an array without names.
@@ -230,8 +227,7 @@ def from_logical(
       TypeError: ``rules`` or ``names`` are not pairs, or a filter is invalid.
       ValueError: names have no rule or their number is not the rank, with all paths; or a
         pattern is invalid.
-      StrictError: ``strict``, and an entry of ``names`` decides about no Variable. Otherwise that
-        is an :class:`~nnx_sharding.errors.UnusedFilterWarning`.
+      StrictError: ``strict``, and an entry of ``names`` decides about no Variable.
 
     Example:
       >>> from flax import nnx

@@ -30,8 +30,8 @@ def from_rules(
 
     Args:
       rules: pairs, or a mapping, of a pattern and a sharding. A pattern is a string, a compiled
-        regular expression, or an NNX filter (a tag is ``nnx.WithTag("...")``). A sharding is a
-        ``PartitionSpec``, a ``Sharding``, or None to leave the choice to JAX.
+        regular expression, or an NNX filter. A sharding is a ``PartitionSpec``, a ``Sharding``,
+        or None to leave the choice to JAX.
       kind: how strings are read: ``"regex"`` as :class:`~nnx_sharding.filters.PathRegex`,
         ``"glob"`` as :class:`~nnx_sharding.filters.PathGlob`.
       default: the sharding where no pattern matches. Without it such a Variable is an error where
@@ -47,8 +47,6 @@ def from_rules(
       >>> from nnx_sharding.partition import from_rules
       >>> sharding = from_rules({"up/kernel$": P(None, "model"), "norm": P()}, default=P("data"))
       >>> sharding.map_prefix(("blocks", 3, "up", "kernel"), None) == P(None, "model")
-      True
-      >>> sharding.map_prefix(("embed", "embedding"), None) == P("data")
       True
     """
     pairs = [*zip(*read_patterns("from_rules", rules, kind), strict=True)]
@@ -69,7 +67,7 @@ def override(
 
     Raises:
       TypeError: ``base`` is not a ``StateSharding``; or as :func:`from_rules`.
-      ValueError: patterns are invalid; all of them are named.
+      ValueError: as :func:`from_rules`.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -93,18 +91,16 @@ def from_arrays(model: Any) -> StateSharding:
       model: a model, an optimizer or a pytree of them; the arrays may be abstract.
 
     Returns:
-      The sharding of each path. None, which leaves the choice to JAX, for an array that has none,
-      for one that is not committed to its device, and for a Variable whose arrays differ.
+      The sharding of each path; None, which leaves the choice to JAX, where there is none, an
+      array is not committed to its device, or the arrays of a Variable differ.
 
     Example:
       >>> import jax
-      >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
       >>> from nnx_sharding.partition import from_arrays
       >>> columns = NamedSharding(AbstractMesh((4,), ("model",)), P(None, "model"))
-      >>> array = jax.ShapeDtypeStruct((4, 8), "float32", sharding=columns)
-      >>> model = nnx.Dict(kernel=nnx.Param(array))
-      >>> from_arrays(model).map_prefix(("kernel",), model.kernel) == columns
+      >>> kernel = jax.ShapeDtypeStruct((4, 8), "float32", sharding=columns)
+      >>> from_arrays({"kernel": kernel}).map_prefix(("kernel",), kernel) == columns
       True
     """
     specs = {}
@@ -129,14 +125,14 @@ def from_metadata(
     """The shardings in the metadata of the Variables.
 
     Args:
-      model: a model, an optimizer or a pytree of them, placed or abstract. The metadata has them
-        as ``out_sharding`` (which ``nnx.with_partitioning`` writes; in older models ``sharding``
-        or ``sharding_names``): names, a ``PartitionSpec`` or a sharding.
+      model: a model, an optimizer or a pytree of them, placed or abstract. The metadata is
+        ``out_sharding`` (in older models ``sharding`` or ``sharding_names``): names, a
+        ``PartitionSpec`` or a sharding.
       rules: mesh axes for logical names: :class:`~nnx_sharding.partition.LogicalRules` or the
         argument of it. None for those of ``nnx.logical_axis_rules``. The ``sharding_rules`` of
         the Variable itself have priority. A name without a rule is a mesh axis.
-      mesh: the mesh, whose axes the names without a rule have to be; for rules as in
-        :meth:`LogicalRules.spec <nnx_sharding.partition.LogicalRules.spec>`.
+      mesh: as in :meth:`LogicalRules.spec <nnx_sharding.partition.LogicalRules.spec>`; names
+        without a rule have to be axes of it.
 
     Returns:
       The sharding of each path; ``PartitionSpec()`` where the metadata has none. Without rules
@@ -182,9 +178,8 @@ def _annotated(each: NamedVariable, rules: LogicalRules, mesh: Any) -> Any:
     local = read_pairs("sharding_rules", each.metadata.get("sharding_rules") or ())
     rules = LogicalRules((*local, *rules.rules))
     # Names without a rule are mesh axes.
-    axes = [
-        name for entry in named.partitions for name in axes_of(entry) if name not in rules.names
-    ]
+    names = [name for entry in named.partitions for name in axes_of(entry)]
+    axes = [name for name in names if name not in rules.names]
     problems = [f"{axis!r} shards {n} dimensions" for axis, n in Counter(axes).items() if n > 1]
     for axis in axes:
         if not isinstance(axis, str):

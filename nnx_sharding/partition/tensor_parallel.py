@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..paths import Path
 from ..state_sharding import StateSharding
-from .dimensions import shard_dimension
 from .inputs import base_specs, mesh_and_axes, override_specs
-from .strategies import with_optimizer
+from .optimizer import with_optimizer
+from .strategies import shard_dimension
 from .variables import NamedVariable, variables
 
 # The dimension of each parameter of a layer that is sharded, counted from the end because layers
@@ -147,11 +147,9 @@ def tensor_parallel(
     * ``LoRA``, ``LoRALinear``: like the layer that is adapted, the one factor that has the features
       that are sharded.
 
-    Norms, random streams and parameters of other modules are replicated. The table ``RULES`` of
-    this module has these rules; subclasses of a layer follow that of the layer.
-
-    The shardings are for axes of type Auto, where the compiler adds the communication. They change
-    where numbers are computed, not which.
+    Norms, random streams and parameters of other modules are replicated; subclasses of a layer
+    follow the rule of the layer. The shardings are for axes of type Auto, where the compiler adds
+    the communication.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.

@@ -7,20 +7,20 @@ from typing import Any
 
 import jax
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
-from ..core.resolve import check_filters, locate, resolve, slot_names
-from ..core.specs import Specs, check_specs, target
+from ..core.resolve import check_filters
+from ..core.specs import Specs
 from ..core.transfer import obstacle, transfer
 from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
-from ..errors import NoMeshError
+from ..errors import NoMeshError, raise_listed
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
-from ..partition.apply import finished_on_cpu, mesh_here, rebuilt
-from ..partition.constrain import is_array
+from ..partition.apply import finished_on_cpu, given_mesh, mesh_here, rebuilt
+from ..partition.constrain import is_array, resolved_prefix
 
 
 @_compat.api_boundary
@@ -36,21 +36,16 @@ def place(
 ) -> Any:
     """Places a model, or any pytree, on devices, in the given shardings.
 
-    The arrays may be NumPy arrays, on one device, on another mesh (of another shape, other
-    devices, or the same devices in another order), or in host memory
+    The arrays may be NumPy arrays, on one device, on another mesh, or in host memory
     (``NamedSharding(mesh, spec, memory_kind="pinned_host")``). Numbers become arrays. Arrays that
     stay on their devices are resharded by one compiled program; arrays from elsewhere are copied
-    shard by shard, without a program (from one GPU or TPU, JAX compiles a small one to slice each
-    shape). If anything is wrong, nothing is moved, and one error lists all problems.
+    shard by shard. If anything is wrong, nothing is moved, and one error lists all problems.
 
     Until the call returns, a device holds its shards of the old and the new arrays; a resharding
-    program may need as much again. ``donate=True`` gives up the old arrays: where shards have the
-    same size, the program reuses their buffers. The host holds the shards of one array at a time,
-    and only of arrays that come from the host or from other devices with other shards.
+    program may need as much again. The host holds the shards of one array at a time.
 
     In a multi-process program every process makes the same call. An array that is addressable by
-    one process only is assumed to have the same value in each; this is not verified, and each
-    process copies only the shards of its own devices. A global array keeps its devices.
+    one process only is assumed to have the same value in each; this is not verified.
 
     Args:
       tree: a module, an optimizer, a Variable, an array, or a pytree of them. Abstract arrays
@@ -60,7 +55,8 @@ def place(
       mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
       copy: whether to leave ``tree`` as it is and return a copy of the graph, with the same shared
         references. It shares no memory with ``tree``, but a ``jax.Ref`` is the same.
-      donate: whether to delete the old JAX arrays, unless ``tree`` still holds them elsewhere.
+      donate: whether to delete the old JAX arrays, unless ``tree`` still holds them elsewhere, so
+        that buffers of shards of the same size are reused.
       on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
         decides it: ``"error"``, ``"replicate"`` the array, or ``"drop"`` the axes.
       strict: whether warnings are errors.
@@ -141,27 +137,16 @@ def shardings_for(
     """The sharding of each array of a tree, None for "as it is".
 
     Arguments and errors are those of :func:`place`. ``adapt`` changes the spec of an array before
-    it is checked, as :func:`trimmed` does; messages call the function ``caller`` and the tree
-    ``name``; ``flat`` is the flattened tree.
+    it is checked, as :func:`trimmed` does.
     """
     flat = flatten(tree) if flat is None else flat
     mesh = mesh_for(caller, mesh)
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
-    check_specs(caller, sharding=specs)
-    targets = [target(name, specs.tree, tree, flat.structure.root)]
-    locations = locate(flat.structure, targets)
-    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
-    names = slot_names(len(flat.leaves), locations)
+    names, resolved, locations = resolved_prefix(caller, name, tree, flat, specs)
     declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
     _check_leaves(caller, names, flat.leaves, declared, mesh)
-    transform = Transform(
-        name=caller,
-        in_name="sharding",
-        in_specs=specs,
-        context=mesh,
-        on_indivisible=on_indivisible,
-        strict=strict,
-    )
+    options: Any = {"on_indivisible": on_indivisible, "strict": strict}
+    transform = Transform(name=caller, in_name="sharding", in_specs=specs, context=mesh, **options)
     check_mesh(transform, locations, flat.objects, flat.leaves)
     shapes = [shape_of(leaf) for leaf in flat.leaves]
     fitting = fit_specs(transform, names, shapes, declared, resolved.on_indivisible)
@@ -173,10 +158,8 @@ def shardings_for(
 
 
 def mesh_for(caller: str, mesh: Any) -> Any:
-    """The mesh that a function was given, or the one in context; None if there is none."""
-    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
-    mesh = _compat.context_mesh() if mesh is None else mesh
+    """The mesh that a function was given, or the one in context, as it is where JAX traces."""
+    mesh = given_mesh(caller, mesh)
     return None if mesh is None else mesh_here(mesh)
 
 
@@ -198,17 +181,16 @@ def _check_leaves(
             not_arrays.append(f"  {name}: a {type(leaf).__name__}")
         elif isinstance(where, Sharding) and (problem := obstacle(leaf, where)):
             obstacles.append(f"  {name}, shape {shape_of(leaf)}, {describe(spec)}: {problem}")
-    if no_mesh:
-        raise NoMeshError(
-            f"{caller}: these partition specs have no mesh:\n"
-            + "\n".join(no_mesh)
-            + "\nPass mesh=..., use `with jax.set_mesh(mesh):`, or give NamedShardings."
-        )
-    if not_arrays:
-        raise TypeError(
-            f"{caller}: these leaves have a sharding, but are not arrays:\n"
-            + "\n".join(not_arrays)
-            + "\nGive them the sharding None, or keep them out of the tree."
-        )
-    if obstacles:
-        raise ValueError(f"{caller}: these arrays cannot be placed:\n" + "\n".join(obstacles))
+    raise_listed(
+        NoMeshError,
+        f"{caller}: these partition specs have no mesh:",
+        no_mesh,
+        "Pass mesh=..., use `with jax.set_mesh(mesh):`, or give NamedShardings.",
+    )
+    raise_listed(
+        TypeError,
+        f"{caller}: these leaves have a sharding, but are not arrays:",
+        not_arrays,
+        "Give them the sharding None, or keep them out of the tree.",
+    )
+    raise_listed(ValueError, f"{caller}: these arrays cannot be placed:", obstacles)
