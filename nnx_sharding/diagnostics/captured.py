@@ -30,21 +30,7 @@ def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[Ca
     if constants is not None:
         names = {id(array): name for name, array in reversed(arrays)}
         arrays = [Captured(names.get(id(x), "an array"), x) for x in constants]
-    return [captured for captured in arrays if is_sharded(captured.array)]
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a value is an array that is sharded, not replicated."""
-    return _is_array(value) and not value.is_fully_replicated
-
-
-def describe_captured(arrays: list[Captured]) -> str:
-    """A line for each captured array: its name, type and spec."""
-    return "\n".join(
-        f"  {name}, {jax.typeof(array).str_short()}, "
-        f"{getattr(array.sharding, 'spec', array.sharding)}"
-        for name, array in arrays
-    )
+    return [x for x in arrays if _is_array(x.array) and not x.array.is_fully_replicated]
 
 
 def closure(fun: types.FunctionType) -> dict[str, Any]:

@@ -16,18 +16,11 @@ from .failures import explain
 
 
 class Message(NamedTuple):
-    """The words for one kind of problem.
-
-    Attributes:
-      kind: the type of the exception or warning.
-      head: what is wrong; may name details in braces. Preceded by the name of the transform.
-      line: the line for one offender.
-      remedy: what to do.
-    """
+    """The words for one kind of problem."""
 
     kind: Callable[[str], BaseException] | type[errors.ShardingWarning]
-    head: str
-    line: Callable[..., str]
+    head: str  # what is wrong, with details in braces; preceded by the name of the transform
+    line: Callable[..., str]  # for one offender
     remedy: str = ""
 
 
@@ -282,11 +275,7 @@ class Messages(Diagnostics):
         strict: bool = False,
         **details: Any,
     ) -> None:
-        """Warns at the user's line.
-
-        Raises:
-          StrictError: ``strict`` is true.
-        """
+        """Warns at the user's line; with ``strict`` that is a ``StrictError``."""
         if problem is Problem.CAPTURED_ARRAY:
             offenders = captured_shards(details.pop("fun"), [array for (array,) in offenders])
         kind: Any = MESSAGES[problem].kind
@@ -306,7 +295,6 @@ def _text(
     outputs: bool = False,
     **details: Any,
 ) -> str:
-    """What is wrong, a line for each offender, what to do."""
     message = MESSAGES[problem]
     lines = [f"  {message.line(*offender)}" for offender in offenders]
     details["arrays"] = "results" if outputs else "arrays"

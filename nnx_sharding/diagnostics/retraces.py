@@ -106,9 +106,9 @@ class Retraces(tuple[Retrace, ...]):
 def explain_retraces(fun: Any) -> Retraces:
     """Explains why a function was traced and compiled, each time: what differed from before.
 
-    Each trace is compared with the most similar earlier one. That costs time here only; the
-    latest 256 traces of a function are recorded. Traces belong to the function: those of all its
-    ``jit`` and ``shard_map`` are listed together.
+    Each trace is compared with the most similar earlier one; the latest 256 traces of a function
+    are recorded. Traces belong to the function: those of all its ``jit`` and ``shard_map`` are
+    listed together.
 
     Args:
       fun: a function returned by :func:`~nnx_sharding.jit` or :func:`~nnx_sharding.shard_map`,

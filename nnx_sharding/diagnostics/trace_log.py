@@ -155,7 +155,7 @@ def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
     """Allows at most ``limit`` traces in a block of code, of all functions of this library.
 
     Around a loop whose first step has run, ``limit_traces(0)`` makes a step that is traced again
-    by mistake an error that says what changed. It counts the traces of the current thread.
+    an error that says what changed. It counts the traces of the current thread.
 
     Args:
       limit: how many traces are allowed in total, 0 or more.

@@ -34,11 +34,8 @@ class ConsumerGoneError(Exception):
 class Agreement:
     """An exchange of messages in turns: at each turn, every process gets those of all.
 
-    The first process collects the messages and answers with all of them at once: three messages for
-    each process, not one for each pair.
-
-    ``processes`` are those that take part, in ascending order; ``timeout`` is in seconds, of which
-    only those count in which the consumer waits.
+    The first process collects the messages and answers with all of them at once. ``processes`` are
+    in ascending order; of ``timeout``, only seconds count in which the consumer waits.
     """
 
     def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
@@ -96,10 +93,8 @@ class Agreement:
         note = {"left": f"process {self._process} {reason}"}
         # If the service has gone, the others have as well, or learn it from JAX.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if self._process == self._leader:
-                self._send("all", [note])
-            else:
-                self._send(self._process, note)
+            is_leader = self._process == self._leader
+            self._send("all" if is_leader else self._process, [note] if is_leader else note)
 
     def end(self) -> None:
         """Ends the exchange where all processes know that there is nothing more to send."""

@@ -47,13 +47,13 @@ def shard_batches(
 
     **Several processes.** Each process gives its own part of each batch: the rows that
     :func:`process_rows` selects, in that order. All processes iterate over the same number of
-    ``shard_batches`` in the same order, and agree on each batch before it is yielded, through JAX's
-    coordination service. So where some have fewer rows or batches than others, all yield the same
-    number of global batches. If loading fails on one, it fails on all.
+    ``shard_batches`` in the same order; they agree on each batch through JAX's coordination
+    service, so that all yield the same number of global batches. If loading fails on one, it fails
+    on all.
 
     Args:
-      batches: any iterable, such as a list, a generator, a ``DataLoader`` of PyTorch or Grain. It
-        must not write again to arrays that it has yielded, unless ``copy`` is true.
+      batches: any iterable, such as a ``DataLoader`` of PyTorch or Grain. It must not write again
+        to arrays that it has yielded, unless ``copy`` is true.
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, or a
         pytree prefix of a batch with these as leaves. A leaf with None may be anything and is
         passed through.
@@ -94,7 +94,13 @@ def shard_batches(
       (8, 3) P('data',) 5
     """
     check_options(_NAME, uneven=(uneven, UNEVEN))
-    _check_numbers(prefetch, batch_size, timeout)
+    check_integer(_NAME, "prefetch", prefetch, 0)
+    if batch_size is not None:
+        check_integer(_NAME, "batch_size", batch_size, 1)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"{_NAME}: timeout is a number of seconds, not {timeout!r}.")
+    if not timeout > 0:
+        raise ValueError(f"{_NAME}: timeout is more than 0 seconds, not {timeout!r}.")
     if not isinstance(batches, Iterable):
         raise TypeError(f"{_NAME}: batches is an iterable, not {batches!r}.")
     specs = Specs(sharding)
@@ -115,10 +121,9 @@ def shard_batches(
 class ShardedBatches(Iterable[Any]):
     """The iterable that :func:`shard_batches` returns.
 
-    Each ``for`` loop iterates over the loader again, as far as the loader supports that. A
-    generator or another iterator can be iterated over once, and a second loop continues it. When a
-    loop ends early, its thread ends once its iterator is dropped; ``with`` or :meth:`close` end it
-    at a defined point.
+    Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
+    continues it. When a loop ends early, its thread ends once its iterator is dropped; ``with`` or
+    :meth:`close` end it at a defined point.
     """
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
@@ -242,15 +247,3 @@ def _processes_of(specs: Specs, mesh: Any) -> tuple[int, ...]:
             check_has_devices(_NAME, spec)
             devices |= spec.device_set
     return tuple(sorted({device.process_index for device in devices}))
-
-
-def _check_numbers(prefetch: Any, batch_size: Any, timeout: Any) -> None:
-    for name, value, least in (("prefetch", prefetch, 0), ("batch_size", batch_size, 1)):
-        if value is not None or name == "prefetch":
-            check_integer(_NAME, name, value)
-            if value < least:
-                raise ValueError(f"{_NAME}: {name} is at least {least}, not {value}.")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"{_NAME}: timeout is a number of seconds, not {timeout!r}.")
-    if not timeout > 0:
-        raise ValueError(f"{_NAME}: timeout is more than 0 seconds, not {timeout!r}.")

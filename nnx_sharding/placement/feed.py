@@ -30,7 +30,7 @@ class Feed(Generic[T]):
     """The results of ``make``, in order, made up to ``depth`` ahead.
 
     The thread starts when the first result is taken, and ends when ``make`` raises or the feed is
-    stopped. It does not refer to the owner of the feed. With a depth of 0 there is no thread.
+    stopped; it does not refer to the owner of the feed. With a depth of 0 there is no thread.
 
     Args:
       make: makes the next result; ``StopIteration`` ends the feed. Called by one thread only.

@@ -54,7 +54,7 @@ class Rounds(Iterator[Round]):
 
     def __init__(self, source: Iterator[Any], options: BatchOptions, agreement: Agreement):
         self._source, self._options, self._agreement = source, options, agreement
-        # The setting of the user's thread, which other threads do not see.
+        # Read in the user's thread, since other threads do not see it.
         self._x64 = bool(jax.config.read("jax_enable_x64"))
         self._count = 0
         self._has_ended = False

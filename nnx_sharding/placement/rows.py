@@ -36,12 +36,11 @@ def process_rows(
       batch_size: the number of rows of the global batch.
       process: the index of a process; None for this one.
       mesh: the mesh of a ``PartitionSpec``; None for the mesh in context.
-      process_of: maps a device to its process; None for the actual one. With another function you
-        can plan for processes that do not exist yet.
+      process_of: maps a device to its process, to plan for processes that do not exist yet; None
+        for the actual one.
 
     Returns:
-      A slice where the rows are contiguous, else their indices in ascending order. Either selects
-      from an array of all rows.
+      A slice where the rows are contiguous, else their indices in ascending order.
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
@@ -50,7 +49,6 @@ def process_rows(
         evenly, or the process has none of the devices.
 
     Example:
-      >>> import jax
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import process_rows
@@ -85,10 +83,12 @@ def process_rows(
     return slice(first, end) if end - first == len(selected) else selected
 
 
-def check_integer(caller: str, option: str, value: Any) -> None:
-    """Raises an error if the value of an option is not an integer."""
+def check_integer(caller: str, option: str, value: Any, least: int | None = None) -> None:
+    """Raises an error if the value of an option is not an integer, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{caller}: {option} is an integer, not {value!r}.")
+    if least is not None and value < least:
+        raise ValueError(f"{caller}: {option} is at least {least}, not {value}.")
 
 
 def check_has_devices(caller: str, sharding: Any) -> None:
