@@ -94,16 +94,15 @@ def abstract_init(
       NoMeshError, ValueError, TypeError: as :func:`sharded_init`, but for abstract meshes.
 
     Example:
-      >>> import jax
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
       >>> from nnx_sharding import StateSharding
       >>> from nnx_sharding.partition import abstract_init
       >>> mesh = AbstractMesh((256,), ("model",))
       >>> rules = StateSharding({...: P("model")})
-      >>> model = abstract_init(lambda: nnx.Param(jax.numpy.zeros(1024)), rules, mesh)
-      >>> model.shape, model.sharding.shard_shape(model.shape)
-      ((1024,), (4,))
+      >>> model = abstract_init(nnx.Linear, rules, mesh, 1024, 256, rngs=nnx.Rngs(0))
+      >>> model.kernel.shape, model.kernel.sharding.shard_shape(model.kernel.shape)
+      ((1024, 256), (4, 256))
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
     return _make(make_model, sharding, mesh, (args, kwargs), is_abstract=True)

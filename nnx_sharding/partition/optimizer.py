@@ -39,11 +39,12 @@ def optimizer_sharding(
       sharding: the shardings of the model; a parameter without one counts as ``P()``.
       model: the model of the optimizer, abstract or not; not needed for an
         ``nnx.ModelAndOptimizer``.
-      overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, for Variables of
-        the optimizer; they have priority. One that matches nothing is an ``UnusedFilterWarning``.
+      overrides: as for :func:`~nnx_sharding.partition.tensor_parallel`, for Variables of the
+        optimizer.
 
     Returns:
-      The spec of each path of the optimizer.
+      The spec of each path of the optimizer. They divide the state where those of the parameters
+      divide these.
 
     Raises:
       TypeError: ``sharding`` is not a ``StateSharding``, or ``optimizer`` holds no state.
@@ -59,8 +60,8 @@ def optimizer_sharding(
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
       >>> sharding = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
       >>> state = optimizer_sharding(optimizer, sharding, model=model)
-      >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None) == P(None, "model")
-      True
+      >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None)
+      P(None, 'model')
     """
     specs = optimizer_specs(optimizer, sharding, model)
     return from_paths(
