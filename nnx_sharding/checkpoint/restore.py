@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, raise_listed
 from ..filters import to_predicate
 from ..fitting import fit_sharding, suggestion, unsummed
 from ..partition.apply import has_memory, rebuilt, sharding_of
@@ -74,20 +74,16 @@ def restore(
       TraceContextError: an object of ``tree`` belongs to another trace.
 
     Example:
-      >>> import jax, tempfile
+      >>> import tempfile
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import abstract_init
       >>> from nnx_sharding.checkpoint import restore, save
+      >>> from nnx_sharding.partition import make_mesh
       >>> folder = tempfile.mkdtemp() + "/model"
-      >>> make = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-      >>> save(folder, make())
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
-      >>> rules = StateSharding({nnx.PathContains("kernel"): P("model"), ...: P()})
-      >>> model = restore(folder, abstract_init(make, rules, mesh))
-      >>> model.kernel.sharding.spec == P("model")
-      True
+      >>> save(folder, nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+      >>> restore(folder, model, P("model"), make_mesh({"model": -1})).kernel.sharding.spec
+      P('model', None)
     """
     flat = flatten(tree)
     if not _compat.trace_is_clean():
@@ -140,8 +136,7 @@ def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
         more = ", …" if len(arrays) > _SUGGESTIONS else ""
         raise ValueError(f"restore: only={only!r} matches none of the arrays: {paths}{more}.")
     wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in selected if not is_storable(x.leaf)]
-    if wrong:
-        raise TypeError("restore: these are not arrays or numbers:\n" + "\n".join(wrong))
+    raise_listed(TypeError, "restore: these are not arrays or numbers:", wrong)
     return selected
 
 
@@ -168,8 +163,7 @@ def _shardings(
                 kind = target.memory_kind if has_memory(target) else None
                 target = NamedSharding(onto, target.spec, memory_kind=kind)
         result[slot] = target
-    if problems:
-        raise ValueError("restore: these shardings cannot be used:\n" + "\n".join(problems))
+    raise_listed(ValueError, "restore: these shardings cannot be used:", problems)
     return result
 
 
@@ -181,11 +175,7 @@ def _present(leaf: Any) -> Any:
 
 
 def _check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast: bool) -> None:
-    """Compares the arrays of the checkpoint with those to restore.
-
-    Raises:
-      CheckpointError: they differ.
-    """
+    """Raises an error if the arrays of the checkpoint differ from those to restore."""
     missing = {t.array.path: t.array.leaf for t in targets if t.name not in stored.entries}
     used = {target.name for target in targets}
     unknown = [
@@ -217,10 +207,7 @@ def _check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast
         "Of another dtype (cast=True converts among floats and among integers)": dtypes,
     }
     listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
-    if listed:
-        raise CheckpointError(
-            "\n".join([f"restore: {stored.folder} does not fit the model.", *listed])
-        )
+    raise_listed(CheckpointError, f"restore: {stored.folder} does not fit the model.", listed)
 
 
 def _type_of(leaf: Any, *, is_stored_as_key: bool) -> tuple[tuple[int, ...], Any]:
@@ -254,11 +241,7 @@ def _may_wrap(stored: Stored, target: Target) -> bool:
 
 
 def _check_range(narrowed: Sequence[Target], values: Mapping[Name, Any]) -> None:
-    """Refuses integers that a conversion would wrap.
-
-    Raises:
-      CheckpointError: there are some; all arrays that have them are named.
-    """
+    """Raises an error if a conversion would wrap integers."""
     lines = []
     for array, name, _ in narrowed:
         if np.size(values[name]):
@@ -266,11 +249,13 @@ def _check_range(narrowed: Sequence[Target], values: Mapping[Name, Any]) -> None
             low, high, info = int(np.min(values[name])), int(np.max(values[name])), _range_of(dtype)
             if low < info.min or high > info.max:
                 lines.append(f"  {array.path}: {low} to {high}, {dtype}")
-    if lines:
-        raise CheckpointError(
-            "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
-            "this dtype in the model:\n" + "\n".join(lines) + "\nUse a larger dtype in the model."
-        )
+    raise_listed(
+        CheckpointError,
+        "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
+        "this dtype in the model:",
+        lines,
+        "Use a larger dtype in the model.",
+    )
 
 
 def _is_global(sharding: Any) -> bool:

@@ -47,14 +47,12 @@ class Checkpoints:
       >>> from flax import nnx
       >>> from nnx_sharding.checkpoint import Checkpoints
       >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> folder = tempfile.mkdtemp()
-      >>> with Checkpoints(folder, max_to_keep=2) as checkpoints:
+      >>> with Checkpoints(tempfile.mkdtemp(), max_to_keep=2) as checkpoints:
       ...     start = checkpoints.resume(model) or 0  # nothing there yet
       ...     for step in range(start + 1, 6):
       ...         _ = checkpoints.save(step, model)
-      >>> with Checkpoints(folder, max_to_keep=2) as checkpoints:
-      ...     checkpoints.steps, checkpoints.resume(model)
-      ((4, 5), 5)
+      ...     checkpoints.resume(model), checkpoints.steps
+      (5, (4, 5))
     """
 
     def __init__(
@@ -148,8 +146,7 @@ class Checkpoints:
         Raises:
           NoCheckpointError: there is no step, or not this one.
           CheckpointError: it cannot be read or does not fit.
-          TypeError: the step is not an integer; or as for ``restore``.
-          ValueError: the step is negative; or as for ``restore``.
+          TypeError, ValueError: the step is not an integer, or negative; or as for ``restore``.
         """
         self.wait()
 
@@ -173,8 +170,8 @@ class Checkpoints:
     def resume(self, tree: Any, sharding: Any = None, mesh: Any = None) -> int | None:
         """Restores the last step of a training run in place, if there is one.
 
-        If another process writes steps here and deletes the last one while it is read, the step
-        that is the last by then is restored.
+        If another process deletes the last step while it is read, the step that is the last by
+        then is restored.
 
         Args:
           tree: modules, optimizers and Variables, with arrays or abstract.

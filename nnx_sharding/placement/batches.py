@@ -45,11 +45,10 @@ def shard_batches(
     to all rows and become replicated arrays. All batches have the same structure, dtypes and
     shapes, except for a smaller number of rows.
 
-    **Several processes.** Each process gives its own part of each batch: the rows that
-    :func:`process_rows` selects, in that order. All processes iterate over the same number of
-    ``shard_batches`` in the same order; they agree on each batch through JAX's coordination
-    service, so that all yield the same number of global batches. If loading fails on one, it fails
-    on all.
+    Each of several processes gives its own part of each batch: the rows that :func:`process_rows`
+    selects, in that order. All iterate over the same number of ``shard_batches`` in the same order,
+    agree on each batch through JAX's coordination service, and so yield the same number of global
+    batches. If loading fails on one, it fails on all.
 
     Args:
       batches: any iterable, such as a ``DataLoader`` of PyTorch or Grain. It must not write again
@@ -86,9 +85,8 @@ def shard_batches(
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import shard_batches
-      >>> mesh = make_mesh({"data": -1})
       >>> loader = [{"x": np.ones((8, 3))}, {"x": np.ones((5, 3))}]
-      >>> for batch, mask in shard_batches(loader, P("data"), mesh):
+      >>> for batch, mask in shard_batches(loader, P("data"), make_mesh({"data": -1})):
       ...     print(batch["x"].shape, batch["x"].sharding.spec, int(mask.sum()))
       (8, 3) P('data',) 8
       (8, 3) P('data',) 5

@@ -78,14 +78,11 @@ def place(
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import make_mesh
-      >>> from nnx_sharding.placement import place
-      >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> rules = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
-      >>> model = place(nnx.Linear(4, 64, rngs=nnx.Rngs(0)), rules, mesh)
+      >>> from nnx_sharding import make_mesh, place
+      >>> model = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+      >>> model = place(model, P("model"), make_mesh({"model": -1}))
       >>> model.kernel.sharding.shard_shape(model.kernel.shape)
-      (4, 16)
+      (2, 64)
     """
     if not _compat.trace_is_clean():
         raise RuntimeError(

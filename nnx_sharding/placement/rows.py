@@ -55,8 +55,7 @@ def process_rows(
       >>> mesh = make_mesh({"model": 2, "data": 4})
       >>> process_rows(P("data"), 32, mesh=mesh)  # a single process loads all rows
       slice(0, 32, None)
-      >>> of_two = lambda device: device.id % 4 // 2  # as if there were two processes
-      >>> process_rows(P("data"), 32, 1, mesh=mesh, process_of=of_two)
+      >>> process_rows(P("data"), 32, 1, mesh=mesh, process_of=lambda device: device.id % 4 // 2)
       slice(16, 32, None)
     """
     check_integer("process_rows", "batch_size", batch_size)
