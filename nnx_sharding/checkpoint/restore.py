@@ -91,10 +91,11 @@ def restore(
     arrays = _selected(named_arrays(flat), only)
     shardings = _shardings(tree, flat, arrays, sharding, mesh)
     stored = read("restore", path)
-    targets = [
-        Target(x, x.plain_name if _is_plain(stored, x) else x.name, shardings[x.slot])
-        for x in arrays
-    ]
+    targets = []
+    for array in arrays:
+        is_plain = array.name not in stored.entries and array.plain_name in stored.entries
+        name = array.plain_name if is_plain else array.name
+        targets.append(Target(array, name, shardings[array.slot]))
     _check_fit(stored, targets, is_part=only is not ..., cast=cast)
     # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
     narrowed = [target for target in targets if _may_wrap(stored, target)]
@@ -120,11 +121,6 @@ class Target(NamedTuple):
     array: NamedArray
     name: Name
     sharding: Any
-
-
-def _is_plain(stored: Stored, array: NamedArray) -> bool:
-    """Whether a checkpoint has an array under its name in ``nnx.to_pure_dict``."""
-    return array.name not in stored.entries and array.plain_name in stored.entries
 
 
 def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:

@@ -18,9 +18,8 @@ def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh,
     """The mesh, or the one in context, and the axes of it that a strategy uses, checked."""
     mesh = given_mesh(name, mesh)
     if mesh is None:
-        raise NoMeshError(
-            f"{name} has no mesh. Pass one, or call within `with jax.set_mesh(mesh):`."
-        )
+        remedy = "Pass one, or call within `with jax.set_mesh(mesh):`."
+        raise NoMeshError(f"{name} has no mesh. {remedy}")
     axes = axes_of(axis)
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
     if reasons:

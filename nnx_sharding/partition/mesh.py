@@ -44,14 +44,17 @@ def make_mesh(
     pairs = list(axes.items() if isinstance(axes, Mapping) else axes)
     names = tuple(name for name, _ in pairs)
     devices = jax.devices() if devices is None else list(devices)
-    sizes = _sizes(pairs, len(devices))
-    types = _types(names, axis_types)
-    return jax.make_mesh(tuple(sizes), names, axis_types=types, devices=devices)
+    sizes, types = _sizes(pairs, len(devices)), _types(names, axis_types)
+    return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
-def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> list[int]:
+def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> tuple[int, ...]:
     """The sizes of the axes, with the number of remaining devices for -1."""
-    wrong = [f"{name!r}: {size!r}" for name, size in pairs if not _is_integer(size)]
+    wrong = [
+        f"{name!r}: {size!r}"
+        for name, size in pairs
+        if isinstance(size, bool) or not isinstance(size, int | np.integer)
+    ]
     if wrong:
         raise TypeError(f"make_mesh: these sizes are not integers: {', '.join(wrong)}.")
     names = [name for name, _ in pairs]
@@ -76,11 +79,7 @@ def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> list[int]:
             f"make_mesh: {product or 'no axis'} = {known} {relation} the number of devices, "
             f"{count}. Use {hint}, or choose the devices: devices=jax.devices()[:n]."
         )
-    return [int(count // known if size == -1 else size) for _, size in pairs]
-
-
-def _is_integer(size: Any) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool)
+    return tuple(int(count // known if size == -1 else size) for _, size in pairs)
 
 
 def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:

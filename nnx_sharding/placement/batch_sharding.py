@@ -169,12 +169,12 @@ def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: An
     abstract = [
         jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays
     ]
+
+    def adapt(spec: Any, leaf: Any) -> Any:
+        return spec if leaf.shape else trimmed(spec, leaf)  # a number belongs to all rows
+
     tree = treedef.unflatten(abstract)
-    return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=_adapted)
-
-
-def _adapted(spec: Any, leaf: Any) -> Any:
-    return spec if leaf.shape else trimmed(spec, leaf)  # a number belongs to all rows
+    return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=adapt)
 
 
 def _names(paths: Sequence[Any]) -> list[str]:
