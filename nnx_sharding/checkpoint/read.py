@@ -86,12 +86,7 @@ class Stored(NamedTuple):
 
 
 def read(caller: str, path: str | os.PathLike[str]) -> Stored:
-    """Opens a checkpoint.
-
-    Raises:
-      NoCheckpointError: there is no checkpoint.
-      CheckpointError: it cannot be read.
-    """
+    """Opens a checkpoint; the errors are those of :func:`contents`."""
     folder = _item_folder(caller, as_folder(path))
     try:
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)

@@ -96,11 +96,7 @@ def _replace(folder: Any, new: Any) -> None:
 
 
 def save_args(caller: str, tree: Any) -> Any:
-    """The arguments of Orbax's ``save``: nested dicts of arrays, their checksums in the metadata.
-
-    Raises:
-      TypeError, ValueError: as :func:`save` does.
-    """
+    """The arguments of Orbax's ``save``: nested dicts of arrays, checksums in the metadata."""
     flat = flatten(tree)
     arrays = named_arrays(flat)
     _check_storable(caller, arrays)

@@ -130,23 +130,14 @@ class Checkpoints:
         only: Any = ...,
         cast: bool = False,
     ) -> Any:
-        """Restores one step, the last by default, as :func:`~nnx_sharding.checkpoint.restore` does.
+        """Restores one step, as :func:`~nnx_sharding.checkpoint.restore` does.
 
-        Args:
-          tree: what to fill, with arrays or abstract.
-          sharding: where to place arrays; None is the sharding of each array in ``tree``.
-          mesh: the mesh of partition specs.
-          step: which step; None for the last one.
-          only: an NNX filter for what to restore.
-          cast: whether to convert arrays of another dtype to that in ``tree``.
-
-        Returns:
-          ``tree``, with arrays outside of modules and Variables in new containers.
+        The arguments, the result and the errors are those of that function. ``step`` is the number
+        of the step; None for the last one.
 
         Raises:
           NoCheckpointError: there is no step, or not this one.
-          CheckpointError: it cannot be read or does not fit.
-          TypeError, ValueError: the step is not an integer, or negative; or as for ``restore``.
+          TypeError, ValueError: the step is not an integer, or negative.
         """
         self.wait()
 
@@ -198,11 +189,7 @@ class Checkpoints:
         return None if last is None else last[0]
 
     def _last(self, read: Callable[[int], T]) -> tuple[int, T] | None:
-        """The last step and what ``read`` returns for it; None if there is no step.
-
-        Raises:
-          CheckpointError: it cannot be read, although nobody deletes it.
-        """
+        """The last step and what ``read`` returns for it; None if there is no step."""
         step = self.latest
         for _ in range(_TRIES):
             if step is None:

@@ -80,18 +80,12 @@ def abstract_init(
 ) -> Any:
     """Makes the model of :func:`sharded_init` without data: to restore a checkpoint into it.
 
-    Args:
-      make_model: a class or function that makes the model.
-      sharding: as in :func:`sharded_init`; an array for which it has None gets no sharding.
-      mesh: the mesh; it may be an ``AbstractMesh``, for devices that this machine does not have.
-      *args: passed to ``make_model``, as in :func:`sharded_init`; objects are not changed.
-      **kwargs: likewise.
+    The arguments and errors are those of :func:`sharded_init`, but ``mesh`` may be abstract, for
+    devices that this machine does not have, and objects among the arguments are not changed. An
+    array for which ``sharding`` has None gets no sharding.
 
     Returns:
       The model with a ``jax.ShapeDtypeStruct`` with a sharding for each array.
-
-    Raises:
-      NoMeshError, ValueError, TypeError: as :func:`sharded_init`, but for abstract meshes.
 
     Example:
       >>> from flax import nnx

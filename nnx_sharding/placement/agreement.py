@@ -59,13 +59,7 @@ class Agreement:
         self._prefix = f"nnx_sharding/batches/{group:08x}/{number}"
 
     def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages of all processes at this turn, in their order.
-
-        Raises:
-          RuntimeError: another process has left, or the service is unavailable.
-          TimeoutError: another process sends nothing.
-          ConsumerGoneError: the consumer has gone.
-        """
+        """The messages of all processes at this turn, in their order."""
         if len(self.processes) == 1:
             return [message]
         turn = self._turn
