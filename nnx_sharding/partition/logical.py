@@ -238,15 +238,15 @@ def from_logical(
       P(None, 'model')
     """
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    filters, values = read_patterns("from_logical", names, kind)
-    predicates = list(map(to_predicate, filters))
+    pairs = read_patterns("from_logical", names, kind)
+    predicates = [to_predicate(filter_) for filter_, _ in pairs]
     used = set()
 
     def names_of(each: NamedVariable) -> Any:
         matches = (i for i, p in enumerate(predicates) if p(each.path, each.variable))
         index = next(matches, None)
         used.add(index)
-        return each.annotation if index is None else values[index]
+        return each.annotation if index is None else pairs[index][1]
 
     def spec_of(each: NamedVariable) -> Any:
         names = names_of(each)
@@ -257,7 +257,7 @@ def from_logical(
 
     title = "from_logical: these names give no spec:"
     sharding = from_variables(title, model, spec_of, names_of, rules._hint)
-    unused = [repr(filter_) for i, filter_ in enumerate(filters) if i not in used]
+    unused = [repr(filter_) for i, (filter_, _) in enumerate(pairs) if i not in used]
     if unused:
         message = f"from_logical: these names are for no Variable: {', '.join(unused)}."
         report(UnusedFilterWarning, message, strict=strict)

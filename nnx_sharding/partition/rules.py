@@ -49,7 +49,7 @@ def from_rules(
       >>> sharding.map_prefix(("blocks", 3, "up", "kernel"), None)
       P(None, 'model')
     """
-    pairs = [*zip(*read_patterns("from_rules", rules, kind), strict=True)]
+    pairs = read_patterns("from_rules", rules, kind)
     if default is not None:
         pairs.append((..., default))
     return StateSharding(pairs, on_indivisible=on_indivisible)
@@ -79,9 +79,9 @@ def override(
     """
     if not isinstance(base, StateSharding):
         raise TypeError(f"override changes a nnx_sharding.StateSharding, not {base!r}.")
-    first = zip(*read_patterns("override", overrides, kind), strict=True)
-    rest = zip(base.filters, base.shardings, strict=True)
-    return StateSharding([*first, *rest], on_indivisible=base.on_indivisible)
+    pairs = read_patterns("override", overrides, kind)
+    pairs += zip(base.filters, base.shardings, strict=True)
+    return StateSharding(pairs, on_indivisible=base.on_indivisible)
 
 
 def from_arrays(model: Any) -> StateSharding:

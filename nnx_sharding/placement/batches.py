@@ -41,14 +41,12 @@ def shard_batches(
     """Turns batches on the host into global arrays, loading ahead in a thread.
 
     A batch is a pytree of arrays whose first dimension is that of its rows: NumPy or JAX arrays, or
-    anything with ``__array__`` or ``__dlpack__``, such as tensors of PyTorch. Numbers in it belong
-    to all rows and become replicated arrays. All batches have the same structure, dtypes and
-    shapes, except for a smaller number of rows.
+    anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
+    batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
-    Each of several processes gives its own part of each batch: the rows that :func:`process_rows`
-    selects, in that order. All iterate over the same number of ``shard_batches`` in the same order,
-    agree on each batch through JAX's coordination service, and so yield the same number of global
-    batches. If loading fails on one, it fails on all.
+    Each of several processes gives the rows of each batch that :func:`process_rows` selects. All
+    iterate over the same ``shard_batches`` in the same order, agree on each batch through JAX's
+    coordination service, and yield the same number of global batches.
 
     Args:
       batches: any iterable, such as a ``DataLoader`` of PyTorch or Grain. It must not write again
@@ -62,8 +60,8 @@ def shard_batches(
         raise an ``"error"``. With several processes, a batch is full if it is full on each, and
         ``"drop"`` ends with the first process that ends.
       batch_size: the number of rows of a full global batch; None for that of the first batch.
-      prefetch: the number of batches that are loaded and placed on devices ahead of the one in
-        use. 0 loads in the thread of the loop.
+      prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
+        in the thread of the loop.
       timeout: seconds after which a process stops waiting for another one.
       copy: whether to copy arrays before they are placed. On CPUs, a global array may otherwise
         share the memory of an array of the loader.
@@ -74,11 +72,10 @@ def shard_batches(
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
-      TypeError: ``batches`` is not an iterable, ``sharding`` contains something else than
-        shardings, or an option has the wrong type.
+      TypeError: ``batches``, ``sharding`` or an option has a wrong type.
       ValueError: an option has a wrong value, the mesh is abstract, or this process has none of its
-        devices. While iterating: specs do not fit or are not a prefix of the batch, a batch cannot
-        be sharded evenly, or batches differ; with the path of each leaf that is wrong.
+        devices. While iterating: specs do not fit, a batch cannot be sharded evenly, or batches
+        differ; with the path of each leaf that is wrong.
 
     Example:
       >>> import numpy as np

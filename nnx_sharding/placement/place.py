@@ -37,12 +37,9 @@ def place(
     """Places a model, or any pytree, on devices, in the given shardings.
 
     The arrays may be NumPy arrays, on one device, on another mesh, or in host memory
-    (``NamedSharding(mesh, spec, memory_kind="pinned_host")``). Numbers become arrays. Arrays that
-    stay on their devices are resharded by one compiled program; arrays from elsewhere are copied
-    shard by shard. If anything is wrong, nothing is moved, and one error lists all problems.
-
-    Until the call returns, a device holds its shards of the old and the new arrays; a resharding
-    program may need as much again. The host holds the shards of one array at a time.
+    (``NamedSharding(mesh, spec, memory_kind="pinned_host")``). Numbers become arrays. If anything
+    is wrong, nothing is moved, and one error lists all problems. Until the call returns, a device
+    holds its shards of the old and the new arrays.
 
     In a multi-process program every process makes the same call. An array that is addressable by
     one process only is assumed to have the same value in each; this is not verified.
@@ -53,8 +50,8 @@ def place(
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, or a
         pytree prefix of ``tree`` with these as leaves; None leaves a part as it is.
       mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
-      copy: whether to leave ``tree`` as it is and return a copy of the graph, with the same shared
-        references. It shares no memory with ``tree``, but a ``jax.Ref`` is the same.
+      copy: whether to leave ``tree`` as it is and return a copy of the graph, which shares no
+        memory with it; a ``jax.Ref`` is the same.
       donate: whether to delete the old JAX arrays, unless ``tree`` still holds them elsewhere, so
         that buffers of shards of the same size are reused.
       on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
@@ -68,11 +65,9 @@ def place(
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
       RuntimeError: called while JAX is tracing.
-      TypeError: ``sharding`` or ``mesh`` is of another type, or something with a sharding is not an
-        array.
+      TypeError: ``sharding`` or ``mesh`` has a wrong type, or what has a sharding is not an array.
       ValueError: the shardings are not a pytree prefix, no filter matches, specs do not fit the
-        mesh or the shapes, the mesh of a concrete array is abstract, an array was deleted or would
-        have to leave the devices of several processes, or ``copy`` and ``donate`` are both true.
+        mesh or the shapes, or an array cannot be placed.
       StrictError: ``strict``, and a filter matches nothing or a spec was corrected.
 
     Example:

@@ -53,8 +53,6 @@ def process_rows(
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import process_rows
       >>> mesh = make_mesh({"model": 2, "data": 4})
-      >>> process_rows(P("data"), 32, mesh=mesh)  # a single process loads all rows
-      slice(0, 32, None)
       >>> process_rows(P("data"), 32, 1, mesh=mesh, process_of=lambda device: device.id % 4 // 2)
       slice(16, 32, None)
     """
