@@ -19,7 +19,7 @@ from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
 from ..filters import to_predicate
 from ..fitting import fit_sharding, suggestion, unsummed
-from ..partition.apply import has_memory, rebuilt, sharding_of
+from ..partition.apply import other_memory, rebuilt, sharding_of
 from ..partition.constrain import assign
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
 from .read import Stored, key_kind, key_words, load, read
@@ -156,8 +156,7 @@ def _shardings(
             if fit.problems:
                 problems.append(fit.line(path))
             elif onto != target.mesh:
-                kind = target.memory_kind if has_memory(target) else None
-                target = NamedSharding(onto, target.spec, memory_kind=kind)
+                target = NamedSharding(onto, target.spec, memory_kind=other_memory(target))
         result[slot] = target
     raise_listed(ValueError, "restore: these shardings cannot be used:", problems)
     return result

@@ -120,15 +120,12 @@ def explain_retraces(fun: Any) -> Retraces:
       ...     return model(x)
       >>> model = nnx.Dropout(0.5, deterministic=True)
       >>> _ = predict(model, jnp.ones((32, 4)))
-      >>> _ = predict(model, jnp.ones((31, 4)))
       >>> model.rate = 0.25
-      >>> _ = predict(model, jnp.ones((31, 4)))
+      >>> _ = predict(model, jnp.ones((32, 4)))
       >>> print(explain_retraces(predict))
-      predict was traced 3 times:
+      predict was traced 2 times:
         trace 1: the first that is recorded
         trace 2, most similar to trace 1:
-          x: shape (32, 4) → (31, 4)
-        trace 3, most similar to trace 2:
           model.rate: 0.5 → 0.25
     """
     entries: list[Retrace] = []

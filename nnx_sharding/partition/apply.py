@@ -36,9 +36,12 @@ def sharding_of(leaf: Any) -> Any:
     return getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
 
 
-def has_memory(sharding: NamedSharding) -> bool:
-    """Whether a sharding asks for another memory than arrays have by default."""
-    return sharding.memory_kind != NamedSharding(sharding.mesh, sharding.spec).memory_kind
+def other_memory(sharding: Any) -> str | None:
+    """The memory that a sharding asks for, if that is not the one of arrays by default."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    default = NamedSharding(sharding.mesh, sharding.spec).memory_kind
+    return None if sharding.memory_kind == default else sharding.memory_kind
 
 
 def without_unconstrained(
@@ -56,10 +59,12 @@ def without_unconstrained(
     return with_entries(spec, entries)
 
 
-def apply_shardings(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+def apply_shardings(
+    leaves: Sequence[Any], shardings: Sequence[Any], *, donate: bool = False, alias: bool = True
+) -> list[Any]:
     """Arrays with their shardings; unchanged ones where there is None, or nothing to do."""
     if _compat.trace_is_clean():
-        return finished_on_cpu(transfer(leaves, shardings), leaves)
+        return finished_on_cpu(transfer(leaves, shardings, donate=donate, alias=alias), leaves)
     return [
         leaf if sharding is None else _constrained(leaf, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -94,7 +99,7 @@ def _constrained(leaf: Any, sharding: Any) -> Any:
     if axes := axes_of_type(mesh, AxisType.Auto):
         leaf = _CONSTRAINT(leaf, NamedSharding(mesh, only_axes(sharding.spec, axes)))
     # Neither operation moves to another memory.
-    return jax.device_put(leaf, sharding) if has_memory(sharding) else leaf
+    return jax.device_put(leaf, sharding) if other_memory(sharding) else leaf
 
 
 # Compiled so that they also work on the single-device arrays of a transformation without jit.

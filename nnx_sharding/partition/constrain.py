@@ -22,8 +22,8 @@ from ..fitting import describe, fit_sharding, spec_and_mesh
 from .apply import (
     apply_shardings,
     given_mesh,
-    has_memory,
     mesh_here,
+    other_memory,
     rebuilt,
     without_unconstrained,
 )
@@ -131,11 +131,12 @@ def assign(
             continue
         if fit.corrections:
             corrected.append(fit.line(name))
-        kind = spec.memory_kind if isinstance(spec, NamedSharding) and has_memory(spec) else None
         # JAX supports UNCONSTRAINED where it traces, and only on meshes with Auto axes.
         is_known = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in here.axis_types
         final = fit.sharding if is_known else without_unconstrained(fit.sharding, leaf, here)
-        assigned.append(Assignment(name, NamedSharding(here, final, memory_kind=kind)))
+        assigned.append(
+            Assignment(name, NamedSharding(here, final, memory_kind=other_memory(spec)))
+        )
     raise_listed(ValueError, f"{caller}: these specs cannot be used:", refused)
     check_filters(resolved.uses, name=caller, strict=strict)
     report_corrections(caller, corrected, strict=strict)

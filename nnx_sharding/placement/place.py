@@ -14,12 +14,12 @@ from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
 from ..core.resolve import check_filters
 from ..core.specs import Specs
-from ..core.transfer import obstacle, transfer
+from ..core.transfer import obstacle
 from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
 from ..errors import NoMeshError, raise_listed
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
-from ..partition.apply import finished_on_cpu, given_mesh, mesh_here, rebuilt
+from ..partition.apply import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..partition.constrain import is_array, resolved_prefix
 
 
@@ -91,8 +91,7 @@ def place(
     shardings = shardings_for(
         tree, sharding, mesh, "place", flat=flat, on_indivisible=on_indivisible, strict=strict
     )
-    moved = transfer(flat.leaves, shardings, donate=donate, alias=not copy)
-    leaves = finished_on_cpu(moved, flat.leaves)
+    leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
     if not copy:
         return rebuilt(flat, leaves, "place")
     copies = [
