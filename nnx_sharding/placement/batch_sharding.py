@@ -204,7 +204,7 @@ def _placed(
 def _host_arrays(
     names: Sequence[str], leaves: Sequence[Any], is_wanted: Sequence[bool]
 ) -> tuple[list[Any], dict[int, str]]:
-    """The leaves, as host arrays where these are wanted, and a line for each that is no array."""
+    """The leaves, as host arrays where these are wanted, and a line for each that cannot be one."""
     arrays, wrong = list(leaves), {}
     for i, leaf in enumerate(leaves):
         if is_wanted[i]:

@@ -18,7 +18,7 @@ from .agreement import Agreement
 from .feed import Consumer, Feed
 from .place import mesh_for
 from .rounds import UNEVEN, BatchOptions, Round, Rounds, Uneven
-from .rows import check_has_devices, check_integer
+from .rows import check_has_devices, check_integer, check_process
 
 _NAME = "shard_batches"
 
@@ -102,11 +102,8 @@ def shard_batches(
     check_specs(_NAME, sharding=specs)
     mesh = mesh_for(_NAME, mesh)
     processes = _processes_of(specs, mesh)
-    if processes and jax.process_index() not in processes:
-        raise ValueError(
-            f"{_NAME}: process {jax.process_index()} has none of the devices of the shardings; "
-            f"the processes that have some are {', '.join(map(str, processes))}."
-        )
+    if processes:
+        check_process(_NAME, jax.process_index(), processes)
     options = BatchOptions(
         specs, mesh, processes or (0,), uneven, batch_size, prefetch, timeout, copy
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import jax
@@ -70,11 +70,7 @@ def process_rows(
         )
     process = jax.process_index() if process is None else process
     held = rows_by_process(concrete, int(batch_size), process_of)
-    if process not in held:
-        raise ValueError(
-            f"process_rows: process {process} has none of the devices of the sharding; the "
-            f"processes that have some are {', '.join(map(str, held))}."
-        )
+    check_process("process_rows", process, held)
     selected = held[process]
     first, end = int(selected[0]), int(selected[-1]) + 1
     return slice(first, end) if end - first == len(selected) else selected
@@ -86,6 +82,15 @@ def check_integer(caller: str, option: str, value: Any, least: int | None = None
         raise TypeError(f"{caller}: {option} is an integer, not {value!r}.")
     if least is not None and value < least:
         raise ValueError(f"{caller}: {option} is at least {least}, not {value}.")
+
+
+def check_process(caller: str, process: int, processes: Collection[int]) -> None:
+    """Raises an error if a process has none of the devices that a sharding needs."""
+    if process not in processes:
+        raise ValueError(
+            f"{caller}: process {process} has none of the devices of the sharding; the processes "
+            f"that have some are {', '.join(map(str, processes))}."
+        )
 
 
 def check_has_devices(caller: str, sharding: Any) -> None:
