@@ -103,8 +103,8 @@ class Checkpoints:
           Whether the step was saved.
 
         Raises:
-          ValueError: the step is negative, this or a later step exists; or as for ``save``.
-          TypeError: the step is not an integer; or as for ``save``.
+          TypeError, ValueError: the step is not an integer, negative or not after all saved steps;
+            or as for ``save``.
           CheckpointError: this step, or one that was still being written, could not be written.
         """
         step = _step_number("save", step)

@@ -80,11 +80,10 @@ def with_sharding_constraint(
     Example:
       >>> import numpy as np
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition import make_mesh, with_sharding_constraint
+      >>> from nnx_sharding import make_mesh, with_sharding_constraint
       >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> x = with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh)
-      >>> x.sharding.shard_shape(x.shape)
-      (4, 16)
+      >>> with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh).sharding.spec
+      P('data', None)
     """
     flat = flatten(tree)
     assigned = assign(tree, flat, sharding, mesh=mesh, rules=rules, strict=strict)

@@ -29,9 +29,7 @@ def sharded_init(
 
     The constructor is compiled with ``out_shardings``, as with ``nnx.jit`` in Flax. The random
     bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default.
-
-    The constructor sees all axes of the mesh as Auto, Explicit ones too, with which it would
-    compute full parameters; if it needs Explicit axes, as for ``out_sharding``, it sees those.
+    All axes of the mesh are Auto in the constructor, unless it needs Explicit ones.
 
     Args:
       make_model: a class or function that makes the model, or any pytree, such as ``(model,
@@ -56,13 +54,11 @@ def sharded_init(
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
       >>> from nnx_sharding.partition import make_mesh, sharded_init
       >>> mesh = make_mesh({"model": -1})
-      >>> rules = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
-      >>> model = sharded_init(lambda: nnx.Linear(4, 64, rngs=nnx.Rngs(0)), rules, mesh)
-      >>> model.kernel.sharding.spec == P(None, "model")
-      True
+      >>> model = sharded_init(nnx.Linear, P("model"), mesh, 64, 16, rngs=nnx.Rngs(0))
+      >>> model.kernel.sharding.shard_shape(model.kernel.shape)
+      (8, 16)
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():

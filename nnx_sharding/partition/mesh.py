@@ -118,9 +118,8 @@ def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
       >>> from nnx_sharding.partition import planning_mesh
       >>> mesh = planning_mesh({"data": 64, "model": 4})
       >>> double = jit(lambda x: 2 * x, in_shardings=P("data", "model"), mesh=mesh)
-      >>> compiled = double.lower(jax.ShapeDtypeStruct((1024, 1024), "float32")).compile()
-      >>> compiled.memory().arguments == 4 * 1024 * 1024 // 256
-      True
+      >>> double.lower(jax.ShapeDtypeStruct((256, 64), "float32")).compile().memory().arguments
+      256
     """
     if isinstance(mesh, Mesh):
         return mesh

@@ -37,8 +37,7 @@ def optimizer_sharding(
       optimizer: an ``nnx.Optimizer``, an ``nnx.ModelAndOptimizer`` or any pytree with state of
         Optax, abstract (``nnx.eval_shape``) or not.
       sharding: the shardings of the model; a parameter without one counts as ``P()``.
-      model: the model of the optimizer, abstract or not; not needed for an
-        ``nnx.ModelAndOptimizer``.
+      model: the model of the optimizer, abstract or not; an ``nnx.ModelAndOptimizer`` has it.
       overrides: as for :func:`~nnx_sharding.partition.tensor_parallel`, for Variables of the
         optimizer.
 
@@ -54,11 +53,10 @@ def optimizer_sharding(
       >>> import optax
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import optimizer_sharding
+      >>> from nnx_sharding.partition import from_rules, optimizer_sharding
       >>> model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-      >>> sharding = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
+      >>> sharding = from_rules({"kernel": P(None, "model")}, default=P())
       >>> state = optimizer_sharding(optimizer, sharding, model=model)
       >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None)
       P(None, 'model')
