@@ -87,8 +87,10 @@ class Agreement:
         note = {"left": f"process {self._process} {reason}"}
         # If the service has gone, the others have as well, or learn it from JAX.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            is_leader = self._process == self._leader
-            self._send("all" if is_leader else self._process, [note] if is_leader else note)
+            if self._process == self._leader:
+                self._send("all", [note])
+            else:
+                self._send(self._process, note)
 
     def end(self) -> None:
         """Ends the exchange where all processes know that there is nothing more to send."""

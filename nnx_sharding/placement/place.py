@@ -136,8 +136,14 @@ def shardings_for(
     names, resolved, locations = resolved_prefix(caller, name, tree, flat, specs)
     declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
     _check_leaves(caller, names, flat.leaves, declared, mesh)
-    options: Any = {"on_indivisible": on_indivisible, "strict": strict}
-    transform = Transform(name=caller, in_name="sharding", in_specs=specs, context=mesh, **options)
+    transform = Transform(
+        name=caller,
+        in_name="sharding",
+        in_specs=specs,
+        context=mesh,
+        on_indivisible=on_indivisible,
+        strict=strict,
+    )
     check_mesh(transform, locations, flat.objects, flat.leaves)
     shapes = [shape_of(leaf) for leaf in flat.leaves]
     fitting = fit_specs(transform, names, shapes, declared, resolved.on_indivisible)
