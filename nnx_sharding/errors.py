@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parent)
@@ -67,6 +67,12 @@ def report(category: type[ShardingWarning], message: str, *, strict: bool) -> No
     if strict:
         raise StrictError(message)
     warnings.warn(message, category, stacklevel=_users_level())
+
+
+def raise_listed(error: type[Exception], head: str, lines: Sequence[str], remedy: str = "") -> None:
+    """Raises an error with a line for each thing that is wrong, if there is any."""
+    if lines:
+        raise error("\n".join([head, *lines, *filter(None, [remedy])]))
 
 
 def _users_level() -> int:

@@ -63,7 +63,7 @@ class Lifted(Generic[P, R]):
         self._max_traces = max_traces
         self._trace_limit: TraceLimit | None = None
         if max_traces is not None:
-            self._trace_limit = TraceLimit.of(max_traces, "max_traces", 1)
+            self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
         self._origin: Lifted[..., Any] | None = None
         self._bound: tuple[Any, ...] = ()
         self._parameters = Parameters(fun, roles, bound=implicit)

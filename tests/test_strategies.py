@@ -208,7 +208,9 @@ class FsdpTest(parameterized.TestCase):
         with jax.set_mesh(mesh_of((2, 4), ("data", "model"))):
             self.assertEqual(only(fsdp(model, min_size=1)), P(None, "data"))
             self.assertEqual(tensor_parallel(model), replicated(model))
-        with self.assertRaisesRegex(TypeError, "mesh is a Mesh or an AbstractMesh, not 8"):
+        with self.assertRaisesRegex(
+            TypeError, "mesh is a jax.sharding.Mesh or AbstractMesh, not 8"
+        ):
             fsdp(model, 8)
         for function in (fsdp, tensor_parallel):
             with self.assertRaisesRegex(ValueError, "did you mean 'data'?") as caught:

@@ -150,3 +150,7 @@ class TensorParallelTest(parameterized.TestCase):
         self.assertIn("model.up.bias, shape (32,), P(None, 'model'): the spec has 2", message)
         self.assertIn("model.down.kernel, shape (32, 16), P('modle'", message)
         self.assertNotIn("model.up.kernel", message)
+        model = nnx.Linear(3, 8, rngs=nnx.Rngs(0))
+        rules = StateSharding({nnx.PathContains("kernel"): P("data")}, on_indivisible="replicate")
+        found = table(model, tensor_parallel(model, MESH, overrides=rules))
+        self.assertEqual(found, {"bias": P("model")})

@@ -21,25 +21,15 @@ VALUE = "value"
 
 
 class NamedArray(NamedTuple):
-    """One array of a tree.
+    """One array of a tree."""
 
-    Attributes:
-      slot: its index in the flat list.
-      leaf: the array.
-      name: its keys in a checkpoint of the ``nnx.state`` of the tree.
-      plain_name: the same without the key of the Variable's value, as of ``nnx.to_pure_dict``.
-      path: its path, for messages.
-      variable_path: the path of its Variable, as NNX filters see it.
-      variable: its Variable, or the array itself outside of any.
-    """
-
-    slot: int
+    slot: int  # its index in the flat list
     leaf: Any
-    name: Name
-    plain_name: Name
-    path: str
-    variable_path: Path
-    variable: Any
+    name: Name  # its keys in a checkpoint of the `nnx.state` of the tree
+    plain_name: Name  # without the key of the Variable's value, as of `nnx.to_pure_dict`
+    path: str  # for messages
+    variable_path: Path  # of its Variable, as NNX filters see it
+    variable: Any  # or the array itself outside of any
 
 
 def named_arrays(flat: Flat) -> list[NamedArray]:

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from ..analysis.memory import array_bytes
-from ..errors import CheckpointError, NoCheckpointError
+from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..fitting import unsummed
 from ..paths import path_key, path_string
 from .checksums import checksums
@@ -69,18 +69,11 @@ def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
 
 
 class Entry(NamedTuple):
-    """One array before it is read.
+    """One array before it is read."""
 
-    Attributes:
-      array: its path, shape and dtype; of PRNG keys, without the words of each.
-      position: its index among Orbax's leaves; None if it is empty, which Orbax does not store.
-      is_number: whether it was a Python number.
-      checksum: of its content, if it is known.
-    """
-
-    array: StoredArray
-    position: int | None
-    is_number: bool = False
+    array: StoredArray  # of PRNG keys, without the words of each
+    position: int | None  # among Orbax's leaves; None if it is empty, which Orbax does not store
+    is_number: bool = False  # whether it was a Python number
     checksum: int | None = None
 
 
@@ -93,12 +86,7 @@ class Stored(NamedTuple):
 
 
 def read(caller: str, path: str | os.PathLike[str]) -> Stored:
-    """Opens a checkpoint.
-
-    Raises:
-      NoCheckpointError: there is no checkpoint.
-      CheckpointError: it cannot be read.
-    """
+    """Opens a checkpoint; the errors are those of :func:`contents`."""
     folder = _item_folder(caller, as_folder(path))
     try:
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
@@ -207,13 +195,7 @@ def key_words(keys: Any) -> Any:
 def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, Any]:
     """Reads arrays, each process its own shards, and compares their checksums.
 
-    Args:
-      caller: the name of the caller in messages.
-      stored: the checkpoint.
-      wanted: names, with the sharding of each array; None for a NumPy array.
-
-    Returns:
-      The arrays by name; PRNG keys as words.
+    ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys come as words.
 
     Raises:
       CheckpointError: something cannot be read, or is not what was written.
@@ -237,7 +219,7 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
             raise _damaged(caller, stored.folder, first_line(error)) from error
     arrays = {}
     for name in wanted:
-        array, position = stored.entries[name].array, stored.entries[name].position
+        array, position, *_ = stored.entries[name]
         if position is not None:
             item = items[position]
             arrays[name] = jax.random.key_data(item) if is_key(item) else item
@@ -270,11 +252,8 @@ def _check_sums(caller: str, stored: Stored, arrays: Mapping[Name, Any]) -> None
         for (entry, _), total in zip(known, sums, strict=True)
         if total not in (None, entry.checksum)
     ]
-    if wrong:
-        raise CheckpointError(
-            f"{caller}: {stored.folder} is damaged. These arrays are not what was written:\n"
-            + "\n".join(wrong)
-        )
+    head = f"{caller}: {stored.folder} is damaged. These arrays are not what was written:"
+    raise_listed(CheckpointError, head, wrong)
 
 
 def _is_shortened(x: Any, dtype: Any) -> bool:

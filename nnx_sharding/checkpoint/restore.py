@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, raise_listed
 from ..filters import to_predicate
 from ..fitting import fit_sharding, suggestion, unsummed
-from ..partition.apply import has_memory, rebuilt, sharding_of
+from ..partition.apply import other_memory, rebuilt, sharding_of
 from ..partition.constrain import assign
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
 from .read import Stored, key_kind, key_words, load, read
@@ -74,20 +74,16 @@ def restore(
       TraceContextError: an object of ``tree`` belongs to another trace.
 
     Example:
-      >>> import jax, tempfile
+      >>> import tempfile
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import abstract_init
       >>> from nnx_sharding.checkpoint import restore, save
+      >>> from nnx_sharding.partition import make_mesh
       >>> folder = tempfile.mkdtemp() + "/model"
-      >>> make = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-      >>> save(folder, make())
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
-      >>> rules = StateSharding({nnx.PathContains("kernel"): P("model"), ...: P()})
-      >>> model = restore(folder, abstract_init(make, rules, mesh))
-      >>> model.kernel.sharding.spec == P("model")
-      True
+      >>> save(folder, nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+      >>> restore(folder, model, P("model"), make_mesh({"model": -1})).kernel.sharding.spec
+      P('model', None)
     """
     flat = flatten(tree)
     if not _compat.trace_is_clean():
@@ -95,10 +91,11 @@ def restore(
     arrays = _selected(named_arrays(flat), only)
     shardings = _shardings(tree, flat, arrays, sharding, mesh)
     stored = read("restore", path)
-    targets = [
-        Target(x, x.plain_name if _is_plain(stored, x) else x.name, shardings[x.slot])
-        for x in arrays
-    ]
+    targets = []
+    for array in arrays:
+        is_plain = array.name not in stored.entries and array.plain_name in stored.entries
+        name = array.plain_name if is_plain else array.name
+        targets.append(Target(array, name, shardings[array.slot]))
     _check_fit(stored, targets, is_part=only is not ..., cast=cast)
     # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
     narrowed = [target for target in targets if _may_wrap(stored, target)]
@@ -126,11 +123,6 @@ class Target(NamedTuple):
     sharding: Any
 
 
-def _is_plain(stored: Stored, array: NamedArray) -> bool:
-    """Whether a checkpoint has an array under its name in ``nnx.to_pure_dict``."""
-    return array.name not in stored.entries and array.plain_name in stored.entries
-
-
 def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
     """The arrays that a filter selects, which all can be restored."""
     keep = to_predicate(only)
@@ -140,8 +132,7 @@ def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
         more = ", …" if len(arrays) > _SUGGESTIONS else ""
         raise ValueError(f"restore: only={only!r} matches none of the arrays: {paths}{more}.")
     wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in selected if not is_storable(x.leaf)]
-    if wrong:
-        raise TypeError("restore: these are not arrays or numbers:\n" + "\n".join(wrong))
+    raise_listed(TypeError, "restore: these are not arrays or numbers:", wrong)
     return selected
 
 
@@ -165,11 +156,9 @@ def _shardings(
             if fit.problems:
                 problems.append(fit.line(path))
             elif onto != target.mesh:
-                kind = target.memory_kind if has_memory(target) else None
-                target = NamedSharding(onto, target.spec, memory_kind=kind)
+                target = NamedSharding(onto, target.spec, memory_kind=other_memory(target))
         result[slot] = target
-    if problems:
-        raise ValueError("restore: these shardings cannot be used:\n" + "\n".join(problems))
+    raise_listed(ValueError, "restore: these shardings cannot be used:", problems)
     return result
 
 
@@ -181,11 +170,7 @@ def _present(leaf: Any) -> Any:
 
 
 def _check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast: bool) -> None:
-    """Compares the arrays of the checkpoint with those to restore.
-
-    Raises:
-      CheckpointError: they differ.
-    """
+    """Raises an error if the arrays of the checkpoint differ from those to restore."""
     missing = {t.array.path: t.array.leaf for t in targets if t.name not in stored.entries}
     used = {target.name for target in targets}
     unknown = [
@@ -217,10 +202,7 @@ def _check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast
         "Of another dtype (cast=True converts among floats and among integers)": dtypes,
     }
     listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
-    if listed:
-        raise CheckpointError(
-            "\n".join([f"restore: {stored.folder} does not fit the model.", *listed])
-        )
+    raise_listed(CheckpointError, f"restore: {stored.folder} does not fit the model.", listed)
 
 
 def _type_of(leaf: Any, *, is_stored_as_key: bool) -> tuple[tuple[int, ...], Any]:
@@ -254,11 +236,7 @@ def _may_wrap(stored: Stored, target: Target) -> bool:
 
 
 def _check_range(narrowed: Sequence[Target], values: Mapping[Name, Any]) -> None:
-    """Refuses integers that a conversion would wrap.
-
-    Raises:
-      CheckpointError: there are some; all arrays that have them are named.
-    """
+    """Raises an error if a conversion would wrap integers."""
     lines = []
     for array, name, _ in narrowed:
         if np.size(values[name]):
@@ -266,11 +244,13 @@ def _check_range(narrowed: Sequence[Target], values: Mapping[Name, Any]) -> None
             low, high, info = int(np.min(values[name])), int(np.max(values[name])), _range_of(dtype)
             if low < info.min or high > info.max:
                 lines.append(f"  {array.path}: {low} to {high}, {dtype}")
-    if lines:
-        raise CheckpointError(
-            "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
-            "this dtype in the model:\n" + "\n".join(lines) + "\nUse a larger dtype in the model."
-        )
+    raise_listed(
+        CheckpointError,
+        "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
+        "this dtype in the model:",
+        lines,
+        "Use a larger dtype in the model.",
+    )
 
 
 def _is_global(sharding: Any) -> bool:

@@ -47,14 +47,12 @@ class Checkpoints:
       >>> from flax import nnx
       >>> from nnx_sharding.checkpoint import Checkpoints
       >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> folder = tempfile.mkdtemp()
-      >>> with Checkpoints(folder, max_to_keep=2) as checkpoints:
+      >>> with Checkpoints(tempfile.mkdtemp(), max_to_keep=2) as checkpoints:
       ...     start = checkpoints.resume(model) or 0  # nothing there yet
       ...     for step in range(start + 1, 6):
       ...         _ = checkpoints.save(step, model)
-      >>> with Checkpoints(folder, max_to_keep=2) as checkpoints:
-      ...     checkpoints.steps, checkpoints.resume(model)
-      ((4, 5), 5)
+      ...     checkpoints.resume(model), checkpoints.steps
+      (5, (4, 5))
     """
 
     def __init__(
@@ -105,8 +103,8 @@ class Checkpoints:
           Whether the step was saved.
 
         Raises:
-          ValueError: the step is negative, this or a later step exists; or as for ``save``.
-          TypeError: the step is not an integer; or as for ``save``.
+          TypeError, ValueError: the step is not an integer, negative or not after all saved steps;
+            or as for ``save``.
           CheckpointError: this step, or one that was still being written, could not be written.
         """
         step = _step_number("save", step)
@@ -132,24 +130,14 @@ class Checkpoints:
         only: Any = ...,
         cast: bool = False,
     ) -> Any:
-        """Restores one step, the last by default, as :func:`~nnx_sharding.checkpoint.restore` does.
+        """Restores one step, as :func:`~nnx_sharding.checkpoint.restore` does.
 
-        Args:
-          tree: what to fill, with arrays or abstract.
-          sharding: where to place arrays; None is the sharding of each array in ``tree``.
-          mesh: the mesh of partition specs.
-          step: which step; None for the last one.
-          only: an NNX filter for what to restore.
-          cast: whether to convert arrays of another dtype to that in ``tree``.
-
-        Returns:
-          ``tree``, with arrays outside of modules and Variables in new containers.
+        The arguments, the result and the errors are those of that function. ``step`` is the number
+        of the step; None for the last one.
 
         Raises:
           NoCheckpointError: there is no step, or not this one.
-          CheckpointError: it cannot be read or does not fit.
-          TypeError: the step is not an integer; or as for ``restore``.
-          ValueError: the step is negative; or as for ``restore``.
+          TypeError, ValueError: the step is not an integer, or negative.
         """
         self.wait()
 
@@ -173,8 +161,8 @@ class Checkpoints:
     def resume(self, tree: Any, sharding: Any = None, mesh: Any = None) -> int | None:
         """Restores the last step of a training run in place, if there is one.
 
-        If another process writes steps here and deletes the last one while it is read, the step
-        that is the last by then is restored.
+        If another process deletes the last step while it is read, the step that is the last by
+        then is restored.
 
         Args:
           tree: modules, optimizers and Variables, with arrays or abstract.
@@ -201,11 +189,7 @@ class Checkpoints:
         return None if last is None else last[0]
 
     def _last(self, read: Callable[[int], T]) -> tuple[int, T] | None:
-        """The last step and what ``read`` returns for it; None if there is no step.
-
-        Raises:
-          CheckpointError: it cannot be read, although nobody deletes it.
-        """
+        """The last step and what ``read`` returns for it; None if there is no step."""
         step = self.latest
         for _ in range(_TRIES):
             if step is None:

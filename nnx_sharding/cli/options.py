@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from ..analysis.units import printable
-from ..partition.virtual import MOST_DEVICES
+from ..partition.mesh import MOST_DEVICES
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from ..analysis.hardware import Device, device
 from ..analysis.units import bytes_text, read_bytes
 from ..jit import jit
 from ..lifted import Lifted
-from ..partition.virtual import planning_mesh
+from ..partition.mesh import planning_mesh
 from ..report.comparison import Comparison, Failure
 from ..report.page import write_html
 from ..report.program import ProgramReport

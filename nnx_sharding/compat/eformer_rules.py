@@ -55,7 +55,8 @@ def match_partition_rules(
       >>> specs["kernel"] == P(None, "model"), specs["bias"] == P()
       (True, True)
     """
-    filters, specs = read_patterns("match_partition_rules", rules, "regex")
+    pairs = read_patterns("match_partition_rules", rules, "regex")
+    filters, specs = [filter_ for filter_, _ in pairs], [spec for _, spec in pairs]
     patterns = [repr(getattr(filter_, "text", filter_)) for filter_ in filters]
     wrong = [
         f"  {pattern}: {spec!r}{suggested_spec(spec)}"
@@ -150,17 +151,17 @@ def create_pattern_based_partition_spec(
             None if axes == ("None",) else axes if axes[1:] else axes[0] for axes in entries
         )
     default = default_spec or PartitionSpec()
-    filters, specs = read_patterns(
+    pairs = read_patterns(
         "create_pattern_based_partition_spec",
         [(regex, PartitionSpec(*entries)) for regex, entries in rules],
         "regex",
     )
-    problems = [str(p) for spec in (default, *specs) for p in fit_sharding(spec, mesh).problems]
+    specs = [default, *(spec for _, spec in pairs)]
+    problems = [str(p) for spec in specs for p in fit_sharding(spec, mesh).problems]
     if problems:
         raise ValueError(f"{pattern!r} does not fit the mesh: {'; '.join(problems)}.")
 
     def spec_of(name: str, array: Any) -> PartitionSpec:
-        pairs = zip(filters, specs, strict=True)
         spec = next((spec for filter_, spec in pairs if filter_((name,), array)), default)
         return with_entries(spec, spec.partitions[: len(getattr(array, "shape", ()))])
 

@@ -8,43 +8,20 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from .. import _compat
 from ..core.flatten import flatten
 from ..paths import accessor
 
 
-class Captured(NamedTuple):
-    """An array that a function captures, and its name there."""
-
-    name: str
-    array: jax.Array
-
-
-def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[Captured]:
-    """The sharded arrays that a function may capture, or those that its trace did capture."""
+def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[tuple[str, Any]]:
+    """The sharded arrays that a function may capture, or its trace did capture, with names."""
     arrays = [array for name, value in captured_values(fun) for array in _arrays(name, value)]
     if constants is not None:
         names = {id(array): name for name, array in reversed(arrays)}
-        arrays = [Captured(names.get(id(x), "an array"), x) for x in constants]
-    return [captured for captured in arrays if is_sharded(captured.array)]
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether a value is an array that is sharded, not replicated."""
-    return _is_array(value) and not value.is_fully_replicated
-
-
-def describe_captured(arrays: list[Captured]) -> str:
-    """A line for each captured array: its name, type and spec."""
-    return "\n".join(
-        f"  {name}, {jax.typeof(array).str_short()}, "
-        f"{getattr(array.sharding, 'spec', array.sharding)}"
-        for name, array in arrays
-    )
+        arrays = [(names.get(id(x), "an array"), x) for x in constants]
+    return [(name, x) for name, x in arrays if _is_array(x) and not x.is_fully_replicated]
 
 
 def closure(fun: types.FunctionType) -> dict[str, Any]:
@@ -87,15 +64,15 @@ def _is_array(value: Any) -> bool:
     return type(value) is _compat.ArrayImpl
 
 
-def _arrays(name: str, value: Any) -> Iterator[Captured]:
+def _arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The arrays in a value: itself, those of a module, or those directly in a container."""
     if _is_array(value):
-        yield Captured(name, value)
+        yield name, value
     elif _compat.is_graph_object(value):
         flat = flatten(value, held=False)
         for path, leaf in zip(flat.structure.paths(), flat.leaves, strict=True):
             if _is_array(leaf):
-                yield Captured(accessor(name, path), leaf)
+                yield accessor(name, path), leaf
     elif type(value) in (tuple, list, dict):
         for key, part in value.items() if type(value) is dict else enumerate(value):
             if _is_array(part) or _compat.is_graph_object(part):

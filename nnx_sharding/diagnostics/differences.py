@@ -21,21 +21,13 @@ Side: TypeAlias = tuple[Signature, Structure]
 
 
 class Fact(NamedTuple):
-    """What one part of the arguments is. It does not refer to any object of the user's.
+    """What one part of the arguments is. It does not refer to any object of the user's."""
 
-    Attributes:
-      text: the part in a message.
-      origin: where its class or its code is defined.
-      content: all else that is compared, besides its own parts.
-      rest: what is compared if none of its own parts differs.
-      by_identity: the name of its class, if ``rest`` compares identities.
-    """
-
-    text: str
-    origin: str = ""
-    content: Any = None
-    rest: Any = None
-    by_identity: str = ""
+    text: str  # the part in a message
+    origin: str = ""  # where its class or its code is defined
+    content: Any = None  # all else that is compared, besides its own parts
+    rest: Any = None  # what is compared if none of its own parts differs
+    by_identity: str = ""  # the name of its class, if `rest` compares identities
 
 
 _MAX_FACTS = 1000  # of one static value, which may refer to any number of objects

@@ -20,10 +20,10 @@ from ..core.fit import fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
-from ..errors import DonatedError, NoMeshError
+from ..errors import DonatedError, NoMeshError, raise_listed
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..paths import accessor
-from .captured import captured_shards, captured_values, describe_captured
+from .captured import captured_shards, captured_values
 
 MAX_NAMES = 5  # of the arrays on one set of devices
 
@@ -76,16 +76,14 @@ def _check(
 ) -> Callable[[_Lines], _Check]:
     """Makes a check of a function that yields a line for each wrong argument.
 
-    ``first`` and ``last`` are the lines around them, ``{name}`` and ``{in_name}`` the transform and
-    its option for the specs of inputs.
+    ``first`` and ``last`` are the lines around them.
     """
 
     def decorate(lines_of: _Lines) -> _Check:
         def check(plan: Plan, leaves: Sequence[Any]) -> None:
-            lines = "".join(f"\n  {line}" for line in lines_of(plan, leaves))
-            if lines:
-                head = first.format(name=plan.transform.name)
-                raise error(f"{head}{lines}\n{last.format(in_name=plan.transform.in_name)}")
+            head = first.format(name=plan.transform.name)
+            remedy = last.format(in_name=plan.transform.in_name)
+            raise_listed(error, head, [f"  {x}" for x in lines_of(plan, leaves)], remedy)
 
         return check
 
@@ -109,10 +107,10 @@ def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     DonatedError,
 )
 def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    for same in _repeated(leaves, _is_concrete):
-        if not plan.donated.isdisjoint(same):
-            names = ", ".join(plan.names[slot] for slot in same)
-            yield f"{jax.typeof(leaves[same[0]]).str_short()}: {names}"
+    for slots in _repeated(leaves, _is_concrete):
+        if not plan.donated.isdisjoint(slots):
+            names = ", ".join(plan.names[slot] for slot in slots)
+            yield f"{jax.typeof(leaves[slots[0]]).str_short()}: {names}"
 
 
 @_check(
@@ -267,18 +265,19 @@ def _is_concrete_ref(leaf: Any) -> bool:
 
 
 def _note_captured(plan: Plan, error: Exception) -> None:
-    captured = captured_shards(plan.fun())
-    if captured:
-        error.add_note(
-            f"{plan.fun_name} captures these sharded arrays:\n{describe_captured(captured)}\n"
-            "Pass them as arguments."
-        )
+    lines = [
+        f"  {name}, {jax.typeof(array).str_short()}, {describe(array.sharding)}"
+        for name, array in captured_shards(plan.fun())
+    ]
+    if lines:
+        head = f"{plan.fun_name} captures these sharded arrays:"
+        error.add_note("\n".join([head, *lines, "Pass them as arguments."]))
 
 
 def _note_object(plan: Plan, error: Exception) -> None:
     """Names the captured object that a function tried to change."""
-    frames = reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
-    objects = (frame.f_locals.get("self") for frame in frames)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    objects = (frame.f_locals.get("self") for frame in reversed(frames))
     target = next(filter(_compat.is_graph_object, objects), None)
     for name, value in captured_values(plan.fun()):
         for path, node in nnx.iter_graph(value) if _compat.is_graph_object(value) else ():

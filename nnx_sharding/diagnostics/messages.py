@@ -16,19 +16,12 @@ from .failures import explain
 
 
 class Message(NamedTuple):
-    """The words for one kind of problem.
+    """The words for one kind of problem."""
 
-    Attributes:
-      kind: the type of the exception or warning.
-      head: what is wrong; may name details in braces. Preceded by the name of the transform.
-      line: the line for one offender.
-      remedy: what to do.
-    """
-
-    kind: Callable[[str], BaseException] | type[errors.ShardingWarning]
-    head: str
-    line: Callable[..., str]
+    head: str  # what is wrong, with details in braces; preceded by the name of the transform
+    line: Callable[..., str]  # for one offender
     remedy: str = ""
+    kind: Callable[[str], BaseException] | type[errors.ShardingWarning] = ValueError
 
 
 def _value(path: str, value: Any) -> str:
@@ -80,160 +73,147 @@ _BOTH_MODES = "graph=True and graph_updates=True"
 
 MESSAGES: dict[Problem, Message] = {
     Problem.ARGUMENT_IS_NOT_ARRAY: Message(
-        TypeError,
         "these arguments are not arrays:",
         _value,
         "Pass arrays or numbers, or make the argument static (static_argnums, static_argnames); in "
         "a module, a static attribute (nnx.static).",
+        kind=TypeError,
     ),
     Problem.RESULT_IS_NOT_ARRAY: Message(
-        TypeError, "these results are not arrays:", _value, "Return only arrays or numbers."
+        "these results are not arrays:",
+        _value,
+        "Return only arrays or numbers.",
+        kind=TypeError,
     ),
     Problem.STATIC_NOT_HASHABLE: Message(
-        ValueError,
         "static arguments must be hashable:",
         lambda name, value, error: f"argument {name!r} of type {type(value).__name__} ({error})",
         "They are part of the key of the compiled function: pass a hashable value, such as a "
         "tuple instead of a list.",
     ),
     Problem.STATIC_HOLDS_ARRAYS: Message(
-        ValueError,
         "static arguments must not hold arrays, which would become constants of the program:",
         lambda name, value: f"argument {name!r}: {type(value).__name__} with arrays",
         "Pass it as an ordinary argument: its structure and static attributes are part of the key "
         "of the compiled function in any case.",
     ),
     Problem.POSITION_OUT_OF_RANGE: Message(
-        ValueError,
         "these negative positions are out of range:",
         lambda option, positions, count: f"{option}={positions}, {count} positional arguments",
     ),
     Problem.INVALID_OPTION: Message(
-        ValueError,
         "these options have invalid values:",
         lambda option, value, choices: (
             f"{option}: expected one of {', '.join(map(repr, choices))}, got {value!r}"
         ),
     ),
     Problem.NOT_A_SPEC: Message(
-        TypeError,
         "expected a sharding spec, got:",
         lambda place, value, meant: f"{place}: {value!r}{meant}",
         "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None.",
+        kind=TypeError,
     ),
     Problem.NOT_A_PREFIX: Message(
-        ValueError,
         "these specs are not a tree prefix of the value (modules and Variables are leaves):",
         lambda place, mismatch: f"{place}: {mismatch}",
     ),
     Problem.WRONG_NUMBER_OF_SPECS: Message(
-        ValueError, "the number of entries does not match the parameters:", _parameters
+        "the number of entries does not match the parameters:", _parameters
     ),
     Problem.UNKNOWN_PARAMETER: Message(
-        ValueError,
         "these are not parameters of the function:",
         lambda name, names: (
             f"{name!r}{suggestion(name, names)} (parameters: {', '.join(map(repr, names))})"
         ),
     ),
     Problem.NO_FILTER_MATCHES: Message(
-        ValueError,
         "no filter of the StateSharding matches:",
         _unmatched,
         "The filters are {filters}. Add one for these, or a last entry `...: PartitionSpec()`.",
     ),
     Problem.CONFLICTING_SPECS: Message(
-        ValueError,
         "Inconsistent aliasing: one Variable has different shardings under different paths:",
         _conflict,
         "Give it the same sharding everywhere.",
     ),
     Problem.SPEC_DOES_NOT_FIT_MESH: Message(
-        ValueError,
         "these specs do not fit the mesh:",
         lambda spec, paths, why: f"{describe(spec)} for {', '.join(paths)}: {'; '.join(why)}",
         "The mesh has the axes {axes}.",
     ),
     Problem.SPEC_DOES_NOT_FIT_SHAPE: Message(
-        ValueError, "the specs of these {arrays} do not fit their shapes:", _misfit, "{remedy}"
+        "the specs of these {arrays} do not fit their shapes:", _misfit, "{remedy}"
     ),
     Problem.SPEC_CORRECTED: Message(
-        errors.CorrectedSpecWarning,
         "the specs of these {arrays} do not fit their shapes and were corrected:",
         _misfit,
+        kind=errors.CorrectedSpecWarning,
     ),
     Problem.FILTER_UNUSED: Message(
-        errors.UnusedFilterWarning,
         "these filters match nothing that an earlier filter does not match:",
         lambda name, arguments, near: f"{name}, for {', '.join(arguments)}{near}",
         "Correct or remove them, or put them before the filter that matches the same.",
+        kind=errors.UnusedFilterWarning,
     ),
     Problem.NO_MESH: Message(
-        errors.NoMeshError,
         "there is no mesh to resolve a PartitionSpec against. Pass mesh=..., call within `with "
         "jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec).",
         str,
+        kind=errors.NoMeshError,
     ),
     Problem.NO_DEVICES: Message(
-        errors.NoMeshError,
         "there are no devices to run on, because the mesh is abstract:",
         str,
         "Pass a jax.sharding.Mesh, or call within `with jax.set_mesh(mesh):`. Without devices, use "
         "eval_shape or trace(...).lower(lowering_platforms=...).",
+        kind=errors.NoMeshError,
     ),
     Problem.CANNOT_PLACE: Message(
-        ValueError,
         "these arrays cannot be placed as declared:",
         lambda path, reason: f"{path}: {reason}",
     ),
     Problem.COMMITTED_ELSEWHERE: Message(
-        ValueError,
         "these arrays are committed to another sharding than the declared one:",
         _committed,
         "Declare the sharding that they have, place them with jax.device_put, or let them be "
         "moved: on_committed='move'.",
     ),
     Problem.CAPTURED_ARRAY: Message(
-        errors.CapturedArrayWarning,
         "the function captures sharded arrays, which become constants of the program, copied to "
         "every device:",
         lambda name, array: f"{_array(name, array)}, {describe(array.sharding)}",
         "Pass them as arguments.",
+        kind=errors.CapturedArrayWarning,
     ),
     Problem.TRACER_IN_STATIC: Message(
-        jax.errors.UnexpectedTracerError,
         "these static values hold traced arrays, which do not exist outside of the function:",
         _object,
         "Keep them in a Variable or as an attribute of a module (nnx.data), or return them.",
+        kind=jax.errors.UnexpectedTracerError,
     ),
     Problem.CAPTURED_OBJECT: Message(
-        ValueError,
         "these objects were captured from outside of the function, and cannot be returned or "
         "attached to its arguments:",
         _object,
         "Pass them as arguments, or return a copy made by nnx.clone.",
     ),
     Problem.CLASS_CHANGED: Message(
-        ValueError,
         "the function assigned another __class__ to these objects:",
         _object,
         "Make an object of the other class instead.",
     ),
     Problem.STATIC_CHANGED: Message(
-        ValueError,
         "without graph updates the function cannot change static objects, but it changed:",
         _object,
         f"Use {_BOTH_MODES}, or make the change outside of the function.",
     ),
     Problem.OUTPUT_IS_INPUT: Message(
-        ValueError,
         "Variable aliasing is not supported without graph updates: these outputs are Variables of "
         "the inputs, or were captured:",
         lambda path, known: f"{path}: {'captured' if known is None else f'the input {known}'}",
         f"Return a copy made by nnx.clone, or use {_BOTH_MODES}.",
     ),
     Problem.VARYING_OUTPUT: Message(
-        ValueError,
         "JAX cannot prove that these results of {fun_name} are replicated along the mesh axes that "
         "their specs leave out:",
         lambda path, array, spec, axes: (
@@ -244,17 +224,17 @@ MESSAGES: dict[Problem, Message] = {
         "check_vma=False.",
     ),
     Problem.DONATION_UNUSED: Message(
-        errors.StrictError,
         "these arguments are donated, but {fun_name} has no result of their shape and dtype that "
         "could reuse their memory:",
         _array,
         "Do not donate them (donate_argnums, donate_argnames).",
+        kind=errors.StrictError,
     ),
     Problem.FOREIGN_TRACE: Message(
-        _compat.TraceContextError,
         "the function changed objects that belong to another trace, where they cannot be updated:",
         str,
         "Pass them into the transformed function that is being traced, instead of capturing them.",
+        kind=_compat.TraceContextError,
     ),
 }
 
@@ -282,11 +262,7 @@ class Messages(Diagnostics):
         strict: bool = False,
         **details: Any,
     ) -> None:
-        """Warns at the user's line.
-
-        Raises:
-          StrictError: ``strict`` is true.
-        """
+        """Warns at the user's line; with ``strict`` that is a ``StrictError``."""
         if problem is Problem.CAPTURED_ARRAY:
             offenders = captured_shards(details.pop("fun"), [array for (array,) in offenders])
         kind: Any = MESSAGES[problem].kind
@@ -306,7 +282,6 @@ def _text(
     outputs: bool = False,
     **details: Any,
 ) -> str:
-    """What is wrong, a line for each offender, what to do."""
     message = MESSAGES[problem]
     lines = [f"  {message.line(*offender)}" for offender in offenders]
     details["arrays"] = "results" if outputs else "arrays"

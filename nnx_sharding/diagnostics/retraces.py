@@ -40,15 +40,6 @@ class Compilation(NamedTuple):
     avals: tuple[Any, ...]
     shardings: tuple[jax.sharding.Sharding | str, ...]  # or "not committed"
 
-    def is_like(self, other: Compilation) -> bool:
-        """Whether the arguments of both differ at most in their shardings."""
-        return self.avals == other.avals and self.structure == other.structure
-
-    def changes_from(self, old: Compilation) -> list[str]:
-        """In which shardings the arguments differ from those of an earlier compilation."""
-        triples = zip(self.names, old.shardings, self.shardings, strict=True)
-        return [f"{name}: sharding {_both(a, b)}" for name, a, b in triples if a != b]
-
 
 _REASONS = {
     "trace": "JAX dropped the trace (jax.clear_caches), or traced the function within another one",
@@ -106,9 +97,9 @@ class Retraces(tuple[Retrace, ...]):
 def explain_retraces(fun: Any) -> Retraces:
     """Explains why a function was traced and compiled, each time: what differed from before.
 
-    Each trace is compared with the most similar earlier one. That costs time here only; the
-    latest 256 traces of a function are recorded. Traces belong to the function: those of all its
-    ``jit`` and ``shard_map`` are listed together.
+    Each trace is compared with the most similar earlier one; the latest 256 traces of a function
+    are recorded. Traces belong to the function: those of all its ``jit`` and ``shard_map`` are
+    listed together.
 
     Args:
       fun: a function returned by :func:`~nnx_sharding.jit` or :func:`~nnx_sharding.shard_map`,
@@ -129,15 +120,12 @@ def explain_retraces(fun: Any) -> Retraces:
       ...     return model(x)
       >>> model = nnx.Dropout(0.5, deterministic=True)
       >>> _ = predict(model, jnp.ones((32, 4)))
-      >>> _ = predict(model, jnp.ones((31, 4)))
       >>> model.rate = 0.25
-      >>> _ = predict(model, jnp.ones((31, 4)))
+      >>> _ = predict(model, jnp.ones((32, 4)))
       >>> print(explain_retraces(predict))
-      predict was traced 3 times:
+      predict was traced 2 times:
         trace 1: the first that is recorded
         trace 2, most similar to trace 1:
-          x: shape (32, 4) → (31, 4)
-        trace 3, most similar to trace 2:
           model.rate: 0.5 → 0.25
     """
     entries: list[Retrace] = []
@@ -157,10 +145,10 @@ def explain_retraces(fun: Any) -> Retraces:
 def _logs(fun: Any) -> list[tuple[str, Any]]:
     """The names and logs of a transformed function, or of those that a class or object has."""
     values = [fun]
-    if not _has_log(_unwrapped(fun)):
+    if not hasattr(type(_unwrapped(fun)), "trace_log"):
         owner = fun if isinstance(fun, type) else type(fun)
         values = [value for _, value in inspect.getmembers_static(owner)]
-    lifted = [x for x in map(_unwrapped, values) if _has_log(x)]
+    lifted = [x for x in map(_unwrapped, values) if hasattr(type(x), "trace_log")]
     if not lifted:
         raise TypeError(
             f"explain_retraces takes a function returned by nnx_sharding.jit or shard_map, or an "
@@ -168,10 +156,6 @@ def _logs(fun: Any) -> list[tuple[str, Any]]:
             "transformed function, not the original one: only it records its traces."
         )
     return [(fun_name(x.__wrapped__), x.trace_log) for x in lifted]
-
-
-def _has_log(x: Any) -> bool:
-    return hasattr(type(x), "trace_log")
 
 
 def _unwrapped(fun: Any) -> Any:
@@ -200,14 +184,23 @@ def _compilations(log: Any, name: str) -> Iterator[Retrace]:
     """Those that no trace explains: JAX had compiled the same trace before."""
     traces, compilations = log.traces(), list(log.compilations)
     for index, new in enumerate(compilations):
-        earlier = [old for old in compilations[:index] if old.is_like(new)]
+        earlier = [
+            old
+            for old in compilations[:index]
+            if old.avals == new.avals and old.structure == new.structure
+        ]
         if not earlier:
             continue
         since = (t for t in traces if earlier[-1].number < t.number <= new.number)
         if any(t.pure.structure == new.structure for t in since):
             continue
-        changes = min((new.changes_from(old) for old in reversed(earlier)), key=len)
+        changes = min((_reshardings(old, new) for old in reversed(earlier)), key=len)
         yield Retrace(name, "compilation", new.number, new.number, tuple(changes))
+
+
+def _reshardings(old: Compilation, new: Compilation) -> list[str]:
+    triples = zip(new.names, old.shardings, new.shardings, strict=True)
+    return [f"{name}: sharding {_both(a, b)}" for name, a, b in triples if a != b]
 
 
 def shown(differences: Sequence[str], reason: str) -> list[str]:
@@ -238,8 +231,8 @@ def nearest(
     if old is None or old.key == new.key:
         return old and (old, [])
     is_same = old.pure.structure == new.pure.structure
-    lines = [] if is_same else compare(facts(old), facts(new))
-    lines += _other_differences(old, new)
+    static = [] if is_same else compare(facts(old), facts(new))
+    lines = [*static, *_other_differences(old, new)]
     return old, lines or ["the structure of the arguments, in a part without a name"]
 
 

@@ -24,8 +24,8 @@ MAX_TRACES = 256  # recorded for each function
 class TraceLog:
     """The latest traces and compilations of one function.
 
-    It is shared by threads, and has no lock, because finalizers may call the function at any
-    point: every change is one operation of a dict or deque.
+    Threads share it without a lock, because finalizers may call the function at any point: every
+    change is one operation of a dict or deque.
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,7 @@ class Observer(NamedTuple):
     def traced(
         self, pure: Pure, fun: Any, leaves: Sequence[Any], *, nested: bool
     ) -> Callable[[], None]:
-        """Records a trace of ``pure``, and returns what removes the record if tracing fails.
-
-        Raises:
-          RetraceError: ``max_traces`` or ``limit_traces`` does not allow it.
-        """
+        """Records a trace, unless a limit forbids it; returns what removes the record."""
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
         traces, earlier = self.log.by_number, self.log.traces()
@@ -115,8 +111,13 @@ def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace])
 class TraceLimit:
     """How many traces one wrapped function, or one block of code, may have."""
 
-    def __init__(self, limit: int, option: str):
-        self.limit = limit
+    def __init__(self, limit: Any, option: str, least: int):
+        try:
+            self.limit = operator.index(limit)
+        except TypeError:
+            raise TypeError(f"{option} must be a number of traces, got {limit!r}.") from None
+        if self.limit < least or isinstance(limit, bool):
+            raise ValueError(f"{option} must be a number of traces >= {least}, got {limit!r}.")
         self.option = option
         self._used: list[None] = []  # a list, because its methods cannot be interrupted
 
@@ -136,17 +137,6 @@ class TraceLimit:
         """Makes all traces available again."""
         self._used.clear()
 
-    @classmethod
-    def of(cls, limit: Any, option: str, least: int) -> TraceLimit:
-        """The limit that the user wrote for an option, at least ``least``."""
-        try:
-            number = operator.index(limit)
-        except TypeError:
-            raise TypeError(f"{option} must be a number of traces, got {limit!r}.") from None
-        if number < least or isinstance(limit, bool):
-            raise ValueError(f"{option} must be a number of traces >= {least}, got {limit!r}.")
-        return cls(number, option)
-
 
 LIMITS: ContextVar[tuple[TraceLimit, ...]] = ContextVar("limits", default=())
 
@@ -155,7 +145,7 @@ def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
     """Allows at most ``limit`` traces in a block of code, of all functions of this library.
 
     Around a loop whose first step has run, ``limit_traces(0)`` makes a step that is traced again
-    by mistake an error that says what changed. It counts the traces of the current thread.
+    an error that says what changed. It counts the traces of the current thread.
 
     Args:
       limit: how many traces are allowed in total, 0 or more.
@@ -184,7 +174,7 @@ def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
         x: shape (32,) → (31,)
       ...
     """
-    return _limited(TraceLimit.of(limit, "limit_traces", 0))
+    return _limited(TraceLimit(limit, "limit_traces", 0))
 
 
 @contextlib.contextmanager

@@ -3,13 +3,12 @@
 from .constrain import with_sharding_constraint
 from .init import abstract_init, sharded_init
 from .logical import LogicalRules, Unsharded, from_logical
-from .mesh import make_mesh
+from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
 from .rules import from_arrays, from_metadata, from_rules, override
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
 from .variables import NamedVariable, from_paths, specs_by_path, variables
-from .virtual import planning_mesh
 
 __all__ = [
     "LogicalRules",

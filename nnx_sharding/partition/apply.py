@@ -16,6 +16,13 @@ from ..core.unflatten import assemble, node_changes, perform, update
 from ..fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
 
 
+def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:
+    """The mesh that a function was given, or the one in context; None if there is none."""
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh or AbstractMesh, not {mesh!r}.")
+    return _compat.context_mesh() if mesh is None else mesh
+
+
 def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """A mesh with the axis types that it has where JAX traces, such as Manual ones."""
     context = jax.sharding.get_abstract_mesh()
@@ -29,9 +36,12 @@ def sharding_of(leaf: Any) -> Any:
     return getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
 
 
-def has_memory(sharding: NamedSharding) -> bool:
-    """Whether a sharding asks for another memory than arrays have by default."""
-    return sharding.memory_kind != NamedSharding(sharding.mesh, sharding.spec).memory_kind
+def other_memory(sharding: Any) -> str | None:
+    """The memory that a sharding asks for, if that is not the one of arrays by default."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    default = NamedSharding(sharding.mesh, sharding.spec).memory_kind
+    return None if sharding.memory_kind == default else sharding.memory_kind
 
 
 def without_unconstrained(
@@ -49,10 +59,12 @@ def without_unconstrained(
     return with_entries(spec, entries)
 
 
-def apply_shardings(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+def apply_shardings(
+    leaves: Sequence[Any], shardings: Sequence[Any], *, donate: bool = False, alias: bool = True
+) -> list[Any]:
     """Arrays with their shardings; unchanged ones where there is None, or nothing to do."""
     if _compat.trace_is_clean():
-        return finished_on_cpu(transfer(leaves, shardings), leaves)
+        return finished_on_cpu(transfer(leaves, shardings, donate=donate, alias=alias), leaves)
     return [
         leaf if sharding is None else _constrained(leaf, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -81,15 +93,13 @@ def _constrained(leaf: Any, sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return _CONSTRAINT(leaf, sharding)
     mesh = sharding.mesh
-    for kind, operation in ((AxisType.Explicit, _RESHARD), (AxisType.Auto, _CONSTRAINT)):
-        axes = axes_of_type(mesh, kind)
-        if axes:
-            part = only_axes(sharding.spec, axes)
-            is_explicit = kind == AxisType.Explicit
-            part = without_unconstrained(part, leaf, mesh) if is_explicit else part
-            leaf = operation(leaf, NamedSharding(mesh, part))
+    if axes := axes_of_type(mesh, AxisType.Explicit):
+        part = without_unconstrained(only_axes(sharding.spec, axes), leaf, mesh)
+        leaf = _RESHARD(leaf, NamedSharding(mesh, part))
+    if axes := axes_of_type(mesh, AxisType.Auto):
+        leaf = _CONSTRAINT(leaf, NamedSharding(mesh, only_axes(sharding.spec, axes)))
     # Neither operation moves to another memory.
-    return jax.device_put(leaf, sharding) if has_memory(sharding) else leaf
+    return jax.device_put(leaf, sharding) if other_memory(sharding) else leaf
 
 
 # Compiled so that they also work on the single-device arrays of a transformation without jit.
@@ -108,14 +118,9 @@ def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_cons
             f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
             "Pass the module as an argument of the function that is traced."
         )
-    variables, nodes = [], []
-    for index in changed:
-        entry = structure.entries[index]
-        if isinstance(entry, NodeEntry):
-            nodes.append(node_changes(index, entry, structure, fresh))
-        else:
-            assert isinstance(entry, VariableEntry)  # references keep their arrays
-            variables.append(index)
+    entries = [(i, structure.entries[i]) for i in changed]
+    variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
+    nodes = [node_changes(i, e, structure, fresh) for i, e in entries if isinstance(e, NodeEntry)]
     changes = [change for change in nodes if change is not None]
     perform(update(structure, leaves, objects, variables, nodes=changes))
     return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)

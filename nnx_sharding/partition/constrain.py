@@ -14,12 +14,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.resolve import check_filters, locate, resolve, slot_names
+from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
-from ..errors import CorrectedSpecWarning, report
+from ..errors import CorrectedSpecWarning, raise_listed, report
 from ..fitting import describe, fit_sharding, spec_and_mesh
-from .apply import apply_shardings, has_memory, mesh_here, rebuilt, without_unconstrained
+from .apply import (
+    apply_shardings,
+    given_mesh,
+    mesh_here,
+    other_memory,
+    rebuilt,
+    without_unconstrained,
+)
 
 _NAME = "with_sharding_constraint"
 _YES = ("1", "true", "yes", "on")
@@ -37,19 +44,19 @@ def with_sharding_constraint(
 ) -> Any:
     """Shards arrays: in a trace by a constraint, elsewhere by moving them.
 
-    A spec need not fit. It is padded or truncated to the rank of its array; axes that the mesh
-    does not have are dropped, those over which an enclosing ``shard_map`` is mapped, and those that
-    do not divide their dimension (``('a', 'b')`` keeps ``'a'`` if that divides). One warning lists
-    all corrections. ``UNCONSTRAINED`` dimensions are not changed.
+    A spec need not fit: it is padded or truncated to the rank of its array; axes that the mesh
+    does not have, over which an enclosing ``shard_map`` is mapped, or that do not divide their
+    dimension are dropped. One warning lists all corrections. ``UNCONSTRAINED`` dimensions are not
+    changed.
 
     Where JAX traces, Auto axes are constrained (``jax.lax.with_sharding_constraint``), Explicit
-    ones resharded (``jax.sharding.reshard``); in a dimension with both, the Explicit ones come
-    first. Elsewhere arrays are placed, NumPy arrays too; an abstract array gets the sharding.
+    ones resharded (``jax.sharding.reshard``). Elsewhere arrays are placed, NumPy arrays too; an
+    abstract array gets the sharding.
 
     Args:
-      tree: an array, a pytree, a module, or a pytree of modules. Modules and Variables are
-        updated in place, within the trace that they belong to, and are returned themselves. Leaves
-        that are not arrays are kept, and so are references (``jax.Ref``, hijax Variables).
+      tree: an array, or a pytree of arrays and modules. Modules and Variables are updated in
+        place, within the trace that they belong to. Leaves that are not arrays are kept, and so
+        are references (``jax.Ref``, hijax Variables).
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, None
         to change nothing, the logical names of the dimensions (``("batch", None, "embed")``), or
         a prefix of ``tree`` with these as leaves.
@@ -73,11 +80,10 @@ def with_sharding_constraint(
     Example:
       >>> import numpy as np
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition import make_mesh, with_sharding_constraint
+      >>> from nnx_sharding import make_mesh, with_sharding_constraint
       >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> x = with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh)
-      >>> x.sharding.shard_shape(x.shape)
-      (4, 16)
+      >>> with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh).sharding.spec
+      P('data', None)
     """
     flat = flatten(tree)
     assigned = assign(tree, flat, sharding, mesh=mesh, rules=rules, strict=strict)
@@ -104,14 +110,9 @@ def assign(
     caller: str = _NAME,
 ) -> list[Assignment]:
     """The sharding of each array of a tree, as in :func:`with_sharding_constraint`."""
-    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
-    mesh = _compat.context_mesh() if mesh is None else mesh
+    mesh = given_mesh(caller, mesh)
     specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
-    check_specs(caller, sharding=specs)
-    locations = locate(flat.structure, [target("tree", specs.tree, tree, flat.structure.root)])
-    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
-    names = slot_names(len(flat.leaves), locations)
+    names, resolved, _ = resolved_prefix(caller, "tree", tree, flat, specs)
     assigned, corrected, refused = [], [], []
     for slot, (name, leaf, spec) in enumerate(zip(names, flat.leaves, resolved.slots, strict=True)):
         parts = spec_and_mesh(spec, mesh)
@@ -122,23 +123,33 @@ def assign(
         here = mesh_here(parts[1])
         action = resolved.on_indivisible.get(slot, "drop")
         fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=action, lenient=True)
-        if _needs_devices(leaf):
+        if _compat.trace_is_clean() and not isinstance(leaf, jax.ShapeDtypeStruct):
             fit = fit.refuse(obstacle(leaf, NamedSharding(here, PartitionSpec())))
         if fit.problems:
             refused.append(fit.line(name))
             continue
         if fit.corrections:
             corrected.append(fit.line(name))
-        kind = spec.memory_kind if isinstance(spec, NamedSharding) and has_memory(spec) else None
         # JAX supports UNCONSTRAINED where it traces, and only on meshes with Auto axes.
         is_known = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in here.axis_types
         final = fit.sharding if is_known else without_unconstrained(fit.sharding, leaf, here)
-        assigned.append(Assignment(name, NamedSharding(here, final, memory_kind=kind)))
-    if refused:
-        raise ValueError(f"{caller}: these specs cannot be used:\n" + "\n".join(refused))
+        assigned.append(
+            Assignment(name, NamedSharding(here, final, memory_kind=other_memory(spec)))
+        )
+    raise_listed(ValueError, f"{caller}: these specs cannot be used:", refused)
     check_filters(resolved.uses, name=caller, strict=strict)
     report_corrections(caller, corrected, strict=strict)
     return assigned
+
+
+def resolved_prefix(
+    caller: str, name: str, tree: Any, flat: Flat, specs: Specs
+) -> tuple[list[str], Resolved, list[NamedLocation]]:
+    """The names of the arrays of a tree, their specs by a prefix of it, and their locations."""
+    check_specs(caller, sharding=specs)
+    locations = locate(flat.structure, [target(name, specs.tree, tree, flat.structure.root)])
+    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
+    return slot_names(len(flat.leaves), locations), resolved, locations
 
 
 def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:
@@ -164,9 +175,7 @@ def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) ->
             lambda path, x: rules.spec(names, shape=getattr(x, "shape", None), mesh=mesh), ()
         )
 
-    return jax.tree_util.tree_map(
-        resolved, sharding, is_leaf=lambda x: is_spec(x) or _is_logical(x)
-    )
+    return jax.tree.map(resolved, sharding, is_leaf=lambda x: is_spec(x) or _is_logical(x))
 
 
 def _is_logical(x: Any) -> bool:
@@ -183,10 +192,6 @@ def is_array(x: Any) -> bool:
     if isinstance(x, np.ndarray | np.generic):
         return x.dtype.kind not in "OSUMm"
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _needs_devices(x: Any) -> bool:
-    return _compat.trace_is_clean() and not isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _log_moves(leaves: Sequence[Any], assigned: Sequence[Assignment]) -> None:

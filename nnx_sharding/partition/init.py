@@ -28,23 +28,18 @@ def sharded_init(
     """Creates a model with each parameter sharded from the start, never replicated on a device.
 
     The constructor is compiled with ``out_shardings``, as with ``nnx.jit`` in Flax. The random
-    bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default;
-    otherwise they depend on the shardings. XLA may round numbers computed from them differently.
-
-    The constructor sees all axes of the mesh as Auto, Explicit ones too: with those in the types
-    of its arrays it would compute full parameters. If it fails with Auto axes, as it does if it
-    passes ``out_sharding`` to JAX itself, it sees the mesh as it is.
+    bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default.
+    All axes of the mesh are Auto in the constructor, unless it needs Explicit ones.
 
     Args:
       make_model: a class or function that makes the model, or any pytree, such as ``(model,
         optimizer)``; references shared between its parts stay shared.
-      sharding: the ``out_shardings`` of :func:`~nnx_sharding.jit`, such as a
-        :class:`~nnx_sharding.StateSharding`; or a function from the abstract model to them; or
-        None, for the metadata of each Variable, as ``nnx.get_partition_spec`` reads it.
+      sharding: as ``out_shardings`` of :func:`~nnx_sharding.jit`; or a function from the abstract
+        model to them; or None, for the metadata of each Variable, as ``nnx.get_partition_spec``.
       mesh: the mesh of partition specs, in context while the constructor runs; None for the mesh
         in context.
-      *args: passed to ``make_model``: arrays, pytrees of them and NNX objects (``nnx.Rngs``) as
-        traced values; all else, such as sizes and configurations, unchanged.
+      *args: passed to ``make_model``: arrays and NNX objects (``nnx.Rngs``) as traced values; all
+        else, such as sizes and configurations, unchanged.
       **kwargs: likewise.
 
     Returns:
@@ -57,16 +52,13 @@ def sharded_init(
       TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
 
     Example:
-      >>> import jax
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import sharded_init
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
-      >>> rules = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
-      >>> model = sharded_init(lambda: nnx.Linear(4, 64, rngs=nnx.Rngs(0)), rules, mesh)
-      >>> model.kernel.sharding.spec == P(None, "model")
-      True
+      >>> from nnx_sharding.partition import make_mesh, sharded_init
+      >>> mesh = make_mesh({"model": -1})
+      >>> model = sharded_init(nnx.Linear, P("model"), mesh, 64, 16, rngs=nnx.Rngs(0))
+      >>> model.kernel.sharding.shard_shape(model.kernel.shape)
+      (8, 16)
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():
@@ -84,41 +76,29 @@ def abstract_init(
 ) -> Any:
     """Makes the model of :func:`sharded_init` without data: to restore a checkpoint into it.
 
-    Args:
-      make_model: a class or function that makes the model.
-      sharding: the shardings, as in :func:`sharded_init`; an array for which it has None gets no
-        sharding, because JAX chooses that when it compiles.
-      mesh: the mesh; it may be an ``AbstractMesh``, for devices that this machine does not have.
-      *args: passed to ``make_model``, as in :func:`sharded_init`; objects are not changed.
-      **kwargs: likewise.
+    The arguments and errors are those of :func:`sharded_init`, but ``mesh`` may be abstract, for
+    devices that this machine does not have, and objects among the arguments are not changed. An
+    array for which ``sharding`` has None gets no sharding.
 
     Returns:
       The model with a ``jax.ShapeDtypeStruct`` with a sharding for each array.
 
-    Raises:
-      NoMeshError: partition specs have no mesh.
-      ValueError: no filter matches some Variables, or specs do not fit the mesh or the shapes.
-      TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
-
     Example:
-      >>> import jax
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
       >>> from nnx_sharding import StateSharding
       >>> from nnx_sharding.partition import abstract_init
       >>> mesh = AbstractMesh((256,), ("model",))
       >>> rules = StateSharding({...: P("model")})
-      >>> model = abstract_init(lambda: nnx.Param(jax.numpy.zeros(1024)), rules, mesh)
-      >>> model.shape, model.sharding.shard_shape(model.shape)
-      ((1024,), (4,))
+      >>> model = abstract_init(nnx.Linear, rules, mesh, 1024, 256, rngs=nnx.Rngs(0))
+      >>> model.kernel.shape, model.kernel.sharding.shard_shape(model.kernel.shape)
+      ((1024, 256), (4, 256))
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
     return _make(make_model, sharding, mesh, (args, kwargs), is_abstract=True)
 
 
-def _make(
-    make_model: Callable[..., Any], sharding: Any, mesh: Any, arguments: Any, *, is_abstract: bool
-) -> Any:
+def _make(make_model: Any, sharding: Any, mesh: Any, arguments: Any, *, is_abstract: bool) -> Any:
     build, arrays = _closed(make_model, arguments)
     with _in_context(_mesh_inside(build, arrays, mesh)):
         if sharding is None or callable(sharding):
@@ -145,14 +125,15 @@ def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
     if not leaves and not isinstance(make_model, type):
         return make_model, []
-    is_traced = list(map(_is_traced, leaves))
-    traced = [leaf for leaf, hit in zip(leaves, is_traced, strict=True) if hit]
-    # Not captured by the constructor: they are replaced.
-    fixed = [None if hit else leaf for leaf, hit in zip(leaves, is_traced, strict=True)]
+    slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]
+    traced = [leaves[slot] for slot in slots]
+    for slot in slots:
+        leaves[slot] = None  # not captured by the constructor
 
     def make(*arrays: Any) -> Any:
-        rest = iter(arrays)
-        filled = [next(rest) if hit else x for x, hit in zip(fixed, is_traced, strict=True)]
+        filled = list(leaves)
+        for slot, array in zip(slots, arrays, strict=True):
+            filled[slot] = array
         args, kwargs = jax.tree.unflatten(treedef, filled)
         return make_model(*args, **kwargs)
 

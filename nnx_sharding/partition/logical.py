@@ -30,6 +30,9 @@ class Unsharded(NamedTuple):
 class LogicalRules:
     """Ordered rules for the mesh axes that shard a dimension with a logical name.
 
+    As ``flax.linen.logical_to_mesh_axes``; beyond it, a dimension may have a tuple of names, and
+    two dimensions the same name. A name without a rule is an error.
+
     Args:
       rules: pairs, or a mapping, of a logical name and a mesh axis, a sequence of mesh axes that
         shard it together, or None to replicate it. Earlier rules have priority. A name may have
@@ -44,14 +47,10 @@ class LogicalRules:
       ValueError: names or axes are not strings, or a rule has an axis twice; all are named.
 
     Example:
-      >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import LogicalRules
       >>> rules = LogicalRules([("mlp", "model"), ("embed", "model"), ("embed", "data")])
-      >>> rules.spec(("embed", "mlp")) == P("data", "model")
-      True
-
-    The convention is that of ``flax.linen.logical_to_mesh_axes``. Beyond it, a dimension may
-    have a tuple of names, and two dimensions the same name; a name without a rule is an error.
+      >>> rules.spec(("embed", "mlp"))
+      P('data', 'model')
     """
 
     rules: tuple[tuple[str, Any], ...]
@@ -80,21 +79,20 @@ class LogicalRules:
         Args:
           names: for each dimension its logical name, None to replicate it, a tuple of names,
             or ``PartitionSpec.UNCONSTRAINED``.
-          shape: the shape of the array. With a mesh, rules whose axes do not divide the dimension
-            are skipped. None: divisibility is not checked.
-          mesh: the mesh. Axes that it does not have are left out of the rules. None: every
-            axis is used.
+          shape: the shape of the array; with a mesh, rules whose axes do not divide the dimension
+            are skipped.
+          mesh: the mesh; axes that it does not have are left out of the rules.
 
         Raises:
           ValueError: names have no rule or are not strings, or their number is not the rank.
 
         Example:
-          >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+          >>> from jax.sharding import AbstractMesh
           >>> from nnx_sharding.partition import LogicalRules
           >>> rules = LogicalRules([("heads", "model"), ("batch", ("pod", "data"))])
           >>> mesh = AbstractMesh((2, 4), ("data", "model"))
-          >>> rules.spec(("batch", "heads"), (8, 6), mesh) == P("data", None)
-          True
+          >>> rules.spec(("batch", "heads"), (8, 6), mesh)
+          P('data', None)
         """
         resolved = self._resolve(names, shape, mesh)
         entries = list(_entries(names))
@@ -112,10 +110,7 @@ class LogicalRules:
     ) -> list[Unsharded]:
         """The names that :meth:`spec` replicates although a rule has axes for them, and why.
 
-        Args:
-          names: as in :meth:`spec`.
-          shape: as in :meth:`spec`.
-          mesh: as in :meth:`spec`.
+        The arguments are those of :meth:`spec`.
 
         Example:
           >>> from nnx_sharding.partition import LogicalRules
@@ -129,7 +124,7 @@ class LogicalRules:
         ]
 
     def check(self, names: Any, shape: Sequence[int] | None = None) -> None:
-        """Checks logical names."""
+        """Raises a ``ValueError`` that says what is wrong with logical names, if anything is."""
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
         flat = [name for entry in _entries(names) for name in axes_of(entry)]
@@ -221,7 +216,8 @@ def from_logical(
         dimension, or None to replicate the array. The first pattern that matches decides.
       kind: how patterns that are strings are read: ``"regex"`` or ``"glob"``.
       mesh: as in :meth:`LogicalRules.spec`.
-      strict: whether an entry of ``names`` that decides about no Variable is an error.
+      strict: whether an entry of ``names`` that decides about no Variable is an error, not an
+        :class:`~nnx_sharding.errors.UnusedFilterWarning`.
 
     Returns:
       The spec of each path; ``PartitionSpec()`` for an array without names.
@@ -230,29 +226,27 @@ def from_logical(
       TypeError: ``rules`` or ``names`` are not pairs, or a filter is invalid.
       ValueError: names have no rule or their number is not the rank, with all paths; or a
         pattern is invalid.
-      StrictError: ``strict``, and an entry of ``names`` decides about no Variable. Otherwise that
-        is an :class:`~nnx_sharding.errors.UnusedFilterWarning`.
+      StrictError: ``strict``, and an entry of ``names`` decides about no Variable.
 
     Example:
       >>> from flax import nnx
-      >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import from_logical
       >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
       >>> names = {"kernel$": ("embed", "mlp"), "bias$": ("mlp",)}
       >>> sharding = from_logical(model, {"embed": None, "mlp": "model"}, names)
-      >>> sharding.map_prefix(("kernel",), model.kernel) == P(None, "model")
-      True
+      >>> sharding.map_prefix(("kernel",), model.kernel)
+      P(None, 'model')
     """
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    filters, values = read_patterns("from_logical", names, kind)
-    predicates = list(map(to_predicate, filters))
+    pairs = read_patterns("from_logical", names, kind)
+    predicates = [to_predicate(filter_) for filter_, _ in pairs]
     used = set()
 
     def names_of(each: NamedVariable) -> Any:
         matches = (i for i, p in enumerate(predicates) if p(each.path, each.variable))
         index = next(matches, None)
         used.add(index)
-        return each.annotation if index is None else values[index]
+        return each.annotation if index is None else pairs[index][1]
 
     def spec_of(each: NamedVariable) -> Any:
         names = names_of(each)
@@ -263,7 +257,7 @@ def from_logical(
 
     title = "from_logical: these names give no spec:"
     sharding = from_variables(title, model, spec_of, names_of, rules._hint)
-    unused = [repr(filter_) for i, filter_ in enumerate(filters) if i not in used]
+    unused = [repr(filter_) for i, (filter_, _) in enumerate(pairs) if i not in used]
     if unused:
         message = f"from_logical: these names are for no Variable: {', '.join(unused)}."
         report(UnusedFilterWarning, message, strict=strict)

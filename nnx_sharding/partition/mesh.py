@@ -1,4 +1,4 @@
-"""Meshes by the names and sizes of their axes."""
+"""Meshes by the names and sizes of their axes, also with more devices than this machine has."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from .. import _compat
 from ..fitting import suggestion
+
+# Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
+MOST_DEVICES = 10_000
 
 
 def make_mesh(
@@ -19,9 +23,7 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
 ) -> Mesh:
-    """Makes a mesh from the names and sizes of its axes.
-
-    ``jax.make_mesh`` chooses the order of the devices.
+    """Makes a mesh from the names and sizes of its axes, with ``jax.make_mesh``.
 
     Args:
       axes: the size of each axis, major first. One may be -1, for the devices that the others
@@ -42,14 +44,17 @@ def make_mesh(
     pairs = list(axes.items() if isinstance(axes, Mapping) else axes)
     names = tuple(name for name, _ in pairs)
     devices = jax.devices() if devices is None else list(devices)
-    sizes = _sizes(pairs, len(devices))
-    types = _types(names, axis_types)
-    return jax.make_mesh(tuple(sizes), names, axis_types=types, devices=devices)
+    sizes, types = _sizes(pairs, len(devices)), _types(names, axis_types)
+    return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
-def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> list[int]:
+def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> tuple[int, ...]:
     """The sizes of the axes, with the number of remaining devices for -1."""
-    wrong = [f"{name!r}: {size!r}" for name, size in pairs if not _is_integer(size)]
+    wrong = [
+        f"{name!r}: {size!r}"
+        for name, size in pairs
+        if isinstance(size, bool) or not isinstance(size, int | np.integer)
+    ]
     if wrong:
         raise TypeError(f"make_mesh: these sizes are not integers: {', '.join(wrong)}.")
     names = [name for name, _ in pairs]
@@ -74,11 +79,7 @@ def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> list[int]:
             f"make_mesh: {product or 'no axis'} = {known} {relation} the number of devices, "
             f"{count}. Use {hint}, or choose the devices: devices=jax.devices()[:n]."
         )
-    return [int(count // known if size == -1 else size) for _, size in pairs]
-
-
-def _is_integer(size: Any) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool)
+    return tuple(int(count // known if size == -1 else size) for _, size in pairs)
 
 
 def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
@@ -91,3 +92,65 @@ def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
     if wrong:
         raise TypeError(f"make_mesh: {wrong[0]!r} is not a jax.sharding.AxisType.")
     return tuple(by_name.get(name, AxisType.Auto) for name in names)
+
+
+def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
+    """A mesh to compile for, of devices that this machine need not have.
+
+    If there are enough devices, the mesh consists of them, otherwise of virtual CPU devices: XLA
+    partitions a program for them as for any others, and the memory that it reports is that of its
+    CPU compiler. They hold no arrays, and programs for them cannot be run.
+
+    Args:
+      mesh: the sizes of the axes by name, major first; the axes are then ``Auto``. Or an abstract
+        mesh. A mesh of devices is returned as it is.
+
+    Raises:
+      TypeError: it is something else, or a size is not an integer.
+      ValueError: a size is not positive, or the mesh has more than 10,000 devices. One size may be
+        -1 for the devices of this machine.
+      RuntimeError: there are too few devices, and this release of JAX cannot make more.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.partition import planning_mesh
+      >>> mesh = planning_mesh({"data": 64, "model": 4})
+      >>> double = jit(lambda x: 2 * x, in_shardings=P("data", "model"), mesh=mesh)
+      >>> double.lower(jax.ShapeDtypeStruct((256, 64), "float32")).compile().memory().arguments
+      256
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if not isinstance(mesh, AbstractMesh | Mapping):
+        raise TypeError(
+            f"mesh is a mesh, or the sizes of its axes by name as in {{'data': 8}}, not {mesh!r}."
+        )
+    axes: Mapping[str, int] = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
+    kinds = mesh.axis_types if isinstance(mesh, AbstractMesh) else [AxisType.Auto] * len(axes)
+    types = dict(zip(axes, kinds, strict=True))
+    return make_mesh(axes, devices=_planning_devices(list(axes.values())), axis_types=types)
+
+
+def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
+    """As many devices as the product of the sizes; all there are if the sizes are invalid."""
+    devices = jax.devices()
+    count = math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 0
+    if count <= len(devices):
+        return devices[: count or None]
+    if count > MOST_DEVICES:
+        raise ValueError(
+            f"expected a mesh of at most {MOST_DEVICES} devices, got {count}: each virtual device "
+            "takes memory and a thread on this machine. Make an axis smaller; a smaller mesh "
+            "shows what a device holds and sends, too."
+        )
+    virtual = _compat.virtual_cpu_devices(count)
+    if virtual is None:
+        raise RuntimeError(
+            f"the mesh has {count} devices, this machine {len(devices)}. This release of JAX "
+            "cannot make more once it runs: set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before it starts, or use "
+            f"`python -m nnx_sharding ... --devices {count}`."
+        )
+    return virtual

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..fitting import like, with_entries
-from ..paths import Path
+from ..errors import raise_listed
+from ..fitting import describe, like, with_entries
+from ..paths import Path, path_string
 from ..state_sharding import StateSharding
 from .inputs import override_specs
 from .variables import NamedVariable, from_paths, variables
@@ -23,28 +25,25 @@ def optimizer_sharding(
 
     A Variable of the optimizer belongs to the parameter whose path is the longest one that its
     path ends with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. That holds for any composition
-    of Optax transformations: ``chain``, ``masked``, ``multi_transform``, ``MultiSteps`` and so on.
-    The spec depends on the shape of the state:
+    of Optax transformations. The spec depends on the shape of the state:
 
     * that of the parameter (moments, traces, averages, gradients): the same spec;
-    * the same with dimensions of size 1, or without some dimensions (the factors of
-      ``adafactor``): the entries of the dimensions that remain;
+    * the same with dimensions of size 1, or without some (the factors of ``adafactor``): the
+      entries of the dimensions that remain;
     * the same after further dimensions (the memory of ``lbfgs``): those are replicated;
     * any other, such as placeholders, counts and schedules: ``P()``.
-
-    So the specs divide the state wherever they divide the parameters.
 
     Args:
       optimizer: an ``nnx.Optimizer``, an ``nnx.ModelAndOptimizer`` or any pytree with state of
         Optax, abstract (``nnx.eval_shape``) or not.
       sharding: the shardings of the model; a parameter without one counts as ``P()``.
-      model: the model of the optimizer, abstract or not; not needed for an
-        ``nnx.ModelAndOptimizer``.
-      overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, for Variables of
-        the optimizer; they have priority. One that matches nothing is an ``UnusedFilterWarning``.
+      model: the model of the optimizer, abstract or not; an ``nnx.ModelAndOptimizer`` has it.
+      overrides: as for :func:`~nnx_sharding.partition.tensor_parallel`, for Variables of the
+        optimizer.
 
     Returns:
-      The spec of each path of the optimizer.
+      The spec of each path of the optimizer. They divide the state where those of the parameters
+      divide these.
 
     Raises:
       TypeError: ``sharding`` is not a ``StateSharding``, or ``optimizer`` holds no state.
@@ -54,19 +53,13 @@ def optimizer_sharding(
       >>> import optax
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import optimizer_sharding
+      >>> from nnx_sharding.partition import from_rules, optimizer_sharding
       >>> model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-      >>> sharding = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
+      >>> sharding = from_rules({"kernel": P(None, "model")}, default=P())
       >>> state = optimizer_sharding(optimizer, sharding, model=model)
-      >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None) == P(None, "model")
-      True
-      >>> state.map_prefix(("opt_state", 0, "count"), None) == P()
-      True
-
-    Which dimensions remain in a factor follows ``optax.scale_by_factored_rms``: all but the
-    largest in ``v_row``, all but the second largest in ``v_col``.
+      >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None)
+      P(None, 'model')
     """
     specs = optimizer_specs(optimizer, sharding, model)
     return from_paths(
@@ -92,10 +85,8 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
             )
         model = optimizer.model
     parameters = {each.path: each for each in variables(model)}
-    specs = {}
-    for path, each in parameters.items():
-        index, spec = sharding.find(path, each.variable)
-        specs[path] = PartitionSpec() if index is None else spec
+    found = {path: sharding.find(path, each.variable) for path, each in parameters.items()}
+    specs = {path: PartitionSpec() if i is None else spec for path, (i, spec) in found.items()}
     meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs.values()}
     mesh = meshes.pop() if len(meshes) == 1 else None  # what all parameters agree on
     other = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -136,7 +127,8 @@ def _entries(
         for dimensions in itertools.combinations(range(len(full)), len(shape))
         if shape == tuple(full[d] for d in dimensions)
     ]
-    # The shape of a factor of Adafactor may be ambiguous; its name is not.
+    # The shape of a factor of Adafactor may be ambiguous; its name is not: all dimensions but the
+    # largest in `v_row`, all but the second largest in `v_col` (`optax.scale_by_factored_rms`).
     removed = -1 if "v_row" in path else -2 if "v_col" in path else 0
     if removed and len(full) > 1:
         left_out = np.argsort(full)[removed]  # as Optax sorts them: equal sizes in the same order
@@ -144,3 +136,26 @@ def _entries(
         choices = [factor] if factor in choices else choices
     remaining = {tuple(entries[d] for d in dimensions) for dimensions in choices}
     return remaining.pop() if len(remaining) == 1 else ()
+
+
+def with_optimizer(specs: dict[Path, Any], model: Any, optimizer: Any) -> StateSharding:
+    """The shardings of a model and of its optimizer, if there is one, which follow them."""
+    if optimizer is not None:
+        specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
+    return from_paths(specs)
+
+
+def union(model: Mapping[Path, Any], optimizer: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The shardings of a model and of its optimizer in one table."""
+    different = [
+        f"  {path_string(path)}: {describe(spec)} and {describe(optimizer[path])}"
+        for path, spec in model.items()
+        if spec != optimizer.get(path, spec)
+    ]
+    raise_listed(
+        ValueError,
+        "the model and the optimizer have these paths in common, with different specs:",
+        different,
+        "Use one StateSharding for the model and optimizer_sharding(...) for the other.",
+    )
+    return {**model, **optimizer}

@@ -21,23 +21,21 @@ def read_pairs(caller: str, pairs: Any) -> list[tuple[Any, Any]]:
     return [(first, second) for first, second in items]
 
 
-def read_patterns(
-    caller: str, pairs: Any, kind: PatternKind
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The filters of pairs, strings among them read as patterns for paths, and the values."""
+def read_patterns(caller: str, pairs: Any, kind: PatternKind) -> list[tuple[Any, Any]]:
+    """Pairs of a filter and a value; strings are read as patterns for paths."""
     if kind not in get_args(PatternKind):
         raise ValueError(f"kind is one of {get_args(PatternKind)}, not {kind!r}.")
-    filters, wrong = [], []
-    read = read_pairs(caller, pairs)
-    for pattern, _ in read:
+    result: list[tuple[Any, Any]] = []
+    wrong: list[str] = []
+    for pattern, value in read_pairs(caller, pairs):
         try:
             if isinstance(pattern, re.Pattern) or (isinstance(pattern, str) and kind == "regex"):
                 pattern = PathRegex(pattern)
             elif isinstance(pattern, str):
                 pattern = PathGlob(pattern)
-            filters.append(pattern)
+            result.append((pattern, value))
         except ValueError as error:
             wrong.append(str(error))
     if wrong:
         raise ValueError("\n".join(wrong))
-    return tuple(filters), tuple(value for _, value in read)
+    return result

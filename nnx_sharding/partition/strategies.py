@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..paths import Path
+from ..fitting import axes_of, fit_sharding, spec_axes, with_entries
 from ..state_sharding import StateSharding
-from .dimensions import shard_largest
-from .inputs import base_specs, mesh_and_axes, union
-from .optimizer import optimizer_specs
-from .variables import from_paths, variables
+from .inputs import base_specs, mesh_and_axes
+from .optimizer import optimizer_specs, union, with_optimizer
+from .variables import NamedVariable, from_paths, variables
 
 
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
@@ -27,11 +28,10 @@ def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
 
     Example:
       >>> from flax import nnx
-      >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import replicated
       >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-      >>> replicated(model).map_prefix(("kernel",), model.kernel) == P()
-      True
+      >>> replicated(model).map_prefix(("kernel",), model.kernel)
+      P()
     """
     specs = {each.path: PartitionSpec() for each in variables(model)}
     return with_optimizer(specs, model, optimizer)
@@ -52,10 +52,9 @@ def fsdp(
     last. An array with no such dimension is replicated, and so are random streams.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
-    sharded yet, else, where that divides, after the axes of the largest one. So
-    ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism on
-    two mesh axes. What ``base`` shards over the axis already, and each ``NamedSharding`` in it, is
-    not changed.
+    sharded yet, else after the axes of the largest one. So
+    ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism. Each
+    ``NamedSharding`` in ``base``, and what it shards over the axis already, is not changed.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -63,8 +62,7 @@ def fsdp(
       axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
         no dimension, only the first of them are used.
       min_size: arrays with fewer elements keep the spec of ``base``.
-      base: shardings to start from. With ``on_indivisible`` other than ``"error"`` they are
-        corrected first.
+      base: shardings to start from, corrected first if their ``on_indivisible`` asks for it.
       optimizer: the optimizer of the model, abstract or not, which the result then covers as
         well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
 
@@ -78,19 +76,12 @@ def fsdp(
 
     Example:
       >>> from flax import nnx
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> from jax.sharding import AbstractMesh
       >>> from nnx_sharding.partition import fsdp
       >>> model = nnx.eval_shape(lambda: nnx.Linear(256, 1024, rngs=nnx.Rngs(0)))
       >>> sharding = fsdp(model, AbstractMesh((8,), ("data",)))
-      >>> sharding.map_prefix(("kernel",), model.kernel) == P(None, "data")
-      True
-      >>> sharding.map_prefix(("bias",), model.bias) == P()
-      True
-
-    XLA gets one case wrong (seen with JAX 0.10 and 0.12 on CPU, plain ``jax.jit`` included): the
-    gradients of padded convolutions whose output is flattened into a layer whose inputs are sharded
-    over the axis of the batch, on a mesh with further axes. Average over the image first, or shard
-    the outputs of that layer by ``base``.
+      >>> sharding.map_prefix(("kernel",), model.kernel)
+      P(None, 'data')
 
     This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
@@ -129,22 +120,20 @@ def zero1(
       The spec of each path of both. All of them divide the shapes.
 
     Raises:
-      NoMeshError: there is no mesh.
-      TypeError: ``mesh``, ``base`` or ``optimizer`` has a wrong type.
-      ValueError: the mesh has no such axis, or ``base`` does not fit the mesh or the model.
+      NoMeshError, TypeError, ValueError: as :func:`fsdp`.
 
     Example:
       >>> import optax
       >>> from flax import nnx
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> from jax.sharding import AbstractMesh
       >>> from nnx_sharding.partition import zero1
       >>> model = nnx.Linear(256, 1024, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
       >>> sharding = zero1(model, optimizer, AbstractMesh((8,), ("data",)))
-      >>> sharding.map_prefix(("kernel",), None) == P()
-      True
-      >>> sharding.map_prefix(("opt_state", 0, "mu", "kernel"), None) == P(None, "data")
-      True
+      >>> sharding.map_prefix(("kernel",), None)
+      P()
+      >>> sharding.map_prefix(("opt_state", 0, "mu", "kernel"), None)
+      P(None, 'data')
 
     This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
@@ -158,8 +147,39 @@ def zero1(
     return from_paths(union(specs, state))
 
 
-def with_optimizer(specs: dict[Path, Any], model: Any, optimizer: Any) -> StateSharding:
-    """The shardings of a model and of its optimizer, if there is one, which follow them."""
-    if optimizer is not None:
-        specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
-    return from_paths(specs)
+def shard_dimension(
+    spec: Any, shape: Sequence[int] | None, dimension: int, axes: Sequence[Any], mesh: Any
+) -> PartitionSpec | None:
+    """A spec with a dimension sharded over further axes; None where that is not possible."""
+    if shape is None or not isinstance(spec, PartitionSpec) or len(spec) > len(shape):
+        return None
+    if not -len(shape) <= dimension < len(shape) or not set(axes).isdisjoint(spec_axes(spec)):
+        return None
+    entries = [*spec.partitions, *[None] * (len(shape) - len(spec))]
+    if entries[dimension] is PartitionSpec.UNCONSTRAINED:
+        return None
+    together = (*axes_of(entries[dimension]), *axes)
+    entries[dimension] = together if len(together) > 1 else together[0]
+    new = with_entries(spec, entries)
+    alone = PartitionSpec(entries[dimension])
+    return None if fit_sharding(alone, mesh, [shape[dimension]]).problems else new
+
+
+def shard_largest(
+    sharding: Any, variable: NamedVariable, axes: Sequence[Any], mesh: Any, min_size: int
+) -> Any:
+    """A sharding with the largest dimension sharded over axes not used yet, as in ``fsdp``."""
+    shape = variable.shape
+    if not isinstance(sharding, PartitionSpec) or isinstance(variable.variable, nnx.RngState):
+        return sharding
+    if shape is None or math.prod(shape) < min_size:
+        return sharding
+    is_sharded = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)
+    order = sorted(range(len(shape)), key=lambda d: (is_sharded[d], -shape[d], -d))
+    free = [axis for axis in axes if axis not in spec_axes(sharding)]
+    choices = (
+        shard_dimension(sharding, shape, dimension, free[:count], mesh)
+        for count in range(len(free), 0, -1)
+        for dimension in order
+    )
+    return next((spec for spec in choices if spec is not None), sharding)

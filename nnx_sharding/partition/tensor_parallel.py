@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..paths import Path
 from ..state_sharding import StateSharding
-from .dimensions import shard_dimension
 from .inputs import base_specs, mesh_and_axes, override_specs
-from .strategies import with_optimizer
+from .optimizer import with_optimizer
+from .strategies import shard_dimension
 from .variables import NamedVariable, variables
 
 # The dimension of each parameter of a layer that is sharded, counted from the end because layers
@@ -138,30 +138,24 @@ def tensor_parallel(
       ``gate``, ``fc1``, ``wi``, ``query`` …), or the input features with a replicated bias
       (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the axis.
       Of a layer with another name the inputs are sharded if it shrinks, else the outputs.
-    * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``. Heads that the
-      axis does not divide are replicated.
+    * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``.
     * ``Embed``: the vocabulary, then the features.
     * ``Conv``, ``ConvTranspose``: the output features, then the input features.
     * ``LSTMCell``, ``OptimizedLSTMCell``, ``GRUCell``, ``SimpleCell``: the hidden features of all
       gates.
-    * ``LoRA``, ``LoRALinear``: like the layer that is adapted, the one factor that has the features
-      that are sharded.
+    * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
 
-    Norms, random streams and parameters of other modules are replicated. The table ``RULES`` of
-    this module has these rules; subclasses of a layer follow that of the layer.
-
-    The shardings are for axes of type Auto, where the compiler adds the communication. They change
-    where numbers are computed, not which.
+    Norms, random streams and parameters of other modules are replicated; subclasses of a layer
+    follow the rule of the layer. The shardings are for axes of type Auto, where the compiler adds
+    the communication.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
-      axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
-        no dimension, only the first of them are used.
+      axis: as for :func:`fsdp`.
       base: shardings to start from. Its specs are kept, and the axis comes after those that shard
         the same dimension.
-      optimizer: the optimizer of the model, abstract or not, which the result then covers as
-        well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
+      optimizer: as for :func:`fsdp`.
       overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, that have
         priority. One that matches nothing is an ``UnusedFilterWarning``.
 
@@ -169,25 +163,19 @@ def tensor_parallel(
       The spec of each path. All of them divide the shapes.
 
     Raises:
-      NoMeshError: there is no mesh.
-      TypeError: ``mesh`` or ``base`` has a wrong type.
+      NoMeshError, TypeError: as :func:`fsdp`.
       ValueError: the mesh has no such axis, or ``base`` or ``overrides`` do not fit it or the
         shapes.
 
     Example:
       >>> from flax import nnx
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> from jax.sharding import AbstractMesh
       >>> from nnx_sharding.partition import tensor_parallel
-      >>> class MLP(nnx.Module):
-      ...     def __init__(self, rngs):
-      ...         self.up = nnx.Linear(64, 256, rngs=rngs)
-      ...         self.down = nnx.Linear(256, 64, rngs=rngs)
-      >>> model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
+      >>> make = lambda: nnx.Dict(up=nnx.Linear(64, 256, rngs=nnx.Rngs(0)))
+      >>> model = nnx.eval_shape(make)
       >>> sharding = tensor_parallel(model, AbstractMesh((4,), ("model",)))
-      >>> sharding.map_prefix(("up", "kernel"), model.up.kernel) == P(None, "model")
-      True
-      >>> sharding.map_prefix(("down", "kernel"), model.down.kernel) == P("model", None)
-      True
+      >>> sharding.map_prefix(("up", "kernel"), model.up.kernel)
+      P(None, 'model')
 
     Pairs of layers and heads are sharded as in Megatron-LM (Shoeybi et al., 2019,
     arXiv:1909.08053).

@@ -11,6 +11,7 @@ from flax import nnx
 from .. import _compat
 from ..core.flatten import flatten
 from ..core.structure import VariableEntry
+from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, path_key, path_string, plain_key
 from ..state_sharding import StateSharding
@@ -110,8 +111,7 @@ def from_variables(
             specs[each.path] = spec_of(each)
         except (TypeError, ValueError) as error:
             lines.append(f"  {each.name}, shape {each.shape}, {shown(each)!r}: {error}")
-    if lines:
-        raise ValueError("\n".join([title, *lines, *filter(None, [hint])]))
+    raise_listed(ValueError, title, lines, hint)
     return from_paths(specs)
 
 

@@ -34,11 +34,8 @@ class ConsumerGoneError(Exception):
 class Agreement:
     """An exchange of messages in turns: at each turn, every process gets those of all.
 
-    The first process collects the messages and answers with all of them at once: three messages for
-    each process, not one for each pair.
-
-    ``processes`` are those that take part, in ascending order; ``timeout`` is in seconds, of which
-    only those count in which the consumer waits.
+    The first process collects the messages and answers with all of them at once. ``processes`` are
+    in ascending order; of ``timeout``, only seconds count in which the consumer waits.
     """
 
     def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
@@ -62,13 +59,7 @@ class Agreement:
         self._prefix = f"nnx_sharding/batches/{group:08x}/{number}"
 
     def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """The messages of all processes at this turn, in their order.
-
-        Raises:
-          RuntimeError: another process has left, or the service is unavailable.
-          TimeoutError: another process sends nothing.
-          ConsumerGoneError: the consumer has gone.
-        """
+        """The messages of all processes at this turn, in their order."""
         if len(self.processes) == 1:
             return [message]
         turn = self._turn

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, Sharding
 from ..core.specs import Specs
 from ..core.structure import PyTreeDef
 from ..diagnostics.differences import show
+from ..errors import raise_listed
 from ..paths import accessor, path_key
 from .place import shardings_for, trimmed
 from .rows import Rows, next_size, row_axes, row_parts, row_sharding, rows_by_process
@@ -22,19 +23,12 @@ _NAME = "shard_batches"
 
 
 class Leaf(NamedTuple):
-    """One leaf of a batch.
+    """One leaf of a batch."""
 
-    Attributes:
-      name: where it is, as Python code.
-      sharding: its sharding; None if it is passed through.
-      kind: dtype and shape of its array: ``float32[rows, 2]``.
-      has_rows: whether its first dimension is that of the batch.
-    """
-
-    name: str
-    sharding: Any
-    kind: str
-    has_rows: bool
+    name: str  # where it is, as Python code
+    sharding: Any  # None if it is passed through
+    kind: str  # dtype and shape of its array: float32[rows, 2]
+    has_rows: bool  # whether its first dimension is that of the batch
 
     def __str__(self) -> str:
         return f"{self.name}: {self.kind if self.sharding else 'passed through'}"
@@ -46,27 +40,13 @@ def _kind(array: Any) -> str:
 
 
 class BatchSharding:
-    """The structure and shardings of all batches, taken from the first one.
-
-    Attributes:
-      leaves: their leaves.
-      rows: the sharding of their rows, that of the leaf with the most shards along rows.
-      size: the number of rows of a full global batch; 0 until :meth:`set_size`.
-      held: the rows of it that each process holds.
-    """
+    """The structure and shardings of all batches, taken from the first one."""
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | None):
         self._treedef: Any
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
-        names = [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
-        arrays: list[Any] = []
-        wrong: dict[int, str] = {}
-        for i, (_, leaf) in enumerate(paths):
-            try:
-                arrays.append(_host_array(leaf))
-            except TypeError as error:  # which is fine with the spec None
-                arrays.append(np.zeros((), np.bool_))
-                wrong[i] = f"  {names[i]}: {error}"
+        names, leaves = _names(paths), [leaf for _, leaf in paths]
+        arrays, wrong = _host_arrays(names, leaves, [True] * len(leaves))
         shardings = _shardings(self._treedef, arrays, specs, mesh)
         _check_arrays([wrong[i] for i, s in enumerate(shardings) if s is not None and i in wrong])
         self.leaves = [
@@ -80,45 +60,41 @@ class BatchSharding:
                 + (", ".join(map(str, self.leaves)) or "it is empty")
                 + ". Give at least one array with a leading dimension, and a spec for it."
             )
+        # The sharding of the rows: that of the leaf with the most shards along them.
         self.rows = row_sharding(max((s for _, s in self._by_rows), key=row_parts))
-        self.size = 0
-        self.held: dict[int, Rows] = {}
+        self.size = 0  # of a full global batch, once it is set
+        self.held: dict[int, Rows] = {}  # the rows of it that each process holds
 
     def arrays(self, batch: Any) -> list[Any]:
         """The leaves of a batch, which must be like the first one, as host arrays."""
         leaves, treedef = jax.tree_util.tree_flatten(batch)
         if treedef != self._treedef:
-            raise ValueError(self._other_structure(batch))
-        wrong, changed = [], []
-        for i, leaf in enumerate(self.leaves):
-            if leaf.sharding is None:
-                continue
-            try:
-                leaves[i] = _host_array(leaves[i])
-            except TypeError as error:
-                wrong.append(f"  {leaf.name}: {error}")
-                continue
-            if _kind(leaves[i]) != leaf.kind:
-                changed.append(f"  {leaf} became {_kind(leaves[i])}")
-        _check_arrays(wrong)
-        if changed:
-            raise ValueError(
-                f"{_NAME}: these leaves differ from those of the first batch:\n"
-                + "\n".join(changed)
-                + "\nA training step would be compiled for each shape: pad them to one shape, or "
-                "use a separate shard_batches for each."
-            )
+            self._refuse_structure(batch)
+        is_wanted = [leaf.sharding is not None for leaf in self.leaves]
+        leaves, wrong = _host_arrays([leaf.name for leaf in self.leaves], leaves, is_wanted)
+        _check_arrays([*wrong.values()])
+        raise_listed(
+            ValueError,
+            f"{_NAME}: these leaves differ from those of the first batch:",
+            [
+                f"  {leaf} became {_kind(array)}"
+                for leaf, array in zip(self.leaves, leaves, strict=True)
+                if leaf.sharding is not None and _kind(array) != leaf.kind
+            ],
+            "A training step would be compiled for each shape: pad them to one shape, or use a "
+            "separate shard_batches for each.",
+        )
         return leaves
 
-    def _other_structure(self, batch: Any) -> str:
+    def _refuse_structure(self, batch: Any) -> None:
         paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
-        names = [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
-        first = [leaf.name for leaf in self.leaves]
+        names, first = _names(paths), [leaf.name for leaf in self.leaves]
         lines = [f"  {name}: new" for name in names if name not in first]
         lines += [f"  {name}: missing" for name in first if name not in names]
-        lines = lines or [f"  {treedef}, in the first batch {self._treedef}"]
-        return "\n".join(
-            [f"{_NAME}: the structure of this batch differs from that of the first one:", *lines]
+        raise_listed(
+            ValueError,
+            f"{_NAME}: the structure of this batch differs from that of the first one:",
+            lines or [f"  {treedef}, in the first batch {self._treedef}"],
         )
 
     def count(self, arrays: Sequence[Any]) -> int:
@@ -126,11 +102,12 @@ class BatchSharding:
         pairs = zip(self.leaves, arrays, strict=True)
         counts = {leaf.name: len(array) for leaf, array in pairs if leaf.has_rows}
         if len(set(counts.values())) > 1:
-            lines = "\n".join(f"  {name}: {count} rows" for name, count in counts.items())
-            raise ValueError(
-                f"{_NAME}: these leaves of one batch differ in their first dimension:\n{lines}\n"
+            raise_listed(
+                ValueError,
+                f"{_NAME}: these leaves of one batch differ in their first dimension:",
+                [f"  {name}: {count} rows" for name, count in counts.items()],
                 "Leave out what does not have rows, or give it the spec None, which passes it "
-                "through."
+                "through.",
             )
         return next(iter(counts.values()))
 
@@ -142,25 +119,26 @@ class BatchSharding:
             batch_size = max(-(-(n or 0) * parts // len(shares[p])) for p, n in counts.items())
         self.size = size = batch_size
         lines = [f"  {name} by {row_axes(s)}" for name, s in self._by_rows if size % row_parts(s)]
-        if lines:
-            good = next_size(size, math.lcm(*(row_parts(s) for _, s in self._by_rows)))
-            raise ValueError(
-                f"{_NAME}: batches of {size} rows cannot be sharded evenly:\n"
-                + "\n".join(lines)
-                + f"\nLoad {good} rows, or pass batch_size={good}, with uneven='pad', to have each "
-                "batch padded."
-            )
+        good = next_size(size, math.lcm(*(row_parts(s) for _, s in self._by_rows)))
+        raise_listed(
+            ValueError,
+            f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
+            lines,
+            f"Load {good} rows, or pass batch_size={good}, with uneven='pad', to have each batch "
+            "padded.",
+        )
         self.held = rows_by_process(self.rows, size)
-        if len(counts) == 1:
-            return
-        others = [f"  {n}, by {row_axes(s)}" for n, s in self._by_rows if not self._has_rows_of(s)]
-        if others:
-            raise ValueError(
-                f"{_NAME}: a process would have to load other rows of these leaves than of those "
-                f"with rows sharded by {row_axes(self.rows)}:\n"
-                + "\n".join(others)
-                + "\nShard the first dimension of all leaves alike, and replicate in the step."
-            )
+        raise_listed(
+            ValueError,
+            f"{_NAME}: a process would have to load other rows of these leaves than of those with "
+            f"rows sharded by {row_axes(self.rows)}:",
+            [
+                f"  {name}, by {row_axes(sharding)}"
+                for name, sharding in self._by_rows
+                if len(counts) > 1 and not self._has_rows_of(sharding)
+            ],
+            "Shard the first dimension of all leaves alike, and replicate in the step.",
+        )
 
     def _has_rows_of(self, sharding: Sharding) -> bool:
         held = rows_by_process(sharding, self.size)
@@ -191,20 +169,21 @@ def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: An
     abstract = [
         jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays
     ]
+
+    def adapt(spec: Any, leaf: Any) -> Any:
+        return spec if leaf.shape else trimmed(spec, leaf)  # a number belongs to all rows
+
     tree = treedef.unflatten(abstract)
-    return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=_adapted)
+    return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=adapt)
 
 
-def _adapted(spec: Any, leaf: Any) -> Any:
-    return spec if leaf.shape else trimmed(spec, leaf)  # a number belongs to all rows
+def _names(paths: Sequence[Any]) -> list[str]:
+    return [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
 
 
 def _check_arrays(wrong: Sequence[str]) -> None:
-    if wrong:
-        raise TypeError(
-            f"{_NAME}: these leaves are not arrays:\n" + "\n".join(wrong) + "\nLeave them out, or "
-            "give them the spec None, which passes them through."
-        )
+    remedy = "Leave them out, or give them the spec None, which passes them through."
+    raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
 
 
 def _placed(
@@ -220,6 +199,20 @@ def _placed(
         jax.make_array_from_process_local_data(sharding, np.asarray(array), shape)
         for array, sharding, shape in zip(arrays, shardings, shapes, strict=True)
     ]
+
+
+def _host_arrays(
+    names: Sequence[str], leaves: Sequence[Any], is_wanted: Sequence[bool]
+) -> tuple[list[Any], dict[int, str]]:
+    """The leaves, as host arrays where these are wanted, and a line for each that cannot be one."""
+    arrays, wrong = list(leaves), {}
+    for i, leaf in enumerate(leaves):
+        if is_wanted[i]:
+            try:
+                arrays[i] = _host_array(leaf)
+            except TypeError as error:
+                arrays[i], wrong[i] = np.zeros((), np.bool_), f"  {names[i]}: {error}"
+    return arrays, wrong
 
 
 def _host_array(x: Any) -> Any:
@@ -253,8 +246,7 @@ def _converted(x: Any) -> Any:
 def padded(array: Any, rows: int, filler: Any) -> Any:
     """The array with ``rows`` rows: its last row, or ``filler`` if it has none, is repeated.
 
-    A loaded row is one that a model can compute with; zeros might become NaN, which no mask removes
-    from a sum.
+    Zeros might become NaN in a model, which no mask removes from a sum.
     """
     count = len(array)
     if count == rows:

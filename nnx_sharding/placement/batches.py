@@ -18,7 +18,7 @@ from .agreement import Agreement
 from .feed import Consumer, Feed
 from .place import mesh_for
 from .rounds import UNEVEN, BatchOptions, Round, Rounds, Uneven
-from .rows import check_has_devices, check_integer
+from .rows import check_has_devices, check_integer, check_process
 
 _NAME = "shard_batches"
 
@@ -41,19 +41,16 @@ def shard_batches(
     """Turns batches on the host into global arrays, loading ahead in a thread.
 
     A batch is a pytree of arrays whose first dimension is that of its rows: NumPy or JAX arrays, or
-    anything with ``__array__`` or ``__dlpack__``, such as tensors of PyTorch. Numbers in it belong
-    to all rows and become replicated arrays. All batches have the same structure, dtypes and
-    shapes, except for a smaller number of rows.
+    anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
+    batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
-    **Several processes.** Each process gives its own part of each batch: the rows that
-    :func:`process_rows` selects, in that order. All processes iterate over the same number of
-    ``shard_batches`` in the same order, and agree on each batch before it is yielded, through JAX's
-    coordination service. So where some have fewer rows or batches than others, all yield the same
-    number of global batches. If loading fails on one, it fails on all.
+    Each of several processes gives the rows of each batch that :func:`process_rows` selects. All
+    iterate over the same ``shard_batches`` in the same order, agree on each batch through JAX's
+    coordination service, and yield the same number of global batches.
 
     Args:
-      batches: any iterable, such as a list, a generator, a ``DataLoader`` of PyTorch or Grain. It
-        must not write again to arrays that it has yielded, unless ``copy`` is true.
+      batches: any iterable, such as a ``DataLoader`` of PyTorch or Grain. It must not write again
+        to arrays that it has yielded, unless ``copy`` is true.
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, or a
         pytree prefix of a batch with these as leaves. A leaf with None may be anything and is
         passed through.
@@ -63,8 +60,8 @@ def shard_batches(
         raise an ``"error"``. With several processes, a batch is full if it is full on each, and
         ``"drop"`` ends with the first process that ends.
       batch_size: the number of rows of a full global batch; None for that of the first batch.
-      prefetch: the number of batches that are loaded and placed on devices ahead of the one in
-        use. 0 loads in the thread of the loop.
+      prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
+        in the thread of the loop.
       timeout: seconds after which a process stops waiting for another one.
       copy: whether to copy arrays before they are placed. On CPUs, a global array may otherwise
         share the memory of an array of the loader.
@@ -75,37 +72,38 @@ def shard_batches(
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
-      TypeError: ``batches`` is not an iterable, ``sharding`` contains something else than
-        shardings, or an option has the wrong type.
+      TypeError: ``batches``, ``sharding`` or an option has a wrong type.
       ValueError: an option has a wrong value, the mesh is abstract, or this process has none of its
-        devices. While iterating: specs do not fit or are not a prefix of the batch, a batch cannot
-        be sharded evenly, or batches differ; with the path of each leaf that is wrong.
+        devices. While iterating: specs do not fit, a batch cannot be sharded evenly, or batches
+        differ; with the path of each leaf that is wrong.
 
     Example:
       >>> import numpy as np
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import shard_batches
-      >>> mesh = make_mesh({"data": -1})
       >>> loader = [{"x": np.ones((8, 3))}, {"x": np.ones((5, 3))}]
-      >>> for batch, mask in shard_batches(loader, P("data"), mesh):
+      >>> for batch, mask in shard_batches(loader, P("data"), make_mesh({"data": -1})):
       ...     print(batch["x"].shape, batch["x"].sharding.spec, int(mask.sum()))
       (8, 3) P('data',) 8
       (8, 3) P('data',) 5
     """
     check_options(_NAME, uneven=(uneven, UNEVEN))
-    _check_numbers(prefetch, batch_size, timeout)
+    check_integer(_NAME, "prefetch", prefetch, 0)
+    if batch_size is not None:
+        check_integer(_NAME, "batch_size", batch_size, 1)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"{_NAME}: timeout is a number of seconds, not {timeout!r}.")
+    if not timeout > 0:
+        raise ValueError(f"{_NAME}: timeout is more than 0 seconds, not {timeout!r}.")
     if not isinstance(batches, Iterable):
         raise TypeError(f"{_NAME}: batches is an iterable, not {batches!r}.")
     specs = Specs(sharding)
     check_specs(_NAME, sharding=specs)
     mesh = mesh_for(_NAME, mesh)
     processes = _processes_of(specs, mesh)
-    if processes and jax.process_index() not in processes:
-        raise ValueError(
-            f"{_NAME}: process {jax.process_index()} has none of the devices of the shardings; "
-            f"the processes that have some are {', '.join(map(str, processes))}."
-        )
+    if processes:
+        check_process(_NAME, jax.process_index(), processes)
     options = BatchOptions(
         specs, mesh, processes or (0,), uneven, batch_size, prefetch, timeout, copy
     )
@@ -115,10 +113,9 @@ def shard_batches(
 class ShardedBatches(Iterable[Any]):
     """The iterable that :func:`shard_batches` returns.
 
-    Each ``for`` loop iterates over the loader again, as far as the loader supports that. A
-    generator or another iterator can be iterated over once, and a second loop continues it. When a
-    loop ends early, its thread ends once its iterator is dropped; ``with`` or :meth:`close` end it
-    at a defined point.
+    Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
+    continues it. When a loop ends early, its thread ends once its iterator is dropped; ``with`` or
+    :meth:`close` end it at a defined point.
     """
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
@@ -242,15 +239,3 @@ def _processes_of(specs: Specs, mesh: Any) -> tuple[int, ...]:
             check_has_devices(_NAME, spec)
             devices |= spec.device_set
     return tuple(sorted({device.process_index for device in devices}))
-
-
-def _check_numbers(prefetch: Any, batch_size: Any, timeout: Any) -> None:
-    for name, value, least in (("prefetch", prefetch, 0), ("batch_size", batch_size, 1)):
-        if value is not None or name == "prefetch":
-            check_integer(_NAME, name, value)
-            if value < least:
-                raise ValueError(f"{_NAME}: {name} is at least {least}, not {value}.")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"{_NAME}: timeout is a number of seconds, not {timeout!r}.")
-    if not timeout > 0:
-        raise ValueError(f"{_NAME}: timeout is more than 0 seconds, not {timeout!r}.")

@@ -30,13 +30,9 @@ class Feed(Generic[T]):
     """The results of ``make``, in order, made up to ``depth`` ahead.
 
     The thread starts when the first result is taken, and ends when ``make`` raises or the feed is
-    stopped. It does not refer to the owner of the feed. With a depth of 0 there is no thread.
-
-    Args:
-      make: makes the next result; ``StopIteration`` ends the feed. Called by one thread only.
-      depth: how many results may be ready at a time.
-      consumer: updated with what the taker does.
-      leave: called once, when ``make`` will not be called again, by the thread that called it.
+    stopped; it does not refer to the owner of the feed. With a depth of 0 there is no thread.
+    ``consumer`` is updated with what the taker does. ``leave`` is called once, when ``make`` will
+    not be called again, by the thread that called it.
     """
 
     def __init__(
@@ -50,12 +46,7 @@ class Feed(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def take(self) -> T:
-        """The next result.
-
-        Raises:
-          StopIteration: there are no more.
-          BaseException: what ``make`` raised, after all results before it.
-        """
+        """The next result; or what ``make`` raised, after all results before it."""
         with self._change:
             self._consumer.waiting_since = time.monotonic()
             try:

@@ -7,20 +7,20 @@ from typing import Any
 
 import jax
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
-from ..core.resolve import check_filters, locate, resolve, slot_names
-from ..core.specs import Specs, check_specs, target
-from ..core.transfer import obstacle, transfer
+from ..core.resolve import check_filters
+from ..core.specs import Specs
+from ..core.transfer import obstacle
 from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
-from ..errors import NoMeshError
+from ..errors import NoMeshError, raise_listed
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
-from ..partition.apply import finished_on_cpu, mesh_here, rebuilt
-from ..partition.constrain import is_array
+from ..partition.apply import apply_shardings, given_mesh, mesh_here, rebuilt
+from ..partition.constrain import is_array, resolved_prefix
 
 
 @_compat.api_boundary
@@ -36,21 +36,13 @@ def place(
 ) -> Any:
     """Places a model, or any pytree, on devices, in the given shardings.
 
-    The arrays may be NumPy arrays, on one device, on another mesh (of another shape, other
-    devices, or the same devices in another order), or in host memory
-    (``NamedSharding(mesh, spec, memory_kind="pinned_host")``). Numbers become arrays. Arrays that
-    stay on their devices are resharded by one compiled program; arrays from elsewhere are copied
-    shard by shard, without a program (from one GPU or TPU, JAX compiles a small one to slice each
-    shape). If anything is wrong, nothing is moved, and one error lists all problems.
-
-    Until the call returns, a device holds its shards of the old and the new arrays; a resharding
-    program may need as much again. ``donate=True`` gives up the old arrays: where shards have the
-    same size, the program reuses their buffers. The host holds the shards of one array at a time,
-    and only of arrays that come from the host or from other devices with other shards.
+    The arrays may be NumPy arrays, on one device, on another mesh, or in host memory
+    (``NamedSharding(mesh, spec, memory_kind="pinned_host")``). Numbers become arrays. If anything
+    is wrong, nothing is moved, and one error lists all problems. Until the call returns, a device
+    holds its shards of the old and the new arrays.
 
     In a multi-process program every process makes the same call. An array that is addressable by
-    one process only is assumed to have the same value in each; this is not verified, and each
-    process copies only the shards of its own devices. A global array keeps its devices.
+    one process only is assumed to have the same value in each; this is not verified.
 
     Args:
       tree: a module, an optimizer, a Variable, an array, or a pytree of them. Abstract arrays
@@ -58,9 +50,10 @@ def place(
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, or a
         pytree prefix of ``tree`` with these as leaves; None leaves a part as it is.
       mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
-      copy: whether to leave ``tree`` as it is and return a copy of the graph, with the same shared
-        references. It shares no memory with ``tree``, but a ``jax.Ref`` is the same.
-      donate: whether to delete the old JAX arrays, unless ``tree`` still holds them elsewhere.
+      copy: whether to leave ``tree`` as it is and return a copy of the graph, which shares no
+        memory with it; a ``jax.Ref`` is the same.
+      donate: whether to delete the old JAX arrays, unless ``tree`` still holds them elsewhere, so
+        that buffers of shards of the same size are reused.
       on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
         decides it: ``"error"``, ``"replicate"`` the array, or ``"drop"`` the axes.
       strict: whether warnings are errors.
@@ -72,24 +65,19 @@ def place(
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
       RuntimeError: called while JAX is tracing.
-      TypeError: ``sharding`` or ``mesh`` is of another type, or something with a sharding is not an
-        array.
+      TypeError: ``sharding`` or ``mesh`` has a wrong type, or what has a sharding is not an array.
       ValueError: the shardings are not a pytree prefix, no filter matches, specs do not fit the
-        mesh or the shapes, the mesh of a concrete array is abstract, an array was deleted or would
-        have to leave the devices of several processes, or ``copy`` and ``donate`` are both true.
+        mesh or the shapes, or an array cannot be placed.
       StrictError: ``strict``, and a filter matches nothing or a spec was corrected.
 
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import make_mesh
-      >>> from nnx_sharding.placement import place
-      >>> mesh = make_mesh({"data": 2, "model": 4})
-      >>> rules = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
-      >>> model = place(nnx.Linear(4, 64, rngs=nnx.Rngs(0)), rules, mesh)
+      >>> from nnx_sharding import make_mesh, place
+      >>> model = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+      >>> model = place(model, P("model"), make_mesh({"model": -1}))
       >>> model.kernel.sharding.shard_shape(model.kernel.shape)
-      (4, 16)
+      (2, 64)
     """
     if not _compat.trace_is_clean():
         raise RuntimeError(
@@ -103,8 +91,7 @@ def place(
     shardings = shardings_for(
         tree, sharding, mesh, "place", flat=flat, on_indivisible=on_indivisible, strict=strict
     )
-    moved = transfer(flat.leaves, shardings, donate=donate, alias=not copy)
-    leaves = finished_on_cpu(moved, flat.leaves)
+    leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
     if not copy:
         return rebuilt(flat, leaves, "place")
     copies = [
@@ -141,17 +128,12 @@ def shardings_for(
     """The sharding of each array of a tree, None for "as it is".
 
     Arguments and errors are those of :func:`place`. ``adapt`` changes the spec of an array before
-    it is checked, as :func:`trimmed` does; messages call the function ``caller`` and the tree
-    ``name``; ``flat`` is the flattened tree.
+    it is checked, as :func:`trimmed` does.
     """
     flat = flatten(tree) if flat is None else flat
     mesh = mesh_for(caller, mesh)
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
-    check_specs(caller, sharding=specs)
-    targets = [target(name, specs.tree, tree, flat.structure.root)]
-    locations = locate(flat.structure, targets)
-    resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
-    names = slot_names(len(flat.leaves), locations)
+    names, resolved, locations = resolved_prefix(caller, name, tree, flat, specs)
     declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
     _check_leaves(caller, names, flat.leaves, declared, mesh)
     transform = Transform(
@@ -173,10 +155,8 @@ def shardings_for(
 
 
 def mesh_for(caller: str, mesh: Any) -> Any:
-    """The mesh that a function was given, or the one in context; None if there is none."""
-    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh, not {mesh!r}.")
-    mesh = _compat.context_mesh() if mesh is None else mesh
+    """The mesh that a function was given, or the one in context, as it is where JAX traces."""
+    mesh = given_mesh(caller, mesh)
     return None if mesh is None else mesh_here(mesh)
 
 
@@ -198,17 +178,16 @@ def _check_leaves(
             not_arrays.append(f"  {name}: a {type(leaf).__name__}")
         elif isinstance(where, Sharding) and (problem := obstacle(leaf, where)):
             obstacles.append(f"  {name}, shape {shape_of(leaf)}, {describe(spec)}: {problem}")
-    if no_mesh:
-        raise NoMeshError(
-            f"{caller}: these partition specs have no mesh:\n"
-            + "\n".join(no_mesh)
-            + "\nPass mesh=..., use `with jax.set_mesh(mesh):`, or give NamedShardings."
-        )
-    if not_arrays:
-        raise TypeError(
-            f"{caller}: these leaves have a sharding, but are not arrays:\n"
-            + "\n".join(not_arrays)
-            + "\nGive them the sharding None, or keep them out of the tree."
-        )
-    if obstacles:
-        raise ValueError(f"{caller}: these arrays cannot be placed:\n" + "\n".join(obstacles))
+    raise_listed(
+        NoMeshError,
+        f"{caller}: these partition specs have no mesh:",
+        no_mesh,
+        "Pass mesh=..., use `with jax.set_mesh(mesh):`, or give NamedShardings.",
+    )
+    raise_listed(
+        TypeError,
+        f"{caller}: these leaves have a sharding, but are not arrays:",
+        not_arrays,
+        "Give them the sharding None, or keep them out of the tree.",
+    )
+    raise_listed(ValueError, f"{caller}: these arrays cannot be placed:", obstacles)

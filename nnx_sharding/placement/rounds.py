@@ -48,13 +48,12 @@ class Round(NamedTuple):
 class Rounds(Iterator[Round]):
     """Global batches, made by whichever thread asks for them.
 
-    In each round this process loads its rows, all processes exchange how many they have, and each
-    decides by the same answers, so that all decide alike.
+    All processes exchange how many rows they have loaded, and decide alike by the same answers.
     """
 
     def __init__(self, source: Iterator[Any], options: BatchOptions, agreement: Agreement):
         self._source, self._options, self._agreement = source, options, agreement
-        # The setting of the user's thread, which other threads do not see.
+        # Read in the user's thread, since other threads do not see it.
         self._x64 = bool(jax.config.read("jax_enable_x64"))
         self._count = 0
         self._has_ended = False
@@ -167,9 +166,8 @@ class Rounds(Iterator[Round]):
         return uneven == "pad" or not any(missing)
 
     def _describe(self, counts: Counts, what: str) -> str:
-        each = ", ".join(f"{n or 0} on process {p}" for p, n in counts.items())
         [*others, last] = counts.values()
-        rows = f"these rows: {each}" if others else f"{last} rows"
+        rows = f"these rows: {_by_process(counts)}" if others else f"{last} rows"
         full = sorted({len(held) for held in self._sharding.held.values()})
         return (
             f"{_NAME}: batch {self._count - 1} (from 0) has {rows}, {what} than "
@@ -180,17 +178,18 @@ class Rounds(Iterator[Round]):
         """The global batch, with its mask if there is one."""
         leaves, held = self._sharding.leaves, self._sharding.held
         fillers = self._fillers or [None] * len(leaves)
-        if arrays is None:
-            pairs = zip(fillers, leaves, strict=True)
-            arrays = [x[:0] if leaf.has_rows else x for x, leaf in pairs]
         full = len(held[jax.process_index()])
         arrays = [
             padded(x, full, filler) if leaf.has_rows else x
-            for x, filler, leaf in zip(arrays, fillers, leaves, strict=True)
+            for x, filler, leaf in zip(arrays or fillers, fillers, leaves, strict=True)
         ]
         mask = _mask(self._sharding, counts) if self._options.uneven == "pad" else None
         with jax.enable_x64(self._x64):
             return self._sharding.place(arrays, mask)
+
+
+def _by_process(counts: Counts) -> str:
+    return ", ".join(f"{rows or 0} on process {process}" for process, rows in counts.items())
 
 
 def _mask(sharding: BatchSharding, counts: Counts) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -199,9 +198,8 @@ def _mask(sharding: BatchSharding, counts: Counts) -> np.ndarray[Any, np.dtype[n
     for process, rows in counts.items():
         mask[sharding.held[process][rows or 0 :]] = False
     if not all(mask[sharding.held[p][: n or 0]].all() for p, n in counts.items()):
-        each = ", ".join(f"{n or 0} on process {p}" for p, n in counts.items())
         raise ValueError(
-            f"{_NAME}: processes that hold the same rows have different numbers of them: {each}. "
-            "Load on each the rows of process_rows(sharding, batch_size)."
+            f"{_NAME}: processes that hold the same rows have different numbers of them: "
+            f"{_by_process(counts)}. Load on each the rows of process_rows(sharding, batch_size)."
         )
     return mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import jax
@@ -36,12 +36,11 @@ def process_rows(
       batch_size: the number of rows of the global batch.
       process: the index of a process; None for this one.
       mesh: the mesh of a ``PartitionSpec``; None for the mesh in context.
-      process_of: maps a device to its process; None for the actual one. With another function you
-        can plan for processes that do not exist yet.
+      process_of: maps a device to its process, to plan for processes that do not exist yet; None
+        for the actual one.
 
     Returns:
-      A slice where the rows are contiguous, else their indices in ascending order. Either selects
-      from an array of all rows.
+      A slice where the rows are contiguous, else their indices in ascending order.
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
@@ -50,15 +49,11 @@ def process_rows(
         evenly, or the process has none of the devices.
 
     Example:
-      >>> import jax
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import process_rows
       >>> mesh = make_mesh({"model": 2, "data": 4})
-      >>> process_rows(P("data"), 32, mesh=mesh)  # a single process loads all rows
-      slice(0, 32, None)
-      >>> of_two = lambda device: device.id % 4 // 2  # as if there were two processes
-      >>> process_rows(P("data"), 32, 1, mesh=mesh, process_of=of_two)
+      >>> process_rows(P("data"), 32, 1, mesh=mesh, process_of=lambda device: device.id % 4 // 2)
       slice(16, 32, None)
     """
     check_integer("process_rows", "batch_size", batch_size)
@@ -75,20 +70,27 @@ def process_rows(
         )
     process = jax.process_index() if process is None else process
     held = rows_by_process(concrete, int(batch_size), process_of)
-    if process not in held:
-        raise ValueError(
-            f"process_rows: process {process} has none of the devices of the sharding; the "
-            f"processes that have some are {', '.join(map(str, held))}."
-        )
+    check_process("process_rows", process, held)
     selected = held[process]
     first, end = int(selected[0]), int(selected[-1]) + 1
     return slice(first, end) if end - first == len(selected) else selected
 
 
-def check_integer(caller: str, option: str, value: Any) -> None:
-    """Raises an error if the value of an option is not an integer."""
+def check_integer(caller: str, option: str, value: Any, least: int | None = None) -> None:
+    """Raises an error if the value of an option is not an integer, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{caller}: {option} is an integer, not {value!r}.")
+    if least is not None and value < least:
+        raise ValueError(f"{caller}: {option} is at least {least}, not {value}.")
+
+
+def check_process(caller: str, process: int, processes: Collection[int]) -> None:
+    """Raises an error if a process has none of the devices that a sharding needs."""
+    if process not in processes:
+        raise ValueError(
+            f"{caller}: process {process} has none of the devices of the sharding; the processes "
+            f"that have some are {', '.join(map(str, processes))}."
+        )
 
 
 def check_has_devices(caller: str, sharding: Any) -> None:

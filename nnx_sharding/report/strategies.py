@@ -20,7 +20,7 @@ from ..analysis.units import read_bytes
 from ..graph import merge, split
 from ..jit import jit
 from ..lifted import Lifted
-from ..partition.virtual import planning_mesh
+from ..partition.mesh import planning_mesh
 from ..state_sharding import StateSharding
 from .comparison import Comparison, Failure
 from .program import ProgramReport

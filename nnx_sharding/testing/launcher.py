@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..partition.virtual import MOST_DEVICES
+from ..partition.mesh import MOST_DEVICES
 from . import worker
 from .output import Output
 
