@@ -34,10 +34,10 @@ test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples
 coverage: $(VENV)/.installed-tests  ## run all tests and show which lines and branches they miss
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
-# Only the walk differs, so these are the tests that it can break.
-WALK_TESTS := guard guard_machine graph_faults life memory modes references statics
+# Only the walk differs, so these are the tests that it can break. Slow ones compare both walks.
+WALK_TESTS := guard graph_faults life memory modes references statics
 test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the C extension
-	NNX_SHARDING_PURE_PYTHON=1 $(PYTEST) $(PYTEST_ARGS) \
+	NNX_SHARDING_PURE_PYTHON=1 $(PYTEST) -m "not slow" $(PYTEST_ARGS) \
 	  $(WALK_TESTS:%=tests/test_%.py)
 
 test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, for 10,000 steps
@@ -69,14 +69,14 @@ MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PR
 test-modes: $(VENV)/.installed-tests  ## run the core tests with other options of JAX and Flax
 	@failed=; for mode in $(MODES); do echo "== $$mode"; \
 	  case $$mode in NNX*) tests="$(GRAPHS)";; *) tests="$(NUMBERS)";; esac; \
-	  env $$mode $(PYTEST) $(PYTEST_ARGS) $$(printf 'tests/test_%s.py ' $$tests) || \
+	  env $$mode $(PYTEST) -m "not slow" $(PYTEST_ARGS) $$(printf 'tests/test_%s.py ' $$tests) || \
 	    failed="$$failed $$mode"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
-	$(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)" -- $(PYTEST_ARGS) $(CORE_TESTS) \
-	  tests/test_random_programs.py tests/test_static_programs.py tests/test_life.py \
-	  tests/test_graph_faults.py tests/test_checkpoint_processes.py::CheckpointProcessesTest::test_a_hundred_arrays
+	$(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)" -- -m "not slow or oldest" \
+	  $(PYTEST_ARGS) $(CORE_TESTS) tests/test_static_programs.py tests/test_life.py \
+	  tests/test_graph_faults.py tests/test_checkpoint_processes.py
 
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
 	$(BIN)/nox --session tests -- $(PYTEST_ARGS)

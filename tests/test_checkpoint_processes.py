@@ -54,6 +54,7 @@ class CheckpointProcessesTest(absltest.TestCase):
         self.assertIn(start, (3, 4))
         self.assertEqual(losses, want[start:])
 
+    @pytest.mark.oldest
     def test_a_hundred_arrays(self):
         for processes in 2, 3:
             many = {"worker": WORKER.with_name("many.py"), "devices": 2 * processes}
