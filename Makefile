@@ -19,7 +19,7 @@ BENCH_ARGS ?=
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help demo test coverage test-python test-guard test-modes test-oldest test-matrix
-.PHONY: asan lint types docs links package check bench clean
+.PHONY: asan lint types docs links package wheels check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ links: $(VENV)/.installed-docs  ## check the links to other sites
 
 package: $(VENV)/.installed-package  ## build sdist and wheel, and try them in an empty environment
 	$(BIN)/python tools/try_package.py
+
+wheels: $(VENV)/.installed-wheels  ## build wheels for this platform (on Linux in containers)
+	$(BIN)/python -m cibuildwheel --output-dir dist
 
 check: lint types docs coverage test-python test-guard test-modes test-oldest package  ## run all gates
 

@@ -1,5 +1,7 @@
 """The C extension; all else about the package is in pyproject.toml."""
 
+import os
+
 from setuptools import Extension, setup
 
 setup(
@@ -8,7 +10,7 @@ setup(
         Extension(
             "nnx_sharding.core.guard._walk",
             sources=["nnx_sharding/core/guard/_walk.c"],
-            optional=True,
+            optional=os.environ.get("NNX_SHARDING_BUILD") != "required",
         )
     ],
 )

@@ -1,6 +1,7 @@
 """The guard: it holds only where splitting again would give the same, and both walks agree."""
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -359,6 +360,14 @@ class TestCWalk:
         monkeypatch.delattr(_walk, "FIELDS")
         with pytest.raises(RuntimeError, match="build_ext"):
             walk_module._load_walk()
+
+    @pytest.mark.parametrize("pure", ["", "1"])
+    def test_without_the_extension(self, pure, monkeypatch, caplog):
+        monkeypatch.setenv("NNX_SHARDING_PURE_PYTHON", pure)
+        monkeypatch.setitem(sys.modules, "nnx_sharding.core.guard._walk", None)
+        monkeypatch.delattr(sys.modules["nnx_sharding.core.guard"], "_walk")
+        assert walk_module._load_walk() is PythonWalk
+        assert ("without its C extension" in caplog.text) == (not pure)
 
     def test_set_up_needs_all_slots(self):
         from nnx_sharding.core.guard import _walk

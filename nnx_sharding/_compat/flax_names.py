@@ -14,7 +14,7 @@ from flax.errors import TraceContextError as TraceContextError
 from flax.nnx import extract, graphlib, pytreelib, variablelib
 from flax.typing import HashableMapping as HashableMapping
 
-from .jax_names import ArrayImpl, private_name, trace_is_clean
+from .jax_names import ArrayImpl, private_name
 
 # Without this, `nnx.cached_partial` has no cache.
 _graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
@@ -77,12 +77,12 @@ class NodeItems(NamedTuple):
     metadata: Any  # what else belongs to the node, hashable
 
 
-def node_items(node: Any) -> NodeItems:
-    """The attributes of a node."""
-    if not trace_is_clean():
+def node_items(node: Any, *, tracing: bool) -> NodeItems:
+    """The attributes of a node; ``tracing`` is whether JAX is."""
+    if tracing:
         _adopt_tracers(node)
     node_type = type(node)
-    if nnx.Pytree in node_type.__mro__ and not getattr(node_type, "_pytree__has_int_keys", True):
+    if _has_plain_items(node_type):
         # What the general way below does for these types, several times as fast.
         own = vars(node)
         keys = sorted(own)
@@ -103,6 +103,10 @@ def node_items(node: Any) -> NodeItems:
         [marks.get(type(x)) for _, x in pairs],
         metadata,
     )
+
+
+def _has_plain_items(node_type: type) -> bool:
+    return nnx.Pytree in node_type.__mro__ and not getattr(node_type, "_pytree__has_int_keys", True)
 
 
 def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
@@ -151,6 +155,14 @@ def is_pytree_type(node_type: type) -> bool:
 # What Flax notes on a Pytree while it is set up: a pytree without leaves, but not a constant.
 _initializing: Any = private_name("flax.nnx.pytreelib", "PytreeState._initializing")
 _is_setup: Any = private_name("flax.nnx.pytreelib", "PytreeState._is_setup")
+
+
+def node_flags_of(attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """The flags of the node state among some attributes."""
+    state = attributes.get(_STATE)
+    return node_flags(state) if is_node_state(state) else ()
+
+
 new_node_state: Callable[..., Any] = pytreelib.PytreeState
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from .structure import (
     StaticEntry,
     Structure,
     VariableEntry,
+    children_of,
     is_leaf_treedef,
     parts_of,
 )
@@ -48,6 +51,7 @@ def flatten(
     statics: Sequence[Any] = (),
     held: bool = True,
     borrowed: Set[int] = frozenset(),
+    snapshot: Snapshot | None = None,
 ) -> Flat:
     """Flattens a pytree of NNX objects, arrays and scalars; changes nothing.
 
@@ -62,11 +66,12 @@ def flatten(
       statics: static arguments.
       held: whether the structure keeps static objects alive that are compared by identity.
       borrowed: the ids of objects that it does not keep alive in any case.
+      snapshot: the known objects as they were before; those that are unchanged keep their entries.
 
     Raises:
       ValueError: in tree mode, an object is not a pytree, or ``tree`` is not one.
     """
-    flattener = _Flattener(graph, known or (), held, borrowed)
+    flattener = _Flattener(graph, known or (), held, borrowed, snapshot)
     root_slots: list[int] = []
     # JAX has a rule of its own against passing a ref twice; results may share one.
     root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
@@ -87,13 +92,71 @@ def flatten(
     return Flat(structure, flattener.leaves, flattener.objects)
 
 
+class Snapshot:
+    """Objects before a function may change them, to see afterwards which of them it left alone."""
+
+    def __init__(self, structure: Structure, objects: Sequence[Any]):
+        self._entries: Sequence[Any] = structure.entries
+        self._contents = [
+            _content(obj) if _shows_changes(entry, slots, obj) else None
+            for entry, slots, obj in zip(self._entries, structure.slots, objects, strict=True)
+        ]
+
+    def entry_of(self, index: int, obj: Any) -> NodeEntry | VariableEntry | None:
+        """The entry of an object that is as it was, but for the array of a Variable; else None."""
+        before = self._contents[index] if index < len(self._contents) else None
+        if before is None:
+            return None
+        entry: NodeEntry | VariableEntry = self._entries[index]
+        if type(obj) is not entry.type:
+            return None
+        (names, values), (old_names, old_values) = _content(obj), before
+        is_same = names == old_names and all(map(operator.is_, values, old_values))
+        return entry if is_same else None
+
+
+def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
+    """Whether nothing in an object can change unless its content does."""
+    if isinstance(entry, VariableEntry):
+        return entry.value is LEAF
+    if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
+        return False
+    return all(
+        isinstance(child, int | Static) or child in _all_node_states() for child in entry.children
+    )
+
+
+@functools.cache
+def _all_node_states() -> tuple[Container, ...]:
+    return tuple(map(_node_state, itertools.product((False, True), repeat=2)))
+
+
+def _content(obj: Any) -> tuple[list[str], list[Any]]:
+    """The attributes of a module, or the metadata of a Variable and what kind of value it has."""
+    if _compat.is_variable(obj):
+        metadata = _compat.get_metadata(obj)
+        is_array = isinstance(_compat.get_value(obj), jax.Array)
+        return [*metadata], [*metadata.values(), is_array]
+    attributes = _compat.get_dict(obj)
+    return [*attributes], [*attributes.values(), *_compat.node_flags_of(attributes)]
+
+
 class _Flattener:
     """One walk over a graph. Entries are in the order of discovery, depth first."""
 
-    def __init__(self, graph: bool, known: Sequence[Any], held: bool, borrowed: Set[int]):
+    def __init__(
+        self,
+        graph: bool,
+        known: Sequence[Any],
+        held: bool,
+        borrowed: Set[int],
+        snapshot: Snapshot | None,
+    ):
         self.graph = graph
         self.held = held
         self.borrowed = borrowed
+        self.snapshot = snapshot
+        self.tracing = not _compat.trace_is_clean()
         self.objects: list[Any] = list(known)
         self.index = {id(obj): i for i, obj in enumerate(known)}
         self.entries: list[Entry | None] = [None] * len(known)
@@ -104,6 +167,7 @@ class _Flattener:
         self._pending: list[int] = []
         # By id, with the value itself: another object could get its id otherwise.
         self._statics: dict[int, tuple[Static | Group, Any]] = {}
+        self._metadata: dict[tuple[Any, ...], tuple[tuple[tuple[str, Child], ...], list[Any]]] = {}
 
     def link(self, obj: Any) -> int:
         """The index of an object, which is to be described if this is the first link to it."""
@@ -113,10 +177,13 @@ class _Flattener:
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append([])
+        self._link(index)
+        return index
+
+    def _link(self, index: int) -> None:
         if index not in self._linked:
             self._linked.add(index)
             self._pending.append(index)
-        return index
 
     def describe_pending(self) -> None:
         """Describes all linked objects, and those that they link to, children before siblings."""
@@ -128,16 +195,19 @@ class _Flattener:
             self.entries[index] = self._describe(index, self.objects[index], self.slots[index])
 
     def _describe(self, index: int, obj: Any, slots: list[int]) -> Entry:
+        entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
+        if entry is not None:
+            for child in children_of(entry):
+                if type(child) is int:
+                    self._link(child)
+            if isinstance(entry, VariableEntry):
+                self._leaf(_compat.get_value(obj), slots)
+            return entry
         if _compat.is_variable(obj):
-            metadata = sorted(_compat.get_metadata(obj).items())
-            value = _compat.get_value(obj)
-            return VariableEntry(
-                type(obj),
-                tuple([(name, self.static(setting)) for name, setting in metadata]),
-                self._leaf(value, slots)
-                if type(value) is _compat.ArrayImpl
-                else self.pytree(value, slots),
-            )
+            metadata, value = self._describe_metadata(obj), _compat.get_value(obj)
+            is_array = type(value) is _compat.ArrayImpl
+            child = self._leaf(value, slots) if is_array else self.pytree(value, slots)
+            return VariableEntry(type(obj), metadata, child)
         if _compat.is_node(obj):
             return self._describe_node(obj, slots)
         content = content_of(obj)
@@ -152,13 +222,26 @@ class _Flattener:
         parts = [Static.of(part, hold=self._holds(part)) for part in content.parts]
         return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
 
+    def _describe_metadata(self, variable: Any) -> tuple[tuple[str, Child], ...]:
+        """The metadata of a Variable: the same tuple for all that hold the same objects."""
+        metadata = _compat.get_metadata(variable)
+        values = [*metadata.values()]
+        key = (*metadata, *map(id, values))
+        known = self._metadata.get(key)
+        if known is None:
+            items = sorted(metadata.items())
+            known = tuple([(name, self.static(setting)) for name, setting in items]), values
+            if all(isinstance(child, Static) for _, child in known[0]):  # else each is a link
+                self._metadata[key] = known
+        return known[0]
+
     def _describe_node(self, obj: Any, slots: list[int]) -> Entry:
         if not self.graph and not _compat.is_pytree_type(type(obj)):
             raise ValueError(
                 f"{type(obj).__name__} is declared with pytree=False, so it cannot be used "
                 "with graph=False. Use graph=True, or make the class a pytree."
             )
-        items = _compat.node_items(obj)
+        items = _compat.node_items(obj, tracing=self.tracing)
         children: list[Child] = []
         for value, is_data in zip(items.values, items.is_data, strict=True):
             if is_data is False:
@@ -166,7 +249,7 @@ class _Flattener:
             elif _compat.is_graph_object(value):
                 child = self.link(value)
             elif _compat.is_node_state(value):
-                child = _node_state(_compat.node_flags(value))
+                child = node_state(value)
             else:
                 # Flax makes a value that was put under nnx.data an array, whatever its type.
                 all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
@@ -243,9 +326,13 @@ class _Flattener:
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
+def node_state(value: Any) -> Container:
+    """The child for Flax's note on how far a module is set up: a pytree without leaves."""
+    return _node_state(_compat.node_flags(value))
+
+
 @functools.cache
 def _node_state(flags: tuple[bool, bool]) -> Container:
-    """The child for Flax's note on how far a module is set up: a pytree without leaves."""
     return Container(jax.tree_util.tree_structure(_compat.new_node_state(*flags)), ())
 
 

@@ -23,7 +23,7 @@ from ..fitting import OnIndivisible, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
-from .flatten import Flat, flatten
+from .flatten import Flat, Snapshot, flatten
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
@@ -154,6 +154,7 @@ class Pure(NamedTuple):
     def _called(self, fun: Any, leaves: Sequence[Any], built: Built) -> Any:
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
+        snapshot = Snapshot(self.structure, built.objects)
         out = fun(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
@@ -164,6 +165,7 @@ class Pure(NamedTuple):
             known=built.objects,
             describe_known=lambda obj: self.updates or not _compat.is_node(obj),
             borrowed=borrowed.union(id(built.objects[i]) for i in self.structure.static_indices()),
+            snapshot=snapshot,
         )
         name = self.transform.name
         check_objects(

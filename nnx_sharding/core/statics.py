@@ -69,7 +69,10 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
     if issubclass(kind, tuple | frozenset) and not has_state(kind):
         return _key_of_all(kind, value)
     if kind is _compat.HashableMapping:
-        items = [(key, value_key(part)) for key, part in _compat.mapping_items(value)]
+        mapping = _compat.mapping_items(value)
+        if all(type(part) is bool for _, part in mapping):  # which attributes are data
+            return kind, bool, frozenset(mapping)
+        items = [(key, value_key(part)) for key, part in mapping]
         return None if any(key is None for _, key in items) else (kind, frozenset(items))
     if kind is slice or kind is range:
         return _key_of_all(kind, (value.start, value.stop, value.step))

@@ -167,7 +167,11 @@ class Structure:
                 entry, variable, slots = self.entries[child], None, iter(self.slots[child])
                 value = entry.value if isinstance(entry, VariableEntry) else None
                 if isinstance(entry, NodeEntry):
-                    parts = parts_of(entry)
+                    parts = {
+                        (key,): part
+                        for key, part in zip(entry.keys, entry.children, strict=True)
+                        if not isinstance(part, Static)
+                    }
                 elif isinstance(value, int) and isinstance(self.entries[value], RefEntry):
                     seen.add(value)
                     yield Location(path, child, self.slots[value])

@@ -59,6 +59,8 @@ def check_objects(
     }
     for index, entry in enumerate(structure.entries):
         old = before.entries[index] if index < count else None
+        if old is entry and old is not None:
+            continue
         places[Problem.TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, borrowed))
         if isinstance(entry, NodeEntry | VariableEntry):
             if old is None and not _compat.can_update(after.objects[index]):

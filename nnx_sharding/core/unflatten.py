@@ -55,8 +55,11 @@ def unflatten(
     """
     existing = existing or {}
     existing = {**existing, **_originals(structure, existing, share)}
+    plain: dict[int, dict[str, Any]] = {}  # static metadata, which many Variables share
     objects: list[Any] = [
-        existing[index] if index in existing else _new_object(entry, structure, index, leaves)
+        existing[index]
+        if index in existing
+        else _new_object(entry, plain, structure.slots[index], leaves)
         for index, entry in enumerate(structure.entries)
     ]
     for index, entry in enumerate(structure.entries):
@@ -64,7 +67,7 @@ def unflatten(
             continue
         arrays = (leaves[slot] for slot in structure.slots[index])
         if isinstance(entry, VariableEntry):
-            if any(not isinstance(setting, Static) for _, setting in entry.metadata):
+            if len(plain[id(entry.metadata)]) < len(entry.metadata):  # it links to objects
                 _compat.set_metadata(objects[index], _metadata(entry, objects))
             _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
         elif isinstance(entry, NodeEntry):
@@ -75,17 +78,22 @@ def unflatten(
     return Built(assemble(structure.root, root_leaves, objects), objects)
 
 
-def _new_object(entry: Any, structure: Structure, index: int, leaves: Sequence[Any]) -> Any:
+def _new_object(
+    entry: Any, plain: dict[int, dict[str, Any]], slots: Sequence[int], leaves: Sequence[Any]
+) -> Any:
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)
     if isinstance(entry, VariableEntry):
-        plain = {name: part.value for name, part in entry.metadata if isinstance(part, Static)}
-        return _compat.new_variable(entry.type, plain)
+        settings = plain.get(id(entry.metadata))
+        if settings is None:
+            pairs = ((name, x.value) for name, x in entry.metadata if isinstance(x, Static))
+            settings = plain[id(entry.metadata)] = dict(pairs)
+        return _compat.new_variable(entry.type, settings)
     if isinstance(entry, StaticEntry):
         return make_empty(entry.kind)
     if entry is None:
         return None
-    leaf = leaves[structure.slots[index][0]]
+    leaf = leaves[slots[0]]
     # An abstract value stays one: there is nothing yet that a ref could refer to.
     is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
     is_ref = _compat.is_ref(leaf) or _compat.is_hijax_variable(leaf)
@@ -223,6 +231,8 @@ def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int,
     entry, slots = structure.entries[index], iter(structure.slots[index])
     children: dict[Any, Child] = {}
     if isinstance(entry, NodeEntry):
+        if not structure.slots[index]:
+            return {key: (child, ()) for key, child in zip(entry.keys, entry.children, strict=True)}
         children = dict(zip(entry.keys, entry.children, strict=True))
     elif isinstance(entry, VariableEntry | RefEntry):
         children = {"value": getattr(entry, "value", LEAF)}

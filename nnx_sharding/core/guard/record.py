@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from ... import _compat
-from ..flatten import Flat, aux_of
+from ..flatten import Flat, aux_of, node_state
 from ..signature import Call
 from ..static_forms import has_only_dict
 from ..statics import Static, opened
@@ -130,7 +130,8 @@ class _Builder:
         self._known = flat.objects
         self._stream: list[Any] = []
         self._steps: list[Step] = []
-        self._pending: dict[Kind, list[tuple[int, Sequence[_Want]]]] = {}
+        self._pending: dict[Kind, list[tuple[int, Sequence[Any], Sequence[Sequence[int]]]]] = {}
+        self._compared: dict[int, Static] = {}  # by the id of a value: the static that it equals
         self._frozen: list[int] = []
         self._mentions: dict[int, int] = {}  # to the number of the first one of the same object
         self._first_mentions: dict[int, int] = {}
@@ -160,36 +161,44 @@ class _Builder:
         while self._pending:
             kinds = sorted(self._pending.keys() - LATE_KINDS) or sorted(self._pending)
             for kind, group in [(kind, self._pending.pop(kind)) for kind in kinds]:
-                positions = tuple(position for position, _ in group)
+                positions, children, slots = zip(*group, strict=True)
                 names, parts = OPEN[kind]([self._stream[position] for position in positions])
                 self._steps.append(Step(kind, positions, tuple(names)))
-                wants = chain.from_iterable(wants for _, wants in group)
-                for part, (child, slots) in zip([*parts], wants, strict=True):
-                    self._add(part, child, slots)
+                wants = map(chain.from_iterable, (children, slots))
+                for part, child, own_slots in zip([*parts], *wants, strict=True):
+                    self._add(part, child, own_slots)
 
-    def _open_later(self, kind: Kind, position: int, wants: Sequence[_Want]) -> None:
-        self._pending.setdefault(kind, []).append((position, wants))
+    def _open_later(
+        self,
+        kind: Kind,
+        position: int,
+        children: Sequence[Any],
+        slots: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """What an item holds will be compared with ``children``, which have these slots."""
+        slots = ((),) * len(children) if slots is None else slots
+        self._pending.setdefault(kind, []).append((position, children, slots))
 
     def _add(self, value: Any, child: Any, slots: Sequence[int]) -> None:
         """Appends a value to the stream for which the structure has ``child``."""
-        if type(child) is Container and flatten_tree(value)[1] != child.treedef:
-            raise _NotGuardedError
         position = len(self._stream)
         self._stream.append(value)
-        if isinstance(child, Container):
-            self._add_tree(position, value, child, slots)
-        elif child is LEAF:
-            if isinstance(value, jax.core.Tracer):
-                raise _NotGuardedError
-            self._leaves[slots[0]] = position
-        elif isinstance(child, Static):
-            if Static.of(value, hold=False) != child:
-                raise _NotGuardedError
+        if type(child) is Static:
+            if self._compared.get(id(value)) is not child:
+                if Static.of(value, hold=False) != child:
+                    raise _NotGuardedError
+                self._compared[id(value)] = child
             if child.by_identity:
                 self.identities[id(value)] = value
                 self._mentions[position] = -1
             else:
                 self._frozen.append(position)
+        elif isinstance(child, Container):
+            self._add_tree(position, value, child, slots)
+        elif child is LEAF:
+            if isinstance(value, jax.core.Tracer):
+                raise _NotGuardedError
+            self._leaves[slots[0]] = position
         elif child is _AS_IT_IS or child is _TRACE:
             self._frozen.append(position)
             if child is _TRACE:
@@ -200,30 +209,34 @@ class _Builder:
             self._mention(position, value, child)
 
     def _add_tree(self, position: int, value: Any, tree: Container, slots: Sequence[int]) -> None:
-        if value is None:
-            self._frozen.append(position)
-            return
         if _compat.is_node_state(value):
+            if node_state(value) != tree:
+                raise _NotGuardedError
             self._frozen.append(position)  # as an object: its trace does not change
             self._traces.append(position)
             for kind in (Kind.INITIALIZING, Kind.IS_SETUP):
-                self._open_later(kind, position, [(_AS_IT_IS, ())])
+                self._open_later(kind, position, (_AS_IT_IS,))
+            return
+        if type(tree) is Container and flatten_tree(value)[1] != tree.treedef:
+            raise _NotGuardedError
+        if value is None:
+            self._frozen.append(position)
             return
         items = _compat.own_items(value)
         if items is None:  # a pytree of a type that only JAX can open
-            leaves = [*_with_slots(tree.children, slots)]
-            self._open_later(Kind.TREE, position, [*leaves, *((aux, ()) for aux in tree.aux)])
+            wants = [*_with_slots(tree.children, slots), *((aux, ()) for aux in tree.aux)]
+            kind = Kind.TREE
         elif isinstance(items, dict):
-            wants = dict(zip(sorted(items), _subtrees(tree, slots), strict=True))
+            by_key = dict(zip(sorted(items), _subtrees(tree, slots), strict=True))
+            wants = [by_key[key] for key in items]
             kind = Kind.DICT if type(value) is dict else Kind.STATE
-            self._open_later(kind, position, [wants[key] for key in items])
         else:
-            self._open_later(Kind.SEQUENCE, position, _subtrees(tree, slots))
+            wants, kind = _subtrees(tree, slots), Kind.SEQUENCE
+        self._open_later(kind, position, [want[0] for want in wants], [want[1] for want in wants])
 
     def _mention(self, position: int, value: Any, index: int) -> None:
         entry, slots = self._structure.entries[index], self._structure.slots[index]
-        can_update = isinstance(entry, StaticEntry) or _compat.can_update(value)
-        if self._known[index] is not value or not can_update:
+        if self._known[index] is not value:
             raise _NotGuardedError
         is_pinned = isinstance(entry, StaticEntry) and entry.identity is not None
         number = self._first_mentions.setdefault(index, len(self._mentions))
@@ -232,15 +245,18 @@ class _Builder:
             return
         self._objects[index] = position
         if isinstance(entry, NodeEntry) and _compat.is_plain_pytree(value):
-            attributes = {str(key): want for key, want in parts(self._structure, index).items()}
-            wants = _in_order(attributes, _compat.get_dict(value))
-            self._open_later(Kind.NODE, position, wants)
+            content, keys = _compat.get_dict(value), [*map(str, entry.keys)]
+            self._open_later(
+                Kind.NODE,
+                position,
+                _in_order(dict(zip(keys, entry.children, strict=True)), content),
+                self._slots_in_order(index, content) if slots else None,
+            )
         elif isinstance(entry, VariableEntry) and type(value) is entry.type:
-            metadata = {key: (child, ()) for key, child in entry.metadata}
-            wants = _in_order(metadata, _compat.get_metadata(value))
-            self._open_later(Kind.METADATA, position, wants)
-            self._open_later(Kind.VALUE, position, [(entry.value, slots)])
-            self._open_later(Kind.TRACE, position, [(_TRACE, ())])
+            children = _in_order(dict(entry.metadata), _compat.get_metadata(value))
+            self._open_later(Kind.METADATA, position, children)
+            self._open_later(Kind.VALUE, position, (entry.value,), (slots,))
+            self._open_later(Kind.TRACE, position, (_TRACE,))
         elif isinstance(entry, RefEntry) and _compat.is_ref(value):
             self._leaves[slots[0]] = position
         elif isinstance(entry, StaticEntry):
@@ -250,24 +266,29 @@ class _Builder:
         else:
             raise _NotGuardedError
 
+    def _slots_in_order(self, index: int, content: dict[str, Any]) -> list[Sequence[int]]:
+        by_name = {str(key): slots for key, (_, slots) in parts(self._structure, index).items()}
+        return [by_name[name] for name in content]
+
     def _add_static(self, position: int, value: Any, entry: StaticEntry | Group) -> None:
         if opened(value)[1] != (entry.kind, len(entry.children)):
             raise _NotGuardedError
-        wants: list[_Want] = [(child, ()) for child in entry.children]
         if type(value) in (list, tuple):
-            self._open_later(Kind.SEQUENCE, position, wants)
+            self._open_later(Kind.SEQUENCE, position, entry.children)
         elif type(value) is dict and {str, int}.issuperset(map(type, value)):
             if [*map(Static.of, value)] != [*entry.children[::2]]:
                 raise _NotGuardedError
-            self._open_later(Kind.DICT, position, wants[1::2])
+            self._open_later(Kind.DICT, position, entry.children[1::2])
         else:
             kind = Kind.NODE if has_only_dict(value) else Kind.STATIC
-            self._open_later(kind, position, wants)
+            self._open_later(kind, position, entry.children)
 
     def recipe_and_pins(self) -> tuple[Recipe, Pins]:
         """The way that was walked, and what was there."""
         structure, stream = self._structure, self._stream
         if len(self._leaves) != structure.num_leaves or len(self._objects) != len(self._known):
+            raise _NotGuardedError
+        if not _compat.are_current(stream[position] for position in self._traces):
             raise _NotGuardedError
         leaves = tuple(self._leaves[slot] for slot in range(structure.num_leaves))
         opened_at = chain.from_iterable(step.positions for step in self._steps)
@@ -289,11 +310,11 @@ class _Builder:
         return recipe, Pins(frozen, ids_of([stream[position] for position in self._mentions]))
 
 
-def _in_order(wants: Mapping[str, _Want], content: dict[str, Any]) -> list[_Want]:
+def _in_order(children: Mapping[str, Any], content: dict[str, Any]) -> list[Any]:
     """What the structure has for the values of a dict, in its order."""
-    if wants.keys() != content.keys():
+    if children.keys() != content.keys():
         raise _NotGuardedError
-    return [wants[key] for key in content]
+    return [children[key] for key in content]
 
 
 def _with_slots(children: Sequence[Child], slots: Sequence[int]) -> Iterator[_Want]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import enum
 import functools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -239,9 +240,17 @@ def same_value(value: Any, other: Any) -> bool:
 
 
 def _load_walk() -> Any:
+    is_pure = bool(os.environ.get("NNX_SHARDING_PURE_PYTHON"))
     try:
         from . import _walk
-    except ImportError:  # there was no compiler
+    except ImportError as error:
+        if not is_pure:
+            logging.getLogger("nnx_sharding").warning(
+                "nnx_sharding was installed without its C extension (%s), so calls are slower. "
+                "Install a wheel, or a C compiler and nnx_sharding again. "
+                "NNX_SHARDING_PURE_PYTHON=1 silences this.",
+                error,
+            )
         return PythonWalk
     fields = {shared.__name__: shared._fields for shared in (Step, Recipe, Pins)}
     if getattr(_walk, "FIELDS", None) != {"Kind": tuple(Kind.__members__), **fields}:
@@ -256,7 +265,7 @@ def _load_walk() -> Any:
         same_value=same_value,
         **_compat.SLOTS,
     )
-    return PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else _walk.Walk
+    return PythonWalk if is_pure else _walk.Walk
 
 
 Walk: Any = _load_walk()
