@@ -75,20 +75,106 @@ SMOKE = Sizes(
 )
 
 
-def measure_forward(name: str, blocks: int, repeats: int, targets: tuple[Target, ...]) -> Row:
-    program = models.forward(blocks)
+def measure_forward(
+    name: str, blocks: int, repeats: int, targets: tuple[Target, ...], config: str = "bare"
+) -> Row:
+    program = models.forward(blocks, config=config)
     figures = time_calls(ways.jit_ways(program), repeats, FLOOR, [OURS]).returned
     title = f"forward with one counter updated: {_size(blocks)}, until the call returns"
+    if config != "bare":
+        title += f"; each block has its configuration: {config}"
     return Row(name, title, "µs", figures, FLOOR, OURS, targets)
 
 
+def configured(sizes: Sizes) -> Iterator[Row]:
+    for config, must, aim in (
+        ("frozen dataclass", 1.6, 1.3),
+        ("dataclass", 1.8, 1.4),
+        ("one shared dataclass", 1.8, 1.4),
+        ("list", 1.8, 1.4),
+    ):
+        name = f"configured {config}".replace(" ", "_")
+        targets = (at_most(must, aim, FLOOR),)
+        yield measure_forward(name, sizes.large, sizes.repeats, targets, config)
+
+
+def deep(sizes: Sizes) -> Iterator[Row]:
+    """Only the floor and ours: compiling takes minutes for each way."""
+    for blocks, config, must, aim in (
+        (10 * sizes.large, "bare", 1.5, 1.25),
+        (10 * sizes.large, "frozen dataclass", 1.6, 1.35),
+        (40 * sizes.large, "bare", 1.6, 1.3),
+    ):
+        program = models.trivial(blocks)
+        program = program._replace(make=models.forward(blocks, config=config).make)
+        flat = ways.Flat(program)
+        calls: Ways = {
+            FLOOR: flat.way(jax.jit(flat, keep_unused=True)),
+            OURS: functools.partial(
+                nnx_sharding.jit(program.fun, keep_unused=True), *program.make(), *program.data
+            ),
+        }
+        figures = time_calls(calls, max(sizes.repeats // 4, 5), FLOOR, [OURS]).returned
+        title = f"one counter updated: {_size(blocks)}, {config}, until the call returns"
+        name = f"deep_{blocks}_{config}".replace(" ", "_")
+        yield Row(name, title, "µs", figures, FLOOR, OURS, (at_most(must, aim, FLOOR),))
+
+
+def first_call(sizes: Sizes) -> Iterator[Row]:
+    blocks = 40 * sizes.large
+    program = models.trivial(blocks)
+    flat, graphs = ways.Flat(program), program.make()
+    makers: Ways = {
+        FLOOR: lambda: flat.way(jax.jit(lambda *args: flat(*args))),
+        OURS: lambda: functools.partial(
+            nnx_sharding.jit(lambda *args: program.fun(*args)), *graphs, *program.data
+        ),
+        NNX_JIT: lambda: functools.partial(
+            nnx.jit(lambda *args: program.fun(*args)), *graphs, *program.data
+        ),
+    }
+    figures = time_first_calls(makers, max(3, sizes.few // 2))
+    title = f"first call of a function that does nearly nothing: {_size(blocks)}"
+    targets = (at_most(2.0, 1.3, FLOOR),)
+    yield Row("first_call", title, "µs", figures, FLOOR, OURS, targets)
+
+
+def new_models(sizes: Sizes) -> Iterator[Row]:
+    """Each call gets a model that the function has not seen, of a structure that it knows."""
+    program = models.forward(sizes.large)
+    flat, jitted = ways.Flat(program), nnx_sharding.jit(program.fun)
+    theirs, tree = nnx.jit(program.fun), nnx.jit(program.fun, graph=False)
+    count = 4 * (min(sizes.repeats, 50) + 20)  # as warming up takes some
+
+    def fresh(jitted: Callable[..., Any]) -> Way:
+        made = iter([program.make() for _ in range(count)])
+        kept: list[Any] = []
+
+        def call() -> Any:
+            kept.append(next(made))
+            return jitted(*kept[-1], *program.data)
+
+        return call
+
+    calls: Ways = {
+        FLOOR: flat.way(jax.jit(flat)),
+        OURS: fresh(jitted),
+        NNX_JIT: fresh(theirs),
+        NNX_TREE: fresh(tree),
+    }
+    repeats = min(sizes.repeats, 50)
+    figures = time_calls(calls, repeats, FLOOR, [OURS], compare=False).returned
+    title = f"forward of another model at each call: {_size(sizes.large)}, until the call returns"
+    yield Row("new_models", title, "µs", figures, FLOOR, OURS, (at_most(3.0, 2.0, FLOOR),))
+
+
 def forward32(sizes: Sizes) -> Iterator[Row]:
-    targets = (at_most(2.5, 1.5, FLOOR), faster(60, NNX_JIT))
+    targets = (at_most(1.4, 1.2, FLOOR), faster(60, NNX_JIT))
     yield measure_forward("forward32", sizes.large, sizes.repeats, targets)
 
 
 def forward1(sizes: Sizes) -> Iterator[Row]:
-    yield measure_forward("forward1", 1, sizes.repeats, (at_most(3.0, 2.0, FLOOR),))
+    yield measure_forward("forward1", 1, sizes.repeats, (at_most(2.0, 1.6, FLOOR),))
 
 
 def train8(sizes: Sizes) -> Iterator[Row]:
@@ -99,7 +185,7 @@ def train8(sizes: Sizes) -> Iterator[Row]:
         f"training step with Adam: {sizes.small} blocks of width {sizes.width}, batch "
         f"{sizes.batch}, {arrays} arrays, until the loss is ready"
     )
-    targets = (at_most(1.5, 1.2, FLOOR), faster(8, NNX_JIT))
+    targets = (at_most(1.1, 1.05, FLOOR), faster(8, NNX_JIT))
     yield Row("train8", title, "µs", figures, FLOOR, OURS, targets)
 
 
@@ -147,7 +233,22 @@ def sharded32(sizes: Sizes) -> Iterator[Row]:
         f"the same forward with shardings: {_size(sizes.large)}, mesh {_mesh_size(layout.mesh)}, "
         "until the call returns"
     )
-    yield Row("sharded32", title, "µs", figures, FLOOR, OURS, (at_most(1.5, 1.2, FLOOR),))
+    yield Row("sharded32", title, "µs", figures, FLOOR, OURS, (at_most(1.3, 1.2, FLOOR),))
+
+
+def predicate32(sizes: Sizes) -> Iterator[Row]:
+    """The same with a spec that depends on shapes."""
+
+    def is_matrix(path: Any, x: Any) -> bool:
+        return getattr(x, "ndim", 0) == 2
+
+    layout = ways.Layout(make_mesh(), {is_matrix: P(None, "model"), ...: P()}, P("data"))
+    program = models.forward(sizes.large)
+    all_ways = ways.sharded_ways(program, layout)
+    calls = {name: all_ways[name] for name in (FLOOR, OURS, NNX_JIT, NNX_TREE)}
+    figures = time_calls(calls, sizes.repeats, FLOOR, [OURS]).returned
+    title = f"the same, sharded by a predicate on shapes: {_size(sizes.large)}"
+    yield Row("predicate32", title, "µs", figures, FLOOR, OURS, (at_most(1.4, 1.2, FLOOR),))
 
 
 def shard_map_mlp(sizes: Sizes) -> Iterator[Row]:
@@ -287,6 +388,26 @@ def _lowering_ways(program: Program) -> Ways:
         ON_STATE: maker(jax.jit, step, state),
         EQUINOX: equinox(),
     }
+
+
+def lowering_training(sizes: Sizes) -> Iterator[Row]:
+    """Against plain JAX: the same step, with what depth costs to trace."""
+    for blocks in (sizes.small, 8 * sizes.small):
+        program = models.training(blocks, sizes.width, sizes.batch)
+        flat, (model, optimizer) = ways.Flat(program), program.make()
+
+        def maker(jit: Callable[..., Any], fun: Callable[..., Any], *arguments: Any) -> Way:
+            return lambda: functools.partial(jit(lambda *a: fun(*a)).lower, *arguments)
+
+        makers: Ways = {
+            FLOOR: maker(jax.jit, flat, flat.arrays, *flat.data),
+            OURS: maker(nnx_sharding.jit, program.fun, model, optimizer, *program.data),
+            NNX_JIT: maker(nnx.jit, program.fun, model, optimizer, *program.data),
+        }
+        figures = time_first_calls(makers, max(3, sizes.few // 2))
+        title = f"trace and lower of a training step with Adam, {blocks} blocks"
+        targets = (at_most(1.1, 1.03, FLOOR),)
+        yield Row(f"lowering_training{blocks}", title, "µs", figures, FLOOR, OURS, targets)
 
 
 def returns(sizes: Sizes) -> Iterator[Row]:
@@ -438,14 +559,20 @@ CASES: dict[str, Callable[[Sizes], Iterator[Row]]] = {
     case.__name__: case
     for case in (
         forward32,
+        configured,
         train8,
         forward1,
+        deep,
         per_variable,
+        new_models,
         sharded32,
+        predicate32,
         shard_map_mlp,
         compiled,
         checked,
         lowering,
+        lowering_training,
+        first_call,
         returns,
         memory,
     )

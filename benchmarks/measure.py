@@ -28,19 +28,20 @@ class Unavailable(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """What was measured: the median, and the quartiles around it."""
+    """What was measured: the median, the quartiles around it, and the maximum."""
 
     median: float
     low: float
     high: float
     repeats: int
+    most: float = 0.0
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Figure:
         if len(values) < 2:
-            return cls(values[0], values[0], values[0], len(values))
+            return cls(values[0], values[0], values[0], len(values), values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high, len(values))
+        return cls(median, low, high, len(values), max(values))
 
 
 Ways: TypeAlias = Mapping[Any, Way | Unavailable]
@@ -93,13 +94,12 @@ def _take_turns(
     ways: Ways, strides: Mapping[Any, int], repeats: int
 ) -> dict[Any, list[tuple[float, float]]]:
     times: dict[Any, list[tuple[float, float]]] = {name: [] for name in strides}
-    with _without_gc():
-        for repeat, name in _turns(strides, repeats):
-            if repeat % strides[name] == 0:
-                # After the other ways the processor's caches hold nothing of this one. The first
-                # call is then up to three times as slow, which would hide what a way itself costs.
-                _time(ways[name])
-                times[name].append(_time(ways[name]))
+    for repeat, name in _turns(strides, repeats):
+        if repeat % strides[name] == 0:
+            # After the other ways the processor's caches hold nothing of this one. The first
+            # call is then up to three times as slow, which would hide what a way itself costs.
+            _time(ways[name])
+            times[name].append(_time(ways[name]))
     return times
 
 

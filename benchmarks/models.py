@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +12,41 @@ import optax
 from flax import nnx
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenConfig:
+    """What most published models keep in each of their blocks."""
+
+    width: int = 8
+    epsilon: float = 1e-6
+    activation: Callable[..., Any] = jax.nn.relu
+    names: tuple[str, ...] = ("norm", "up", "down")
+
+
+@dataclasses.dataclass
+class PlainConfig:
+    """The same, which can be changed at any time."""
+
+    width: int = 8
+    epsilon: float = 1e-6
+    activation: Callable[..., Any] = jax.nn.relu
+    names: list[str] = dataclasses.field(default_factory=lambda: ["norm", "up", "down"])
+
+
+# How blocks are configured: each makes what one block keeps.
+SHARED = PlainConfig()
+CONFIGS: dict[str, Callable[[], Any] | None] = {
+    "bare": None,
+    "frozen dataclass": FrozenConfig,
+    "dataclass": PlainConfig,
+    "one shared dataclass": lambda: SHARED,
+    "list": lambda: ["norm", "up", "down"],
+}
+
+
 class Block(nnx.Module):
-    def __init__(self, width: int, rngs: nnx.Rngs):
+    def __init__(self, width: int, rngs: nnx.Rngs, config: Callable[[], Any] | None = None):
+        if config is not None:
+            self.config = nnx.static(config())
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, width, rngs=rngs)
         self.down = nnx.Linear(width, width, rngs=rngs)
@@ -24,8 +58,10 @@ class Block(nnx.Module):
 class Network(nnx.Module):
     """Residual blocks of 6 Variables each, and a counter that every call changes."""
 
-    def __init__(self, blocks: int, width: int, rngs: nnx.Rngs):
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(blocks)])
+    def __init__(
+        self, blocks: int, width: int, rngs: nnx.Rngs, config: Callable[[], Any] | None = None
+    ):
+        self.blocks = nnx.List([Block(width, rngs, config) for _ in range(blocks)])
         self.calls = nnx.Variable(jnp.array(0))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -76,11 +112,23 @@ def call_model(model: Any, x: jax.Array) -> jax.Array:
     return model(x)
 
 
-def forward(blocks: int, width: int = 8) -> Program:
+def forward(blocks: int, width: int = 8, config: str = "bare") -> Program:
     x = jax.random.normal(jax.random.key(1), (4, width))
-    return Program(
-        call_model, lambda: (Network(blocks, width, nnx.Rngs(0)),), (x,), equinox="forward"
-    )
+
+    def make() -> tuple[Any, ...]:
+        return (Network(blocks, width, nnx.Rngs(0), CONFIGS[config]),)
+
+    return Program(call_model, make, (x,), equinox="forward")
+
+
+def count_calls(model: Network, x: jax.Array) -> jax.Array:
+    model.calls[...] += 1
+    return x
+
+
+def trivial(blocks: int) -> Program:
+    """Nearly no work for JAX or XLA, however deep the model is."""
+    return forward(blocks)._replace(fun=count_calls, equinox="")
 
 
 def train_step(model: Network, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -128,7 +128,7 @@ def table(row: Row) -> str:
     """A row as a table with one line for each way, and the targets below."""
     lines = [
         f"\n{row.name}: {row.title}",
-        f"  {'':44} {row.unit:>11} {'× floor':>8} {'× ours':>8} {'repeats':>8}",
+        f"  {'':44} {row.unit:>11} {'maximum':>9} {'× floor':>8} {'× ours':>8} {'repeats':>8}",
     ]
     lines += [f"  {name:44} {_cells(row, figure)}" for name, figure in row.figures.items()]
     lines += [f"  {line}" for line in _verdicts(row)]
@@ -139,7 +139,8 @@ def _cells(row: Row, figure: Figure | Unavailable) -> str:
     if isinstance(figure, Unavailable):
         return f"n/a ({figure.reason})"
     ratios = (_ratio(figure.median, row.median(name)) for name in (row.floor, row.ours))
-    return " ".join([f"{_number(figure.median):>11}", *ratios, f"{figure.repeats:>8}"])
+    figures = f"{_number(figure.median):>11} {_number(figure.most):>9}"
+    return " ".join([figures, *ratios, f"{figure.repeats:>8}"])
 
 
 def _number(value: float) -> str:

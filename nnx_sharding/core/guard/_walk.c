@@ -1,8 +1,8 @@
 /* The walk of walk.py, many times as fast: read that file first.
  *
  * A walk over one graph (Follower) remembers what it has read. What a dict held is not read again
- * until the dict changes, which CPython tells: by its dict watchers, and before Python 3.12 by the
- * version tags of dicts. All else (slots, lists) is read each time.
+ * until the dict changes, of which CPython notifies dict watchers; before Python 3.12 dicts have
+ * version tags. All else (slots, lists) is read each time.
  *
  * The items of the stream are borrowed while only dicts, lists, tuples and slots are read, since no
  * Python code runs then: each is held by the one that it was read from. They are owned before other
@@ -52,7 +52,7 @@ typedef struct {
 
 #if PY_VERSION_HEX >= 0x030C0000
 static int watcher = -1;
-/* Whether attributes that are set in an object with inline values are not told of. */
+/* Whether watchers are not notified when an attribute is set in an object with inline values. */
 static int is_silent_inline = 1;
 #define HAS_INLINE_VALUES (PY_VERSION_HEX >= 0x030D0000 && PY_VERSION_HEX < 0x030E0000)
 
@@ -305,7 +305,7 @@ static int take_step(Stream *stream, const Step *step) {
     }
 }
 
-/* Whether two statics are the same, if that can be told without Python code. */
+/* Whether two statics are the same, if that can be decided without Python code. */
 static int is_same_plain(PyObject *one, PyObject *two) {
     if (one == two) return 1;
     if (Py_TYPE(one) != Py_TYPE(two)) return 0;
@@ -426,7 +426,7 @@ static void note_dict(Seen *seen, PyObject *dict) {
 static void clear_seen(Seen *Py_UNUSED(seen)) {}
 
 #else
-/* Python 3.13 does not tell of attributes that are set in values that an object has in itself. */
+/* Python 3.13 does not notify watchers of values that an object has in itself. */
 typedef struct {
     uint8_t capacity, size, embedded, valid;
     PyObject *values[1];
@@ -989,26 +989,27 @@ static int add_names(PyObject *fields, const char *key, const char *const *names
 #if PY_VERSION_HEX >= 0x030C0000
 /* Whether setting and deleting an attribute changes the version of the watched dict of an object.
  * Returns -1 with an error set. */
-static int tells_of_attributes(void) {
+static int notifies_of_attributes(void) {
     PyObject *type = PyObject_CallFunction((PyObject *)&PyType_Type, "s(){}", "Probe");
     PyObject *object = type == NULL ? NULL : PyObject_CallNoArgs(type);
     PyObject *dict = NULL;
-    int tells = -1;
+    int notifies = -1;
     if (object != NULL && PyObject_SetAttrString(object, "x", Py_None) == 0 &&
         (dict = PyObject_GenericGetDict(object, NULL)) != NULL) {
         Watched *watched = watch(dict);
-        tells = watched != NULL;
-        for (int i = 0; i < 3 && tells == 1; i++) { /* another value, none, a new one */
+        notifies = watched != NULL;
+        for (int i = 0; i < 3 && notifies == 1; i++) { /* another value, none, a new one */
             const uint64_t version = watched->version;
             PyObject *value = i == 0 ? Py_True : i == 1 ? NULL : Py_None;
-            tells = PyObject_SetAttrString(object, "x", value) < 0 ? -1 : watched->version != version;
+            const int failed = PyObject_SetAttrString(object, "x", value);
+            notifies = failed ? -1 : watched->version != version;
         }
         unwatch(watched);
     }
     Py_XDECREF(dict);
     Py_XDECREF(object);
     Py_XDECREF(type);
-    return tells;
+    return notifies;
 }
 #endif
 
@@ -1018,9 +1019,9 @@ static int fill_module(PyObject *module) {
 #if PY_VERSION_HEX >= 0x030C0000
     if (watcher < 0) watcher = PyDict_AddWatcher(on_change);
     if (watcher < 0) PyErr_Clear(); /* others have taken all that there are */
-    const int tells = tells_of_attributes();
-    if (tells < 0) return -1;
-    is_silent_inline = !tells;
+    const int notifies = notifies_of_attributes();
+    if (notifies < 0) return -1;
+    is_silent_inline = !notifies;
 #endif
     if (PyType_Ready(&WalkType) < 0 || PyType_Ready(&FollowerType) < 0) return -1;
     PyObject *fields = PyDict_New();
