@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -13,6 +10,7 @@ import numpy as np
 
 from .. import _compat
 from ..paths import path_string
+from .snapshot import Snapshot, node_state
 from .static_forms import is_fixed
 from .statics import Static, content_of
 from .structure import (
@@ -90,55 +88,6 @@ def flatten(
     if not graph and known is None:
         _check_tree(structure)
     return Flat(structure, flattener.leaves, flattener.objects)
-
-
-class Snapshot:
-    """Objects before a function may change them, to see afterwards which of them it left alone."""
-
-    def __init__(self, structure: Structure, objects: Sequence[Any]):
-        self._entries: Sequence[Any] = structure.entries
-        self._contents = [
-            _content(obj) if _shows_changes(entry, slots, obj) else None
-            for entry, slots, obj in zip(self._entries, structure.slots, objects, strict=True)
-        ]
-
-    def entry_of(self, index: int, obj: Any) -> NodeEntry | VariableEntry | None:
-        """The entry of an object that is as it was, but for the array of a Variable; else None."""
-        before = self._contents[index] if index < len(self._contents) else None
-        if before is None:
-            return None
-        entry: NodeEntry | VariableEntry = self._entries[index]
-        if type(obj) is not entry.type:
-            return None
-        (names, values), (old_names, old_values) = _content(obj), before
-        is_same = names == old_names and all(map(operator.is_, values, old_values))
-        return entry if is_same else None
-
-
-def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
-    """Whether nothing in an object can change unless its content does."""
-    if isinstance(entry, VariableEntry):
-        return entry.value is LEAF
-    if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
-        return False
-    return all(
-        isinstance(child, int | Static) or child in _all_node_states() for child in entry.children
-    )
-
-
-@functools.cache
-def _all_node_states() -> tuple[Container, ...]:
-    return tuple(map(_node_state, itertools.product((False, True), repeat=2)))
-
-
-def _content(obj: Any) -> tuple[list[str], list[Any]]:
-    """The attributes of a module, or the metadata of a Variable and what kind of value it has."""
-    if _compat.is_variable(obj):
-        metadata = _compat.get_metadata(obj)
-        is_array = isinstance(_compat.get_value(obj), jax.Array)
-        return [*metadata], [*metadata.values(), is_array]
-    attributes = _compat.get_dict(obj)
-    return [*attributes], [*attributes.values(), *_compat.node_flags_of(attributes)]
 
 
 class _Flattener:
@@ -324,16 +273,6 @@ class _Flattener:
 
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-
-
-def node_state(value: Any) -> Container:
-    """The child for Flax's note on how far a module is set up: a pytree without leaves."""
-    return _node_state(_compat.node_flags(value))
-
-
-@functools.cache
-def _node_state(flags: tuple[bool, bool]) -> Container:
-    return Container(jax.tree_util.tree_structure(_compat.new_node_state(*flags)), ())
 
 
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:

@@ -23,11 +23,12 @@ from ..fitting import OnIndivisible, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
-from .flatten import Flat, Snapshot, flatten
+from .flatten import Flat, flatten
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
 from .signature import Signature, join_call
+from .snapshot import Snapshot
 from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
 from .trace_checks import check_objects, check_output
@@ -154,7 +155,7 @@ class Pure(NamedTuple):
     def _called(self, fun: Any, leaves: Sequence[Any], built: Built) -> Any:
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
-        snapshot = Snapshot(self.structure, built.objects)
+        before_call = Snapshot(self.structure, built.objects)
         out = fun(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
@@ -165,17 +166,15 @@ class Pure(NamedTuple):
             known=built.objects,
             describe_known=lambda obj: self.updates or not _compat.is_node(obj),
             borrowed=borrowed.union(id(built.objects[i]) for i in self.structure.static_indices()),
-            snapshot=snapshot,
+            snapshot=before_call,
         )
-        name = self.transform.name
-        check_objects(
-            self.structure, after, self.targets, borrowed, name=name, updates=self.updates
-        )
-        if not self.updates:
+        name, updates = self.transform.name, self.updates
+        check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
+        if not updates:
             check_output(after, self.known, name=name)
         output = target("output", self.transform.out_specs.tree, out, after.structure.root)
         # What is known keeps its spec and its name, so only new things are looked for.
-        changed = self.updates and not self._is_unchanged(after.structure)
+        changed = updates and not self._is_unchanged(after.structure)
         locations = locate(after.structure, [*self.targets, output] if changed else [output])
         names = self._output_names(after.structure, locations)
         check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)

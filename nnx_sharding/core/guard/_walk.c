@@ -52,6 +52,7 @@ typedef struct {
 
 #if PY_VERSION_HEX >= 0x030C0000
 static int watcher = -1;
+static uint64_t epoch = 1; /* how often any watched dict has changed */
 /* Whether watchers are not notified when an attribute is set in an object with inline values. */
 static int is_silent_inline = 1;
 #define HAS_INLINE_VALUES (PY_VERSION_HEX >= 0x030D0000 && PY_VERSION_HEX < 0x030E0000)
@@ -109,6 +110,7 @@ static int on_change(PyDict_WatchEvent event, PyObject *dict, PyObject *Py_UNUSE
     Watched *watched = table.slots[slot];
     if (watched == NULL) return 0;
     watched->version++;
+    epoch++;
     if (event == PyDict_EVENT_DEALLOCATED) {
         remove_slot(slot);
         watched->dict = NULL;
@@ -152,11 +154,12 @@ static void unwatch(Watched *watched) {
 enum { FROZEN = 1, MENTION = 2, TYPED = 4, OF_TRACE = 8 };
 
 typedef struct {
-    enum kind kind;
+    int8_t kind;
+    int8_t is_fixed;    /* a tuple that is the same while the dict around it is */
     int32_t position;   /* of the item that is opened */
     int32_t start;      /* position of its first part */
     int32_t parent;     /* the step that reads the item; -1 for an argument */
-    int is_fixed;       /* a tuple that is the same while the dict around it is */
+    int32_t seen;       /* which of what a follower remembers; -1 for a slot or a list */
     PyTypeObject *type; /* of the item */
     PyObject *expected; /* borrowed from the recipe, as the type is */
 } Step;
@@ -178,7 +181,7 @@ typedef struct {
     Positions frozen, mentions, traces, leaves, objects;
     Py_ssize_t num_arguments, size, num_steps;
     /* The steps that run no Python code come first. */
-    Py_ssize_t num_plain_steps, num_plain_items;
+    Py_ssize_t num_plain_steps, num_plain_items, num_seen;
 } Walk;
 
 /* One walk. */
@@ -395,35 +398,45 @@ static PyObject *arrays_and_objects(const Stream *stream) {
 
 /* Follower: the walk over one graph */
 
-/* What a step has read. */
+/* What a step has read from a dict or a tuple. */
 typedef struct {
-    uint64_t walk;    /* the number of the walk that read it last; 0 if that does not count */
-    uint64_t version; /* of the content of a dict */
+    uint64_t walk;        /* the number of the walk that read it last; 0 if that does not count */
+    const PyObject *dict; /* only compared */
+    uint64_t version;     /* of its content */
     Watched *watched;
-    const void *keys;         /* of inline values: their keys, */
-    uint8_t *order, num_keys; /* and in which order these were added */
+    const void *keys;     /* of inline values: their keys, */
+    const uint8_t *order; /* and in which order these were added; the first byte is their number */
 } Seen;
+
+/* An order of keys, which many objects of a class have in common. */
+typedef struct Order {
+    struct Order *next;
+    uint8_t bytes[];
+} Order;
 
 typedef struct {
     PyObject_HEAD
     Walk *walk;
     PyObject *pins;
     PyObject **items; /* those of the plain steps, borrowed: valid as far as they are unchanged */
-    Seen *seen;       /* by plain step */
-    uint64_t count;   /* of walks */
+    Seen *seen;
+    Order *orders;
+    uint64_t count; /* of walks */
+    uint64_t epoch; /* of the last one in which nothing had changed */
 } Follower;
 
 #if PY_VERSION_HEX < 0x030C0000
+static const uint64_t epoch = 1;
+
 /* No two dicts ever have the same version tag. */
-static int is_unchanged(const Seen *seen, const PyObject *dict, PyObject *const *Py_UNUSED(items)) {
+static int is_unchanged(const Follower *Py_UNUSED(follower), const Seen *seen, const PyObject *dict,
+                        PyObject *const *Py_UNUSED(items)) {
     return seen->walk > 0 && seen->version == ((const PyDictObject *)dict)->ma_version_tag;
 }
 
-static void note_dict(Seen *seen, PyObject *dict) {
+static void note_dict(Follower *Py_UNUSED(follower), Seen *seen, PyObject *dict) {
     seen->version = ((PyDictObject *)dict)->ma_version_tag;
 }
-
-static void clear_seen(Seen *Py_UNUSED(seen)) {}
 
 #else
 /* Python 3.13 does not notify watchers of values that an object has in itself. */
@@ -445,53 +458,67 @@ static const uint8_t *order_of(const InlineValues *values) {
 static int are_same_values(const Seen *seen, const PyObject *dict, PyObject *const *items) {
     const InlineValues *values = inline_values(dict);
     if (values == NULL || ((const PyDictObject *)dict)->ma_keys != seen->keys ||
-        values->size != seen->num_keys ||
-        memcmp(order_of(values), seen->order, seen->num_keys) != 0) {
+        values->size != seen->order[0] ||
+        memcmp(order_of(values), seen->order + 1, values->size) != 0) {
         return 0;
     }
-    for (int i = 0; i < seen->num_keys; i++) {
-        if (values->values[seen->order[i]] != items[i]) return 0;
+    const int count = values->size;
+    for (int i = 0; i < count; i++) {
+        if (values->values[seen->order[i + 1]] != items[i]) return 0;
     }
     return 1;
 }
 
-static int is_unchanged(const Seen *seen, const PyObject *dict, PyObject *const *items) {
-    if (seen->walk == 0) return 0;
-    const Watched *watched = seen->watched;
-    if (watched != NULL) return watched->dict == dict && watched->version == seen->version;
-    return seen->order != NULL && are_same_values(seen, dict, items);
+static int is_unchanged(const Follower *follower, const Seen *seen, const PyObject *dict,
+                        PyObject *const *items) {
+    if (seen->walk == 0 || seen->dict != dict) return 0;
+    if (seen->order != NULL) return are_same_values(seen, dict, items);
+    if (seen->watched == NULL) return 0;
+    return follower->epoch == epoch ||
+           (seen->watched->dict == dict && seen->watched->version == seen->version);
 }
 
-static void clear_seen(Seen *seen) {
-    unwatch(seen->watched);
-    PyMem_Free(seen->order);
-    seen->watched = NULL;
-    seen->order = NULL;
-}
-
-static void note_dict(Seen *seen, PyObject *dict) {
-    if (seen->watched == NULL || seen->watched->dict != dict) clear_seen(seen);
-    const int is_silent = is_silent_inline && ((PyDictObject *)dict)->ma_values != NULL;
-    const InlineValues *values = HAS_INLINE_VALUES && is_silent ? inline_values(dict) : NULL;
-    if (values != NULL) {
-        clear_seen(seen);
-        seen->order = PyMem_Malloc(values->size + 1);
-        if (seen->order == NULL) return;
-        memcpy(seen->order, order_of(values), values->size);
-        seen->keys = ((PyDictObject *)dict)->ma_keys;
-        seen->num_keys = values->size;
-    } else if (!is_silent) {
-        if (seen->watched == NULL) seen->watched = watch(dict);
-        if (seen->watched != NULL) seen->version = seen->watched->version;
+/* An order as it is kept by a follower; NULL without memory. */
+static const uint8_t *keep_order(Follower *follower, const InlineValues *values) {
+    for (const Order *known = follower->orders; known != NULL; known = known->next) {
+        if (known->bytes[0] == values->size &&
+            memcmp(known->bytes + 1, order_of(values), values->size) == 0) {
+            return known->bytes;
+        }
     }
+    Order *order = PyMem_Malloc(sizeof(Order) + values->size + 1);
+    if (order == NULL) return NULL;
+    order->bytes[0] = values->size;
+    memcpy(order->bytes + 1, order_of(values), values->size);
+    order->next = follower->orders;
+    follower->orders = order;
+    return order->bytes;
+}
+
+static void note_dict(Follower *follower, Seen *seen, PyObject *dict) {
+    if (seen->watched != NULL && seen->watched->dict != dict) {
+        unwatch(seen->watched);
+        seen->watched = NULL;
+    }
+    seen->dict = dict;
+    seen->order = NULL;
+    if (is_silent_inline && ((PyDictObject *)dict)->ma_values != NULL) {
+        const InlineValues *values = HAS_INLINE_VALUES ? inline_values(dict) : NULL;
+        if (values != NULL) seen->order = keep_order(follower, values);
+        seen->keys = ((PyDictObject *)dict)->ma_keys;
+        unwatch(seen->watched);
+        seen->watched = NULL;
+        return;
+    }
+    if (seen->watched == NULL) seen->watched = watch(dict);
+    if (seen->watched != NULL) seen->version = seen->watched->version;
 }
 #endif
 
 /* What the last walk has read does not count: it may not have been compared. */
 static void forget(Follower *follower) {
-    for (Py_ssize_t i = 0; i < follower->walk->num_plain_steps; i++) {
-        Seen *seen = &follower->seen[i];
-        if (seen->walk == follower->count) seen->walk = 0;
+    for (Py_ssize_t i = 0; i < follower->walk->num_seen; i++) {
+        if (follower->seen[i].walk == follower->count) follower->seen[i].walk = 0;
     }
 }
 
@@ -500,31 +527,35 @@ static int follow_plain(Follower *follower, Stream *stream, PyObject *arguments)
     const Walk *walk = follower->walk;
     follower->count++;
     if (!append_sequence(stream, arguments, walk->num_arguments)) return 0;
-    for (Py_ssize_t i = 0; i < walk->num_plain_steps; i++) {
-        const Step *step = &walk->steps[i];
-        Seen *seen = &follower->seen[i];
+    const Step *end = walk->steps + walk->num_plain_steps;
+    for (const Step *step = walk->steps; step < end; step++) {
+        if (step->seen < 0) {
+            stream->length = step->start;
+            if (take_step(stream, step) != 1) return 0;
+            continue;
+        }
+        Seen *seen = &follower->seen[step->seen];
         PyObject *dict = NULL;
-        if (step->kind == NODE || step->kind == DICT || step->kind == METADATA) {
-            if (!has_type(stream, step)) return 0;
+        if (!has_type(stream, step)) return 0;
+        if (step->kind != SEQUENCE) {
             dict = dict_of(stream->items[step->position], step->kind);
             if (dict == NULL) {
                 PyErr_Clear();
                 return 0;
             }
-            if (is_unchanged(seen, dict, &stream->items[step->start])) {
+            if (is_unchanged(follower, seen, dict, &stream->items[step->start])) {
                 /* The values may be new objects at the addresses of the old ones. */
                 if (seen->order != NULL) seen->walk = follower->count;
                 continue;
             }
-        } else if (step->is_fixed && seen->walk > 0 &&
-                   seen->walk >= follower->seen[step->parent].walk) {
-            if (!has_type(stream, step)) return 0;
+        } else if (seen->walk > 0 &&
+                   seen->walk >= follower->seen[walk->steps[step->parent].seen].walk) {
             continue;
         }
         seen->walk = follower->count;
         stream->length = step->start;
         if (take_step(stream, step) != 1) return 0;
-        if (dict != NULL) note_dict(seen, dict);
+        if (dict != NULL) note_dict(follower, seen, dict);
     }
     stream->length = walk->num_plain_items;
     return have_types(stream, walk->leaves);
@@ -547,6 +578,7 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
     }
     Stream stream = stream_of(follower->walk, follower->pins);
     stream.items = follower->items;
+    const uint64_t start = epoch;
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
     int same = follow_plain(follower, &stream, arguments);
@@ -561,7 +593,11 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
         if (collects) PyGC_Enable();
     }
     release_items(&stream);
-    if (same != 1 || stream.num_unequal) forget(follower);
+    if (same != 1 || stream.num_unequal) {
+        forget(follower);
+    } else {
+        follower->epoch = start;
+    }
     if (same == 0) {
         PyErr_Clear();
         result = Py_NewRef(Py_None);
@@ -572,8 +608,13 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
 static void Follower_dealloc(PyObject *self) {
     Follower *follower = (Follower *)self;
     PyObject_GC_UnTrack(self);
-    for (Py_ssize_t i = 0; follower->seen != NULL && i < follower->walk->num_plain_steps; i++) {
-        clear_seen(&follower->seen[i]);
+    for (Py_ssize_t i = 0; follower->seen != NULL && i < follower->walk->num_seen; i++) {
+        unwatch(follower->seen[i].watched);
+    }
+    while (follower->orders != NULL) {
+        Order *order = follower->orders;
+        follower->orders = order->next;
+        PyMem_Free(order);
     }
     PyMem_Free(follower->seen);
     PyMem_Free(follower->items);
@@ -591,7 +632,7 @@ static int Follower_traverse(PyObject *self, visitproc visit, void *arg) {
 static PyObject *Follower_size(PyObject *self, PyObject *Py_UNUSED(unused)) {
     const Walk *walk = ((Follower *)self)->walk;
     size_t size = Py_TYPE(self)->tp_basicsize + walk->num_plain_items * sizeof(PyObject *);
-    return PyLong_FromSize_t(size + walk->num_plain_steps * (sizeof(Seen) + sizeof(Watched)));
+    return PyLong_FromSize_t(size + walk->num_seen * (sizeof(Seen) + sizeof(Watched)));
 }
 
 static PyMethodDef Follower_methods[] = {
@@ -636,7 +677,7 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
     follower->pins = Py_NewRef(pins);
     /* One item more than there can be arguments is never read. */
     follower->items = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
-    follower->seen = PyMem_Calloc(walk->num_plain_steps + 1, sizeof(Seen));
+    follower->seen = PyMem_Calloc(walk->num_seen + 1, sizeof(Seen));
     if (follower->items == NULL || follower->seen == NULL) {
         Py_DECREF(follower);
         return PyErr_NoMemory();
@@ -784,8 +825,8 @@ static Py_ssize_t add_step(Walk *walk, long kind, int32_t position, PyObject *ex
     }
     if (is_mapping(kind) && !PyTuple_Check(expected)) return fail("the recipe has no keys");
     Step *step = &walk->steps[walk->num_steps];
-    *step = (Step){.kind = kind, .position = position, .type = type, .expected = expected,
-                   .start = (int32_t)length, .parent = readers[position]};
+    *step = (Step){.kind = (int8_t)kind, .position = position, .type = type, .expected = expected,
+                   .start = (int32_t)length, .parent = readers[position], .seen = -1};
     const int is_plain = kind < STATE && walk->num_plain_steps == walk->num_steps;
     walk->num_steps++;
     if (!is_plain) return length;
@@ -799,6 +840,7 @@ static Py_ssize_t add_step(Walk *walk, long kind, int32_t position, PyObject *ex
         const Step *parent = &walk->steps[step->parent];
         step->is_fixed = is_mapping(parent->kind) || parent->is_fixed;
     }
+    if (is_mapping(kind) || step->is_fixed) step->seen = (int32_t)walk->num_seen++;
     return walk->num_plain_items = length + count;
 }
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from ... import _compat
-from ..flatten import Flat, aux_of, node_state
+from ..flatten import Flat, aux_of
 from ..signature import Call
+from ..snapshot import node_state
 from ..static_forms import has_only_dict
 from ..statics import Static, opened
 from ..structure import (
