@@ -33,15 +33,7 @@ from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
 from .trace_checks import check_objects, check_output
 from .transform import Transform
-from .unflatten import (
-    Built,
-    assemble,
-    is_leaf_variable,
-    node_changes,
-    parts,
-    restore,
-    unflatten,
-)
+from .unflatten import Built, assemble, is_leaf_variable, node_changes, parts, restore, unflatten
 
 
 class Pure(NamedTuple):
@@ -129,15 +121,15 @@ class Pure(NamedTuple):
                     forget()
                 raise
 
-        while isinstance(fun, functools.partial):
-            fun = fun.func
+        fun = _behind_partial(fun)
         pure.__name__ = _name_of(fun)
         pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
         code = getattr(inspect.unwrap(fun), "__code__", None)
         if code is not None:
             # JAX names functions in messages by file and line, which it finds through this.
-            source = types.SimpleNamespace(__code__=code, __name__=pure.__name__)
-            pure.__wrapped__ = source  # type: ignore[attr-defined]
+            pure.__wrapped__ = types.SimpleNamespace(  # type: ignore[attr-defined]
+                __code__=code, __name__=pure.__name__
+            )
         if len(set(self.names)) == len(self.names):
             parameters = [_SlotParameter(name) for name in self.names]
             pure.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -173,7 +165,7 @@ class Pure(NamedTuple):
         if not updates:
             check_output(after, self.known, name=name)
         output = target("output", self.transform.out_specs.tree, out, after.structure.root)
-        # What is known keeps its spec and its name, so only new things are looked for.
+        # What is known keeps its spec and name, so only new things are looked for.
         changed = updates and not self._is_unchanged(after.structure)
         locations = locate(after.structure, [*self.targets, output] if changed else [output])
         names = self._output_names(after.structure, locations)
@@ -325,8 +317,7 @@ class Pure(NamedTuple):
         }
 
 
-def _is_sharded(value: Any) -> bool:
-    # By type: isinstance would load the target of a lazy proxy.
+def _is_sharded(value: Any) -> bool:  # by type: isinstance loads the target of a lazy proxy
     return type(value) is _compat.ArrayImpl and not value.is_fully_replicated
 
 
@@ -335,11 +326,12 @@ def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
     return getattr(aval, "shape", None), getattr(aval, "dtype", aval)
 
 
+def _behind_partial(fun: Any) -> Any:
+    return _behind_partial(fun.func) if isinstance(fun, functools.partial) else fun
+
+
 def _name_of(fun: Any) -> str:
-    """The name of a function, behind any ``functools.partial``."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return str(getattr(fun, "__name__", "<unnamed function>"))  # as JAX calls it
+    return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))  # as JAX calls it
 
 
 class _SlotParameter(inspect.Parameter):
