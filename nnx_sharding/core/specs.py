@@ -96,13 +96,19 @@ class Specs:
         self.depend_on_values = any(x.depends_on_values for x in filtered)
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
         self.may_hold_none = self.tree is not None and None in leaves
+        self._last: tuple[tuple[Any, ...], Any] = ((), ())
 
     def value_key(self, leaves: Sequence[Any]) -> Any:
         """The shapes and dtypes of arrays, for a resolution that depends on them."""
         try:
-            return tuple(map(_SHAPE_AND_DTYPE, leaves))
-        except AttributeError:  # a number
-            return tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
+            types = tuple(map(_AVAL, leaves))
+        except AttributeError:  # a number or a NumPy array
+            return _shapes_and_dtypes(leaves)
+        last_types, key = self._last
+        if types != last_types:  # they are nearly always the same objects
+            key = _shapes_and_dtypes(types)
+            self._last = types, key
+        return key
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Specs) and self._key == other._key
@@ -114,7 +120,11 @@ class Specs:
         return repr(self.tree)
 
 
-_SHAPE_AND_DTYPE = operator.attrgetter("shape", "dtype")
+_AVAL = operator.attrgetter("aval")
+
+
+def _shapes_and_dtypes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
 
 
 def _invalid_leaves(tree: Any, path: Path) -> Iterator[tuple[str, Any, str]]:

@@ -81,6 +81,7 @@ from .mutations import (
     update_model,
     variables_of,
 )
+from .statics import edit_inside, make_statics, replace_config, step_config
 from .views import reachable
 from .worlds import World
 
@@ -381,6 +382,11 @@ FAMILIES: dict[str, Family] = {
         ),
         calls("step", "read"),
         truth=False,
+    ),
+    "statics": Family(
+        make_statics,
+        table(edit_inside, replace_config, step_config, set_static, copy_model, swap_models),
+        calls("step", "read", "pair"),
     ),
     "calls": Family(
         make_methods,
