@@ -374,7 +374,8 @@ class TestCWalk:
 
         with pytest.raises(TypeError, match="needs the argument get_mapping"):
             _walk.set_up()
-        functions = dict.fromkeys(("get_mapping", "open_tree", "open_static", "same_value"), len)
+        names = ("get_mapping", "open_tree", "open_static", "same_value", "mapping_type")
+        functions = dict.fromkeys(names, len)
         try:
             with pytest.raises(TypeError, match="not the descriptor of a slot"):
                 _walk.set_up(**functions, METADATA=nnx.Linear.__call__)

@@ -32,7 +32,10 @@ FIRST = Stage("call", ("lifted.py",))
 GUARD = Stage("guard", ("guard/store.py", "guard/record.py", "guard/walk.py", "guard/_walk.c"))
 SLOW_WAY = (
     Stage("signature", ("signature.py",)),
-    Stage("flatten", ("flatten.py", "structure.py", "statics.py", "static_forms.py", "snapshot.py")),
+    Stage(
+        "flatten",
+        ("flatten.py", "structure.py", "statics.py", "static_forms.py", "snapshot.py"),
+    ),
     Stage("specs", ("specs.py",)),
     Stage("resolve", ("resolve.py", "fit.py")),
     Stage("plan", ("plan.py", "transform.py", "cache.py")),

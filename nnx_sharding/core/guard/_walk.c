@@ -22,8 +22,9 @@
 #define RECIPE(X) X(steps) X(frozen) X(mentions) X(first) X(traces) X(typed) X(types) X(leaves) \
     X(objects) X(num_arguments) X(size)
 #define PINS(X) X(frozen) X(mentions)
-/* Functions that the module needs from Python, besides the descriptors of the slots. */
-#define FUNCTIONS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value)
+/* What the module needs from Python besides the descriptors of the slots: functions, and the class in
+ * which modules note which of their attributes are data. */
+#define FUNCTIONS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value) X(mapping_type)
 
 #define AS_NAME(name) #name,
 #define AS_KIND(name) name,
@@ -308,10 +309,39 @@ static int take_step(Stream *stream, const Step *step) {
     }
 }
 
+/* The dict that is the only attribute of an object, borrowed; NULL for other objects. */
+static PyObject *only_dict_in(PyObject *object) {
+    PyObject *attributes = PyObject_GenericGetDict(object, NULL), *key, *value = NULL;
+    Py_ssize_t position = 0;
+    if (attributes == NULL) {
+        PyErr_Clear();
+        return NULL;
+    }
+    int is_one = PyDict_GET_SIZE(attributes) == 1 && PyDict_Next(attributes, &position, &key, &value);
+    Py_DECREF(attributes);
+    return is_one && PyDict_CheckExact(value) ? value : NULL;
+}
+
+/* Whether two mappings have the same objects under the same strings. */
+static int are_same_mappings(PyObject *one, PyObject *two) {
+    PyObject *first = only_dict_in(one), *second = only_dict_in(two), *key, *value;
+    if (first == NULL || second == NULL || PyDict_GET_SIZE(first) != PyDict_GET_SIZE(second)) {
+        return 0;
+    }
+    Py_ssize_t position = 0;
+    while (PyDict_Next(first, &position, &key, &value)) {
+        if (!PyUnicode_CheckExact(key) || PyDict_GetItemWithError(second, key) != value) return 0;
+    }
+    return 1;
+}
+
 /* Whether two statics are the same, if that can be decided without Python code. */
 static int is_same_plain(PyObject *one, PyObject *two) {
     if (one == two) return 1;
     if (Py_TYPE(one) != Py_TYPE(two)) return 0;
+    if ((PyObject *)Py_TYPE(one) == functions[CALL_mapping_type]) {
+        return are_same_mappings(one, two);
+    }
     if (PyFloat_CheckExact(one)) {
         double a = PyFloat_AS_DOUBLE(one), b = PyFloat_AS_DOUBLE(two);
         return memcmp(&a, &b, sizeof(a)) == 0;

@@ -263,6 +263,7 @@ def _load_walk() -> Any:
         open_tree=open_tree,
         open_static=open_static,
         same_value=same_value,
+        mapping_type=_compat.HashableMapping,
         **_compat.SLOTS,
     )
     return PythonWalk if is_pure else _walk.Walk
