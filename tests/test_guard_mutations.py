@@ -87,6 +87,7 @@ def without_names(kind: Kind) -> Patch:
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         open_items = OPEN[kind]
+        monkeypatch.delitem(walk.MAPPINGS, kind, raising=False)
         monkeypatch.setitem(OPEN, kind, lambda items: ([()] * len(items), open_items(items)[1]))
         monkeypatch.setattr(guard, "Walk", PythonWalk)
 
@@ -104,7 +105,8 @@ def without_slot(kind: Kind) -> Patch:
 
 
 def any_keys_in_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPEN, Kind.DICT, walk._open_mappings)
+    monkeypatch.setitem(walk.MAPPINGS, Kind.DICT, list)
+    monkeypatch.setitem(OPEN, Kind.DICT, lambda items: walk._open_mappings(list, items))
     monkeypatch.setattr(guard, "Walk", PythonWalk)
 
 

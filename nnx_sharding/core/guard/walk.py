@@ -94,18 +94,30 @@ class Match(NamedTuple):
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
 
 
-def _open_mappings(mappings: Sequence[Any]) -> _Opened:
+def _plain_dicts(dicts: Sequence[Any]) -> Sequence[Any]:
+    if not {str, int}.issuperset(map(type, chain.from_iterable(dicts))):
+        raise TypeError("other keys may be equal without being the same")
+    return dicts
+
+
+# Where items of some kinds keep what they hold by name.
+MAPPINGS: dict[Kind, Callable[[Sequence[Any]], Sequence[Any]]] = {
+    Kind.NODE: lambda nodes: [*map(object.__getattribute__, nodes, repeat("__dict__"))],
+    Kind.DICT: _plain_dicts,
+    Kind.METADATA: lambda variables: [*map(_compat.get_metadata, variables)],
+    Kind.STATE: lambda states: _plain_dicts([*map(_compat.get_mapping, states)]),
+}
+
+
+def _open_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
+    mappings = get(items)
     return [*map(tuple, mappings)], chain.from_iterable(map(dict.values, mappings))
 
 
-def _open_nodes(nodes: Sequence[Any]) -> _Opened:
-    return _open_mappings([*map(object.__getattribute__, nodes, repeat("__dict__"))])
-
-
-def _open_dicts(dicts: Sequence[Any]) -> _Opened:
-    if not {str, int}.issuperset(map(type, chain.from_iterable(dicts))):
-        raise TypeError("other keys may be equal without being the same")
-    return _open_mappings(dicts)
+def _read_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
+    """The same with all lengths and then all names in one list, which is faster."""
+    mappings = get(items)
+    return _flat(mappings), chain.from_iterable(map(dict.values, mappings))
 
 
 def _open_slots(get: Callable[[Any], Any], items: Sequence[Any]) -> _Opened:
@@ -137,10 +149,7 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
         Kind[name]: functools.partial(_open_slots, slot.__get__)
         for name, slot in _compat.SLOTS.items()
     },
-    Kind.NODE: _open_nodes,
-    Kind.STATE: lambda states: _open_dicts([*map(_compat.get_mapping, states)]),
-    Kind.DICT: _open_dicts,
-    Kind.METADATA: lambda variables: _open_mappings([*map(_compat.get_metadata, variables)]),
+    **{kind: functools.partial(_open_mappings, get) for kind, get in MAPPINGS.items()},
     Kind.SEQUENCE: _open_sequences,
     Kind.TREE: functools.partial(_open_each, open_tree),
     Kind.STATIC: functools.partial(_open_each, open_static),
@@ -152,7 +161,9 @@ class PythonWalk:
 
     def __init__(self, recipe: Recipe):
         self._steps = [
-            (OPEN[kind], picker(positions), list(expected))
+            (functools.partial(_read_mappings, MAPPINGS[kind]), picker(positions), _flat(expected))
+            if kind in MAPPINGS
+            else (OPEN[kind], picker(positions), [*expected])
             for kind, positions, expected in recipe.steps
         ]
         self._types, self._first = recipe.types, recipe.first
@@ -215,6 +226,10 @@ class PythonWalk:
         if not all(map(operator.is_, map(type, self._typed(stream)), self._types)):
             return None
         return stream
+
+
+def _flat(names: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [*map(len, names), *chain.from_iterable(names)]
 
 
 def _packed(numbers: Iterable[int]) -> bytes:
