@@ -309,6 +309,39 @@ class TestNotGuarded:
         assert not Watched(model).guards
 
 
+class Interrupting:
+    """A static value whose comparison runs other code, as another thread would meanwhile."""
+
+    __slots__ = ("text",)
+    meanwhile: list[Callable[[], Any]] = []
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Interrupting) and self.text == other.text
+
+    def __hash__(self) -> int:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return hash(self.text)
+
+
+@pytest.mark.parametrize("text", ["same", "other"])
+def test_another_call_during_a_comparison(text):
+    model = nnx.Module()
+    model.mark, model.w = Interrupting("same"), nnx.Param(jnp.zeros(2))
+    watched = Watched(model)
+    assert watched.check() is not None
+    model.mark = Interrupting(text)
+    for guard in watched.guards:
+        answers: list[Any] = []
+        Interrupting.meanwhile[:] = [lambda g=guard: answers.append(g.check(watched.arguments))]
+        answers.append(guard.check(watched.arguments))
+        assert [x is not None for x in answers] == [text == "same"] * 2
+        assert (guard.check(watched.arguments) is not None) == (text == "same")
+
+
 @pytest.mark.skipif(not HAS_C_WALK, reason="there was no compiler")
 class TestCWalk:
     def test_is_used(self):

@@ -612,6 +612,12 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
     int same = follow_plain(follower, &stream, arguments);
+    /* Before any Python code runs, in which another thread may use this follower. */
+    if (same != 1 || stream.num_unequal) {
+        forget(follower);
+    } else {
+        follower->epoch = start;
+    }
     PyObject *result = NULL;
     if (same == 1 && (walk->num_plain_steps < walk->num_steps || stream.num_unequal)) {
         same = own_items(&stream);
@@ -623,11 +629,6 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
         if (collects) PyGC_Enable();
     }
     release_items(&stream);
-    if (same != 1 || stream.num_unequal) {
-        forget(follower);
-    } else {
-        follower->epoch = start;
-    }
     if (same == 0) {
         PyErr_Clear();
         result = Py_NewRef(Py_None);
