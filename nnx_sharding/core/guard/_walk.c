@@ -148,6 +148,8 @@ static void unwatch(Watched *watched) {
     }
     PyMem_Free(watched);
 }
+#else
+#define unwatch(watched) ((void)(watched))
 #endif
 
 /* How an item of the stream is compared: with a pin, by identity, by its type. An item that says to
