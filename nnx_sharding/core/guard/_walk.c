@@ -332,7 +332,10 @@ static int are_same_mappings(PyObject *one, PyObject *two) {
     }
     Py_ssize_t position = 0;
     while (PyDict_Next(first, &position, &key, &value)) {
-        if (!PyUnicode_CheckExact(key) || PyDict_GetItemWithError(second, key) != value) return 0;
+        if (!PyUnicode_CheckExact(key) || PyDict_GetItemWithError(second, key) != value) {
+            PyErr_Clear();
+            return 0;
+        }
     }
     return 1;
 }
