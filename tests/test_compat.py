@@ -175,7 +175,7 @@ class PrivateNamesTest(absltest.TestCase):
                 (key, getattr(value, "value", value), isinstance(value, nnx.graphlib.DataElem))
                 for key, value in impl.flatten(node)[0]
             ]
-            items = _compat.node_items(node, tracing=False)
+            items = _compat.node_items(node, {}, tracing=False)
             self.assertIs(items.metadata, type(node))
             columns = zip(items.keys, items.values, items.is_data, strict=True)
             for (key, value, is_data), other in zip(columns, expected, strict=True):

@@ -69,39 +69,76 @@ _STATE = "_pytree__state"
 
 
 class NodeItems(NamedTuple):
-    """The attributes of a node in their canonical order."""
+    """The attributes of a node in their canonical order.
 
-    keys: Sequence[Any]
+    Nodes that were read with the same ``forms`` and differ only in values share ``keys``.
+    """
+
+    keys: tuple[Any, ...]
     values: Sequence[Any]
-    is_data: Sequence[bool | None]  # None where the node type leaves that to the value
+    is_data: tuple[bool | None, ...]  # None where the node type leaves that to the value
     metadata: Any  # what else belongs to the node, hashable
 
 
-def node_items(node: Any, *, tracing: bool) -> NodeItems:
+class _Form(NamedTuple):
+    """The attributes of the nodes of one type that have the same names and data."""
+
+    keys: tuple[str, ...]
+    is_data: tuple[bool | None, ...]
+    statuses: Any  # which of the attributes are data, as the first node has it
+    index: int | None  # of that among the attributes, if nodes of this form cannot differ in it
+
+
+def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
     """The attributes of a node; ``tracing`` is whether JAX is."""
     if tracing:
         _adopt_tracers(node)
     node_type = type(node)
     if _has_plain_items(node_type):
         # What the general way below does for these types, several times as fast.
-        own = vars(node)
-        keys = sorted(own)
-        values = [own[key] for key in keys]
-        if not is_pytree_type(node_type):
-            return NodeItems(keys, values, [None] * len(keys), node_type)
-        statuses = getattr(node, STATUSES, {})
-        is_data = getattr(statuses, "_mapping", statuses).get
-        return NodeItems(keys, values, [is_data(key, False) for key in keys], node_type)
+        own, statuses = vars(node), getattr(node, STATUSES, {})
+        is_data: dict[str, bool] = getattr(statuses, "_mapping", statuses)
+        key = (node_type, *own, None, *is_data, *map(id, is_data.values()))
+        form = forms.get(key)
+        if form is None:
+            form = forms[key] = _form(node_type, own, statuses, is_data)
+        values = [*map(own.__getitem__, form.keys)]
+        if form.index is not None:
+            values[form.index] = form.statuses
+        return NodeItems(form.keys, values, form.is_data, node_type)
     impl = graphlib.get_node_impl(node)
     assert impl is not None
     items, metadata = impl.flatten(node)
     marks = {graphlib.DataElem: True, graphlib.StaticElem: False}
     pairs = [*items]
     return NodeItems(
-        [key for key, _ in pairs],
+        tuple(key for key, _ in pairs),
         [x.value if type(x) in marks else x for _, x in pairs],
-        [marks.get(type(x)) for _, x in pairs],
+        tuple(marks.get(type(x)) for _, x in pairs),
         metadata,
+    )
+
+
+def _form(node_type: type, own: dict[str, Any], statuses: Any, is_data: dict[str, bool]) -> _Form:
+    keys = tuple(sorted(own))
+    if not is_pytree_type(node_type):
+        return _Form(keys, (None,) * len(keys), statuses, None)
+    is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, is_data.values()))
+    index = keys.index(STATUSES) if is_plain and STATUSES in own else None
+    return _Form(keys, tuple(is_data.get(key, False) for key in keys), statuses, index)
+
+
+def is_statuses(x: Any) -> bool:
+    """Whether ``x`` may be what says which attributes of a node are data."""
+    return type(x) is HashableMapping
+
+
+def are_same_statuses(a: Any, b: Any) -> bool:
+    """Whether two objects both say the same about which attributes are data."""
+    if not is_statuses(a) or not is_statuses(b):
+        return False
+    return bool(a._mapping == b._mapping) and all(
+        {bool}.issuperset(map(type, x._mapping.values())) for x in (a, b)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from .structure import (
     is_leaf_treedef,
     parts_of,
 )
+from .unflatten import picker
 
 
 class Flat(NamedTuple):
@@ -80,7 +82,7 @@ def flatten(
     structure = Structure(
         tuple(flattener.entries),
         root,
-        tuple(map(tuple, flattener.slots)),
+        tuple(flattener.slots),
         tuple(root_slots),
         static_children,
         flattener.origins,
@@ -88,6 +90,20 @@ def flatten(
     if not graph and known is None:
         _check_tree(structure)
     return Flat(structure, flattener.leaves, flattener.objects)
+
+
+class _Row:
+    """The last node with its names and data whose statics cannot change, to share these."""
+
+    __slots__ = ("children", "keys", "others", "pick", "statics")
+
+    def __init__(self, items: _compat.NodeItems):
+        self.keys = items.keys  # whose id is the key of this row
+        is_static = [is_data is False for is_data in items.is_data]
+        self.pick = picker([i for i, static in enumerate(is_static) if static])
+        self.others = [i for i, static in enumerate(is_static) if not static]
+        self.statics: Sequence[Any] = ()
+        self.children: list[Any] = []
 
 
 class _Flattener:
@@ -109,13 +125,15 @@ class _Flattener:
         self.objects: list[Any] = list(known)
         self.index = {id(obj): i for i, obj in enumerate(known)}
         self.entries: list[Entry | None] = [None] * len(known)
-        self.slots: list[list[int]] = [[] for _ in known]
+        self.slots: list[tuple[int, ...]] = [()] * len(known)
         self.leaves: list[Any] = []
         self.origins: dict[int, Any] = {}
         self._linked: set[int] = set()
         self._pending: list[int] = []
         # By id, with the value itself: another object could get its id otherwise.
         self._statics: dict[int, tuple[Static | Group, Any]] = {}
+        self._forms: dict[Any, Any] = {}
+        self._rows: dict[int, _Row] = {}
         self._metadata: dict[tuple[Any, ...], tuple[tuple[tuple[str, Child], ...], list[Any]]] = {}
 
     def link(self, obj: Any) -> int:
@@ -125,7 +143,7 @@ class _Flattener:
             index = self.index[id(obj)] = len(self.objects)
             self.objects.append(obj)
             self.entries.append(None)
-            self.slots.append([])
+            self.slots.append(())
         self._link(index)
         return index
 
@@ -141,7 +159,9 @@ class _Flattener:
             stack += reversed(self._pending)
             self._pending.clear()
             index = stack.pop()
-            self.entries[index] = self._describe(index, self.objects[index], self.slots[index])
+            slots: list[int] = []
+            self.entries[index] = self._describe(index, self.objects[index], slots)
+            self.slots[index] = tuple(slots)
 
     def _describe(self, index: int, obj: Any, slots: list[int]) -> Entry:
         entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
@@ -190,21 +210,30 @@ class _Flattener:
                 f"{type(obj).__name__} is declared with pytree=False, so it cannot be used "
                 "with graph=False. Use graph=True, or make the class a pytree."
             )
-        items = _compat.node_items(obj, tracing=self.tracing)
-        children: list[Child] = []
-        for value, is_data in zip(items.values, items.is_data, strict=True):
-            if is_data is False:
-                child = self.static(value)
-            elif _compat.is_graph_object(value):
-                child = self.link(value)
-            elif _compat.is_node_state(value):
-                child = node_state(value)
-            else:
-                # Flax makes a value that was put under nnx.data an array, whatever its type.
-                all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
-                child = self.pytree(value, slots, all_leaves=all_leaves)
-            children.append(child)
-        return NodeEntry(type(obj), items.metadata, tuple(items.keys), tuple(children))
+        items = _compat.node_items(obj, self._forms, tracing=self.tracing)
+        row = self._rows.get(id(items.keys))
+        if row is None:
+            row = self._rows[id(items.keys)] = _Row(items)
+        values = items.values
+        statics = row.pick(values)
+        is_known = row.children and all(map(operator.is_, statics, row.statics))
+        children = [*row.children] if is_known else [None] * len(values)
+        for i in row.others if is_known else range(len(values)):
+            children[i] = self._attribute(values[i], items.is_data[i], slots)
+        if not is_known and all(type(child) is Static for child in row.pick(children)):
+            row.statics, row.children = statics, children
+        return NodeEntry(type(obj), items.metadata, items.keys, tuple(children))
+
+    def _attribute(self, value: Any, is_data: bool | None, slots: list[int]) -> Child:
+        if is_data is False:
+            return self.static(value)
+        if _compat.is_graph_object(value):
+            return self.link(value)
+        if _compat.is_node_state(value):
+            return node_state(value)
+        # Flax makes a value that was put under nnx.data an array, whatever its type.
+        all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
+        return self.pytree(value, slots, all_leaves=all_leaves)
 
     def static(self, value: Any) -> Child:
         """The child for a static value: a static, or the index of an object that can change."""

@@ -13,7 +13,8 @@ strict, which costs time, but never too lax.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,7 +38,7 @@ from ..structure import (
     VariableEntry,
     is_leaf_treedef,
 )
-from ..unflatten import count_leaves, parts
+from ..unflatten import count_leaves, parts, picker
 from .walk import LATE_KINDS, OPEN, Kind, Pins, Recipe, Step, Walk, flatten_tree, ids_of
 
 
@@ -123,6 +124,37 @@ _TRACE = object()
 _Want: TypeAlias = tuple[Any, Sequence[int]]
 
 
+class _Row:
+    """The statics of the last object with its names: most objects of a class have the same ones."""
+
+    def __init__(self, order: Sequence[int]):
+        self.order = order  # where an entry has what an object holds, in the object's order
+        self.others: Sequence[int] = range(len(order))  # all but those statics
+        self.frozen: Sequence[int] = ()
+        self.identities: Sequence[int] = ()
+        self._pick = picker(())
+        self._values: Sequence[Any] = ()
+        self._children: Sequence[Any] = ()
+
+    def matches(self, values: Sequence[Any], children: Sequence[Any]) -> bool:
+        """Whether these are the same statics, to be compared with the same ones."""
+        pairs = (self._pick(values), self._values), (self._pick(children), self._children)
+        return bool(self._values) and all(all(map(operator.is_, *pair)) for pair in pairs)
+
+    def remember(self, values: Sequence[Any], children: Sequence[Any]) -> None:
+        """Takes the statics of an object that was compared."""
+        statics = [
+            i
+            for i, (value, child) in enumerate(zip(values, children, strict=True))
+            if type(child) is Static and not _compat.is_statuses(value)  # each object has its own
+        ]
+        self._pick = picker(statics)
+        self._values, self._children = self._pick(values), self._pick(children)
+        self.frozen = [i for i in statics if not children[i].by_identity]
+        self.identities = [i for i in statics if children[i].by_identity]
+        self.others = sorted({*range(len(values))}.difference(statics))
+
+
 class _Builder:
     """Walks a graph once, verifies that it has the structure, and records the way."""
 
@@ -131,7 +163,8 @@ class _Builder:
         self._known = flat.objects
         self._stream: list[Any] = []
         self._steps: list[Step] = []
-        self._pending: dict[Kind, list[tuple[int, Sequence[Any], Sequence[Sequence[int]]]]] = {}
+        self._pending: dict[Kind, list[tuple[int, Sequence[Any], Sequence[Any], Any]]] = {}
+        self._rows: dict[tuple[Any, ...], _Row] = {}
         self._compared: dict[int, Static] = {}  # by the id of a value: the static that it equals
         self._frozen: list[int] = []
         self._mentions: dict[int, int] = {}  # to the number of the first one of the same object
@@ -162,31 +195,63 @@ class _Builder:
         while self._pending:
             kinds = sorted(self._pending.keys() - LATE_KINDS) or sorted(self._pending)
             for kind, group in [(kind, self._pending.pop(kind)) for kind in kinds]:
-                positions, children, slots = zip(*group, strict=True)
+                positions = tuple(position for position, *_ in group)
                 names, parts = OPEN[kind]([self._stream[position] for position in positions])
                 self._steps.append(Step(kind, positions, tuple(names)))
-                wants = map(chain.from_iterable, (children, slots))
-                for part, child, own_slots in zip([*parts], *wants, strict=True):
-                    self._add(part, child, own_slots)
+                parts = iter(parts)
+                for _, children, slots, row in group:
+                    self._add_all([*islice(parts, len(children))], children, slots, row)
+                if next(parts, None) is not None:
+                    raise _NotGuardedError
 
     def _open_later(
         self,
         kind: Kind,
         position: int,
         children: Sequence[Any],
-        slots: Sequence[Sequence[int]] | None = None,
+        slots: Sequence[Sequence[int]] = (),
+        row: _Row | None = None,
     ) -> None:
         """What an item holds will be compared with ``children``, which have these slots."""
-        slots = ((),) * len(children) if slots is None else slots
-        self._pending.setdefault(kind, []).append((position, children, slots))
+        self._pending.setdefault(kind, []).append((position, children, slots, row))
+
+    def _add_all(
+        self,
+        values: Sequence[Any],
+        children: Sequence[Any],
+        slots: Sequence[Sequence[int]],
+        row: _Row | None,
+    ) -> None:
+        """Appends values to the stream; ``row`` is what the last ones of their kind were."""
+        if len(values) != len(children):
+            raise _NotGuardedError
+        start = len(self._stream)
+        self._stream += values
+        if len(children) == 1 and children[0] is LEAF and type(values[0]) is _compat.ArrayImpl:
+            self._leaves[slots[0][0]] = start  # as of nearly all Variables
+            return
+        slots = slots or ((),) * len(children)
+        rest: Sequence[int] = range(len(values))
+        is_known = row is not None and row.matches(values, children)
+        if row is not None and is_known:
+            self._frozen += map(start.__add__, row.frozen)
+            self._mentions.update(dict.fromkeys(map(start.__add__, row.identities), -1))
+            rest = row.others
+        for i in rest:
+            self._compare(start + i, values[i], children[i], slots[i])
+        if row is not None and not is_known:
+            row.remember(values, children)
 
     def _add(self, value: Any, child: Any, slots: Sequence[int]) -> None:
-        """Appends a value to the stream for which the structure has ``child``."""
-        position = len(self._stream)
         self._stream.append(value)
+        self._compare(len(self._stream) - 1, value, child, slots)
+
+    def _compare(self, position: int, value: Any, child: Any, slots: Sequence[int]) -> None:
+        """Compares the value at a position with ``child``, which the structure has for it."""
         if type(child) is Static:
             if self._compared.get(id(value)) is not child:
-                if Static.of(value, hold=False) != child:
+                same = _compat.are_same_statuses(value, child.value)
+                if not same and Static.of(value, hold=False) != child:
                     raise _NotGuardedError
                 self._compared[id(value)] = child
             if child.by_identity:
@@ -246,16 +311,15 @@ class _Builder:
             return
         self._objects[index] = position
         if isinstance(entry, NodeEntry) and _compat.is_plain_pytree(value):
-            content, keys = _compat.get_dict(value), [*map(str, entry.keys)]
-            self._open_later(
-                Kind.NODE,
-                position,
-                _in_order(dict(zip(keys, entry.children, strict=True)), content),
-                self._slots_in_order(index, content) if slots else None,
-            )
+            content = _compat.get_dict(value)
+            row = self._row(entry.keys, content)
+            own_slots = self._slots_in_order(index, content) if slots else ()
+            children = [entry.children[i] for i in row.order]
+            self._open_later(Kind.NODE, position, children, own_slots, row)
         elif isinstance(entry, VariableEntry) and type(value) is entry.type:
-            children = _in_order(dict(entry.metadata), _compat.get_metadata(value))
-            self._open_later(Kind.METADATA, position, children)
+            row = self._row(entry.metadata, _compat.get_metadata(value))
+            children = [entry.metadata[i][1] for i in row.order]
+            self._open_later(Kind.METADATA, position, children, (), row)
             self._open_later(Kind.VALUE, position, (entry.value,), (slots,))
             self._open_later(Kind.TRACE, position, (_TRACE,))
         elif isinstance(entry, RefEntry) and _compat.is_ref(value):
@@ -266,6 +330,17 @@ class _Builder:
             self._add_static(position, value, entry)
         else:
             raise _NotGuardedError
+
+    def _row(self, keys: tuple[Any, ...], content: dict[str, Any]) -> _Row:
+        """The row of the objects whose attributes or metadata have these keys in this order."""
+        key = (id(keys), *content)
+        row = self._rows.get(key)
+        if row is None:
+            names = [str(key[0] if type(key) is tuple else key) for key in keys]
+            if content.keys() != {*names}:
+                raise _NotGuardedError
+            row = self._rows[key] = _Row([names.index(name) for name in content])
+        return row
 
     def _slots_in_order(self, index: int, content: dict[str, Any]) -> list[Sequence[int]]:
         by_name = {str(key): slots for key, (_, slots) in parts(self._structure, index).items()}
@@ -296,7 +371,7 @@ class _Builder:
         typed = (*dict.fromkeys((*opened_at, *leaves)),)
         recipe = Recipe(
             steps=tuple(self._steps),
-            frozen=tuple(self._frozen),
+            frozen=tuple(sorted(self._frozen)),
             mentions=tuple(self._mentions),
             first=tuple(self._mentions.values()),
             traces=tuple(self._traces),
@@ -307,15 +382,8 @@ class _Builder:
             num_arguments=self._num_arguments,
             size=len(stream),
         )
-        frozen = tuple(stream[position] for position in self._frozen)
+        frozen = tuple(stream[position] for position in recipe.frozen)
         return recipe, Pins(frozen, ids_of([stream[position] for position in self._mentions]))
-
-
-def _in_order(children: Mapping[str, Any], content: dict[str, Any]) -> list[Any]:
-    """What the structure has for the values of a dict, in its order."""
-    if children.keys() != content.keys():
-        raise _NotGuardedError
-    return [children[key] for key in content]
 
 
 def _with_slots(children: Sequence[Child], slots: Sequence[int]) -> Iterator[_Want]:
