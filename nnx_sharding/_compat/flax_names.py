@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ class _Form(NamedTuple):
     keys: tuple[str, ...]
     is_data: tuple[bool | None, ...]
     statuses: Any  # which of the attributes are data, as the first node has it
-    index: int | None  # of that among the attributes, if nodes of this form cannot differ in it
+    position: int | None  # of that among the attributes, if nodes of this form cannot differ in it
 
 
 def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
@@ -103,8 +104,8 @@ def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
         if form is None:
             form = forms[key] = _form(node_type, own, statuses, is_data)
         values = [*map(own.__getitem__, form.keys)]
-        if form.index is not None:
-            values[form.index] = form.statuses
+        if form.position is not None:
+            values[form.position] = form.statuses
         return NodeItems(form.keys, values, form.is_data, node_type)
     impl = graphlib.get_node_impl(node)
     assert impl is not None
@@ -124,8 +125,8 @@ def _form(node_type: type, own: dict[str, Any], statuses: Any, is_data: dict[str
     if not is_pytree_type(node_type):
         return _Form(keys, (None,) * len(keys), statuses, None)
     is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, is_data.values()))
-    index = keys.index(STATUSES) if is_plain and STATUSES in own else None
-    return _Form(keys, tuple(is_data.get(key, False) for key in keys), statuses, index)
+    position = keys.index(STATUSES) if is_plain and STATUSES in own else None
+    return _Form(keys, tuple(is_data.get(key, False) for key in keys), statuses, position)
 
 
 def is_statuses(x: Any) -> bool:
@@ -171,11 +172,16 @@ def _adopt_tracers(node: Any) -> None:
 
 def is_plain_pytree(node: Any) -> bool:
     """Whether the content of a node is all in its ``__dict__``, and nothing hides that."""
-    bases = type(node).__mro__
-    if nnx.Pytree not in bases:
-        return False
-    own = next(vars(base)["__dict__"] for base in bases if "__dict__" in vars(base))
-    return isinstance(own, types.GetSetDescriptorType) and vars(node) is get_dict(node)
+    kind = type(node)
+    is_plain = _HAS_PLAIN_DICT.get(kind)
+    if is_plain is None:
+        own = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), 0)
+        is_plain = nnx.Pytree in kind.__mro__ and isinstance(own, types.GetSetDescriptorType)
+        _HAS_PLAIN_DICT[kind] = is_plain
+    return is_plain and vars(node) is get_dict(node)
+
+
+_HAS_PLAIN_DICT: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def get_dict(node: Any) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class _Flattener:
         values = items.values
         statics = row.pick(values)
         is_known = row.children and all(map(operator.is_, statics, row.statics))
-        children = [*row.children] if is_known else [None] * len(values)
+        children: list[Any] = [*row.children] if is_known else [None] * len(values)
         for i in row.others if is_known else range(len(values)):
             children[i] = self._attribute(values[i], items.is_data[i], slots)
         if not is_known and all(type(child) is Static for child in row.pick(children)):

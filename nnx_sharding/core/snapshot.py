@@ -30,12 +30,9 @@ class Snapshot:
         before = self._contents[index] if index < len(self._contents) else None
         if before is None:
             return None
-        entry: NodeEntry | VariableEntry = self._entries[index]
-        if type(obj) is not entry.type:
-            return None
-        (names, values), (old_names, old_values) = _content(obj), before
-        is_same = names == old_names and all(map(operator.is_, values, old_values))
-        return entry if is_same else None
+        content = _content(obj)
+        is_same = len(content) == len(before) and all(map(operator.is_, content, before))
+        return self._entries[index] if is_same else None
 
 
 def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
@@ -44,9 +41,8 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
         return entry.value is LEAF
     if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
         return False
-    return all(
-        isinstance(child, int | Static) or child in _all_node_states() for child in entry.children
-    )
+    others = [x for x in entry.children if type(x) is not Static and type(x) is not int]
+    return all(x in _all_node_states() for x in others)
 
 
 @functools.cache
@@ -54,14 +50,14 @@ def _all_node_states() -> tuple[Container, ...]:
     return tuple(map(_node_state, itertools.product((False, True), repeat=2)))
 
 
-def _content(obj: Any) -> tuple[list[str], list[Any]]:
+def _content(obj: Any) -> tuple[Any, ...]:
     """The attributes of a module, or the metadata of a Variable and what kind of value it has."""
     if _compat.is_variable(obj):
         metadata = _compat.get_metadata(obj)
         is_array = isinstance(_compat.get_value(obj), jax.Array)
-        return [*metadata], [*metadata.values(), is_array]
-    attributes = _compat.get_dict(obj)
-    return [*attributes], [*attributes.values(), *_compat.node_flags_of(attributes)]
+        return type(obj), is_array, *metadata, *metadata.values()
+    own = _compat.get_dict(obj)
+    return type(obj), *_compat.node_flags_of(own), *own, *own.values()
 
 
 def node_state(value: Any) -> Container:

@@ -144,7 +144,8 @@ class Structure:
 
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
-        return identities_in(chain((self.root, *self.statics), *map(children_of, self.entries)))
+        children = [*chain((self.root, *self.statics), *map(children_of, self.entries))]
+        return identities_in(dict(zip(map(id, children), children, strict=True)).values())
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
