@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors, filters, stages
 from ._version import __version__
+from .activation_sharding import Activation, ActivationSharding
 from .core.structure import Structure
 from .diagnostics import messages as _messages  # installs itself
 from .diagnostics.retraces import explain_retraces
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from .placement.place import place
 
 __all__ = [
+    "Activation",
+    "ActivationSharding",
     "Lifted",
     "StateSharding",
     "Structure",

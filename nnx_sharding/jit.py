@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from . import _compat
+from .activation_sharding import ActivationSharding
+from .activations.scope import sharded_activations
+from .core.pure import Pure
 from .core.signature import Roles
 from .core.specs import Specs, check_specs
 from .core.transform import Program, Transform, check_options
+from .core.unflatten import Built
 from .fitting import ON_INDIVISIBLE, OnIndivisible
 from .lifted import Lifted, lift
 
@@ -41,7 +46,14 @@ class _Jit(Transform):
             context=self.context,
             on_indivisible=self.on_indivisible,
             strict=self.strict,
+            activation_shardings=self.activation_shardings,
         )
+
+    def tracing(
+        self, pure: Pure, objects: Sequence[Any], built: Built, leaves: Sequence[Any]
+    ) -> AbstractContextManager[None]:
+        sources = () if self.activation_shardings is None else (self.activation_shardings,)
+        return sharded_activations(pure, objects, built, leaves, sources)
 
     def compile(
         self,
@@ -73,6 +85,12 @@ class _Jit(Transform):
         return Program(staged=jitted, top_level=top_level, inline=jitted)
 
 
+def _activations(shardings: Any) -> ActivationSharding | None:
+    if shardings is None or isinstance(shardings, ActivationSharding):
+        return shardings
+    return ActivationSharding(shardings)
+
+
 def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:
     meshes = (spec.mesh for spec in specs if isinstance(spec, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
@@ -84,6 +102,7 @@ class _Options(TypedDict, total=False):
     in_shardings: Any
     out_shardings: Any
     mesh: Mesh | AbstractMesh | None
+    activation_shardings: Any
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
     donate_argnums: int | Sequence[int] | None
@@ -117,6 +136,7 @@ def jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     mesh: Mesh | AbstractMesh | None = None,
+    activation_shardings: Any = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -157,6 +177,10 @@ def jit(
         the first call, and keep that sharding.
       out_shardings: likewise for the result. A new module is created sharded.
       mesh: resolves every ``PartitionSpec``; without it, the mesh in context does.
+      activation_shardings: how the inputs and outputs of modules are sharded: an
+        :class:`~nnx_sharding.ActivationSharding`, or a mapping from filters to specs, such as
+        ``{"blocks/*/up": P("data", "model")}``. It comes before what the shardings of arguments
+        say (:class:`~nnx_sharding.StateSharding`, ``activations``).
       static_argnums: positions of static arguments, hashable and part of the cache key.
       static_argnames: their names. As in ``jax.jit``, one of the two implies the other.
       donate_argnums: positions of arguments whose buffers may be reused. The Variables of a
@@ -239,6 +263,7 @@ def jit(
         on_committed=on_committed,
         on_indivisible=on_indivisible,
         strict=strict,
+        activation_shardings=_activations(activation_shardings),
     )
     check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)
     jax_options: dict[str, Any] = {} if device is None else {"device": device}

@@ -11,6 +11,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from . import _compat
+from .activation_sharding import ActivationSharding
 from .filters import PathPattern, is_opaque, path_name, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 
@@ -30,6 +31,7 @@ class StateSharding:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide.
         The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of
         the transform.
+      activations: how the activations of the modules in the argument are sharded.
 
     Raises:
       TypeError: a filter or a sharding has a wrong type.
@@ -49,7 +51,14 @@ class StateSharding:
     The names and the rule are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = ("__weakref__", "_filters", "_on_indivisible", "_shardings", "_tests")
+    __slots__ = (
+        "__weakref__",
+        "_filters",
+        "_on_indivisible",
+        "_shardings",
+        "_tests",
+        "activations",
+    )
 
     @_compat.api_boundary
     def __init__(
@@ -58,6 +67,7 @@ class StateSharding:
         /,
         *,
         on_indivisible: OnIndivisible | None = None,
+        activations: ActivationSharding | None = None,
     ):
         if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
             raise ValueError(
@@ -83,6 +93,7 @@ class StateSharding:
             for p in map(to_predicate, self._filters)
         )
         self._on_indivisible = on_indivisible
+        self.activations = activations
 
     @property
     def filters(self) -> tuple[Any, ...]:
@@ -153,11 +164,17 @@ class StateSharding:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self._filters, self._shardings, self._on_indivisible
+        return self._filters, self._shardings, self._on_indivisible, self.activations
+
+    def with_activations(self, activations: ActivationSharding | None) -> StateSharding:
+        """The same shardings of Variables with other shardings of activations."""
+        pairs = zip(self._filters, self._shardings, strict=True)
+        return StateSharding(pairs, on_indivisible=self._on_indivisible, activations=activations)
 
     def __reduce__(self) -> tuple[Any, ...]:
         pairs = tuple(zip(self._filters, self._shardings, strict=True))
-        return functools.partial(StateSharding, on_indivisible=self._on_indivisible), (pairs,)
+        options = {"on_indivisible": self._on_indivisible, "activations": self.activations}
+        return functools.partial(StateSharding, **options), (pairs,)
 
 
 def _show(filter_: Any) -> str:

@@ -124,9 +124,43 @@ def _form(node_type: type, own: dict[str, Any], statuses: Any, is_data: dict[str
     keys = tuple(sorted(own))
     if not is_pytree_type(node_type):
         return _Form(keys, (None,) * len(keys), statuses, None)
+    if type(statuses) is _Tagged:
+        statuses = HashableMapping(is_data, copy=False)
     is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, is_data.values()))
     position = keys.index(STATUSES) if is_plain and STATUSES in own else None
     return _Form(keys, tuple(is_data.get(key, False) for key in keys), statuses, position)
+
+
+class _Tagged(HashableMapping[Any, Any]):
+    """The statuses of a node with something else that goes wherever Flax takes the node.
+
+    Equal to the same statuses without it, so that graphs have the same structure; but not to those
+    with something else, for which JAX must not use the same trace.
+    """
+
+    def __init__(self, mapping: Any, tag: Any):
+        super().__init__(mapping, copy=False)
+        self.tag = tag
+
+    def __eq__(self, other: object) -> bool:
+        same = not isinstance(other, _Tagged) or self.tag == other.tag
+        return same and bool(super().__eq__(other))
+
+    __hash__ = HashableMapping.__hash__
+
+    def update(self, other: Any) -> _Tagged:
+        return _Tagged(super().update(other)._mapping, self.tag)
+
+
+def tag_node(node: Any, tag: Any) -> None:
+    """Attaches something to a node of the current trace, for :func:`tag_of`."""
+    if is_plain_pytree(node) and is_statuses(statuses := vars(node).get(STATUSES)):
+        object.__setattr__(node, STATUSES, _Tagged(statuses._mapping, tag))
+
+
+def tag_of(node: Any) -> Any:
+    """What :func:`tag_node` attached to a node, or to the one that Flax made it from."""
+    return getattr(vars(node).get(STATUSES), "tag", None)
 
 
 def is_statuses(x: Any) -> bool:

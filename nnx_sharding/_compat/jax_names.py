@@ -38,6 +38,12 @@ def private_name(module: str, name: str, *, optional: bool = False) -> Any:
 
 ArrayImpl: Any = private_name("jax._src.array", "ArrayImpl")
 IndivisibleError: Any = private_name("jax._src.sharding", "IndivisibleError")
+# What JAX raises for an operation whose output it cannot shard by the types of its inputs.
+TYPE_ERRORS: tuple[type[Exception], ...] = (
+    private_name("jax._src.core", "ShardingTypeError"),
+    TypeError,  # the carry of a loop gets another type
+    ValueError,
+)
 trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
 _trace_ctx: Any = private_name("jax._src.core", "trace_ctx")
 _trace_context: Any = private_name("jax._src.config", "trace_context")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..partition.apply import finished_on_cpu
+from ..apply import finished_on_cpu
 from .names import is_key
 
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.

@@ -15,7 +15,7 @@ from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.specs import Specs
-from ..partition.apply import apply_shardings, rebuilt, sharding_of
+from ..apply import apply_shardings, rebuilt, sharding_of
 from ..partition.constrain import is_array
 from ..partition.logical import LogicalRules
 from ..placement.place import shardings_for, trimmed

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..errors import NoMeshError
 from ..fitting import spec_axes, suggestion
-from ..partition.apply import sharding_of
+from ..apply import sharding_of
 from ..partition.constrain import is_array
 from ..partition.variables import NamedVariable, map_variables
 from ..state_sharding import StateSharding

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
+from ..fitting import axes_of, axes_of_type, spec_and_mesh
 from .fit import check_arrays, check_mesh, fit_specs, shape_of
 from .flatten import Flat
 from .problems import Problem
@@ -131,6 +133,13 @@ def make_plan(
         uses=tuple(resolved.uses),
         graph=graph,
         updates=updates,
+        typed=tuple(
+            (slot, sharding)
+            for slot in structure.root_slots
+            if isinstance(sharding := specs[slot], NamedSharding)
+            and axes_of_type(sharding.mesh, AxisType.Explicit)
+        ),
+        batch_axes=_batch_axes(transform, targets, structure, specs, leaves),
     )
     function = traced.get(pure.key)
     if function is None:
@@ -159,6 +168,27 @@ def make_plan(
         program=transform.compile(function, specs, groups, tuple(sorted(donated))),
         fun=_weak(fun),
     )
+
+
+def _batch_axes(
+    transform: Transform,
+    targets: Sequence[Target],
+    structure: Structure,
+    specs: Sequence[Any],
+    leaves: Sequence[Any],
+) -> frozenset[Any]:
+    """The axes over which the first dimension of arrays outside of objects is sharded."""
+    written = [part.spec for target in targets for part in target.parts]
+    has_activations = any(getattr(spec, "activations", None) is not None for spec in written)
+    if transform.activation_shardings is None and not has_activations:
+        return frozenset()
+    shardings = [
+        specs[slot] or getattr(jax.typeof(leaves[slot]), "sharding", None)
+        for slot in structure.root_slots
+    ]
+    pairs = (spec_and_mesh(sharding, transform.context) for sharding in shardings)
+    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
+    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
 
 
 def _donated_slots(

@@ -33,6 +33,8 @@ class Problem(enum.Enum):
     SPEC_DOES_NOT_FIT_SHAPE = enum.auto()  # path, fit, shape before
     SPEC_CORRECTED = enum.auto()  # path, fit, shape before
     FILTER_UNUSED = enum.auto()  # filter, arguments, suggestion
+    ACTIVATION_UNUSED = enum.auto()  # filter
+    ACTIVATION_DOES_NOT_FIT = enum.auto()  # line
     NO_MESH = enum.auto()
     NO_DEVICES = enum.auto()  # mesh
     # Placing

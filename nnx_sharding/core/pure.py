@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from .. import _compat
 from ..fitting import OnIndivisible, like, spec_and_mesh, variants
@@ -53,6 +54,10 @@ class Pure(NamedTuple):
       uses: the decisions of each ``StateSharding`` among the arguments.
       graph: whether references are kept (graph mode) or refused (tree mode).
       updates: whether changes of structure are written back.
+      batch_axes: the mesh axes over which the first dimension of arrays outside of objects is
+        sharded, if activations are.
+      typed: the declared shardings on Explicit axes of arrays outside of objects, by slot. JAX
+        leaves them out of the types of arrays that are not committed.
     """
 
     transform: Transform
@@ -68,6 +73,8 @@ class Pure(NamedTuple):
     uses: tuple[FilterUse, ...]
     graph: bool
     updates: bool
+    batch_axes: frozenset[Any] = frozenset()
+    typed: tuple[tuple[int, NamedSharding], ...] = ()
 
     @property
     def key(self) -> Hashable:
@@ -83,6 +90,8 @@ class Pure(NamedTuple):
             self.must_be_used,
             self.graph,
             self.updates,
+            self.batch_axes,
+            self.typed,
         )
 
     def group_specs(self) -> tuple[Any, ...]:
@@ -136,19 +145,30 @@ class Pure(NamedTuple):
         return pure
 
     def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
+        leaves = self._typed(leaves)
         # The caller's own static objects: the structure may be that of an earlier, equal call.
         statics = {i: caller.objects[i] for i in self.structure.static_indices()}
         built = unflatten(self.structure, leaves, statics)
         try:
-            return self._called(caller.fun, leaves, built)
+            return self._called(caller, leaves, built)
         finally:
             restore(self.structure, built.objects)
 
-    def _called(self, fun: Any, leaves: Sequence[Any], built: Built) -> Any:
+    def _typed(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arrays with the declared shardings in their types."""
+        typed = [*leaves]
+        for slot, sharding in self.typed:
+            if not _compat.is_ref(typed[slot]) and jax.typeof(typed[slot]).sharding.mesh.empty:
+                typed[slot] = jax.sharding.reshard(typed[slot], sharding)
+        return typed if self.typed else leaves
+
+    def _called(self, caller: Caller, leaves: Sequence[Any], built: Built) -> Any:
+        fun = caller.fun
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
-        before_call = Snapshot(self.structure, built.objects)
-        out = fun(*args, **kwargs)
+        with self.transform.tracing(self, caller.objects, built, leaves):
+            before_call = Snapshot(self.structure, built.objects)
+            out = fun(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
         borrowed = {id(static.value) for static in self.structure.identities()}

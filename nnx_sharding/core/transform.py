@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..activation_sharding import ActivationSharding
 from ..fitting import OnIndivisible
 from .problems import Problem, refuse
 from .signature import Call, Parameters, Signature, sort_call
@@ -51,6 +53,7 @@ class Transform:
       on_committed: what is done with arrays committed to another sharding than declared.
       on_indivisible: what is done with specs that do not divide a shape.
       strict: whether warnings are errors.
+      activation_shardings: how activations are sharded, whatever argument a module is from.
       passes_shardings: whether JAX gets the shardings of inputs as an option, not by their types.
       divides_outputs: whether specs must divide the arrays that come out.
     """
@@ -64,6 +67,7 @@ class Transform:
     on_committed: OnCommitted = "error"
     on_indivisible: OnIndivisible = "error"
     strict: bool = False
+    activation_shardings: ActivationSharding | None = None
 
     passes_shardings: ClassVar[bool] = True
     divides_outputs: ClassVar[bool] = True
@@ -92,7 +96,12 @@ class Transform:
     def reads_context(self) -> bool:
         """Whether a plan depends on the mesh in context."""
         written = self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
-        return self.mesh is None and written
+        return self.mesh is None and (written or self.activation_shardings is not None)
+
+    @property
+    def needs_mesh(self) -> bool:
+        """Whether there has to be a mesh."""
+        return self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
 
     @property
     def reads_shapes(self) -> bool:
@@ -118,7 +127,7 @@ class Transform:
         if not self.reads_context:
             return dataclasses.replace(self, context=self.mesh)
         mesh = _compat.context_mesh()
-        if mesh is None:
+        if mesh is None and self.needs_mesh:
             refuse(Problem.NO_MESH, [], name=self.name)
         # Inside a trace the mesh is abstract; there JAX itself resolves specs.
         given = mesh if isinstance(mesh, Mesh) else None
@@ -144,6 +153,19 @@ class Transform:
         if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
             return None
         return spec if isinstance(spec, jax.sharding.Sharding) else None
+
+    def tracing(
+        self, pure: Any, objects: Sequence[Any], built: Any, leaves: Sequence[Any]
+    ) -> AbstractContextManager[None]:
+        """What surrounds the user's function while it is traced.
+
+        Args:
+          pure: what is traced.
+          objects: the objects of the arguments.
+          built: the same in the trace.
+          leaves: the arrays in the trace.
+        """
+        return nullcontext()
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]

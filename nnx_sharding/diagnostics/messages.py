@@ -155,6 +155,17 @@ MESSAGES: dict[Problem, Message] = {
         "Correct or remove them, or put them before the filter that matches the same.",
         kind=errors.UnusedFilterWarning,
     ),
+    Problem.ACTIVATION_UNUSED: Message(
+        "no module that these filters of activation_shardings match was called:",
+        repr,
+        "Paths are those of modules, such as blocks/*/up, from the argument on. Correct the "
+        "filters, or pass ActivationSharding(..., strict=False).",
+    ),
+    Problem.ACTIVATION_DOES_NOT_FIT: Message(
+        "these activation shardings do not fit:",
+        str,
+        "Correct the specs, or use on_indivisible for those that do not divide a shape.",
+    ),
     Problem.NO_MESH: Message(
         "there is no mesh to resolve a PartitionSpec against. Pass mesh=..., call within `with "
         "jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec).",

@@ -19,7 +19,7 @@ from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, raise_listed, report
 from ..fitting import describe, fit_sharding, spec_and_mesh
-from .apply import (
+from ..apply import (
     apply_shardings,
     given_mesh,
     mesh_here,

@@ -10,7 +10,7 @@ from ..errors import NoMeshError, UnusedFilterWarning, raise_listed, report
 from ..fitting import axes_of, fit_sharding
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
-from .apply import given_mesh
+from ..apply import given_mesh
 from .variables import variables
 
 

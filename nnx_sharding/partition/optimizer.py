@@ -10,12 +10,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..activation_sharding import ActivationSharding
 from ..errors import raise_listed
 from ..fitting import describe, like, with_entries
 from ..paths import Path, path_string
 from ..state_sharding import StateSharding
 from .inputs import override_specs
-from .variables import NamedVariable, from_paths, variables
+from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 
 def optimizer_sharding(
@@ -138,11 +139,16 @@ def _entries(
     return remaining.pop() if len(remaining) == 1 else ()
 
 
-def with_optimizer(specs: dict[Path, Any], model: Any, optimizer: Any) -> StateSharding:
+def with_optimizer(
+    specs: dict[Path, Any],
+    model: Any,
+    optimizer: Any,
+    activations: ActivationSharding = FOLLOWING,
+) -> StateSharding:
     """The shardings of a model and of its optimizer, if there is one, which follow them."""
     if optimizer is not None:
         specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
-    return from_paths(specs)
+    return from_paths(specs, activations)
 
 
 def union(model: Mapping[Path, Any], optimizer: Mapping[Path, Any]) -> dict[Path, Any]:

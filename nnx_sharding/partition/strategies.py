@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ..activation_sharding import ActivationSharding
 from ..fitting import axes_of, fit_sharding, spec_axes, with_entries
 from ..state_sharding import StateSharding
 from .inputs import base_specs, mesh_and_axes
@@ -89,7 +90,8 @@ def fsdp(
     specs = base_specs("fsdp", model, base, mesh)
     for each in variables(model):
         specs[each.path] = shard_largest(specs[each.path], each, axes, mesh, min_size)
-    return with_optimizer(specs, model, optimizer)
+    activations = ActivationSharding(gather=axes, infer=True)
+    return with_optimizer(specs, model, optimizer, activations)
 
 
 def zero1(

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
+from ..activation_sharding import ActivationSharding
 from ..core.flatten import flatten
 from ..core.structure import VariableEntry
 from ..errors import raise_listed
@@ -89,12 +90,20 @@ def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
-def from_paths(specs: Mapping[Path, Any]) -> StateSharding:
+# What any sharding of parameters needs of activations: parameters are gathered over the axes of the
+# batch while they are used, and layers choose the sharding of their outputs on Explicit axes.
+FOLLOWING = ActivationSharding(gather=True, infer=True)
+
+
+def from_paths(
+    specs: Mapping[Path, Any], activations: ActivationSharding = FOLLOWING
+) -> StateSharding:
     """A ``StateSharding`` with one sharding for each path, which matches no other path."""
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():
         groups.setdefault(spec, []).append(path)
-    return StateSharding((Paths(paths), spec) for spec, paths in groups.items())
+    pairs = ((Paths(paths), spec) for spec, paths in groups.items())
+    return StateSharding(pairs, activations=activations)
 
 
 def from_variables(

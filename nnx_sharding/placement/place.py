@@ -19,7 +19,7 @@ from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
 from ..errors import NoMeshError, raise_listed
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
-from ..partition.apply import apply_shardings, given_mesh, mesh_here, rebuilt
+from ..apply import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..partition.constrain import is_array, resolved_prefix
 
 

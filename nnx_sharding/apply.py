@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _compat
-from ..core.flatten import Flat
-from ..core.structure import NodeEntry, VariableEntry
-from ..core.transfer import transfer
-from ..core.unflatten import assemble, node_changes, perform, update
-from ..fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
+from . import _compat
+from .core.flatten import Flat
+from .core.structure import NodeEntry, VariableEntry
+from .core.transfer import transfer
+from .core.unflatten import assemble, node_changes, perform, update
+from .fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
 
 
 def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:

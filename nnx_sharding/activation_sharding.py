@@ -1,0 +1,173 @@
+"""``ActivationSharding``: how modules' inputs and outputs are sharded, chosen by filters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .filters import PathGlob, is_opaque, to_predicate
+from .fitting import axes_of, suggested_spec
+from .paths import Path
+
+
+def is_activation_spec(x: Any) -> bool:
+    """Whether ``x`` is the spec of one array; None leaves it as it is."""
+    return x is None or isinstance(x, PartitionSpec | NamedSharding)
+
+
+class Activation:
+    """The shardings of what a module takes and returns.
+
+    Args:
+      output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a module that
+        returns several arrays. None leaves the output as it is.
+      input: likewise for the first argument.
+
+    Raises:
+      TypeError: a leaf of either is not a spec.
+    """
+
+    __slots__ = ("_key", "input", "output")
+
+    def __init__(self, output: Any = None, *, input: Any = None):  # noqa: A002
+        self.output, self.input = output, input
+        flat = [jax.tree_util.tree_flatten(x, is_leaf=is_activation_spec) for x in (output, input)]
+        wrong = [leaf for leaves, _ in flat for leaf in leaves if not is_activation_spec(leaf)]
+        if wrong:
+            got = ", ".join(f"{x!r}{suggested_spec(x)}" for x in wrong)
+            raise TypeError(f"Activation: expected partition specs or NamedShardings, got {got}.")
+        self._key = tuple((tuple(leaves), treedef) for leaves, treedef in flat)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Activation) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"Activation({self.output!r}, input={self.input!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(Activation, input=self.input), (self.output,)
+
+
+class ActivationSharding:
+    """Shardings of activations, by ordered filters for modules.
+
+    The counterpart of :class:`~nnx_sharding.StateSharding` for what modules take and return. It
+    holds while a function is traced; neither the code of the model nor its objects change. The
+    first filter that matches a module decides.
+
+    Args:
+      filters: a mapping from filters to specs, or an iterable of such pairs. A filter is a string,
+        which is the pattern of a :class:`~nnx_sharding.filters.PathGlob` such as ``"blocks/*/up"``;
+        a type of modules; or any other NNX filter, called with the path of a module and the
+        module. A string that ends with ``.method`` is for that method in place of ``__call__``.
+        Paths start at the argument of the function; for a module that the function makes, at the
+        outermost module that it calls. A spec is a ``PartitionSpec``, a ``NamedSharding``, a
+        pytree prefix of them, None, or an :class:`Activation`.
+      gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
+        does; True for the axes over which the first dimension of the data is sharded.
+      infer: whether to choose, on Explicit axes, how the output of a layer is sharded where JAX
+        cannot: by its input and its parameters.
+      strict: whether a filter that matches no module that is called is an error.
+
+    Raises:
+      TypeError: a filter or a spec has a wrong type.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import ActivationSharding
+      >>> activations = ActivationSharding({"blocks/*/up": P("data", "model"), nnx.Conv: P("data")})
+      >>> up = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+      >>> activations.find(("blocks", 3, "up"), up)[1].output == P("data", "model")
+      True
+
+    ``torch.distributed.tensor.parallel.parallelize_module`` takes plans of this kind.
+    """
+
+    __slots__ = ("_filters", "_tests", "activations", "gather", "infer", "strict")
+
+    def __init__(
+        self,
+        filters: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        /,
+        *,
+        gather: Any = (),
+        infer: bool = False,
+        strict: bool = True,
+    ):
+        items = filters.items() if isinstance(filters, Mapping) else filters
+        try:
+            pairs = [(filter_, spec) for filter_, spec in items]
+        except (TypeError, ValueError):
+            raise TypeError(
+                "ActivationSharding takes a mapping from filters to specs, or pairs of both, not "
+                f"{filters!r}."
+            ) from None
+        self._filters = tuple(filter_ for filter_, _ in pairs)
+        self._tests = tuple(map(_test, self._filters))
+        self.activations = tuple(
+            spec if isinstance(spec, Activation) else Activation(spec) for _, spec in pairs
+        )
+        self.gather: bool | tuple[Any, ...] = gather is True or axes_of(gather or None)
+        self.infer = infer
+        self.strict = strict
+
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The filters in the order in which they are tried."""
+        return self._filters
+
+    @property
+    def methods(self) -> frozenset[str]:
+        """The methods that the filters are for."""
+        return frozenset(method for _, method in self._tests)
+
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether predicates of the user decide, which may look at shapes and dtypes."""
+        return any(is_opaque(test) for test, _ in self._tests)
+
+    def find(
+        self, path: Path, module: Any, method: str = "__call__"
+    ) -> tuple[int | None, Activation | None]:
+        """The number of the first filter that matches a call, and its shardings; None if none."""
+        for index, (predicate, name) in enumerate(self._tests):
+            if name == method and predicate(path, module):
+                return index, self.activations[index]
+        return None, None
+
+    def __repr__(self) -> str:
+        pairs = zip(self._filters, self.activations, strict=True)
+        inside = ", ".join(f"{filter_!r}: {x.output!r}" for filter_, x in pairs)
+        return f"ActivationSharding({{{inside}}}, gather={self.gather!r}, infer={self.infer!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ActivationSharding) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self._filters, self.activations, self.gather, self.infer, self.strict
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {"gather": self.gather, "infer": self.infer, "strict": self.strict}
+        pairs = tuple(zip(self._filters, self.activations, strict=True))
+        return functools.partial(ActivationSharding, **options), (pairs,)
+
+
+def _test(filter_: Any) -> tuple[Any, str]:
+    """The predicate of a filter, and the method that it is for."""
+    if not isinstance(filter_, str):
+        return to_predicate(filter_), "__call__"
+    pattern, _, method = filter_.rpartition(".")
+    is_method = bool(pattern) and method.isidentifier()
+    return PathGlob(pattern if is_method else filter_), method if is_method else "__call__"

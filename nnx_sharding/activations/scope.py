@@ -1,0 +1,329 @@
+"""What happens at the calls of modules while one function is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
+from ..apply import apply_shardings, mesh_here
+from ..core.problems import Problem, refuse
+from ..core.pure import Pure
+from ..core.structure import NodeEntry
+from ..core.unflatten import Built
+from ..fitting import fit_sharding, only_axes, spec_and_mesh, spec_axes
+from ..paths import Path, accessor
+from ..state_sharding import StateSharding
+from .explicit import (
+    as_inputs,
+    explicit_axes,
+    inferred,
+    takes_out_sharding,
+    type_spec,
+    with_auto_axes,
+)
+from .intercept import intercepting
+from .variables import Replaced, Saved, modules_by_path, own_variables
+
+# A change of activation shardings is a change for the traces that JAX keeps of inner functions.
+_CONTEXT = jax.make_user_context()
+
+
+class _Tag(NamedTuple):
+    """What is known of a module, wherever Flax takes it."""
+
+    name: str  # of its argument
+    path: Path
+    sources: tuple[ActivationSharding, ...]
+    gathered: Mapping[Path, PartitionSpec]  # by own Variable, what it is while the module runs
+
+    @property
+    def accessor(self) -> str:
+        return accessor(self.name, self.path)
+
+
+class Scope:
+    """The handler of the calls of modules during one trace."""
+
+    def __init__(self, pure: Pure, built: Built, sources: Sequence[ActivationSharding]):
+        self._transform, self._pure, self._built = pure.transform, pure, built
+        self._mesh = _mesh_of(pure)
+        self._sources = [*sources]  # those for all arguments, then those of one
+        self._roots: dict[int, tuple[_Tag, Any]] = {}
+        self._depth = 0  # of calls within calls
+        self._used: set[tuple[int, int]] = set()
+        self._misfits: dict[str, None] = {}
+        self._variables = {id(x): i for i, x in enumerate(built.objects)}
+        self._tag_arguments(sources)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._sources)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the traces of inner functions depend on."""
+        return tuple(self._sources), self._pure.batch_axes
+
+    @property
+    def methods(self) -> frozenset[str] | None:
+        """The methods to intercept; None for all public ones, which may use parameters."""
+        if any(source.infer or source.gather for source in self._sources):
+            return None
+        return frozenset(method for source in self._sources for method in source.methods)
+
+    def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
+        pure, built = self._pure, self._built
+        parts = [(target, part) for target in pure.targets for part in target.parts]
+        if not sources and not any(map(_own_source, (part.spec for _, part in parts))):
+            return
+        tagged = set[int]()
+        for target, part in parts:
+            own = _own_source(part.spec)
+            if own is not None and own not in self._sources:
+                self._sources.append(own)
+            chosen = (*sources, *([] if own is None else [own]))
+            name = accessor(target.name, part.keys)
+            for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items():
+                if isinstance(pure.structure.entries[index], NodeEntry) and index not in tagged:
+                    tagged.add(index)
+                    module = built.objects[index]
+                    _compat.tag_node(module, self._tag(name, path, chosen, module))
+
+    def _tag(
+        self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
+    ) -> _Tag:
+        gathered: dict[Path, Any] = {}
+        axes = self._gathered_axes(sources)
+        for own_path, variable in own_variables(module) if axes else ():
+            index = self._variables.get(id(variable))
+            slots = () if index is None else self._pure.structure.slots[index]
+            spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
+            pair = spec_and_mesh(spec, self._mesh)
+            if pair is not None and not axes.isdisjoint(spec_axes(pair[0])):
+                gathered[own_path] = only_axes(pair[0], {*pair[1].axis_names} - axes)
+        return _Tag(name, path, sources, gathered)
+
+    def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
+        """The axes over which the parameters of modules are gathered."""
+        batch = self._pure.batch_axes
+        return frozenset(
+            axis
+            for source in sources
+            for axis in (batch if source.gather is True else source.gather or ())
+        )
+
+    def __call__(
+        self,
+        module: Any,
+        method: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a method of a module with what is chosen for it."""
+        tag = _compat.tag_of(module) or self._root_tag(module)
+        activation = self._find(tag, module, method)
+        if activation.input is not None and args:
+            args = (self._constrained(args[0], activation.input, tag, "input"), *args[1:])
+        self._depth += 1
+        try:
+            with Replaced(self._gathered(tag, module)):
+                out = self._typed(tag, activation.output, module, call, args, kwargs)
+        finally:
+            self._depth -= 1
+        if activation.output is not None:
+            return self._constrained(out, activation.output, tag, "output")
+        if not self._depth and any(source.infer for source in tag.sources):
+            out = as_inputs(out, (args, kwargs), self._pure.batch_axes)
+        return out
+
+    def _root_tag(self, module: Any) -> _Tag:
+        """The tag of a module that is not from the arguments: of the outermost one, all in it."""
+        known = self._roots.get(id(module))
+        if known is None:
+            sources, name = tuple(self._sources), type(module).__name__
+            for path, inner in modules_by_path(module):
+                if _compat.tag_of(inner) is None:
+                    tag = self._tag(name, path, sources, inner)
+                    self._roots.setdefault(id(inner), (tag, inner))
+            known = self._roots[id(module)]
+        return known[0]
+
+    def _find(self, tag: _Tag, module: Any, method: str) -> Activation:
+        for source in tag.sources:
+            index, activation = source.find(tag.path, module, method)
+            if activation is not None and index is not None:
+                self._used.add((self._sources.index(source), index))
+                return activation
+        return _NOTHING
+
+    def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
+        """The own Variables of a module with their values gathered."""
+        axes = self._gathered_axes(tag.sources)
+        if not axes:
+            return []
+        changes: list[tuple[Any, Any]] = []
+        for path, variable in own_variables(module):
+            value = _compat.get_value(variable)
+            if not isinstance(value, jax.Array):
+                continue
+            spec = type_spec(value)
+            if spec is not None and not axes.isdisjoint(spec_axes(spec)):
+                mesh = jax.typeof(value).sharding.mesh
+                spec = only_axes(spec, {*mesh.axis_names} - axes)
+                changes.append((variable, jax.sharding.reshard(value, NamedSharding(mesh, spec))))
+            elif spec is None and path in tag.gathered and self._mesh is not None:
+                # In a loop over layers the first dimension is gone.
+                entries = tag.gathered[path].partitions
+                here = PartitionSpec(*entries[max(0, len(entries) - value.ndim) :])
+                [value] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), here)])
+                changes.append((variable, value))
+        return changes
+
+    def _typed(
+        self,
+        tag: _Tag,
+        output: Any,
+        module: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The output of a method; on Explicit axes with the sharding that its operations need."""
+        mesh = jax.sharding.get_abstract_mesh()
+        explicit = explicit_axes(mesh)
+        if not explicit:
+            return call(*args, **kwargs)
+        pair = spec_and_mesh(output, mesh)
+        if pair is not None:
+            spec = only_axes(pair[0], explicit)
+            saved = Saved((module, args, kwargs))
+            try:
+                if takes_out_sharding(call, kwargs):
+                    return call(*args, **{**kwargs, "out_sharding": spec})
+                return call(*args, **kwargs)
+            except _compat.TYPE_ERRORS as error:
+                saved.restore()
+                try:
+                    return with_auto_axes(saved.variables, call, args, kwargs, spec)
+                except _compat.TYPE_ERRORS:
+                    raise error from None
+        if any(source.infer for source in tag.sources):
+            return inferred(module, call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str) -> Any:
+        """A pytree of activations with the specs of a prefix."""
+        specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
+        try:
+            parts = treedef.flatten_up_to(tree)  # type: ignore[attr-defined]
+        except ValueError as error:
+            self._misfits[f"  {side} of {tag.accessor}: {error}"] = None
+            return tree
+        new = [
+            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, tag, side), part)
+            for part, spec in zip(parts, specs, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(treedef, new)
+
+    def _constrained_array(self, x: Any, spec: Any, tag: _Tag, side: str) -> Any:
+        if spec is None or not isinstance(x, jax.Array):
+            return x
+        pair = spec_and_mesh(spec, self._mesh)
+        if pair is None:
+            refuse(Problem.NO_MESH, [], name=self._transform.name)
+        mesh = mesh_here(pair[1])
+        action = self._transform.on_indivisible
+        fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action)
+        if fit.problems:
+            self._misfits[fit.line(f"{side} of {tag.accessor}")] = None
+            return x
+        return apply_shardings([x], [NamedSharding(mesh, fit.sharding)])[0]
+
+    def check(self) -> None:
+        """Refuses specs that did not fit, and filters for which no module was called.
+
+        Raises:
+          ValueError: there are some.
+        """
+        name = self._transform.name
+        if self._misfits:
+            refuse(
+                Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
+            )
+        unused = [
+            (filter_,)
+            for number, source in enumerate(self._sources)
+            for index, filter_ in enumerate(source.filters)
+            if source.strict and (number, index) not in self._used
+        ]
+        if unused:
+            refuse(Problem.ACTIVATION_UNUSED, unused, name=name)
+
+
+_NOTHING = Activation()
+
+
+def _own_source(spec: Any) -> ActivationSharding | None:
+    """The activation shardings that come with the spec of an argument."""
+    return spec.activations if isinstance(spec, StateSharding) else None
+
+
+def _mesh_of(pure: Pure) -> Any:
+    """The mesh of a trace: that of the transform, of a spec, or the one in context."""
+    if pure.transform.context is not None:
+        return pure.transform.context
+    meshes = (spec.mesh for spec in pure.object_specs.values() if isinstance(spec, NamedSharding))
+    return next(meshes, None) or _compat.context_mesh()
+
+
+@contextlib.contextmanager
+def sharded_activations(
+    pure: Pure,
+    objects: Sequence[Any],
+    built: Built,
+    leaves: Sequence[Any],
+    sources: Sequence[ActivationSharding] = (),
+) -> Iterator[None]:
+    """Shards the activations of the modules that are called within the block.
+
+    Args:
+      pure: what is traced.
+      objects: the objects of the arguments.
+      built: the same in the trace.
+      leaves: the arrays in the trace.
+      sources: what the transform declares for all arguments.
+
+    Raises:
+      ValueError: at the end, if a spec did not fit, or a filter matched no module.
+    """
+    scope = Scope(pure, built, sources)
+    if not scope.is_needed:
+        # Within another trace that one's declarations hold.
+        for old, new in zip(objects, built.objects, strict=True):
+            if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
+                _compat.tag_node(new, tag)
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_CONTEXT(scope.key))
+        stack.enter_context(intercepting(scope, scope.methods))
+        if (mesh := _type_mesh(leaves)) is not None:
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
+    scope.check()
+
+
+def _type_mesh(leaves: Sequence[Any]) -> Any:
+    """The mesh in the types of arrays on Explicit axes, where none is in context."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return None
+    meshes = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
+    return next(meshes, None)

@@ -1,0 +1,116 @@
+"""The Variables of modules while a call is intercepted: read and set without hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .. import _compat
+from ..paths import Path
+
+_CONTAINERS = (nnx.List, nnx.Dict, list, tuple, dict)
+
+
+def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
+    """The Variables of a module itself, not of those in it, with their paths; no random state."""
+    stack: list[tuple[Path, Any]] = [((name,), value) for name, value in vars(module).items()]
+    while stack:
+        path, value = stack.pop()
+        if _compat.is_variable(value):
+            if not isinstance(value, nnx.RngState):
+                yield path, value
+        elif isinstance(value, _CONTAINERS):
+            parts = (
+                value.items()
+                if isinstance(value, dict)
+                else vars(value).items()
+                if (_compat.is_node(value))
+                else enumerate(value)
+            )
+            stack += [((*path, key), part) for key, part in parts]
+
+
+def modules_by_path(root: Any) -> Iterator[tuple[Path, Any]]:
+    """A module and those in it, each once, with its first path."""
+    seen, stack = set[int](), [((), root)]
+    while stack:
+        path, value = stack.pop()
+        if _compat.is_node(value) and hasattr(value, "__dict__"):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield path, value
+            items = [(_key(value, name), part) for name, part in vars(value).items()]
+        elif isinstance(value, dict):
+            items = [*value.items()]
+        else:
+            items = [*enumerate(value)] if isinstance(value, list | tuple) else []
+        stack += [((*path, key), part) for key, part in reversed(items)]
+
+
+def _key(node: Any, name: str) -> Any:
+    return int(name) if isinstance(node, nnx.List) and name.isdigit() else name
+
+
+def reachable(tree: Any) -> tuple[list[Any], list[Any]]:
+    """The modules and the Variables in a pytree of modules, each once."""
+    modules, variables = dict[int, Any](), dict[int, Any]()
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if _compat.is_variable(value):
+            variables[id(value)] = value
+        elif _compat.is_node(value) and hasattr(value, "__dict__"):
+            if id(value) not in modules:
+                modules[id(value)] = value
+                stack += vars(value).values()
+        elif isinstance(value, list | tuple):
+            stack += value
+        elif isinstance(value, dict):
+            stack += value.values()
+    return [*modules.values()], [*variables.values()]
+
+
+class Saved:
+    """The content of modules, to be restored after a call that failed."""
+
+    def __init__(self, tree: Any):
+        modules, variables = reachable(tree)
+        self.variables = variables
+        self._attributes = [(x, dict(vars(x))) for x in modules]
+        self._values = [(x, _compat.get_value(x)) for x in variables]
+
+    def restore(self) -> None:
+        """Takes back what a call changed."""
+        for module, attributes in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for variable, value in self._values:
+            _compat.set_value(variable, value)
+
+
+class Replaced:
+    """Values of Variables that are others during a call."""
+
+    def __init__(self, values: list[tuple[Any, Any]]):
+        self._values = [(variable, _compat.get_value(variable), new) for variable, new in values]
+
+    def __enter__(self) -> None:
+        for variable, _, new in self._values:
+            _compat.set_value(variable, new)
+
+    def __exit__(self, *_: Any) -> None:
+        """Brings back the old values; new ones get the sharding of the old ones."""
+        for variable, old, new in self._values:
+            value = _compat.get_value(variable)
+            _compat.set_value(variable, old if value is new else resharded(value, old))
+
+
+def resharded(value: Any, like: Any) -> Any:
+    """An array with the sharding in the type of another one of its rank."""
+    new, old = jax.typeof(value), jax.typeof(like)
+    is_other = new.sharding != old.sharding and new.shape == old.shape
+    return jax.sharding.reshard(value, old.sharding) if is_other else value
