@@ -33,7 +33,7 @@ class Activation:
 
     __slots__ = ("_key", "input", "output")
 
-    def __init__(self, output: Any = None, *, input: Any = None):  # noqa: A002
+    def __init__(self, output: Any = None, *, input: Any = None):
         self.output, self.input = output, input
         flat = [jax.tree_util.tree_flatten(x, is_leaf=is_activation_spec) for x in (output, input)]
         wrong = [leaf for leaves, _ in flat for leaf in leaves if not is_activation_spec(leaf)]
@@ -159,9 +159,11 @@ class ActivationSharding:
         return self._filters, self.activations, self.gather, self.infer, self.strict
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {"gather": self.gather, "infer": self.infer, "strict": self.strict}
         pairs = tuple(zip(self._filters, self.activations, strict=True))
-        return functools.partial(ActivationSharding, **options), (pairs,)
+        make = functools.partial(
+            ActivationSharding, gather=self.gather, infer=self.infer, strict=self.strict
+        )
+        return make, (pairs,)
 
 
 def _test(filter_: Any) -> tuple[Any, str]:

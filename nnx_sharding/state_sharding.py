@@ -173,8 +173,9 @@ class StateSharding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         pairs = tuple(zip(self._filters, self._shardings, strict=True))
-        options = {"on_indivisible": self._on_indivisible, "activations": self.activations}
-        return functools.partial(StateSharding, **options), (pairs,)
+        action, activations = self._on_indivisible, self.activations
+        make = functools.partial(StateSharding, on_indivisible=action, activations=activations)
+        return make, (pairs,)
 
 
 def _show(filter_: Any) -> str:

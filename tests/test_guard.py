@@ -19,7 +19,8 @@ from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
 from nnx_sharding.core.flatten import Flat
 from nnx_sharding.core.guard import record as guard_module
 from nnx_sharding.core.guard import walk as walk_module
-from nnx_sharding.core.guard.record import Guard, make_guard
+from nnx_sharding.core.guard.builder import make_guard
+from nnx_sharding.core.guard.record import Guard
 from nnx_sharding.core.guard.walk import Kind, PythonWalk
 
 HAS_C_WALK = importlib.util.find_spec("nnx_sharding.core.guard._walk") is not None

@@ -29,7 +29,10 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("lifted.py",))
-GUARD = Stage("guard", ("guard/store.py", "guard/record.py", "guard/walk.py", "guard/_walk.c"))
+GUARD = Stage(
+    "guard",
+    ("guard/store.py", "guard/record.py", "guard/builder.py", "guard/walk.py", "guard/_walk.c"),
+)
 SLOW_WAY = (
     Stage("signature", ("signature.py",)),
     Stage(

@@ -43,6 +43,7 @@ TYPE_ERRORS: tuple[type[Exception], ...] = (
     private_name("jax._src.core", "ShardingTypeError"),
     TypeError,  # the carry of a loop gets another type
     ValueError,
+    NotImplementedError,
 )
 trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
 _trace_ctx: Any = private_name("jax._src.core", "trace_ctx")

@@ -11,18 +11,13 @@ import contextvars
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from flax import nnx
 
-
-class Handler(Protocol):
-    """Called in place of a method."""
-
-    def __call__(
-        self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any: ...
-
+# Called in place of a method, with the module, the name of the method, the bound method, and its
+# arguments.
+Handler: TypeAlias = Callable[[Any, str, Callable[..., Any], Any, Any], Any]
 
 _HANDLER: contextvars.ContextVar[Handler | None] = contextvars.ContextVar("handler", default=None)
 _LOCK = threading.Lock()

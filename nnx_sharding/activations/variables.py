@@ -35,7 +35,8 @@ def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
 
 def modules_by_path(root: Any) -> Iterator[tuple[Path, Any]]:
     """A module and those in it, each once, with its first path."""
-    seen, stack = set[int](), [((), root)]
+    seen: set[int] = set()
+    stack: list[tuple[Path, Any]] = [((), root)]
     while stack:
         path, value = stack.pop()
         if _compat.is_node(value) and hasattr(value, "__dict__"):
@@ -43,7 +44,7 @@ def modules_by_path(root: Any) -> Iterator[tuple[Path, Any]]:
                 continue
             seen.add(id(value))
             yield path, value
-            items = [(_key(value, name), part) for name, part in vars(value).items()]
+            items: list[Any] = [(_key(value, name), part) for name, part in vars(value).items()]
         elif isinstance(value, dict):
             items = [*value.items()]
         else:

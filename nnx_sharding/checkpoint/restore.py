@@ -14,12 +14,12 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _compat
+from ..apply import other_memory, rebuilt, sharding_of
 from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
 from ..filters import to_predicate
 from ..fitting import fit_sharding, suggestion, unsummed
-from ..apply import other_memory, rebuilt, sharding_of
 from ..partition.constrain import assign
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
 from .read import Stored, key_kind, key_words, load, read

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
+from ..apply import apply_shardings, rebuilt, sharding_of
 from ..core.flatten import flatten
 from ..core.specs import Specs
-from ..apply import apply_shardings, rebuilt, sharding_of
 from ..partition.constrain import is_array
 from ..partition.logical import LogicalRules
 from ..placement.place import shardings_for, trimmed

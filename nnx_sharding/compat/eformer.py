@@ -16,10 +16,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..analysis.parameters import device_bytes, parameter_table
+from ..apply import apply_shardings, mesh_here, sharding_of
 from ..core.flatten import flatten
 from ..core.specs import Specs, check_specs
 from ..fitting import fit_sharding, suggested_spec, suggestion
-from ..apply import apply_shardings, mesh_here, sharding_of
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
 from ..partition.variables import NamedVariable, map_variables
 from ..state_sharding import StateSharding, is_single_spec

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..apply import sharding_of
 from ..errors import NoMeshError
 from ..fitting import spec_axes, suggestion
-from ..apply import sharding_of
 from ..partition.constrain import is_array
 from ..partition.variables import NamedVariable, map_variables
 from ..state_sharding import StateSharding

@@ -9,9 +9,6 @@ after tracing and may depend on shapes, so it travels as the static part of the 
 
 from __future__ import annotations
 
-import functools
-import inspect
-import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +22,7 @@ from ..state_sharding import StateSharding
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
+from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
@@ -130,18 +128,7 @@ class Pure(NamedTuple):
                     forget()
                 raise
 
-        fun = _behind_partial(fun)
-        pure.__name__ = _name_of(fun)
-        pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
-        code = getattr(inspect.unwrap(fun), "__code__", None)
-        if code is not None:
-            # JAX names functions in messages by file and line, which it finds through this.
-            pure.__wrapped__ = types.SimpleNamespace(  # type: ignore[attr-defined]
-                __code__=code, __name__=pure.__name__
-            )
-        if len(set(self.names)) == len(self.names):
-            parameters = [_SlotParameter(name) for name in self.names]
-            pure.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        name_as(pure, fun, self.names)
         return pure
 
     def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
@@ -191,13 +178,13 @@ class Pure(NamedTuple):
         names = self._output_names(after.structure, locations)
         check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
         specs = self._output_specs(leaves, after, locations, names)
-        self.transform.check_outputs(_name_of(fun), names, after.leaves, specs)
+        self.transform.check_outputs(name_of(fun), names, after.leaves, specs)
         # Sharded arrays should be arguments: captured ones become replicated constants.
         captured = [(x,) for x in _compat.trace_constants() if _is_sharded(x)]
         if captured:
             strict = self.transform.strict
             warn(Problem.CAPTURED_ARRAY, captured, name=name, strict=strict, fun=fun)
-        return self._pack(_name_of(fun), leaves, after, specs, names)
+        return self._pack(name_of(fun), leaves, after, specs, names)
 
     def _is_unchanged(self, after: Structure) -> bool:
         """Whether there are the same objects as before, and no module changed or holds arrays."""
@@ -344,20 +331,3 @@ def _is_sharded(value: Any) -> bool:  # by type: isinstance loads the target of 
 def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
     aval = jax.typeof(leaf)
     return getattr(aval, "shape", None), getattr(aval, "dtype", aval)
-
-
-def _behind_partial(fun: Any) -> Any:
-    return _behind_partial(fun.func) if isinstance(fun, functools.partial) else fun
-
-
-def _name_of(fun: Any) -> str:
-    return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))  # as JAX calls it
-
-
-class _SlotParameter(inspect.Parameter):
-    """A parameter whose name is the path of an array, so that JAX's messages and HLO show it."""
-
-    def __init__(self, label: str):
-        super().__init__("_", inspect.Parameter.POSITIONAL_ONLY)
-        # The constructor takes only identifiers; a path says more.
-        self._name = label

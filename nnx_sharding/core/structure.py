@@ -144,8 +144,8 @@ class Structure:
 
     def identities(self) -> Iterator[Static]:
         """The static values that are compared by identity alone."""
-        children = [*chain((self.root, *self.statics), *map(children_of, self.entries))]
-        return identities_in(dict(zip(map(id, children), children, strict=True)).values())
+        children = chain((self.root, *self.statics), *map(children_of, self.entries))
+        return identities_in({id(child): child for child in children}.values())
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.

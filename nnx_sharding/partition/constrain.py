@@ -13,12 +13,6 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.flatten import Flat, flatten
-from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
-from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
-from ..core.transfer import obstacle
-from ..errors import CorrectedSpecWarning, raise_listed, report
-from ..fitting import describe, fit_sharding, spec_and_mesh
 from ..apply import (
     apply_shardings,
     given_mesh,
@@ -27,6 +21,12 @@ from ..apply import (
     rebuilt,
     without_unconstrained,
 )
+from ..core.flatten import Flat, flatten
+from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
+from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
+from ..core.transfer import obstacle
+from ..errors import CorrectedSpecWarning, raise_listed, report
+from ..fitting import describe, fit_sharding, spec_and_mesh
 
 _NAME = "with_sharding_constraint"
 _YES = ("1", "true", "yes", "on")

@@ -6,11 +6,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ..apply import given_mesh
 from ..errors import NoMeshError, UnusedFilterWarning, raise_listed, report
 from ..fitting import axes_of, fit_sharding
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
-from ..apply import given_mesh
 from .variables import variables
 
 

@@ -10,6 +10,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..apply import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
 from ..core.resolve import check_filters
@@ -19,7 +20,6 @@ from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
 from ..errors import NoMeshError, raise_listed
 from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
-from ..apply import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..partition.constrain import is_array, resolved_prefix
 
 

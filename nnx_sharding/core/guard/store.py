@@ -12,7 +12,8 @@ from ..flatten import Flat
 from ..plan import Plan
 from ..signature import Call
 from ..unflatten import picker
-from .record import Guard, make_guard
+from .builder import make_guard
+from .record import Guard
 from .walk import Recipe
 
 V = TypeVar("V")
