@@ -29,10 +29,8 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("lifted.py",))
-GUARD = Stage(
-    "guard",
-    ("guard/store.py", "guard/record.py", "guard/builder.py", "guard/walk.py", "guard/_walk.c"),
-)
+GUARD_FILES = ("store.py", "record.py", "builder.py", "walk.py", "_walk.c")
+GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (
     Stage("signature", ("signature.py",)),
     Stage(

@@ -250,8 +250,7 @@ class Structure:
         }
 
     def __hash__(self) -> int:
-        if self._hash is None:
-            self._hash = hash((self.entries, self.root, self.statics))
+        self._hash = self._hash or hash((self.entries, self.root, self.statics))
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
