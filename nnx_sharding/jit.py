@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from . import _compat
 from .activation_sharding import ActivationSharding
 from .activations.scope import sharded_activations
+from .core.caller import Caller
 from .core.pure import Pure
 from .core.signature import Roles
 from .core.specs import Specs, check_specs
@@ -50,10 +51,10 @@ class _Jit(Transform):
         )
 
     def tracing(
-        self, pure: Pure, objects: Sequence[Any], built: Built, leaves: Sequence[Any]
-    ) -> AbstractContextManager[None]:
+        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> AbstractContextManager[Callable[..., Any]]:
         sources = () if self.activation_shardings is None else (self.activation_shardings,)
-        return sharded_activations(pure, objects, built, leaves, sources)
+        return sharded_activations(pure, caller, built, leaves, sources)
 
     def compile(
         self,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..apply import apply_shardings, mesh_here
+from ..core.caller import Caller
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
@@ -287,19 +291,22 @@ def _mesh_of(pure: Pure) -> Any:
 @contextlib.contextmanager
 def sharded_activations(
     pure: Pure,
-    objects: Sequence[Any],
+    caller: Caller,
     built: Built,
     leaves: Sequence[Any],
     sources: Sequence[ActivationSharding] = (),
-) -> Iterator[None]:
+) -> Iterator[Callable[..., Any]]:
     """Shards the activations of the modules that are called within the block.
 
     Args:
       pure: what is traced.
-      objects: the objects of the arguments.
-      built: the same in the trace.
+      caller: who makes the call.
+      built: the objects of the arguments in the trace.
       leaves: the arrays in the trace.
       sources: what the transform declares for all arguments.
+
+    Yields:
+      What to call for the user's function.
 
     Raises:
       ValueError: at the end, if a spec did not fit, or a filter matched no module.
@@ -307,18 +314,31 @@ def sharded_activations(
     scope = Scope(pure, built, sources)
     if not scope.is_needed:
         # Within another trace that one's declarations hold.
-        for old, new in zip(objects, built.objects, strict=True):
+        for old, new in zip(caller.objects, built.objects, strict=True):
             if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
                 _compat.tag_node(new, tag)
-        yield
+        yield caller.fun
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(_CONTEXT(scope.key))
         stack.enter_context(intercepting(scope, scope.methods))
         if (mesh := _type_mesh(leaves)) is not None:
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        yield
+        yield functools.partial(_call, scope, caller.fun)
     scope.check()
+
+
+def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function; one that is a method of a module as such."""
+    name = getattr(fun, "__name__", "")
+    if args and isinstance(args[0], nnx.Module):
+        method = inspect.getattr_static(type(args[0]), name, None)
+        while method is not None and method is not fun:
+            method = getattr(method, "__wrapped__", None)
+        if method is fun:
+            bound = functools.partial(fun, args[0])
+            return scope(args[0], name, bound, args[1:], kwargs)
+    return fun(*args, **kwargs)
 
 
 def _type_mesh(leaves: Sequence[Any]) -> Any:

@@ -153,9 +153,9 @@ class Pure(NamedTuple):
         fun = caller.fun
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
-        with self.transform.tracing(self, caller.objects, built, leaves):
+        with self.transform.tracing(self, caller, built, leaves) as call:
             before_call = Snapshot(self.structure, built.objects)
-            out = fun(*args, **kwargs)
+            out = call(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
         borrowed = {id(static.value) for static in self.structure.identities()}
