@@ -24,12 +24,12 @@ from ..fitting import fit_sharding, only_axes, spec_and_mesh, spec_axes
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
 from .explicit import (
+    Untyped,
     as_inputs,
     explicit_axes,
     inferred,
     takes_out_sharding,
     type_spec,
-    with_auto_axes,
 )
 from .intercept import intercepting
 from .variables import Replaced, Saved, modules_by_path, own_variables
@@ -54,21 +54,29 @@ class _Tag(NamedTuple):
 class Scope:
     """The handler of the calls of modules during one trace."""
 
-    def __init__(self, pure: Pure, built: Built, sources: Sequence[ActivationSharding]):
+    def __init__(
+        self,
+        pure: Pure,
+        built: Built,
+        leaves: Sequence[Any],
+        sources: Sequence[ActivationSharding],
+    ):
         self._transform, self._pure, self._built = pure.transform, pure, built
+        self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
         self._mesh = _mesh_of(pure)
         self._sources = [*sources]  # those for all arguments, then those of one
         self._roots: dict[int, tuple[_Tag, Any]] = {}
         self._depth = 0  # of calls within calls
         self._used: set[tuple[int, int]] = set()
         self._misfits: dict[str, None] = {}
+        self._untyped: list[tuple[str, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._sources)
+        """Whether there is anything to do, or to explain."""
+        return bool(self._sources) or self._is_explicit
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -78,14 +86,14 @@ class Scope:
     @property
     def methods(self) -> frozenset[str] | None:
         """The methods to intercept; None for all public ones, which may use parameters."""
-        if any(source.infer or source.gather for source in self._sources):
+        if self._is_explicit or any(source.gather for source in self._sources):
             return None
         return frozenset(method for source in self._sources for method in source.methods)
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         pure, built = self._pure, self._built
         parts = [(target, part) for target in pure.targets for part in target.parts]
-        if not sources and not any(map(_own_source, (part.spec for _, part in parts))):
+        if not (sources or self._is_explicit or any(_own_source(x.spec) for _, x in parts)):
             return
         tagged = set[int]()
         for target, part in parts:
@@ -205,23 +213,22 @@ class Scope:
         explicit = explicit_axes(mesh)
         if not explicit:
             return call(*args, **kwargs)
-        pair = spec_and_mesh(output, mesh)
-        if pair is not None:
-            spec = only_axes(pair[0], explicit)
-            saved = Saved((module, args, kwargs))
-            try:
-                if takes_out_sharding(call, kwargs):
-                    return call(*args, **{**kwargs, "out_sharding": spec})
-                return call(*args, **kwargs)
-            except _compat.TYPE_ERRORS as error:
-                saved.restore()
+        if output is not None:
+            pair = spec_and_mesh(output, mesh)
+            if pair is not None and takes_out_sharding(call, kwargs):
+                saved = Saved((module, args, kwargs))
                 try:
-                    return with_auto_axes(saved.variables, call, args, kwargs, spec)
+                    spec = only_axes(pair[0], explicit)
+                    return call(*args, **{**kwargs, "out_sharding": spec})
                 except _compat.TYPE_ERRORS:
-                    raise error from None
-        if any(source.infer for source in tag.sources):
+                    saved.restore()
             return inferred(module, call, args, kwargs)
-        return call(*args, **kwargs)
+        infers = any(source.infer for source in tag.sources)
+        note = None if infers else functools.partial(self._note_untyped, tag)
+        return inferred(module, call, args, kwargs, note)
+
+    def _note_untyped(self, tag: _Tag, untyped: Untyped) -> None:
+        self._untyped.append((tag.accessor, untyped))
 
     def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str) -> Any:
         """A pytree of activations with the specs of a prefix."""
@@ -252,12 +259,14 @@ class Scope:
         return apply_shardings([x], [NamedSharding(mesh, fit.sharding)])[0]
 
     def check(self) -> None:
-        """Refuses specs that did not fit, and filters for which no module was called.
+        """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.
 
         Raises:
           ValueError: there are some.
         """
         name = self._transform.name
+        if self._untyped:
+            refuse(Problem.CANNOT_BE_TYPED, [(path, *x) for path, x in self._untyped], name=name)
         if self._misfits:
             refuse(
                 Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
@@ -311,7 +320,7 @@ def sharded_activations(
     Raises:
       ValueError: at the end, if a spec did not fit, or a filter matched no module.
     """
-    scope = Scope(pure, built, sources)
+    scope = Scope(pure, built, leaves, sources)
     if not scope.is_needed:
         # Within another trace that one's declarations hold.
         for old, new in zip(caller.objects, built.objects, strict=True):
