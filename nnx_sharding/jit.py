@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from . import _compat
-from .activation_sharding import ActivationSharding
+from .activation_sharding import activations
 from .activations.scope import sharded_activations
 from .core.caller import Caller
 from .core.pure import Pure
@@ -53,8 +53,7 @@ class _Jit(Transform):
     def tracing(
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        sources = () if self.activation_shardings is None else (self.activation_shardings,)
-        return sharded_activations(pure, caller, built, leaves, sources)
+        return sharded_activations(pure, caller, built, leaves)
 
     def compile(
         self,
@@ -84,12 +83,6 @@ class _Jit(Transform):
         if mesh is not None:
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
         return Program(staged=jitted, top_level=top_level, inline=jitted)
-
-
-def _activations(shardings: Any) -> ActivationSharding | None:
-    if shardings is None or isinstance(shardings, ActivationSharding):
-        return shardings
-    return ActivationSharding(shardings)
 
 
 def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:
@@ -264,7 +257,7 @@ def jit(
         on_committed=on_committed,
         on_indivisible=on_indivisible,
         strict=strict,
-        activation_shardings=_activations(activation_shardings),
+        activation_shardings=activations(activation_shardings),
     )
     check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)
     jax_options: dict[str, Any] = {} if device is None else {"device": device}

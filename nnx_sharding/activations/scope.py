@@ -20,7 +20,7 @@ from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
-from ..fitting import fit_sharding, only_axes, spec_and_mesh, spec_axes
+from ..fitting import fit_sharding, only_axes, spec_and_mesh, spec_axes, with_entries
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
 from .explicit import (
@@ -64,6 +64,9 @@ class Scope:
         self._transform, self._pure, self._built = pure.transform, pure, built
         self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
         self._mesh = _mesh_of(pure)
+        # Those that are not manual, as all in `jit`.
+        manual = pure.transform.usable_axes or ()
+        self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of one
         self._roots: dict[int, tuple[_Tag, Any]] = {}
         self._depth = 0  # of calls within calls
@@ -119,17 +122,16 @@ class Scope:
             spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
             pair = spec_and_mesh(spec, self._mesh)
             if pair is not None and not axes.isdisjoint(spec_axes(pair[0])):
-                gathered[own_path] = only_axes(pair[0], {*pair[1].axis_names} - axes)
+                rank = jax.typeof(_compat.get_value(variable)).ndim
+                kept = only_axes(pair[0], self._axes - axes)
+                gathered[own_path] = with_entries(kept, [*kept.partitions, *[None] * rank][:rank])
         return _Tag(name, path, sources, gathered)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
         """The axes over which the parameters of modules are gathered."""
         batch = self._pure.batch_axes
-        return frozenset(
-            axis
-            for source in sources
-            for axis in (batch if source.gather is True else source.gather or ())
-        )
+        named = (batch if source.gather is True else source.gather or () for source in sources)
+        return self._axes.intersection(axis for axes in named for axis in axes)
 
     def __call__(
         self,
@@ -252,7 +254,7 @@ class Scope:
             refuse(Problem.NO_MESH, [], name=self._transform.name)
         mesh = mesh_here(pair[1])
         action = self._transform.on_indivisible
-        fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action)
+        fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
         if fit.problems:
             self._misfits[fit.line(f"{side} of {tag.accessor}")] = None
             return x
@@ -303,7 +305,6 @@ def sharded_activations(
     caller: Caller,
     built: Built,
     leaves: Sequence[Any],
-    sources: Sequence[ActivationSharding] = (),
 ) -> Iterator[Callable[..., Any]]:
     """Shards the activations of the modules that are called within the block.
 
@@ -312,7 +313,6 @@ def sharded_activations(
       caller: who makes the call.
       built: the objects of the arguments in the trace.
       leaves: the arrays in the trace.
-      sources: what the transform declares for all arguments.
 
     Yields:
       What to call for the user's function.
@@ -320,7 +320,8 @@ def sharded_activations(
     Raises:
       ValueError: at the end, if a spec did not fit, or a filter matched no module.
     """
-    scope = Scope(pure, built, leaves, sources)
+    declared = pure.transform.activation_shardings
+    scope = Scope(pure, built, leaves, () if declared is None else (declared,))
     if not scope.is_needed:
         # Within another trace that one's declarations hold.
         for old, new in zip(caller.objects, built.objects, strict=True):
