@@ -171,12 +171,14 @@ class Scope:
         return known[0]
 
     def _find(self, tag: _Tag, module: Any, method: str) -> Activation:
+        """What the first of the sources chooses that chooses anything."""
+        choices = []
         for source in tag.sources:
             index, activation = source.find(tag.path, module, method)
             if activation is not None and index is not None:
                 self._used.add((self._sources.index(source), index))
-                return activation
-        return _NOTHING
+                choices.append(activation)
+        return choices[0] if choices else _NOTHING
 
     def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
         """The own Variables of a module with their values gathered."""
