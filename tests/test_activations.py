@@ -74,6 +74,7 @@ class TestFilters:
             (lambda path, module: getattr(module, "out_features", 0) == 16, 2),
             (nnx.All(nnx.OfType(nnx.Linear), nnx.PathContains("up")), 2),
         ],
+        ids=["glob", "index", "deep glob", "PathContains", "predicate", "All"],
     )
     def test_choose_the_layer(self, network, filter_, count):
         chosen = {filter_: P(None, "model")}
@@ -158,10 +159,6 @@ def through_vmap(model, x):
     return nnx.vmap(call, in_axes=(None, 0))(model, x)
 
 
-def through_scan(model, x):
-    return nnx.scan(lambda x, model: model(x), in_axes=(nnx.Carry, None), length=2)(x, model)[0]
-
-
 def through_cond(model, x):
     return nnx.cond(x.sum() > 0, call, lambda model, x: x, model, x)
 
@@ -172,19 +169,18 @@ class TestReach:
     @pytest.mark.parametrize(
         "fun",
         [
-            call,
-            through_grad,
-            through_jax_grad,
-            nnx.remat(call),
-            jax.checkpoint(call),
-            through_clone,
-            through_jit,
-            through_own_jit,
-            through_cond,
-            lambda model, x: jax.tree.map(lambda leaf: leaf * 2, model)(x),
-            lambda model, x: type(model).__call__(model, x),
+            pytest.param(call, id="call"),
+            pytest.param(through_grad, id="nnx.value_and_grad"),
+            pytest.param(through_jax_grad, id="jax.grad"),
+            pytest.param(nnx.remat(call), id="nnx.remat"),
+            pytest.param(jax.checkpoint(call), id="jax.checkpoint"),
+            pytest.param(through_clone, id="nnx.clone"),
+            pytest.param(through_jit, id="nnx.jit"),
+            pytest.param(through_own_jit, id="jit"),
+            pytest.param(through_cond, id="nnx.cond"),
+            pytest.param(lambda m, x: jax.tree.map(lambda a: a * 2, m)(x), id="jax.tree.map"),
+            pytest.param(lambda m, x: type(m).__call__(m, x), id="unbound"),
         ],
-        ids=str,
     )
     def test_through_transformations(self, network, fun):
         chosen = {"blocks/*/up": P(None, "model")}

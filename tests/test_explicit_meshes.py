@@ -143,7 +143,7 @@ CASES = [
         kind,
         strategy,
         id=f"{kind.__name__}-{strategy}",
-        marks=() if kind is MLP or strategy == "both" and kind is Tied else pytest.mark.slow,
+        marks=() if kind is MLP or (strategy == "both" and kind is Tied) else pytest.mark.slow,
     )
     for kind in MODELS
     for strategy in STRATEGIES

@@ -30,6 +30,7 @@ from .explicit import (
     inferred,
     takes_out_sharding,
     type_spec,
+    without_open,
 )
 from .intercept import intercepting
 from .variables import Replaced, Saved, modules_by_path, own_variables
@@ -143,9 +144,9 @@ class Scope:
     ) -> Any:
         """Calls a method of a module with what is chosen for it."""
         tag = _compat.tag_of(module) or self._root_tag(module)
-        activation = self._find(tag, module, method)
+        activation, strict = self._find(tag, module, method)
         if activation.input is not None and args:
-            args = (self._constrained(args[0], activation.input, tag, "input"), *args[1:])
+            args = (self._constrained(args[0], activation.input, tag, "input", strict), *args[1:])
         self._depth += 1
         try:
             with Replaced(self._gathered(tag, module)):
@@ -153,7 +154,7 @@ class Scope:
         finally:
             self._depth -= 1
         if activation.output is not None:
-            return self._constrained(out, activation.output, tag, "output")
+            return self._constrained(out, activation.output, tag, "output", strict)
         if not self._depth and any(source.infer for source in tag.sources):
             out = as_inputs(out, (args, kwargs), self._pure.batch_axes)
         return out
@@ -170,15 +171,15 @@ class Scope:
             known = self._roots[id(module)]
         return known[0]
 
-    def _find(self, tag: _Tag, module: Any, method: str) -> Activation:
-        """What the first of the sources chooses that chooses anything."""
+    def _find(self, tag: _Tag, module: Any, method: str) -> tuple[Activation, bool]:
+        """What the first of the sources chooses that chooses anything, and whether it is strict."""
         choices = []
         for source in tag.sources:
             index, activation = source.find(tag.path, module, method)
             if activation is not None and index is not None:
                 self._used.add((self._sources.index(source), index))
-                choices.append(activation)
-        return choices[0] if choices else _NOTHING
+                choices.append((activation, source.strict))
+        return choices[0] if choices else (_NOTHING, False)
 
     def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
         """The own Variables of a module with their values gathered."""
@@ -221,8 +222,8 @@ class Scope:
             pair = spec_and_mesh(output, mesh)
             if pair is not None and takes_out_sharding(call, kwargs):
                 saved = Saved((module, args, kwargs))
+                spec = without_open(only_axes(pair[0], explicit), module, args, kwargs)
                 try:
-                    spec = only_axes(pair[0], explicit)
                     return call(*args, **{**kwargs, "out_sharding": spec})
                 except _compat.TYPE_ERRORS:
                     saved.restore()
@@ -234,7 +235,7 @@ class Scope:
     def _note_untyped(self, tag: _Tag, untyped: Untyped) -> None:
         self._untyped.append((tag.accessor, untyped))
 
-    def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str) -> Any:
+    def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str, strict: bool) -> Any:
         """A pytree of activations with the specs of a prefix."""
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
         try:
@@ -242,13 +243,14 @@ class Scope:
         except ValueError as error:
             self._misfits[f"  {side} of {tag.accessor}: {error}"] = None
             return tree
+        name = f"{side} of {tag.accessor}"
         new = [
-            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, tag, side), part)
+            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, name, strict), part)
             for part, spec in zip(parts, specs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(treedef, new)
 
-    def _constrained_array(self, x: Any, spec: Any, tag: _Tag, side: str) -> Any:
+    def _constrained_array(self, x: Any, spec: Any, name: str, strict: bool) -> Any:
         if spec is None or not isinstance(x, jax.Array):
             return x
         pair = spec_and_mesh(spec, self._mesh)
@@ -258,7 +260,8 @@ class Scope:
         action = self._transform.on_indivisible
         fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
         if fit.problems:
-            self._misfits[fit.line(f"{side} of {tag.accessor}")] = None
+            if strict:
+                self._misfits[fit.line(name)] = None
             return x
         return apply_shardings([x], [NamedSharding(mesh, fit.sharding)])[0]
 
