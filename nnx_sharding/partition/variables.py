@@ -10,7 +10,7 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..core.structure import VariableEntry
+from ..core.structure import VariableEntry, atoms
 from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, path_key, path_string, plain_key
@@ -24,11 +24,13 @@ class NamedVariable(NamedTuple):
       path: the keys from the model to it, as NNX filters see them.
       variable: the Variable, or the array.
       arrays: its arrays: one, or those of its pytree; abstract ones have no data.
+      is_buffer: whether it is an array beside Variables, such as a mask: no parameter.
     """
 
     path: Path
     variable: Any
     arrays: tuple[Any, ...]
+    is_buffer: bool = False
 
     @property
     def name(self) -> str:
@@ -66,13 +68,24 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
     """
     flat = flatten(tree, graph=True)
     structure = flat.structure
+    entries = structure.entries
+    outside = set(structure.root_slots)
+    if any(isinstance(x, int) and _is_variable(entries[x]) for x in atoms((structure.root,))):
+        outside.clear()  # an `nnx.State`: in it Variables and other arrays are those of a model
+    if not any(map(_is_variable, entries)):
+        outside.update(range(structure.num_leaves))  # a model of plain arrays
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
         if arrays:
             index = location.entry
-            is_array = index is None or not isinstance(structure.entries[index], VariableEntry)
+            is_array = index is None or not _is_variable(entries[index])
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
-            yield NamedVariable(tuple(map(plain_key, location.path)), subject, arrays)
+            is_buffer = is_array and outside.isdisjoint(location.slots)
+            yield NamedVariable(tuple(map(plain_key, location.path)), subject, arrays, is_buffer)
+
+
+def _is_variable(entry: Any) -> bool:
+    return isinstance(entry, VariableEntry)
 
 
 def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
