@@ -134,9 +134,7 @@ def _shape_of(tracer: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding of a tracer, as ``jax.eval_shape`` has them."""
     aval = jax.typeof(tracer)
     sharding = None if aval.sharding.mesh.empty else aval.sharding
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
-    )
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def _has_plain_items(node_type: type) -> bool:

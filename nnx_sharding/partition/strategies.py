@@ -49,11 +49,11 @@ def fsdp(
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
     Of each array the largest dimension that the axis divides is sharded; of equally large ones the
-    last. An array with no such dimension is replicated. So are random streams, and what is no
-    parameter: the masks, rotary tables and other arrays that a model holds beside its Variables.
+    last. An array with no such dimension is replicated. So are random streams, and buffers: the
+    masks, rotary tables and other arrays that a model holds beside its Variables.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
-    sharded yet, else after the axes of the largest one. So
+    sharded yet, else after the axes of the largest one. Buffers keep their specs. So
     ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism. Each
     ``NamedSharding`` in ``base``, and what it shards over the axis already, is not changed.
 

@@ -145,9 +145,9 @@ def tensor_parallel(
       gates.
     * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
 
-    Norms, random streams and parameters of other modules are replicated; subclasses of a layer
-    follow the rule of the layer. The shardings are for axes of type Auto, where the compiler adds
-    the communication.
+    Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
+    layer follow the rule of the layer. The shardings are for axes of type Auto, where the compiler
+    adds the communication.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -197,7 +197,7 @@ def tensor_parallel(
 
 
 def _identity(each: NamedVariable, start: Path = ()) -> Any:
-    """What tells a parameter of a layer: the Variable, or the path to an array in none."""
+    """What identifies a parameter of a layer: its Variable, or the path to a bare array."""
     is_variable = isinstance(each.variable, nnx.Variable)
     return id(each.variable) if is_variable else (*start, *each.path)
 

@@ -24,7 +24,8 @@ class NamedVariable(NamedTuple):
       path: the keys from the model to it, as NNX filters see them.
       variable: the Variable, or the array.
       arrays: its arrays: one, or those of its pytree; abstract ones have no data.
-      is_buffer: whether it is an array beside Variables, such as a mask: no parameter.
+      is_buffer: whether it is an array that a model holds beside its Variables, such as a mask.
+        In a model without Variables, arrays are its parameters.
     """
 
     path: Path
