@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..core.structure import VariableEntry, atoms
+from ..core.structure import Structure, VariableEntry, atoms
 from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, path_key, path_string, plain_key
@@ -69,20 +69,27 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
     """
     flat = flatten(tree, graph=True)
     structure = flat.structure
-    entries = structure.entries
-    outside = set(structure.root_slots)
-    if any(isinstance(x, int) and _is_variable(entries[x]) for x in atoms((structure.root,))):
-        outside.clear()  # an `nnx.State`: in it Variables and other arrays are those of a model
-    if not any(map(_is_variable, entries)):
-        outside.update(range(structure.num_leaves))  # a model of plain arrays
+    parameters = _plain_parameters(structure)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
         if arrays:
             index = location.entry
-            is_array = index is None or not _is_variable(entries[index])
+            is_array = index is None or not _is_variable(structure.entries[index])
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
-            is_buffer = is_array and outside.isdisjoint(location.slots)
+            is_buffer = parameters.isdisjoint(location.slots)
+            is_buffer &= not isinstance(subject, nnx.Variable)
             yield NamedVariable(tuple(map(plain_key, location.path)), subject, arrays, is_buffer)
+
+
+def _plain_parameters(structure: Structure) -> Set[int]:
+    """The slots of arrays that are not buffers, though they may be outside of Variables."""
+    entries = structure.entries
+    if not any(map(_is_variable, entries)):
+        return frozenset(range(structure.num_leaves))
+    # Beside Variables, as in an `nnx.State`, arrays are those of the same model.
+    indices = (x for x in atoms((structure.root,)) if isinstance(x, int))
+    is_state = any(_is_variable(entries[index]) for index in indices)
+    return frozenset(() if is_state else structure.root_slots)
 
 
 def _is_variable(entry: Any) -> bool:
