@@ -387,6 +387,13 @@ class TestListed:
         [mask] = [row for row in rows if row.path == "mask"]
         assert mask.bytes_per_device == 4 * WIDTH * WIDTH // 8
 
+    def test_a_numpy_array_has_the_dtype_of_a_device(self):
+        tree = {"table": np.ones(4)}
+        for spec in (P("data"), None):
+            [row] = check_sharding(tree, StateSharding({...: spec}), ABSTRACT).rows
+            assert row.dtype == str(jnp.asarray(tree["table"]).dtype)
+            assert row.spec == (spec or P())
+
     def test_in_assertions(self):
         model = abstract_init(made, fsdp(made(), MESH, min_size=0), MESH)
         with pytest.raises(AssertionError, match=r"mask, shape \(16, 16\)"):

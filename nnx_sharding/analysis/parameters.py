@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, VariableEntry, container_keys
 from ..fitting import axes_of
@@ -246,9 +244,8 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
     keys = keys_inside(flat, location.entry, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
-        is_on_host = isinstance(leaf, bool | int | float | complex | np.ndarray)
-        if is_on_host and _compat.is_array_like(leaf):
-            leaf = jax.ShapeDtypeStruct(np.shape(leaf), jax.typeof(leaf).dtype)
+        if isinstance(leaf, bool | int | float | complex):
+            leaf = jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype)
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             yield path_string((*path, *key)), leaf
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
@@ -199,6 +201,8 @@ def check_sharding(
         rule, declared = next(iter(decision.matches), None), decision.declared
         for path, array in parameters.arrays_at(flat, decision.location, decision.path):
             present = getattr(array, "sharding", None)
+            if isinstance(array, np.ndarray) and _compat.is_array_like(array):
+                array = jax.typeof(array)  # with the dtype that it has on a device
             is_placed = rule is not None and isinstance(present, NamedSharding)
             fitted = fit(present if is_placed and declared is None else declared, array.shape)
             corrected = fitted.corrections and action == "error"
