@@ -50,10 +50,11 @@ def fsdp(
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
     Of each array the largest dimension that the axis divides is sharded; of equally large ones the
-    last. An array with no such dimension is replicated, and so are random streams.
+    last. An array with no such dimension is replicated. So are random streams, and buffers: the
+    masks, rotary tables and other arrays that a model holds beside its Variables.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
-    sharded yet, else after the axes of the largest one. So
+    sharded yet, else after the axes of the largest one. Buffers keep their specs. So
     ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism. Each
     ``NamedSharding`` in ``base``, and what it shards over the axis already, is not changed.
 
@@ -172,7 +173,9 @@ def shard_largest(
 ) -> Any:
     """A sharding with the largest dimension sharded over axes not used yet, as in ``fsdp``."""
     shape = variable.shape
-    if not isinstance(sharding, PartitionSpec) or isinstance(variable.variable, nnx.RngState):
+    if not isinstance(sharding, PartitionSpec) or variable.is_buffer:
+        return sharding
+    if isinstance(variable.variable, nnx.RngState):
         return sharding
     if shape is None or math.prod(shape) < min_size:
         return sharding

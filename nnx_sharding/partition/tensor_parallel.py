@@ -145,9 +145,9 @@ def tensor_parallel(
       gates.
     * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
 
-    Norms, random streams and parameters of other modules are replicated; subclasses of a layer
-    follow the rule of the layer. The shardings are for axes of type Auto, where the compiler adds
-    the communication.
+    Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
+    layer follow the rule of the layer. The shardings are for axes of type Auto, where the compiler
+    adds the communication.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -182,13 +182,13 @@ def tensor_parallel(
     """
     mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis)
     before = base_specs("tensor_parallel", model, base, mesh)
-    paths = {id(each.variable): each.path for each in variables(model)}
+    paths = {_identity(each): each.path for each in variables(model)}
     specs = dict(before)
-    for layer, name, rule in _layers(model):
+    for path, layer, name, rule in _layers(model):
         parameters = {
-            each.name: each._replace(path=paths[id(each.variable)])
+            each.name: each._replace(path=paths[_identity(each, path)])
             for each in variables(layer)
-            if id(each.variable) in paths
+            if _identity(each, path) in paths
         }
         styles = rule(layer, name) if callable(rule) else rule
         specs.update(_styled(styles, parameters, before, axes, mesh))
@@ -196,7 +196,13 @@ def tensor_parallel(
     return with_optimizer(specs, model, optimizer)
 
 
-def _layers(model: Any) -> Iterator[tuple[Any, str, Rule]]:
+def _identity(each: NamedVariable, start: Path = ()) -> Any:
+    """What identifies a parameter of a layer: its Variable, or the path to a bare array."""
+    is_variable = isinstance(each.variable, nnx.Variable)
+    return id(each.variable) if is_variable else (*start, *each.path)
+
+
+def _layers(model: Any) -> Iterator[tuple[Path, Any, str, Rule]]:
     """The layers that have a rule, the inner ones first, each with the attribute that holds it."""
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
@@ -205,7 +211,7 @@ def _layers(model: Any) -> Iterator[tuple[Any, str, Rule]]:
             layers.append((path, node, rule))
     for path, node, rule in sorted(layers, key=lambda layer: -len(layer[0])):
         names = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
-        yield node, next(names, ""), rule
+        yield path, node, next(names, ""), rule
 
 
 def _styled(
