@@ -103,6 +103,7 @@ STRATEGIES = {
     "replicated": lambda model, mesh, **o: replicated(model, **o),
     "fsdp": functools.partial(fsdp, min_size=0),
     "tensor_parallel": tensor_parallel,
+    "sequence": functools.partial(tensor_parallel, sequence=True),
     "both": lambda model, mesh, **o: fsdp(
         model, mesh, min_size=0, base=tensor_parallel(model, mesh), **o
     ),

@@ -9,12 +9,11 @@ from typing import Any
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..activation_sharding import ActivationSharding
 from ..fitting import axes_of, fit_sharding, spec_axes, with_entries
 from ..state_sharding import StateSharding
 from .inputs import base_specs, mesh_and_axes
 from .optimizer import optimizer_specs, union, with_optimizer
-from .variables import NamedVariable, from_paths, variables
+from .variables import NamedVariable, activations_of, from_paths, variables
 
 
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
@@ -91,7 +90,7 @@ def fsdp(
     specs = base_specs("fsdp", model, base, mesh)
     for each in variables(model):
         specs[each.path] = shard_largest(specs[each.path], each, axes, mesh, min_size)
-    activations = ActivationSharding(gather=axes, infer=True)
+    activations = activations_of(base).extended(gather=axes)
     return with_optimizer(specs, model, optimizer, activations)
 
 
@@ -147,7 +146,7 @@ def zero1(
     for each in variables(optimizer):
         if not each.path or each.path[0] != of_model:
             state[each.path] = shard_largest(state[each.path], each, axes, mesh, min_size)
-    return from_paths(union(specs, state))
+    return from_paths(union(specs, state), activations_of(base))
 
 
 def shard_dimension(

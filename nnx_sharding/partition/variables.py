@@ -116,6 +116,11 @@ def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
 FOLLOWING = ActivationSharding(gather=True, infer=True)
 
 
+def activations_of(base: StateSharding | None) -> ActivationSharding:
+    """The shardings of activations that a strategy starts from."""
+    return (base and base.activations) or FOLLOWING
+
+
 def from_paths(
     specs: Mapping[Path, Any], activations: ActivationSharding = FOLLOWING
 ) -> StateSharding:
