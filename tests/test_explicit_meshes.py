@@ -124,6 +124,10 @@ def loss(model, x, y):
     return ((out - y) ** 2).mean()
 
 
+# With a larger epsilon: Adam amplifies the rounding of gradients that are zero, as of key biases.
+ADAM = optax.adam(1e-2, eps=1e-3)
+
+
 def step(model, optimizer, x, y):
     value, gradients = nnx.value_and_grad(loss)(model, x, y)
     optimizer.update(model, gradients)
@@ -134,7 +138,7 @@ def step(model, optimizer, x, y):
 def expected(kind):
     """The losses and parameters of flax.nnx on one device."""
     model = kind(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     losses = [float(nnx.jit(step)(model, optimizer, *data_for(kind))) for _ in range(3)]
     return losses, nnx.to_pure_dict(nnx.state(model))
 
@@ -155,7 +159,7 @@ CASES = [
 def test_training_equals_one_device(kind, strategy):
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     model = kind(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     sharding = STRATEGIES[strategy](model, mesh, optimizer=optimizer)
     train = jit(step, mesh=mesh, in_shardings=(sharding, sharding, P("data"), P("data")))
     losses = [float(train(model, optimizer, *data_for(kind))) for _ in range(3)]
