@@ -9,17 +9,17 @@ which reads only what has changed and is used where it was compiled. They must a
 
 from __future__ import annotations
 
-import array
 import enum
 import functools
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from ... import _compat
 from ..flatten import aux_of
@@ -114,12 +114,6 @@ def _open_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequenc
     return [*map(tuple, mappings)], chain.from_iterable(map(dict.values, mappings))
 
 
-def _read_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
-    """The same with all lengths and then all names in one list, which is faster."""
-    mappings = get(items)
-    return _flat(mappings), chain.from_iterable(map(dict.values, mappings))
-
-
 def _open_slots(get: Callable[[Any], Any], items: Sequence[Any]) -> _Opened:
     return [None] * len(items), map(get, items)
 
@@ -157,35 +151,55 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
 
 
 class PythonWalk:
-    """A recipe, ready to be followed."""
+    """A recipe, ready to be followed.
+
+    Its stream is in another order: what need not be opened comes last, all of a kind at once.
+    """
 
     def __init__(self, recipe: Recipe):
-        self._steps = [
-            (functools.partial(_read_mappings, MAPPINGS[kind]), picker(positions), _flat(expected))
-            if kind in MAPPINGS
-            else (OPEN[kind], picker(positions), [*expected])
-            for kind, positions, expected in recipe.steps
-        ]
-        self._types, self._first = recipe.types, recipe.first
-        self._typed, self._frozen, self._mentions = map(
-            picker, (recipe.typed, recipe.frozen, recipe.mentions)
+        types = dict(zip(recipe.typed, recipe.types, strict=True))
+        order = [*range(recipe.num_arguments)]  # the positions of the recipe
+        place: dict[int, int] = {}
+        self._steps: list[Any] = []
+        previous = None
+        for kind, items in _in_order(recipe):
+            positions, expected, parts = zip(*items, strict=True)
+            if positions != previous:
+                place |= {position: i for i, position in enumerate(order)}
+                own_types = [types[position] for position in positions]
+                reads: list[Any] = []
+                pick = picker([place[position] for position in positions])
+                self._steps.append((pick, len(positions), ids_of(own_types), reads))
+                previous = positions
+            reads.append(_reader(kind, {*own_types}, expected))
+            order += chain.from_iterable(parts)
+        place |= {position: i for i, position in enumerate(order)}
+        self._leaves, self._objects, self._traces, self._frozen, self._mentions = (
+            picker([place[position] for position in positions])
+            for positions in (
+                *(recipe.leaves, recipe.objects, recipe.traces),
+                *(recipe.frozen, recipe.mentions),
+            )
         )
-        self._leaves, self._objects, self._traces = map(
-            picker, (recipe.leaves, recipe.objects, recipe.traces)
-        )
+        self._leaf_types = ids_of([types[position] for position in recipe.leaves])
+        self._num_leaves = len(recipe.leaves)
+        self._first = np.array(recipe.first, int)
+        pinned = sorted(place[position] for position in (*recipe.frozen, *recipe.mentions))
+        self._pinned, self._num_pinned = _run_picker(pinned), len(pinned)
 
     def follower(self, pins: Pins) -> Callable[[tuple[Any, ...]], Any]:
         """A function of the arguments of a call: arrays and objects of the graph with these pins.
 
         It returns None, or raises any error, if the graph may have changed.
         """
-        return functools.partial(self._follow, pins.frozen, _numbers(pins.mentions))
+        return functools.partial(self._follow, pins, [(b"", ())])
 
     def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
         """Another graph of the same structure; None, or any error, if these are not of it."""
-        stream = self._stream(arguments)
-        if stream is None:
+        found = self._walk(arguments)
+        if found is None:
             return None
+        stream, leaves = found
         frozen, traces, objects = (
             [*pick(stream)] for pick in (self._frozen, self._traces, self._objects)
         )
@@ -193,57 +207,123 @@ class PythonWalk:
         pairs = zip(frozen, pins.frozen, strict=True)
         if not all(id(one) in of_traces or same_value(one, two) for one, two in pairs):
             return None
-        ids = [*map(id, self._mentions(stream))]
-        sources = zip(self._first, _numbers(pins.mentions), strict=True)
-        if ids != [pin if first < 0 else ids[first] for first, pin in sources]:
+        mentions = ids_of(self._mentions(stream))
+        ids, pinned = np.frombuffer(mentions, np.uint64), np.frombuffer(pins.mentions, np.uint64)
+        if not np.array_equal(ids, np.where(self._first < 0, pinned, ids[self._first])):
             return None
         if len({*map(id, objects)}) != len(objects):
             return None
-        return Match((self._leaves(stream), objects), tuple(frozen), _packed(ids), traces)
+        return Match((leaves, objects), tuple(frozen), mentions, traces)
 
     def _follow(
-        self, pins: Sequence[Any], mentions: list[int], arguments: tuple[Any, ...]
+        self, pins: Pins, known: list[tuple[bytes, Sequence[Any]]], arguments: tuple[Any, ...]
     ) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        stream = self._stream(arguments)
-        if stream is None:
+        found = self._walk(arguments)
+        if found is None:
             return None
-        frozen = self._frozen(stream)
-        is_same = all(map(operator.is_, frozen, pins))  # which is nearly always so
-        if not is_same and not all(map(same_value, frozen, pins)):
-            return None
-        if [*map(id, self._mentions(stream))] != mentions:
-            return None
-        return self._leaves(stream), self._objects(stream)
-
-    def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
-        """All items; None if one has other names, another length or another type."""
-        stream = list(arguments)
-        for open_items, pick, expected in self._steps:
-            names, parts = open_items(pick(stream))
-            if names != expected:
+        stream, leaves = found
+        ids = ids_of(self._pinned(stream), self._num_pinned)
+        if ids != known[0][0]:
+            frozen = self._frozen(stream)
+            pairs = zip(frozen, pins.frozen, strict=True)
+            if not all(one is two or same_value(one, two) for one, two in pairs):
                 return None
-            stream += parts
-        if not all(map(operator.is_, map(type, self._typed(stream)), self._types)):
+            if ids_of(self._mentions(stream)) != pins.mentions:
+                return None
+            known[0] = ids, frozen  # which must live as long as their ids count
+        return leaves, self._objects(stream)
+
+    def _walk(self, arguments: tuple[Any, ...]) -> tuple[list[Any], Sequence[Any]] | None:
+        """All items, and the arrays; None if one has other names, another length or type."""
+        stream = list(arguments)
+        for pick, count, types, reads in self._steps:
+            items = pick(stream)
+            if ids_of(map(type, items), count) != types:
+                return None
+            for read, expected in reads:
+                names, parts = read(items)
+                if names != expected:
+                    return None
+                stream += parts
+        leaves = self._leaves(stream)
+        if ids_of(map(type, leaves), self._num_leaves) != self._leaf_types:
             return None
-        return stream
+        return stream, leaves
 
 
-def _flat(names: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [*map(len, names), *chain.from_iterable(names)]
+def _in_order(recipe: Recipe) -> Iterator[tuple[Kind, list[tuple[int, Any, range]]]]:
+    """The steps in the order of this walk: positions, what is expected there, and the parts."""
+    opened = {*chain.from_iterable(step.positions for step in recipe.steps)}
+    last: dict[Kind, list[tuple[int, Any, range]]] = {kind: [] for kind in Kind}
+    stop = recipe.num_arguments
+    for kind, positions, expected in recipe.steps:
+        inner = []
+        for position, own in zip(positions, expected, strict=True):
+            start, stop = stop, stop + _num_parts(kind, own)
+            parts = range(start, stop)
+            (last[kind] if opened.isdisjoint(parts) else inner).append((position, own, parts))
+        if inner:
+            yield kind, inner
+    yield from ((kind, items) for kind, items in last.items() if items)
 
 
-def _packed(numbers: Iterable[int]) -> bytes:
-    """Numbers of 64 bits, as in memory."""
-    return array.array("Q", numbers).tobytes()
+def _num_parts(kind: Kind, expected: Any) -> int:
+    if kind is Kind.SEQUENCE:
+        return expected
+    if kind is Kind.TREE:
+        return expected.num_leaves + len([*aux_of(expected)])
+    if kind is Kind.STATIC:
+        return expected[1]
+    return len(expected) if kind in MAPPINGS else 1
 
 
-def _numbers(packed: bytes) -> list[int]:
-    return array.array("Q", packed).tolist()
+def _reader(kind: Kind, types: Iterable[type], expected: Sequence[Any]) -> tuple[Any, Any]:
+    """What opens items of these types; what it is then to find."""
+    get = _getter(kind, types)
+    if kind in MAPPINGS:
+        get_all = MAPPINGS[kind] if get is None else lambda items: [*map(get, items)]
+        return functools.partial(_read_mappings, get_all), [*map(list, expected)]
+    if get is not None:
+        return lambda items: (None, map(get, items)), None
+    return OPEN[kind], [*expected]
 
 
-def ids_of(objects: Sequence[Any]) -> bytes:
+def _getter(kind: Kind, types: Iterable[type]) -> Callable[[Any], Any] | None:
+    """What gets the content of an object, at best by name: that is faster, but users can hook in."""
+    slot = _compat.SLOTS.get(kind.name)
+    if kind is not Kind.NODE and slot is None:
+        return None
+    name = "__dict__" if slot is None else slot.__name__
+    if all(
+        own.__getattribute__ is object.__getattribute__
+        and (slot is None or getattr(own, name) is slot)
+        for own in types
+    ):
+        return operator.attrgetter(name)
+    return None if slot is None else slot.__get__
+
+
+def _read_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
+    mappings = get(items)
+    return [*map(list, mappings)], chain.from_iterable(map(dict.values, mappings))
+
+
+def _run_picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Iterable[Any]]:
+    """The same as ``picker`` for rising positions, of which most follow each other."""
+    starts = [i for i, position in enumerate(positions) if not i or positions[i - 1] != position - 1]
+    if 5 * len(starts) > len(positions):
+        return picker(positions)
+    runs = [
+        slice(positions[start], positions[stop - 1] + 1)
+        for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)
+    ]
+    pick = operator.itemgetter(*runs)
+    return pick if len(runs) == 1 else lambda items: chain.from_iterable(pick(items))
+
+
+def ids_of(objects: Iterable[Any], count: int = -1) -> bytes:
     """The ids of objects, as in memory."""
-    return _packed(map(id, objects))
+    return np.fromiter(objects, object, count).tobytes()
 
 
 def same_value(value: Any, other: Any) -> bool:
