@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import logging
 import operator
 import os
@@ -153,53 +154,70 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
 class PythonWalk:
     """A recipe, ready to be followed.
 
-    Its stream is in another order: what need not be opened comes last, all of a kind at once.
+    Its stream is in an order of its own: what holds nothing to open comes last, with one step for
+    all of a kind.
     """
 
     def __init__(self, recipe: Recipe):
         types = dict(zip(recipe.typed, recipe.types, strict=True))
-        order = [*range(recipe.num_arguments)]  # the positions of the recipe
-        place: dict[int, int] = {}
-        self._steps: list[Any] = []
-        previous = None
-        for kind, items in _in_order(recipe):
-            positions, expected, parts = zip(*items, strict=True)
-            if positions != previous:
-                place |= {position: i for i, position in enumerate(order)}
-                own_types = [types[position] for position in positions]
-                reads: list[Any] = []
+        place = {position: position for position in range(recipe.num_arguments)}  # in the stream
+        self._steps: list[tuple[Any, list[type], list[Any]]] = []
+        before: Positions = ()
+        for kind, positions, expected, parts in _in_order(recipe):
+            own_types = [types[position] for position in positions]
+            if positions != before:
                 pick = picker([place[position] for position in positions])
-                self._steps.append((pick, len(positions), ids_of(own_types), reads))
-                previous = positions
-            reads.append(_reader(kind, {*own_types}, expected))
-            order += chain.from_iterable(parts)
-        place |= {position: i for i, position in enumerate(order)}
-        self._leaves, self._objects, self._traces, self._frozen, self._mentions = (
-            picker([place[position] for position in positions])
-            for positions in (
-                *(recipe.leaves, recipe.objects, recipe.traces),
-                *(recipe.frozen, recipe.mentions),
-            )
-        )
-        self._leaf_types = ids_of([types[position] for position in recipe.leaves])
-        self._num_leaves = len(recipe.leaves)
-        self._first = np.array(recipe.first, int)
-        pinned = sorted(place[position] for position in (*recipe.frozen, *recipe.mentions))
-        self._pinned, self._num_pinned = _run_picker(pinned), len(pinned)
+                self._steps.append((pick, own_types, []))
+            before = positions
+            self._steps[-1][-1].append(_reader(kind, own_types, expected))
+            place |= zip(parts, itertools.count(len(place)))
+
+        def pick_all(positions: Positions) -> Callable[[Sequence[Any]], Sequence[Any]]:
+            return picker([place[position] for position in positions])
+
+        self._leaves, self._objects = pick_all(recipe.leaves), pick_all(recipe.objects)
+        self._frozen, self._traces = pick_all(recipe.frozen), pick_all(recipe.traces)
+        self._mentions, self._first = pick_all(recipe.mentions), np.array(recipe.first, int)
+        self._leaf_types = [types[position] for position in recipe.leaves]
+        pinned = {place[position] for position in (*recipe.frozen, *recipe.mentions)}
+        self._end = max(pinned, default=-1) + 1
+        self._free = [i for i in range(self._end) if i not in pinned]
 
     def follower(self, pins: Pins) -> Callable[[tuple[Any, ...]], Any]:
         """A function of the arguments of a call: arrays and objects of the graph with these pins.
 
         It returns None, or raises any error, if the graph may have changed.
         """
-        return functools.partial(self._follow, pins, [(b"", ())])
+        # The ids of all that was pinned in a graph that had not changed, and the statics that must
+        # live as long as these ids count.
+        known: tuple[bytes, Sequence[Any]] = (b"", ())
+
+        def follow(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[Any]] | None:
+            nonlocal known
+            stream = self._stream(arguments)
+            if stream is None:
+                return None
+            leaves, objects = self._leaves(stream), self._objects(stream)
+            for position in self._free:
+                stream[position] = None
+            ids = ids_of(stream, self._end)
+            if ids != known[0]:
+                frozen = self._frozen(stream)
+                is_same = all(map(operator.is_, frozen, pins.frozen))
+                if not is_same and not all(map(same_value, frozen, pins.frozen)):
+                    return None
+                if ids_of(self._mentions(stream)) != pins.mentions:
+                    return None
+                known = ids, () if is_same else frozen
+            return leaves, objects
+
+        return follow
 
     def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
         """Another graph of the same structure; None, or any error, if these are not of it."""
-        found = self._walk(arguments)
-        if found is None:
+        stream = self._stream(arguments)
+        if stream is None:
             return None
-        stream, leaves = found
         frozen, traces, objects = (
             [*pick(stream)] for pick in (self._frozen, self._traces, self._objects)
         )
@@ -213,116 +231,88 @@ class PythonWalk:
             return None
         if len({*map(id, objects)}) != len(objects):
             return None
-        return Match((leaves, objects), tuple(frozen), mentions, traces)
+        return Match((self._leaves(stream), objects), tuple(frozen), mentions, traces)
 
-    def _follow(
-        self, pins: Pins, known: list[tuple[bytes, Sequence[Any]]], arguments: tuple[Any, ...]
-    ) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        found = self._walk(arguments)
-        if found is None:
-            return None
-        stream, leaves = found
-        ids = ids_of(self._pinned(stream), self._num_pinned)
-        if ids != known[0][0]:
-            frozen = self._frozen(stream)
-            pairs = zip(frozen, pins.frozen, strict=True)
-            if not all(one is two or same_value(one, two) for one, two in pairs):
-                return None
-            if ids_of(self._mentions(stream)) != pins.mentions:
-                return None
-            known[0] = ids, frozen  # which must live as long as their ids count
-        return leaves, self._objects(stream)
-
-    def _walk(self, arguments: tuple[Any, ...]) -> tuple[list[Any], Sequence[Any]] | None:
-        """All items, and the arrays; None if one has other names, another length or type."""
+    def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
+        """All items; None if one has other names, another length or another type."""
         stream = list(arguments)
-        for pick, count, types, reads in self._steps:
+        for pick, types, reads in self._steps:
             items = pick(stream)
-            if ids_of(map(type, items), count) != types:
+            if not all(map(operator.is_, map(type, items), types)):
                 return None
-            for read, expected in reads:
-                names, parts = read(items)
-                if names != expected:
-                    return None
-                stream += parts
-        leaves = self._leaves(stream)
-        if ids_of(map(type, leaves), self._num_leaves) != self._leaf_types:
+            for get, names, open_items in reads:
+                if open_items is not None:
+                    found, parts = open_items(items)
+                    if found != names:
+                        return None
+                    stream += parts
+                elif names is not None:
+                    mappings = [*map(get, items)]
+                    if not all(map(operator.eq, map(list, mappings), names)):
+                        return None
+                    stream += chain.from_iterable(map(dict.values, mappings))
+                else:
+                    stream += map(get, items)
+        if not all(map(operator.is_, map(type, self._leaves(stream)), self._leaf_types)):
             return None
-        return stream, leaves
+        return stream
 
 
-def _in_order(recipe: Recipe) -> Iterator[tuple[Kind, list[tuple[int, Any, range]]]]:
-    """The steps in the order of this walk: positions, what is expected there, and the parts."""
+def _in_order(recipe: Recipe) -> Iterator[tuple[Kind, Positions, Sequence[Any], list[int]]]:
+    """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
     opened = {*chain.from_iterable(step.positions for step in recipe.steps)}
-    last: dict[Kind, list[tuple[int, Any, range]]] = {kind: [] for kind in Kind}
+    last: dict[Kind, list[Any]] = {kind: [] for kind in Kind}
+    for kind in (Kind.METADATA, Kind.TRACE, Kind.VALUE):  # of the same items; the arrays at the end
+        last[kind] = last.pop(kind)
+    groups: list[tuple[Kind, list[Any]]] = []
     stop = recipe.num_arguments
     for kind, positions, expected in recipe.steps:
-        inner = []
+        groups.append((kind, []))
         for position, own in zip(positions, expected, strict=True):
             start, stop = stop, stop + _num_parts(kind, own)
             parts = range(start, stop)
-            (last[kind] if opened.isdisjoint(parts) else inner).append((position, own, parts))
-        if inner:
-            yield kind, inner
-    yield from ((kind, items) for kind, items in last.items() if items)
+            group = last[kind] if opened.isdisjoint(parts) else groups[-1][1]
+            group.append((position, own, parts))
+    for kind, group in (*groups, *last.items()):
+        if group:
+            positions, expected, parts_of = zip(*group, strict=True)
+            yield kind, positions, expected, [*chain.from_iterable(parts_of)]
 
 
 def _num_parts(kind: Kind, expected: Any) -> int:
-    if kind is Kind.SEQUENCE:
-        return expected
+    """How many parts an item has."""
     if kind is Kind.TREE:
-        return expected.num_leaves + len([*aux_of(expected)])
+        return int(expected.num_leaves) + len([*aux_of(expected)])
     if kind is Kind.STATIC:
-        return expected[1]
+        return int(expected[1])
+    if kind is Kind.SEQUENCE:
+        return int(expected)
     return len(expected) if kind in MAPPINGS else 1
 
 
-def _reader(kind: Kind, types: Iterable[type], expected: Sequence[Any]) -> tuple[Any, Any]:
-    """What opens items of these types; what it is then to find."""
-    get = _getter(kind, types)
-    if kind in MAPPINGS:
-        get_all = MAPPINGS[kind] if get is None else lambda items: [*map(get, items)]
-        return functools.partial(_read_mappings, get_all), [*map(list, expected)]
-    if get is not None:
-        return lambda items: (None, map(get, items)), None
-    return OPEN[kind], [*expected]
+def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """How to read items of these types: one of two ways.
 
-
-def _getter(kind: Kind, types: Iterable[type]) -> Callable[[Any], Any] | None:
-    """What gets the content of an object, at best by name: that is faster, but users can hook in."""
+    By a function that gets what one holds; a mapping must then have certain names. Or by one that
+    opens all at once, and what it must find.
+    """
     slot = _compat.SLOTS.get(kind.name)
-    if kind is not Kind.NODE and slot is None:
-        return None
-    name = "__dict__" if slot is None else slot.__name__
+    if slot is None and kind is not Kind.NODE:
+        return None, [*expected], OPEN[kind]
+    name, get = ("__dict__", _compat.get_dict) if slot is None else (slot.__name__, slot.__get__)
     if all(
         own.__getattribute__ is object.__getattribute__
-        and (slot is None or getattr(own, name) is slot)
+        and (slot is None or getattr(own, name, None) is slot)
         for own in types
     ):
-        return operator.attrgetter(name)
-    return None if slot is None else slot.__get__
-
-
-def _read_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
-    mappings = get(items)
-    return [*map(list, mappings)], chain.from_iterable(map(dict.values, mappings))
-
-
-def _run_picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Iterable[Any]]:
-    """The same as ``picker`` for rising positions, of which most follow each other."""
-    starts = [i for i, position in enumerate(positions) if not i or positions[i - 1] != position - 1]
-    if 5 * len(starts) > len(positions):
-        return picker(positions)
-    runs = [
-        slice(positions[start], positions[stop - 1] + 1)
-        for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)
-    ]
-    pick = operator.itemgetter(*runs)
-    return pick if len(runs) == 1 else lambda items: chain.from_iterable(pick(items))
+        get = operator.attrgetter(name)  # faster, and here it runs no code of a class
+    shared: dict[Any, list[Any]] = {}
+    names = [shared.setdefault(own, [*own]) for own in expected] if kind in MAPPINGS else None
+    return get, names, None
 
 
 def ids_of(objects: Iterable[Any], count: int = -1) -> bytes:
-    """The ids of objects, as in memory."""
+    """The ids of objects, as in memory; of the first ``count`` of them, or of all."""
     return np.fromiter(objects, object, count).tobytes()
 
 
