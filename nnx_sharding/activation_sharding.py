@@ -166,6 +166,13 @@ class ActivationSharding:
         return make, (pairs,)
 
 
+def activations(shardings: Any) -> ActivationSharding | None:
+    """Activation shardings as a user may write them: also as a mapping, or none."""
+    if shardings is None or isinstance(shardings, ActivationSharding):
+        return shardings
+    return ActivationSharding(shardings)
+
+
 def _test(filter_: Any) -> tuple[Any, str]:
     """The predicate of a filter, and the method that it is for."""
     if not isinstance(filter_, str):

@@ -12,8 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from . import _compat
-from .activation_sharding import ActivationSharding
+from .activation_sharding import activations
 from .activations.scope import sharded_activations
+from .core.caller import Caller
 from .core.pure import Pure
 from .core.signature import Roles
 from .core.specs import Specs, check_specs
@@ -51,10 +52,9 @@ class _Jit(Transform):
         )
 
     def tracing(
-        self, pure: Pure, objects: Sequence[Any], built: Built, leaves: Sequence[Any]
-    ) -> AbstractContextManager[None]:
-        sources = () if self.activation_shardings is None else (self.activation_shardings,)
-        return sharded_activations(pure, objects, built, leaves, sources)
+        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> AbstractContextManager[Callable[..., Any]]:
+        return sharded_activations(pure, caller, built, leaves)
 
     def compile(
         self,
@@ -84,12 +84,6 @@ class _Jit(Transform):
         if mesh is not None:
             top_level = self.needing_devices(mesh, jitted, from_arrays=input_mesh is None)
         return Program(staged=jitted, top_level=top_level, inline=jitted)
-
-
-def _activations(shardings: Any) -> ActivationSharding | None:
-    if shardings is None or isinstance(shardings, ActivationSharding):
-        return shardings
-    return ActivationSharding(shardings)
 
 
 def _axes(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
@@ -277,7 +271,7 @@ def jit(
         on_committed=on_committed,
         on_indivisible=on_indivisible,
         strict=strict,
-        activation_shardings=_activations(activation_shardings),
+        activation_shardings=activations(activation_shardings),
         auto_axes=_axes(auto_axes),
     )
     check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
+from .activation_sharding import activations
+from .activations.scope import sharded_activations
+from .core.caller import Caller
 from .core.problems import Problem, refuse
+from .core.pure import Pure
 from .core.signature import Call, Parameters, Roles, Signature, align_specs
 from .core.specs import Specs, check_specs, is_spec
 from .core.statics import Static
 from .core.transform import Program, Transform, check_options
+from .core.unflatten import Built
 from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, only_axes
 from .lifted import Lifted, lift
 
@@ -122,6 +128,11 @@ class _ShardMap(Transform):
     def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
         return NamedSharding(self.context, spec) if isinstance(self.context, Mesh) else None
 
+    def tracing(
+        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> AbstractContextManager[Callable[..., Any]]:
+        return sharded_activations(pure, caller, built, leaves)
+
     def compile(
         self,
         pure: Callable[..., Any],
@@ -203,6 +214,7 @@ class _Options(TypedDict, total=False):
     out_specs: Required[Any]
     in_specs: Any
     mesh: Mesh | AbstractMesh | None
+    activation_shardings: Any
     axis_names: Set[AxisName]
     check_vma: bool | None
     check_rep: bool | None
@@ -231,6 +243,7 @@ def shard_map(
     out_specs: Any,
     in_specs: Any = None,
     mesh: Mesh | AbstractMesh | None = None,
+    activation_shardings: Any = None,
     axis_names: Set[AxisName] = frozenset(),
     check_vma: bool | None = None,
     check_rep: bool | None = None,
@@ -261,6 +274,7 @@ def shard_map(
         mention. Without ``in_specs`` the specs are those in the types of the arrays, on meshes
         whose axes are Explicit.
       mesh: the mesh; without it, the one in context. May be an ``AbstractMesh``.
+      activation_shardings: as in :func:`~nnx_sharding.jit`, over the axes that stay automatic.
       axis_names: the axes over which ``f`` is manual; empty means all.
       check_vma: check what the specs claim about replication. Default True.
       check_rep: the older name of ``check_vma``.
@@ -332,6 +346,7 @@ def shard_map(
         on_committed=on_committed,
         on_indivisible=on_indivisible,
         strict=strict,
+        activation_shardings=activations(activation_shardings),
     )
     check_specs("shard_map", _MAPS, in_specs=transform.in_specs, out_specs=transform.out_specs)
 

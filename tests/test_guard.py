@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import nnx_sharding
 from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
 from nnx_sharding.core.flatten import Flat
-from nnx_sharding.core.guard import record as guard_module
+from nnx_sharding.core.guard import builder as guard_module
 from nnx_sharding.core.guard import walk as walk_module
 from nnx_sharding.core.guard.builder import make_guard
 from nnx_sharding.core.guard.record import Guard

@@ -17,7 +17,7 @@ import nnx_sharding
 from machine import SCENARIOS, run_scenario
 from machine.mutations import new_at
 from nnx_sharding import _compat
-from nnx_sharding.core.guard import record as guard
+from nnx_sharding.core.guard import builder as guard
 from nnx_sharding.core.guard import store as guards
 from nnx_sharding.core.guard import walk
 from nnx_sharding.core.guard.store import Guards

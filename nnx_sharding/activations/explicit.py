@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
@@ -23,10 +24,30 @@ def takes_out_sharding(call: Callable[..., Any], kwargs: dict[str, Any]) -> bool
     return "out_sharding" in parameters and kwargs.get("out_sharding") is None
 
 
+class Untyped(NamedTuple):
+    """A call of a module in which JAX cannot know how an output is sharded."""
+
+    module: Any
+    error: Exception
+    inputs: tuple[str, ...]  # types of the arrays that it gets, and of its own Variables
+    specs: tuple[PartitionSpec, ...]  # for ``out_sharding``, with which it works
+
+
 def inferred(
-    module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    untyped: Callable[[Untyped], None] | None = None,
 ) -> Any:
     """Calls a method; if JAX cannot type an operation in it, with an ``out_sharding`` or Auto axes.
+
+    Args:
+      module: the module.
+      call: its method.
+      args: the arguments.
+      kwargs: the keyword arguments.
+      untyped: hears of a call that needs it, with all specs that would do.
 
     Raises:
       Exception: whatever the method raises with Auto axes too.
@@ -36,19 +57,30 @@ def inferred(
         return call(*args, **kwargs)
     except _compat.TYPE_ERRORS as error:
         original = error
-    if takes_out_sharding(call, kwargs):
-        for spec in _output_specs(module, args, kwargs):
-            saved.restore()
-            try:
-                return call(*args, **{**kwargs, "out_sharding": spec})
-            except _compat.TYPE_ERRORS:
-                continue
     saved.restore()
+    specs = _output_specs(module, args, kwargs) if takes_out_sharding(call, kwargs) else iter(())
+    usable = []
+    for spec in dict.fromkeys(specs):
+        try:
+            out = call(*args, **{**kwargs, "out_sharding": spec})
+        except _compat.TYPE_ERRORS:
+            saved.restore()
+            continue
+        if untyped is None:
+            return out
+        usable.append(spec)
+        saved.restore()
     try:
-        return with_auto_axes(saved.variables, call, args, kwargs)
+        out = with_auto_axes(saved.variables, call, args, kwargs)
     except _compat.TYPE_ERRORS:
         saved.restore()
         raise original from None
+    if untyped is not None:
+        values = [_compat.get_value(variable) for _, variable in own_variables(module)]
+        avals = map(jax.typeof, _arrays((args, kwargs, values)))
+        types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
+        untyped(Untyped(module, original, types, tuple(usable)))
+    return out
 
 
 def _output_specs(
@@ -56,23 +88,28 @@ def _output_specs(
 ) -> Iterator[PartitionSpec]:
     """Specs for the output of a layer, best first.
 
-    Its first dimensions are those of the input, and its last ones those of the kernel.
+    Its first dimensions are those of the input that are not summed over, its last one that of the
+    kernel.
     """
-    specs = [spec for x in _arrays((args, kwargs)) if (spec := type_spec(x)) is not None]
-    leading = [*specs[0].partitions] if specs else []
-    kernels = (type_spec(_compat.get_value(variable)) for _, variable in own_variables(module))
-    last = [spec.partitions[-1] for spec in kernels if spec is not None and len(spec) > 1][:1]
-    used = {axis for entry in last for axis in axes_of(entry)}
-    leading = [*(only_axes(PartitionSpec(*leading), _axes(leading) - used)).partitions]
-    for count in (len(leading), len(leading) - 1, 1):
-        if 0 < count <= len(leading):
-            if last and last[0] is not None:
-                yield PartitionSpec(*leading[:count], *last)
-            yield PartitionSpec(*leading[:count])
-    yield PartitionSpec()
+    first = next((x for x in _arrays((args, kwargs)) if type_spec(x) is not None), None)
+    if first is None:
+        return
+    values = (_compat.get_value(variable) for _, variable in own_variables(module))
+    kernels = [spec for x in values if (spec := type_spec(x)) is not None and len(spec) > 1]
+    summed = {axis for spec in kernels for axis in spec_axes(spec)}
+    batch, *others = jax.typeof(first).sharding.spec.partitions
+    others = [*only_axes(PartitionSpec(*others), _axes(others) - summed).partitions]
+    is_index = jnp.issubdtype(first.dtype, jnp.integer)  # of an embedding
+    leading = [batch, *others] if is_index else [batch, *others[:-1]]
+    last = kernels[0].partitions[-1:] if kernels else ()
+    last = only_axes(PartitionSpec(*last), _axes(last) - _axes(leading)).partitions
+    if any(last):
+        yield PartitionSpec(*leading, *last)
+    for count in (len(leading), 1, 0):
+        yield PartitionSpec(*leading[:count])
 
 
-def _axes(entries: Sequence[Any]) -> set[Any]:
+def _axes(entries: Iterable[Any]) -> set[Any]:
     return {axis for entry in entries for axis in axes_of(entry)}
 
 
@@ -81,16 +118,14 @@ def with_auto_axes(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    output: Any = None,
 ) -> Any:
-    """Calls a method with all axes Auto; its outputs are sharded as its first input, or as told.
+    """Calls a method with all axes Auto; its outputs are sharded as its first input.
 
     Args:
       variables: the Variables that it may read or change.
       call: the method.
       args: its arguments.
       kwargs: its keyword arguments.
-      output: the spec of all arrays that it returns.
     """
     first = next((x for x in _arrays((args, kwargs)) if type_spec(x) is not None), None)
     mesh = jax.sharding.get_abstract_mesh()
@@ -100,7 +135,7 @@ def with_auto_axes(
     after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))
     left, untyped = arrays.leave(flat.structure, after)
     for slot, x in untyped.items():
-        left[slot] = retyped(x, mesh, _as_input(x, first) if output is None else output)
+        left[slot] = retyped(x, mesh, _as_input(x, first))
     return rebuilt(after, left, foreign=True)
 
 

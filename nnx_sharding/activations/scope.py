@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..apply import apply_shardings, mesh_here
 from ..core.axis_types import type_spec
+from ..core.caller import Caller
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
-from ..fitting import axes_of_type, fit_sharding, only_axes, spec_and_mesh, spec_axes
+from ..fitting import axes_of_type, fit_sharding, only_axes, spec_and_mesh, spec_axes, with_entries
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
-from .explicit import as_inputs, inferred, takes_out_sharding, with_auto_axes
+from .explicit import (
+    Untyped,
+    as_inputs,
+    inferred,
+    takes_out_sharding,
+)
 from .intercept import intercepting
 from .variables import Replaced, Saved, modules_by_path, own_variables
 
@@ -44,21 +53,32 @@ class _Tag(NamedTuple):
 class Scope:
     """The handler of the calls of modules during one trace."""
 
-    def __init__(self, pure: Pure, built: Built, sources: Sequence[ActivationSharding]):
+    def __init__(
+        self,
+        pure: Pure,
+        built: Built,
+        leaves: Sequence[Any],
+        sources: Sequence[ActivationSharding],
+    ):
         self._transform, self._pure, self._built = pure.transform, pure, built
+        self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
         self._mesh = _mesh_of(pure)
+        # Those that are not manual, as all in `jit`.
+        manual = pure.transform.usable_axes or ()
+        self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of one
         self._roots: dict[int, tuple[_Tag, Any]] = {}
         self._depth = 0  # of calls within calls
         self._used: set[tuple[int, int]] = set()
         self._misfits: dict[str, None] = {}
+        self._untyped: list[tuple[str, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._sources)
+        """Whether there is anything to do, or to explain."""
+        return bool(self._sources) or self._is_explicit
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -68,14 +88,14 @@ class Scope:
     @property
     def methods(self) -> frozenset[str] | None:
         """The methods to intercept; None for all public ones, which may use parameters."""
-        if any(source.infer or source.gather for source in self._sources):
+        if self._is_explicit or any(source.gather for source in self._sources):
             return None
         return frozenset(method for source in self._sources for method in source.methods)
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         pure, built = self._pure, self._built
         parts = [(target, part) for target in pure.targets for part in target.parts]
-        if not sources and not any(map(_own_source, (part.spec for _, part in parts))):
+        if not (sources or self._is_explicit or any(_own_source(x.spec) for _, x in parts)):
             return
         tagged = set[int]()
         for target, part in parts:
@@ -101,17 +121,16 @@ class Scope:
             spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
             pair = spec_and_mesh(spec, self._mesh)
             if pair is not None and not axes.isdisjoint(spec_axes(pair[0])):
-                gathered[own_path] = only_axes(pair[0], {*pair[1].axis_names} - axes)
+                rank = jax.typeof(_compat.get_value(variable)).ndim
+                kept = only_axes(pair[0], self._axes - axes)
+                gathered[own_path] = with_entries(kept, [*kept.partitions, *[None] * rank][:rank])
         return _Tag(name, path, sources, gathered)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
         """The axes over which the parameters of modules are gathered."""
         batch = self._pure.batch_axes
-        return frozenset(
-            axis
-            for source in sources
-            for axis in (batch if source.gather is True else source.gather or ())
-        )
+        named = (batch if source.gather is True else source.gather or () for source in sources)
+        return self._axes.intersection(axis for axes in named for axis in axes)
 
     def __call__(
         self,
@@ -195,23 +214,22 @@ class Scope:
         explicit = axes_of_type(mesh, AxisType.Explicit)
         if not explicit:
             return call(*args, **kwargs)
-        pair = spec_and_mesh(output, mesh)
-        if pair is not None:
-            spec = only_axes(pair[0], explicit)
-            saved = Saved((module, args, kwargs))
-            try:
-                if takes_out_sharding(call, kwargs):
-                    return call(*args, **{**kwargs, "out_sharding": spec})
-                return call(*args, **kwargs)
-            except _compat.TYPE_ERRORS as error:
-                saved.restore()
+        if output is not None:
+            pair = spec_and_mesh(output, mesh)
+            if pair is not None and takes_out_sharding(call, kwargs):
+                saved = Saved((module, args, kwargs))
                 try:
-                    return with_auto_axes(saved.variables, call, args, kwargs, spec)
+                    spec = only_axes(pair[0], explicit)
+                    return call(*args, **{**kwargs, "out_sharding": spec})
                 except _compat.TYPE_ERRORS:
-                    raise error from None
-        if any(source.infer for source in tag.sources):
+                    saved.restore()
             return inferred(module, call, args, kwargs)
-        return call(*args, **kwargs)
+        infers = any(source.infer for source in tag.sources)
+        note = None if infers else functools.partial(self._note_untyped, tag)
+        return inferred(module, call, args, kwargs, note)
+
+    def _note_untyped(self, tag: _Tag, untyped: Untyped) -> None:
+        self._untyped.append((tag.accessor, untyped))
 
     def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str) -> Any:
         """A pytree of activations with the specs of a prefix."""
@@ -235,19 +253,21 @@ class Scope:
             refuse(Problem.NO_MESH, [], name=self._transform.name)
         mesh = mesh_here(pair[1])
         action = self._transform.on_indivisible
-        fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action)
+        fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
         if fit.problems:
             self._misfits[fit.line(f"{side} of {tag.accessor}")] = None
             return x
         return apply_shardings([x], [NamedSharding(mesh, fit.sharding)])[0]
 
     def check(self) -> None:
-        """Refuses specs that did not fit, and filters for which no module was called.
+        """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.
 
         Raises:
           ValueError: there are some.
         """
         name = self._transform.name
+        if self._untyped:
+            refuse(Problem.CANNOT_BE_TYPED, [(path, *x) for path, x in self._untyped], name=name)
         if self._misfits:
             refuse(
                 Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
@@ -281,38 +301,53 @@ def _mesh_of(pure: Pure) -> Any:
 @contextlib.contextmanager
 def sharded_activations(
     pure: Pure,
-    objects: Sequence[Any],
+    caller: Caller,
     built: Built,
     leaves: Sequence[Any],
-    sources: Sequence[ActivationSharding] = (),
-) -> Iterator[None]:
+) -> Iterator[Callable[..., Any]]:
     """Shards the activations of the modules that are called within the block.
 
     Args:
       pure: what is traced.
-      objects: the objects of the arguments.
-      built: the same in the trace.
+      caller: who makes the call.
+      built: the objects of the arguments in the trace.
       leaves: the arrays in the trace.
-      sources: what the transform declares for all arguments.
+
+    Yields:
+      What to call for the user's function.
 
     Raises:
       ValueError: at the end, if a spec did not fit, or a filter matched no module.
     """
-    scope = Scope(pure, built, sources)
+    declared = pure.transform.activation_shardings
+    scope = Scope(pure, built, leaves, () if declared is None else (declared,))
     if not scope.is_needed:
         # Within another trace that one's declarations hold.
-        for old, new in zip(objects, built.objects, strict=True):
+        for old, new in zip(caller.objects, built.objects, strict=True):
             if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
                 _compat.tag_node(new, tag)
-        yield
+        yield caller.fun
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(_CONTEXT(scope.key))
         stack.enter_context(intercepting(scope, scope.methods))
         if (mesh := _type_mesh(leaves)) is not None:
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        yield
+        yield functools.partial(_call, scope, caller.fun)
     scope.check()
+
+
+def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function; one that is a method of a module as such."""
+    name = getattr(fun, "__name__", "")
+    if args and isinstance(args[0], nnx.Module):
+        method = inspect.getattr_static(type(args[0]), name, None)
+        while method is not None and method is not fun:
+            method = getattr(method, "__wrapped__", None)
+        if method is fun:
+            bound = functools.partial(fun, args[0])
+            return scope(args[0], name, bound, args[1:], kwargs)
+    return fun(*args, **kwargs)
 
 
 def _type_mesh(leaves: Sequence[Any]) -> Any:

@@ -154,10 +154,10 @@ class Pure(NamedTuple):
         fun, leaves = caller.fun, arrays.leaves
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
-        tracing = self.transform.tracing(self, caller.objects, built, arrays.inside)
-        with arrays.context(), tracing:
+        tracing = self.transform.tracing(self, caller, built, arrays.inside)
+        with arrays.context(), tracing as call:
             before_call = Snapshot(self.structure, built.objects)
-            out = fun(*args, **kwargs)
+            out = call(*args, **kwargs)
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
         borrowed = {id(static.value) for static in self.structure.identities()}

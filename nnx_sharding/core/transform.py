@@ -14,6 +14,7 @@ from .. import _compat
 from ..activation_sharding import ActivationSharding
 from ..fitting import OnIndivisible
 from .axis_types import Retyped, Retyping, mesh_of_types
+from .caller import Caller
 from .problems import Problem, refuse
 from .signature import Call, Parameters, Signature, sort_call
 from .specs import Specs
@@ -166,17 +167,17 @@ class Transform:
         return Retyped.of(Retyping.of(mesh, self.auto_axes, AxisType.Auto, **options), leaves)
 
     def tracing(
-        self, pure: Any, objects: Sequence[Any], built: Any, leaves: Sequence[Any]
-    ) -> AbstractContextManager[None]:
-        """What surrounds the user's function while it is traced.
+        self, pure: Any, caller: Caller, built: Any, leaves: Sequence[Any]
+    ) -> AbstractContextManager[Callable[..., Any]]:
+        """What surrounds the user's function while it is traced; gives what to call for it.
 
         Args:
           pure: what is traced.
-          objects: the objects of the arguments.
-          built: the same in the trace.
+          caller: who makes the call.
+          built: the objects of the arguments in the trace.
           leaves: the arrays in the trace.
         """
-        return nullcontext()
+        return nullcontext(caller.fun)
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]

@@ -55,6 +55,14 @@ def _unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
     return f"{path}: {type(subject).__name__}{'' if shape is None else f' of shape {shape}'}"
 
 
+def _untyped(
+    path: str, module: Any, error: Exception, types: Sequence[str], specs: Sequence[Any]
+) -> str:
+    reason = str(error).partition(". ")[0].partition("\n")[0]
+    usable = f"\n    works with {', '.join(map(repr, specs))}" if specs else ""
+    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}{usable}"
+
+
 def _conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
     first, second = describe_both(spec, other)
     return f"{path}: {first}\n  {other_path}: {second}"
@@ -154,6 +162,13 @@ MESSAGES: dict[Problem, Message] = {
         lambda name, arguments, near: f"{name}, for {', '.join(arguments)}{near}",
         "Correct or remove them, or put them before the filter that matches the same.",
         kind=errors.UnusedFilterWarning,
+    ),
+    Problem.CANNOT_BE_TYPED: Message(
+        "on these Explicit axes JAX cannot know how modules shard their outputs:",
+        _untyped,
+        'Declare it: jit(..., activation_shardings={{"PATH": SPEC}}), or take the shardings of the '
+        "parameters from a strategy such as fsdp or from_rules, which infer it. To let the "
+        "compiler choose, use jit(..., auto_axes=True).",
     ),
     Problem.ACTIVATION_UNUSED: Message(
         "no module that these filters of activation_shardings match was called:",

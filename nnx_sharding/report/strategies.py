@@ -92,7 +92,7 @@ def compare(
       ...     "dp": lambda model, x: (replicated(model), P("data")),
       ...     "fsdp": lambda model, x: (fsdp(model), P("data")),
       ... }
-      >>> options = {"mesh": {"data": 64}, "memory_limit": "18 MiB"}
+      >>> options = {"mesh": {"data": 64}, "memory_limit": "40 MiB"}
       >>> comparison = compare(strategies, lambda model, x: model(x), model, x, **options)
       >>> comparison.fits("dp"), comparison.best("arguments")
       (True, 'fsdp')

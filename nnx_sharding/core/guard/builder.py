@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -26,8 +25,9 @@ from ..structure import (
     VariableEntry,
     is_leaf_treedef,
 )
-from ..unflatten import count_leaves, parts, picker
+from ..unflatten import count_leaves, parts
 from .record import Guard
+from .row import Row
 from .walk import LATE_KINDS, OPEN, Kind, Pins, Recipe, Step, Walk, flatten_tree, ids_of
 
 
@@ -75,37 +75,6 @@ _TRACE = object()
 _Want: TypeAlias = tuple[Any, Sequence[int]]
 
 
-class _Row:
-    """The statics of the last object with its names: most objects of a class have the same ones."""
-
-    def __init__(self, order: Sequence[int]):
-        self.order = order  # where an entry has what an object holds, in the object's order
-        self.others: Sequence[int] = range(len(order))  # all but those statics
-        self.frozen: Sequence[int] = ()
-        self.identities: Sequence[int] = ()
-        self._pick = picker(())
-        self._values: Sequence[Any] = ()
-        self._children: Sequence[Any] = ()
-
-    def matches(self, values: Sequence[Any], children: Sequence[Any]) -> bool:
-        """Whether these are the same statics, to be compared with the same ones."""
-        pairs = (self._pick(values), self._values), (self._pick(children), self._children)
-        return bool(self._values) and all(all(map(operator.is_, *pair)) for pair in pairs)
-
-    def remember(self, values: Sequence[Any], children: Sequence[Any]) -> None:
-        """Takes the statics of an object that was compared."""
-        statics = [
-            i
-            for i, (value, child) in enumerate(zip(values, children, strict=True))
-            if type(child) is Static and not _compat.is_statuses(value)  # each object has its own
-        ]
-        self._pick = picker(statics)
-        self._values, self._children = self._pick(values), self._pick(children)
-        self.frozen = [i for i in statics if not children[i].by_identity]
-        self.identities = [i for i in statics if children[i].by_identity]
-        self.others = sorted({*range(len(values))}.difference(statics))
-
-
 class _Builder:
     """Walks a graph once, verifies that it has the structure, and records the way."""
 
@@ -115,7 +84,7 @@ class _Builder:
         self._stream: list[Any] = []
         self._steps: list[Step] = []
         self._pending: dict[Kind, list[tuple[int, Sequence[Any], Sequence[Any], Any]]] = {}
-        self._rows: dict[tuple[Any, ...], _Row] = {}
+        self._rows: dict[tuple[Any, ...], Row] = {}
         self._compared: dict[int, Static] = {}  # by the id of a value: the static that it equals
         self._frozen: list[int] = []
         self._mentions: dict[int, int] = {}  # to the number of the first one of the same object
@@ -161,7 +130,7 @@ class _Builder:
         position: int,
         children: Sequence[Any],
         slots: Sequence[Sequence[int]] = (),
-        row: _Row | None = None,
+        row: Row | None = None,
     ) -> None:
         """What an item holds will be compared with ``children``, which have these slots."""
         self._pending.setdefault(kind, []).append((position, children, slots, row))
@@ -171,7 +140,7 @@ class _Builder:
         values: Sequence[Any],
         children: Sequence[Any],
         slots: Sequence[Sequence[int]],
-        row: _Row | None,
+        row: Row | None,
     ) -> None:
         """Appends values to the stream; ``row`` is what the last ones of their kind were."""
         if len(values) != len(children):
@@ -282,7 +251,7 @@ class _Builder:
         else:
             raise _NotGuardedError
 
-    def _row(self, keys: tuple[Any, ...], content: dict[str, Any]) -> _Row:
+    def _row(self, keys: tuple[Any, ...], content: dict[str, Any]) -> Row:
         """The row of the objects whose attributes or metadata have these keys in this order."""
         key = (id(keys), *content)
         row = self._rows.get(key)
@@ -290,7 +259,7 @@ class _Builder:
             names = [str(key[0] if type(key) is tuple else key) for key in keys]
             if content.keys() != {*names}:
                 raise _NotGuardedError
-            row = self._rows[key] = _Row([names.index(name) for name in content])
+            row = self._rows[key] = Row([names.index(name) for name in content])
         return row
 
     def _slots_in_order(self, index: int, content: dict[str, Any]) -> list[Sequence[int]]:
