@@ -21,7 +21,8 @@ def type_spec(x: Any) -> PartitionSpec | None:
     mesh = type_mesh(x)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
         return None
-    return jax.typeof(x).sharding.spec
+    spec: PartitionSpec = jax.typeof(x).sharding.spec
+    return spec
 
 
 def type_mesh(x: Any) -> Any:

@@ -233,6 +233,11 @@ MESSAGES: dict[Problem, Message] = {
         _object,
         f"Use {_BOTH_MODES}, or make the change outside of the function.",
     ),
+    Problem.UNDECLARED_ARGUMENT: Message(
+        "no spec says how these arguments are sharded on the axes that become Explicit:",
+        _array,
+        "Declare them in in_sharding; P() replicates.",
+    ),
     Problem.UNDECLARED_RESULT: Message(
         "these results were computed on Auto axes, and no spec says how they are sharded on the "
         "Explicit axes outside:",
