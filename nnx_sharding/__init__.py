@@ -35,7 +35,8 @@ if TYPE_CHECKING:
         report,
         testing,
     )
-    from .partition.constrain import with_sharding_constraint
+    from .partition.axis_types import auto_axes, explicit_axes
+    from .partition.constrain import reshard, with_sharding_constraint
     from .partition.init import sharded_init
     from .partition.mesh import make_mesh
     from .partition.strategies import fsdp
@@ -49,8 +50,10 @@ __all__ = [
     "StateSharding",
     "Structure",
     "__version__",
+    "auto_axes",
     "errors",
     "explain_retraces",
+    "explicit_axes",
     "filters",
     "fsdp",
     "jit",
@@ -58,6 +61,7 @@ __all__ = [
     "make_mesh",
     "merge",
     "place",
+    "reshard",
     "shard_map",
     "sharded_init",
     "split",
@@ -82,9 +86,12 @@ _MODULES = frozenset(
     }
 )
 _NAMES = {
+    "auto_axes": "partition",
+    "explicit_axes": "partition",
     "fsdp": "partition",
     "make_mesh": "partition",
     "place": "placement",
+    "reshard": "partition",
     "sharded_init": "partition",
     "tensor_parallel": "partition",
     "with_sharding_constraint": "partition",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
-from .core.flatten import Flat
+from .core.axis_types import Retyped
+from .core.flatten import Flat, flatten
 from .core.structure import NodeEntry, VariableEntry
 from .core.transfer import transfer
 from .core.unflatten import assemble, node_changes, perform, update
@@ -107,13 +108,29 @@ _CONSTRAINT = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline
 _RESHARD = jax.jit(jax.sharding.reshard, static_argnums=1, inline=True)
 
 
-def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_constraint") -> Any:
-    """The tree with other arrays: modules and Variables changed in place, in new containers."""
+def rebuilt(
+    flat: Flat,
+    leaves: Sequence[Any],
+    caller: str = "with_sharding_constraint",
+    *,
+    foreign: bool = False,
+) -> Any:
+    """The tree with other arrays: modules and Variables changed in place, in new containers.
+
+    Args:
+      flat: the tree.
+      leaves: the arrays.
+      caller: the name of the caller, for messages.
+      foreign: whether to change objects of another trace, too.
+
+    Raises:
+      TraceContextError: there are some, and they are not to be changed.
+    """
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
     changed = [i for i, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
     stale = {type(objects[i]).__name__ for i in changed if not _compat.can_update(objects[i])}
-    if stale:
+    if stale and not foreign:
         raise _compat.TraceContextError(
             f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
             "Pass the module as an argument of the function that is traced."
@@ -124,3 +141,14 @@ def rebuilt(flat: Flat, leaves: Sequence[Any], caller: str = "with_sharding_cons
     changes = [change for change in nodes if change is not None]
     perform(update(structure, leaves, objects, variables, nodes=changes))
     return assemble(structure.root, (leaves[slot] for slot in structure.root_slots), objects)
+
+
+def called(flat: Flat, arrays: Retyped, call: Callable[[Any], Any]) -> Flat:
+    """Calls a function of a tree where axes have other types, and flattens what it returns.
+
+    The objects of the tree hold the arrays of the call until what it returned is :func:`rebuilt`,
+    or after an exception until the caller brings back the old ones.
+    """
+    with arrays.context():
+        out = call(rebuilt(flat, arrays.inside, foreign=True))
+    return flatten(out, known=flat.objects)

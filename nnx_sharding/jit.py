@@ -48,6 +48,7 @@ class _Jit(Transform):
             on_indivisible=self.on_indivisible,
             strict=self.strict,
             activation_shardings=self.activation_shardings,
+            auto_axes=self.auto_axes,
         )
 
     def tracing(
@@ -85,6 +86,12 @@ class _Jit(Transform):
         return Program(staged=jitted, top_level=top_level, inline=jitted)
 
 
+def _axes(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
+    if isinstance(axes, bool | str):
+        return axes if isinstance(axes, bool) else (axes,)
+    return tuple(axes)
+
+
 def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:
     meshes = (spec.mesh for spec in specs if isinstance(spec, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, AbstractMesh)), None)
@@ -97,6 +104,7 @@ class _Options(TypedDict, total=False):
     out_shardings: Any
     mesh: Mesh | AbstractMesh | None
     activation_shardings: Any
+    auto_axes: bool | str | Iterable[str]
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
     donate_argnums: int | Sequence[int] | None
@@ -131,6 +139,7 @@ def jit(
     out_shardings: Any = None,
     mesh: Mesh | AbstractMesh | None = None,
     activation_shardings: Any = None,
+    auto_axes: bool | str | Iterable[str] = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -175,6 +184,11 @@ def jit(
         :class:`~nnx_sharding.ActivationSharding`, or a mapping from filters to specs, such as
         ``{"blocks/*/up": P("data", "model")}``. It comes before what the shardings of arguments
         say (:class:`~nnx_sharding.StateSharding`, ``activations``).
+      auto_axes: Explicit axes of the mesh that are Auto while the function runs, so that the
+        compiler chooses how values are sharded over them: one or several names, or True for all.
+        The caller sees no difference: the types of arguments stay, Variables keep theirs, results
+        get what ``out_shardings`` declares. That has to cover all of them but scalars, which are
+        replicated.
       static_argnums: positions of static arguments, hashable and part of the cache key.
       static_argnames: their names. As in ``jax.jit``, one of the two implies the other.
       donate_argnums: positions of arguments whose buffers may be reused. The Variables of a
@@ -258,6 +272,7 @@ def jit(
         on_indivisible=on_indivisible,
         strict=strict,
         activation_shardings=activations(activation_shardings),
+        auto_axes=_axes(auto_axes),
     )
     check_specs("jit", in_shardings=transform.in_specs, out_shardings=transform.out_specs)
     jax_options: dict[str, Any] = {} if device is None else {"device": device}

@@ -264,7 +264,7 @@ def lift(
     """
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
     jax.jit(fun, **roles._asdict(), **jax_options)
-    unbound, bound = _unbind(fun)
+    unbound, bound = unbind(fun)
     # As in Flax, the global flags count where a function is decorated, not where it is called.
     graph, updates = _compat.graph_mode(graph, graph_updates)
     lifted: Lifted[..., Any] = Lifted(
@@ -281,14 +281,14 @@ def lift(
     return lifted
 
 
-def _unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+def unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
     """A method as the function behind it and the object that it is bound to."""
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
     if isinstance(fun, Lifted) and fun._origin is not None:
         return fun._origin, fun._bound
     if isinstance(fun, functools.partial):
-        inner, bound = _unbind(fun.func)
+        inner, bound = unbind(fun.func)
         if bound:
             return _unbound_partial(inner, fun.args, fun.keywords), bound
     return fun, ()

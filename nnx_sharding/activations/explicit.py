@@ -11,22 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..apply import called, rebuilt
+from ..core.axis_types import Retyped, Retyping, retyped, type_spec
+from ..core.flatten import flatten
 from ..fitting import axes_of, only_axes, spec_axes
 from .variables import Saved, own_variables
-
-
-def type_spec(x: Any) -> PartitionSpec | None:
-    """The spec in the type of an array; None if none of the axes is Explicit."""
-    sharding = getattr(jax.typeof(x), "sharding", None) if isinstance(x, jax.Array) else None
-    if sharding is None or not explicit_axes(sharding.mesh):
-        return None
-    return sharding.spec  # type: ignore[no-any-return]
-
-
-def explicit_axes(mesh: Any) -> frozenset[Any]:
-    """The axes of a mesh that are Explicit."""
-    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
 def takes_out_sharding(call: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -152,34 +141,16 @@ def with_auto_axes(
       args: its arguments.
       kwargs: its keyword arguments.
     """
-    arrays = _arrays((args, kwargs))
-    first = next((x for x in arrays if type_spec(x) is not None), None)
+    first = next((x for x in _arrays((args, kwargs)) if type_spec(x) is not None), None)
     mesh = jax.sharding.get_abstract_mesh()
-    auto = mesh.update_axis_types(dict.fromkeys(explicit_axes(mesh), AxisType.Auto))
-    held = [x for x in variables if type_spec(_compat.get_value(x)) is not None]
-
-    def opened(x: Any) -> Any:
-        spec = type_spec(x)
-        return x if spec is None else jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
-
-    def typed(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        return jax.sharding.reshard(x, NamedSharding(mesh, _as_input(x, first)))
-
-    old = [_compat.get_value(x) for x in held]
-    with jax.sharding.use_abstract_mesh(auto):
-        args, kwargs = jax.tree.map(opened, (args, kwargs), is_leaf=_compat.is_graph_object)
-        new = [opened(value) for value in old]
-        for variable, value in zip(held, new, strict=True):
-            _compat.set_value(variable, value)
-        out = call(*args, **kwargs)
-    for variable, before, value in zip(held, old, new, strict=True):
-        after = _compat.get_value(variable)
-        if after is not value:
-            before = jax.sharding.reshard(after, jax.typeof(before).sharding)
-        _compat.set_value(variable, before)
-    return jax.tree.map(typed, out, is_leaf=_compat.is_graph_object)
+    flat = flatten((tuple(variables), args, kwargs))
+    retyping = Retyping.of(mesh, None, AxisType.Auto, name="auto_axes")
+    arrays = Retyped.of(retyping, flat.leaves)
+    after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))
+    left, untyped = arrays.leave(flat.structure, after)
+    for slot, x in untyped.items():
+        left[slot] = retyped(x, mesh, _as_input(x, first))
+    return rebuilt(after, left, foreign=True)
 
 
 def _as_input(x: jax.Array, first: Any) -> PartitionSpec:

@@ -10,26 +10,25 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..apply import apply_shardings, mesh_here
+from ..core.axis_types import type_spec
 from ..core.caller import Caller
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
-from ..fitting import fit_sharding, only_axes, spec_and_mesh, spec_axes, with_entries
+from ..fitting import axes_of_type, fit_sharding, only_axes, spec_and_mesh, spec_axes, with_entries
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
 from .explicit import (
     Untyped,
     as_inputs,
-    explicit_axes,
     inferred,
     takes_out_sharding,
-    type_spec,
     without_open,
 )
 from .intercept import intercepting
@@ -215,7 +214,7 @@ class Scope:
     ) -> Any:
         """The output of a method; on Explicit axes with the sharding that its operations need."""
         mesh = jax.sharding.get_abstract_mesh()
-        explicit = explicit_axes(mesh)
+        explicit = axes_of_type(mesh, AxisType.Explicit)
         if not explicit:
             return call(*args, **kwargs)
         if output is not None:

@@ -82,15 +82,16 @@ class Saved:
         modules, variables = reachable(tree)
         self.variables = variables
         self._attributes = [(x, dict(vars(x))) for x in modules]
-        self._values = [(x, _compat.get_value(x)) for x in variables]
+        self._values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
 
     def restore(self) -> None:
         """Takes back what a call changed."""
         for module, attributes in self._attributes:
             vars(module).clear()
             vars(module).update(attributes)
-        for variable, value in self._values:
+        for variable, value, metadata in self._values:
             _compat.set_value(variable, value)
+            _compat.set_metadata(variable, metadata)
 
 
 class Replaced:

@@ -47,6 +47,8 @@ class Problem(enum.Enum):
     CAPTURED_OBJECT = enum.auto()  # path, object
     CLASS_CHANGED = enum.auto()  # path, object
     STATIC_CHANGED = enum.auto()  # path, object
+    UNDECLARED_ARGUMENT = enum.auto()  # path, array
+    UNDECLARED_RESULT = enum.auto()  # path, array
     OUTPUT_IS_INPUT = enum.auto()  # path, path of the input (None: captured)
     VARYING_OUTPUT = enum.auto()  # path, array, spec, axes along which it varies
     DONATION_UNUSED = enum.auto()  # path, array

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from .. import _compat
 from ..fitting import OnIndivisible, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
+from .axis_types import Retyped
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
@@ -132,12 +133,12 @@ class Pure(NamedTuple):
         return pure
 
     def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
-        leaves = self._typed(leaves)
+        arrays = self.transform.entered(self._typed(leaves))
         # The caller's own static objects: the structure may be that of an earlier, equal call.
         statics = {i: caller.objects[i] for i in self.structure.static_indices()}
-        built = unflatten(self.structure, leaves, statics)
+        built = unflatten(self.structure, arrays.inside, statics)
         try:
-            return self._called(caller, leaves, built)
+            return self._called(caller, arrays, built)
         finally:
             restore(self.structure, built.objects)
 
@@ -149,11 +150,12 @@ class Pure(NamedTuple):
                 typed[slot] = jax.sharding.reshard(typed[slot], sharding)
         return typed if self.typed else leaves
 
-    def _called(self, caller: Caller, leaves: Sequence[Any], built: Built) -> Any:
-        fun = caller.fun
+    def _called(self, caller: Caller, arrays: Retyped, built: Built) -> Any:
+        fun, leaves = caller.fun, arrays.leaves
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
-        with self.transform.tracing(self, caller, built, leaves) as call:
+        tracing = self.transform.tracing(self, caller, built, arrays.inside)
+        with arrays.context(), tracing as call:
             before_call = Snapshot(self.structure, built.objects)
             out = call(*args, **kwargs)
         if not self.graph:
@@ -178,6 +180,8 @@ class Pure(NamedTuple):
         names = self._output_names(after.structure, locations)
         check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
         specs = self._output_specs(leaves, after, locations, names)
+        details = {"name": name, "option": self.transform.out_name}
+        after = arrays.leave_as(self.structure, after, specs, names, **details)
         self.transform.check_outputs(name_of(fun), names, after.leaves, specs)
         # Sharded arrays should be arguments: captured ones become replicated constants.
         captured = [(x,) for x in _compat.trace_constants() if _is_sharded(x)]

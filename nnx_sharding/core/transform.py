@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import ActivationSharding
 from ..fitting import OnIndivisible
+from .axis_types import Retyped, Retyping, mesh_of_types
 from .caller import Caller
 from .problems import Problem, refuse
 from .signature import Call, Parameters, Signature, sort_call
@@ -55,6 +56,7 @@ class Transform:
       on_indivisible: what is done with specs that do not divide a shape.
       strict: whether warnings are errors.
       activation_shardings: how activations are sharded, whatever argument a module is from.
+      auto_axes: the Explicit axes that are Auto while the function runs; True for all.
       passes_shardings: whether JAX gets the shardings of inputs as an option, not by their types.
       divides_outputs: whether specs must divide the arrays that come out.
     """
@@ -69,6 +71,7 @@ class Transform:
     on_indivisible: OnIndivisible = "error"
     strict: bool = False
     activation_shardings: ActivationSharding | None = None
+    auto_axes: bool | tuple[Any, ...] = False
 
     passes_shardings: ClassVar[bool] = True
     divides_outputs: ClassVar[bool] = True
@@ -154,6 +157,14 @@ class Transform:
         if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
             return None
         return spec if isinstance(spec, jax.sharding.Sharding) else None
+
+    def entered(self, leaves: Sequence[Any]) -> Retyped:
+        """Arrays with the axis types that they have while the function runs."""
+        mesh = mesh_of_types(leaves, self.context) if self.auto_axes else None
+        if mesh is None:
+            return Retyped.of(None, leaves)
+        options = {"name": self.name, "option": "auto_axes"}
+        return Retyped.of(Retyping.of(mesh, self.auto_axes, AxisType.Auto, **options), leaves)
 
     def tracing(
         self, pure: Any, caller: Caller, built: Any, leaves: Sequence[Any]

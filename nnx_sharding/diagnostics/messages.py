@@ -233,6 +233,17 @@ MESSAGES: dict[Problem, Message] = {
         _object,
         f"Use {_BOTH_MODES}, or make the change outside of the function.",
     ),
+    Problem.UNDECLARED_ARGUMENT: Message(
+        "no spec says how these arguments are sharded on the axes that become Explicit:",
+        _array,
+        "Declare them in in_sharding; P() replicates.",
+    ),
+    Problem.UNDECLARED_RESULT: Message(
+        "these results were computed on Auto axes, and no spec says how they are sharded on the "
+        "Explicit axes outside:",
+        _array,
+        "Declare them in {option}; P() replicates.",
+    ),
     Problem.OUTPUT_IS_INPUT: Message(
         "Variable aliasing is not supported without graph updates: these outputs are Variables of "
         "the inputs, or were captured:",

@@ -1,6 +1,7 @@
 """Choosing how arrays are partitioned over a mesh."""
 
-from .constrain import with_sharding_constraint
+from .axis_types import auto_axes, explicit_axes
+from .constrain import reshard, with_sharding_constraint
 from .init import abstract_init, sharded_init
 from .logical import LogicalRules, Unsharded, from_logical
 from .mesh import make_mesh, planning_mesh
@@ -15,6 +16,8 @@ __all__ = [
     "NamedVariable",
     "Unsharded",
     "abstract_init",
+    "auto_axes",
+    "explicit_axes",
     "from_arrays",
     "from_logical",
     "from_metadata",
@@ -26,6 +29,7 @@ __all__ = [
     "override",
     "planning_mesh",
     "replicated",
+    "reshard",
     "sharded_init",
     "specs_by_path",
     "tensor_parallel",

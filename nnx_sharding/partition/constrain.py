@@ -1,4 +1,4 @@
-"""``with_sharding_constraint`` for arrays, pytrees and modules, on meshes of every axis type."""
+"""``with_sharding_constraint`` and ``reshard`` for arrays, pytrees and modules."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from ..apply import (
     without_unconstrained,
 )
 from ..core.flatten import Flat, flatten
+from ..core.problems import Problem, refuse
 from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, raise_listed, report
-from ..fitting import describe, fit_sharding, spec_and_mesh
+from ..fitting import describe, fit_sharding, spec_and_mesh, spec_axes
 
 _NAME = "with_sharding_constraint"
 _YES = ("1", "true", "yes", "on")
@@ -92,6 +93,50 @@ def with_sharding_constraint(
     return rebuilt(flat, apply_shardings(flat.leaves, [each.sharding for each in assigned]))
 
 
+@_compat.api_boundary
+def reshard(tree: Any, out_shardings: Any) -> Any:
+    """Shards arrays over Explicit axes, in a trace or elsewhere, so that their types say it.
+
+    ``jax.sharding.reshard``, for modules and Variables, too. Where
+    :func:`~nnx_sharding.with_sharding_constraint` corrects a spec, this is an error.
+
+    Args:
+      tree: an array, or a pytree of arrays and modules. Modules and Variables are updated in
+        place, within the trace that they belong to. Leaves that are not arrays are kept.
+      out_shardings: a ``PartitionSpec`` for the mesh in context, a ``NamedSharding``, a
+        :class:`~nnx_sharding.StateSharding`, None to change nothing, or a prefix of ``tree`` with
+        these as leaves.
+
+    Returns:
+      ``tree`` with its arrays sharded.
+
+    Raises:
+      TypeError: a leaf of ``out_shardings`` is not a spec.
+      ValueError: the specs are not a prefix of ``tree``, do not fit the mesh or the shapes, name an
+        axis that is not Explicit, or no filter matches a Variable.
+      NoMeshError: there is no mesh for a ``PartitionSpec``.
+      TraceContextError: a Variable belongs to another trace.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import StateSharding, reshard
+      >>> layer = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+      >>> specs = StateSharding({nnx.PathContains("kernel"): P(None, "model"), ...: P()})
+      >>> with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):
+      ...     _ = reshard(layer, specs)
+      >>> print(jax.typeof(layer.kernel[...]))
+      float32[8,16@model]
+    """
+    specs = Specs(out_shardings)
+    check_specs("reshard", (PartitionSpec, NamedSharding), out_shardings=specs)
+    flat = flatten(tree)
+    assigned = assign(tree, flat, specs.tree, strict=False, caller="reshard", exact=True)
+    leaves = apply_shardings(flat.leaves, [each.sharding for each in assigned])
+    return rebuilt(flat, leaves, "reshard")
+
+
 class Assignment(NamedTuple):
     """The name of an array in messages, and its sharding; None to change nothing."""
 
@@ -108,22 +153,61 @@ def assign(
     rules: Any = None,
     strict: bool,
     caller: str = _NAME,
+    exact: bool = False,
 ) -> list[Assignment]:
-    """The sharding of each array of a tree, as in :func:`with_sharding_constraint`."""
+    """The sharding of each array of a tree, as in :func:`with_sharding_constraint`.
+
+    With ``exact`` as in :func:`reshard`.
+    """
     mesh = given_mesh(caller, mesh)
     specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
     names, resolved, _ = resolved_prefix(caller, "tree", tree, flat, specs)
+    options = {"strict": strict, "exact": exact, "places": True}
+    return fitted(caller, names, flat.leaves, resolved, mesh, **options)
+
+
+def fitted(
+    caller: str,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    resolved: Resolved,
+    mesh: Any,
+    *,
+    strict: bool = False,
+    exact: bool = True,
+    places: bool = False,
+) -> list[Assignment]:
+    """The sharding of each array by what its spec was resolved to.
+
+    Args:
+      caller: the name of the caller, for messages.
+      names: the expression for each array.
+      leaves: the arrays.
+      resolved: their specs.
+      mesh: the mesh of a ``PartitionSpec``; None for none.
+      strict: whether corrections are errors.
+      exact: whether specs must fit, and name Explicit axes only.
+      places: whether arrays get these shardings in the present context, outside of a trace by
+        moving them.
+
+    Raises:
+      ValueError: specs cannot be used.
+    """
     assigned, corrected, refused = [], [], []
-    for slot, (name, leaf, spec) in enumerate(zip(names, flat.leaves, resolved.slots, strict=True)):
+    for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
         parts = spec_and_mesh(spec, mesh)
+        if parts is None and exact and isinstance(spec, PartitionSpec):
+            refuse(Problem.NO_MESH, [], name=caller)
         if parts is None or not is_array(leaf):
             is_final = isinstance(spec, Sharding | Format) and is_array(leaf)
             assigned.append(Assignment(name, spec if is_final else None))
             continue
-        here = mesh_here(parts[1])
-        action = resolved.on_indivisible.get(slot, "drop")
-        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=action, lenient=True)
-        if _compat.trace_is_clean() and not isinstance(leaf, jax.ShapeDtypeStruct):
+        here = mesh_here(parts[1]) if places else parts[1]
+        action = resolved.on_indivisible.get(slot, "error" if exact else "drop")
+        options: Any = {"unconstrained": False} if exact else {"lenient": True}
+        fit = fit_sharding(parts[0], here, leaf.shape, on_indivisible=action, **options)
+        fit = fit.refuse(_not_explicit(parts[0], here)) if exact and not fit.problems else fit
+        if places and _compat.trace_is_clean() and not isinstance(leaf, jax.ShapeDtypeStruct):
             fit = fit.refuse(obstacle(leaf, NamedSharding(here, PartitionSpec())))
         if fit.problems:
             refused.append(fit.line(name))
@@ -140,6 +224,15 @@ def assign(
     check_filters(resolved.uses, name=caller, strict=strict)
     report_corrections(caller, corrected, strict=strict)
     return assigned
+
+
+def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    others = [axis for axis in spec_axes(spec) if kinds[axis] != AxisType.Explicit]
+    if not others:
+        return None
+    listed = ", ".join(f"{axis!r} is of type {kinds[axis].name}" for axis in others)
+    return f"{listed}; only Explicit axes are part of a type"
 
 
 def resolved_prefix(

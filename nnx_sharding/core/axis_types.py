@@ -1,0 +1,176 @@
+"""Axis types that are others during a call, and the types of arrays before, in and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..fitting import axes_of_type, fit_sharding, only_axes, spec_and_mesh, with_entries
+from .flatten import Flat
+from .problems import Problem, refuse
+from .structure import Structure
+
+
+def type_spec(x: Any) -> PartitionSpec | None:
+    """The spec in the type of an array; None if none of the axes is Explicit."""
+    mesh = type_mesh(x)
+    if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
+        return None
+    spec: PartitionSpec = jax.typeof(x).sharding.spec
+    return spec
+
+
+def type_mesh(x: Any) -> Any:
+    """The mesh in the type of an array; None if there is none."""
+    if not isinstance(x, jax.Array) or _compat.is_ref(x):
+        return None
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return None if mesh is None or mesh.empty else mesh
+
+
+def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
+    """The mesh that JAX types arrays with: the one in context, a default, or that of an array."""
+    here = jax.sharding.get_abstract_mesh()
+    if not here.empty:
+        return here
+    found = (mesh for mesh in map(type_mesh, leaves) if mesh is not None)
+    return next(found, None) if default is None else default
+
+
+def retyped(x: Any, mesh: AbstractMesh, spec: PartitionSpec | None = None) -> Any:
+    """An array with the axis types of a mesh.
+
+    Args:
+      x: the array. Without ``spec`` anything else is returned as it is.
+      mesh: the mesh.
+      spec: the sharding over its Explicit axes; None for the present one.
+    """
+    here = type_mesh(x)
+    if spec is None:
+        if here is None or here == mesh or here.axis_names != mesh.axis_names:
+            return x
+        spec = only_axes(jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit))
+    elif here == mesh:
+        padding = [None] * (x.ndim - len(spec))
+        if jax.typeof(x).sharding.spec == with_entries(spec, (*spec.partitions, *padding)):
+            return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+class Retyping(NamedTuple):
+    """Axis types that are others during a call.
+
+    Attributes:
+      outer: the mesh around the call.
+      inner: the mesh during the call.
+    """
+
+    outer: AbstractMesh
+    inner: AbstractMesh
+
+    @classmethod
+    def of(
+        cls, mesh: Any, axes: Any, kind: AxisType, *, name: str, option: str = "axes"
+    ) -> Retyping | None:
+        """That of axes which get another type; None if all of them have it already.
+
+        Args:
+          mesh: the mesh around the call.
+          axes: their names; None or True for all over which no ``shard_map`` is mapped.
+          kind: the type that they get.
+          name: the name of the caller, for messages.
+          option: the name of its option.
+
+        Raises:
+          ValueError: the mesh has no such axis, or a ``shard_map`` is mapped over it.
+        """
+        outer = getattr(mesh, "abstract_mesh", mesh)
+        free = [a for a in outer.axis_names if a not in axes_of_type(outer, AxisType.Manual)]
+        chosen = free if axes is None or axes is True else axes
+        if wrong := [(option, axis, free) for axis in chosen if axis not in free]:
+            refuse(Problem.INVALID_OPTION, wrong, name=name)
+        changed = dict.fromkeys(set(chosen) - axes_of_type(outer, kind), kind)
+        return cls(outer, outer.update_axis_types(changed)) if changed else None
+
+
+class Retyped(NamedTuple):
+    """The arrays that go into a call.
+
+    Attributes:
+      retyping: the axis types that are others during the call; None if none is.
+      leaves: the arrays before the call.
+      inside: the same arrays during the call.
+    """
+
+    retyping: Retyping | None
+    leaves: Sequence[Any]
+    inside: Sequence[Any]
+
+    @classmethod
+    def of(cls, retyping: Retyping | None, leaves: Sequence[Any]) -> Retyped:
+        """Arrays that keep their sharding over the axes that remain Explicit."""
+        if retyping is None:
+            return cls(None, leaves, leaves)
+        return cls(retyping, leaves, [retyped(leaf, retyping.inner) for leaf in leaves])
+
+    def context(self) -> AbstractContextManager[Any]:
+        """The context of the call."""
+        if self.retyping is None:
+            return nullcontext()
+        return jax.sharding.use_abstract_mesh(self.retyping.inner)
+
+    def leave(self, before: Structure, after: Flat) -> tuple[list[Any], dict[int, Any]]:
+        """The arrays after the call, and those among them, by slot, that have no type yet.
+
+        What was left alone is what it was; what is new in an object that was there has the type of
+        what it replaces; scalars are replicated.
+
+        Args:
+          before: the structure of what went in; its objects have the same indices in ``after``.
+          after: what came out.
+        """
+        assert self.retyping is not None
+        outer, inner = self.retyping
+        origins = {id(new): old for new, old in zip(self.inside, self.leaves, strict=True)}
+        left = [origins.get(id(leaf), leaf) for leaf in after.leaves]
+        untyped = {slot: x for slot, x in enumerate(left) if type_mesh(x) == inner}
+        specs = {slot: PartitionSpec() for slot, x in untyped.items() if not x.ndim}
+        for old_slots, slots in zip(before.slots, after.structure.slots, strict=False):
+            if len(old_slots) == len(slots):
+                old = (type_spec(self.leaves[slot]) or PartitionSpec() for slot in old_slots)
+                specs.update(zip(slots, old, strict=True))
+        for slot, spec in specs.items():
+            if slot in untyped and not fit_sharding(spec, outer, left[slot].shape).problems:
+                left[slot] = retyped(untyped.pop(slot), outer, spec)
+        return left, untyped
+
+    def leave_as(
+        self,
+        before: Structure,
+        after: Flat,
+        specs: Sequence[Any],
+        names: Sequence[str],
+        **details: Any,
+    ) -> Flat:
+        """What came out, with the types of :meth:`leave`, but as declared where there is a spec.
+
+        Raises:
+          ValueError: an array has neither a spec nor a type of before.
+        """
+        if self.retyping is None:
+            return after
+        left, untyped = self.leave(before, after)
+        for slot, declared in enumerate(specs):
+            pair = spec_and_mesh(declared, self.retyping.outer)
+            if pair is not None and not _compat.is_ref(left[slot]):
+                left[slot] = retyped(left[slot], self.retyping.outer, pair[0])
+                untyped.pop(slot, None)
+        if untyped:
+            offenders = [(names[slot], x) for slot, x in untyped.items()]
+            refuse(Problem.UNDECLARED_RESULT, offenders, **details)
+        return after._replace(leaves=left)
