@@ -146,8 +146,8 @@ def tensor_parallel(
     * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
 
     Norms, random streams and parameters of other modules are replicated; subclasses of a layer
-    follow the rule of the layer. The shardings are for axes of type Auto, where the compiler adds
-    the communication.
+    follow the rule of the layer. Where the inputs of a layer are sharded, its output is a sum over
+    the axis, which the compiler adds on Auto axes, and the layer on Explicit ones.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
