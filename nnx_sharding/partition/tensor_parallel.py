@@ -148,9 +148,9 @@ def tensor_parallel(
     * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
 
     Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
-    layer follow the rule of the layer. On Explicit axes each layer
-    chooses the sharding of its output by that of its kernel, and what the model returns is not
-    sharded over the axis.
+    layer follow the rule of the layer. Where the inputs of a layer are sharded, its output is a sum
+    over the axis, which the compiler adds on Auto axes, and the layer on Explicit ones. There the
+    model returns what is not sharded over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
