@@ -10,6 +10,7 @@ from flax import nnx
 
 from .. import _compat
 from ..paths import Path
+from .record import frame_here
 
 _CONTAINERS = (nnx.List, nnx.Dict, list, tuple, dict)
 
@@ -80,7 +81,7 @@ class Saved:
 
     def __init__(self, tree: Any):
         modules, variables = reachable(tree)
-        self.variables = variables
+        self.variables, self._frame = variables, frame_here()
         self._attributes = [(x, dict(vars(x))) for x in modules]
         self._values = [(x, _compat.get_value(x)) for x in variables]
 
@@ -91,6 +92,8 @@ class Saved:
             vars(module).update(attributes)
         for variable, value in self._values:
             _compat.set_value(variable, value)
+        if self._frame is not None:
+            self._frame.retry()
 
 
 class Replaced:
