@@ -17,6 +17,7 @@ import jax
 
 from . import _compat
 from ._late import late
+from .analysis.activations import ActivationTable, activation_rows
 from .analysis.collectives import Collectives, collectives_of
 from .analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from .analysis.hardware import Device
@@ -97,6 +98,14 @@ class Stage:
             found |= {old: arrays[new] for old, new in slots if arrays[new] is not None}
         values = [found.get(slot) for slot in range(before.num_leaves)]
         return user_tree(before, values, keep=lambda slots: not found.keys().isdisjoint(slots))
+
+    def activations(self) -> ActivationTable:
+        """How what modules return is sharded, in the order in which they return it.
+
+        A module that is called several times with equal results has one row. The first call traces
+        the function once more. In ``shard_map`` there are none.
+        """
+        return activation_rows(self._origin.calls())
 
     def _inputs(self, per_argument: Any) -> Any:
         return user_tree(self._plan.structure, per_argument[0])
