@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Instruction, Module, parse
+from .parameters import ParameterRow
+from .purposes import Purpose, Use, uses_of
 from .shapes import Shape, arrays
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
@@ -52,6 +54,12 @@ class Collective:
         a loop of unknown length.
       operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
       source: the line of the user's code, such as ``model.py:12``.
+      purpose: ``parameter`` if it moves parameters or other Variables to where they are used;
+        ``gradient`` if it sums or moves gradients of parameters; ``sum`` if it sums what an operation
+        left in parts; ``result`` if it moves what the program returns; ``reshard`` if it moves
+        anything else, such as activations. None if the arguments are not known.
+      parameters: the paths of the parameters.
+      module: the module whose call it is in, such as ``model.blocks[0].up``, where that is known.
     """
 
     kind: Kind
@@ -68,6 +76,9 @@ class Collective:
     times: int | None
     operation: str | None
     source: str | None
+    purpose: Purpose | None = None
+    parameters: tuple[str, ...] = ()
+    module: str | None = None
 
     @property
     def total_bytes_sent(self) -> int:
@@ -163,7 +174,9 @@ def _cells(one: Collective) -> tuple[str, ...]:
     return one.kind, axes_text(one.axes), *sizes, times, one.operation or "", one.source or ""
 
 
-def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
+def collectives_of(
+    hlo: str | Module, mesh: Any = None, arguments: Iterable[ParameterRow] | None = None
+) -> Collectives:
     """Lists the collectives of a compiled program.
 
     Args:
@@ -171,6 +184,8 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
         of it.
       mesh: the mesh that it was compiled for, or the sizes of its axes by name; its devices are
         counted in its order, as JAX assigns them. None leaves the axes unknown.
+      arguments: the rows of its arguments, as ``Compiled.parameters()`` has them. None leaves open
+        what the collectives are for.
 
     Returns:
       The collectives, in the order of the text.
@@ -185,16 +200,27 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
     module = parse(hlo) if isinstance(hlo, str) else hlo
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
-    return Collectives(
-        _collective(module, computation.name, instruction, cast(Kind, kind), sizes)
+    found = [
+        (computation.name, instruction, cast(Kind, kind))
         for computation in module.computations
         for instruction in computation.instructions
         if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
+    ]
+    uses: Mapping[str, Use] = {}
+    if found and arguments is not None:
+        uses = uses_of(module, [instruction for _, instruction, _ in found], arguments)
+    return Collectives(
+        _collective(module, *one, sizes, uses.get(one[1].name, Use(None, (), None))) for one in found
     )
 
 
 def _collective(
-    module: Module, computation: str, instruction: Instruction, kind: Kind, sizes: Mapping[str, int]
+    module: Module,
+    computation: str,
+    instruction: Instruction,
+    kind: Kind,
+    sizes: Mapping[str, int],
+    use: Use,
 ) -> Collective:
     results, mesh = _results(instruction), tuple(sizes.items())
     if kind == "collective-permute":
@@ -223,6 +249,7 @@ def _collective(
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
+        **use._asdict(),
     )
 
 

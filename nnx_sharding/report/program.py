@@ -181,6 +181,7 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
+    parameters = compiled.parameters()
     device = known(first.device_kind) if device is None else device
     cost = compiled.cost()
     executed = None if cost is None else with_loops(cost, module)
@@ -193,10 +194,10 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         device_kind=first.device_kind,
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
-        parameters=tuple(compiled.parameters()),
+        parameters=tuple(parameters),
         memory=compiled.memory(),
         cost=Costs(compiled.lowered_cost(), cost, executed),
-        collectives=collectives_of(module, mesh),
+        collectives=collectives_of(module, mesh, parameters),
         roofline=None,
         hlo=hlo,
     )
