@@ -24,16 +24,16 @@ class ActivationRow:
       path: the module, such as ``model.blocks[0].up``.
       module: the name of its class.
       method: the method that returned the array.
-      output: where the array is in what the method returned, such as ``[0]``; empty if it is that.
-      shape: the shape of the array in the call, without the dimensions over which the call is mapped.
+      output: where the array is in what the method returned, such as ``[0]``; empty if that is it.
+      shape: the shape of the array in the call; where that is mapped, without the dimension.
       dtype: its dtype.
       spec: its ``PartitionSpec``, with one entry per dimension; None if the compiler chooses.
       shard_shape: the shape of the shard of one device; None if the compiler chooses.
       bytes_per_device: the size of that shard.
       bytes_total: the size of the array.
       chosen_by: ``user`` if the transform was given the spec; ``strategy`` if it came with the
-        shardings of an argument, or was inferred for them; ``types`` if it follows from the types of
-        arrays on Explicit axes; ``compiler`` if none of these says how the array is sharded.
+        shardings of an argument, or was inferred for them; ``types`` if it follows from the types
+        of arrays on Explicit axes; ``compiler`` if none of these says how the array is sharded.
     """
 
     path: str
@@ -67,7 +67,7 @@ class ActivationTable(list[ActivationRow], Pictured):
 
 
 def activation_rows(calls: Iterable[Any]) -> ActivationTable:
-    """The rows of recorded calls of modules; equal ones, as of a loop that is traced twice, once."""
+    """The rows of recorded calls of modules; equal ones, as in a loop traced twice, once."""
     return ActivationTable(dict.fromkeys(map(_row, calls)))
 
 

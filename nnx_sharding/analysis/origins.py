@@ -105,9 +105,9 @@ class _Tracer:
                 value = _union(value, self.run(callee, [operand], depth + 1))
             return value
         # A collective of several arrays gives one for each.
-        if len(operands) > 1 and not isinstance(instruction.shape, Shape):
-            if len(instruction.shape) == len(operands):
-                return tuple(operands)
+        shape = instruction.shape
+        if not isinstance(shape, Shape) and 1 < len(shape) == len(operands):
+            return tuple(operands)
         return frozenset(name for operand in operands for name in _all(operand))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
@@ -10,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from .hlo import Instruction, Module
 from .origins import origins
 from .parameters import ParameterRow
-from .shapes import Shape, arrays
+from .shapes import arrays
 
 Purpose: TypeAlias = Literal["parameter", "gradient", "sum", "result", "reshard"]
 
@@ -20,9 +19,9 @@ class Use(NamedTuple):
 
     Attributes:
       purpose: ``parameter`` if it moves parameters or other Variables to where they are used,
-        ``gradient`` if it sums or moves gradients of parameters, ``sum`` if it sums what an operation
-        left in parts, ``result`` if it moves what the program returns, and ``reshard`` if it moves
-        anything else, such as activations.
+        ``gradient`` if it sums or moves gradients of parameters, ``sum`` if it sums what an
+        operation left in parts, ``result`` if it moves what the program returns, and ``reshard``
+        if it moves anything else, such as activations; None if that is not known.
       parameters: the paths of the parameters.
       module: the module whose call it is in, where the program has names for that.
     """
@@ -55,37 +54,52 @@ def _use(
 ) -> Use:
     names = operations(one.operation or "")
     modules = [module_of(name, known) for name in names]
-    common = modules[0] if len({*modules}) == 1 else None
+    around = (path for path in known if all(_is_at(module, path) for module in modules))
+    common = max(around, key=len, default=None)
     sums = one.opcode.startswith(("all-reduce", "reduce-scatter"))
     if not sums and operands and all(x and x <= variables.keys() for x in operands):
         return Use("parameter", tuple(sorted(frozenset().union(*operands))), common)
-    sizes = {math.prod(shape.dims) for shape in arrays(one.shape)}
-    gradients = dict.fromkeys(
-        path
+    shapes = {shape.dims for shape in arrays(one.shape)}
+    backward = [
+        module
         for name, module in zip(names, modules, strict=True)
         if "transpose(" in name and (sums or module is not None)
-        for path, row in variables.items()
-        if (module is None or _is_in(path, module)) and any(_is_part(size, row) for size in sizes)
-    )
-    if gradients:
-        return Use("gradient", tuple(gradients), common)
+    ]
+    for missing in (0, 1):  # in a loop over layers the first dimension is gone
+        gradients = tuple(
+            path
+            for path, row in variables.items()
+            if any(module is None or _is_own(path, module) for module in backward)
+            and any(_is_part(dims, row, missing) for dims in shapes)
+        )
+        if gradients:
+            return Use("gradient", gradients, common)
     return Use("sum" if sums else "result" if is_result else "reshard", (), common)
 
 
-def _is_in(path: str, module: str) -> bool:
-    return path.startswith(module) and path[len(module) : len(module) + 1] in (".", "[")
+def _is_at(path: str | None, module: str) -> bool:
+    return path is not None and (path + ".").startswith((module + ".", module + "["))
 
 
-def _is_part(size: int, row: ParameterRow) -> bool:
-    """Whether an array of this size can be a part of a parameter that is not less than a shard."""
-    full, shard = math.prod(row.shape), math.prod(row.shard_shape)
-    return size > 0 and full % size == 0 and (size % shard == 0)
+def _is_own(path: str, module: str) -> bool:
+    """Whether a parameter is one of a module itself, not of a module in it."""
+    return _is_at(path, module) and "." not in path[len(module) + 1 :]
+
+
+def _is_part(dims: Sequence[int], row: ParameterRow, missing: int) -> bool:
+    """Whether an array can be a part of a parameter that is not less than a shard."""
+    sizes = zip(dims, row.shape[missing:], row.shard_shape[missing:], strict=False)
+    is_part = all(size and not full % size and not size % shard for size, full, shard in sizes)
+    return is_part and 0 < len(dims) == len(row.shape) - missing
 
 
 def _results(module: Module) -> set[str]:
     """The instructions whose values the program returns as they are."""
     entry = module.entry
     by_name = {x.name: x for x in entry.instructions} if entry is not None else {}
+    moves = {
+        x.name for x in module.computations if _SAME.issuperset(i.opcode for i in x.instructions)
+    }
     stack = [x.name for x in by_name.values() if x.is_root]
     found: set[str] = set()
     while stack:
@@ -93,13 +107,15 @@ def _results(module: Module) -> set[str]:
         if name in found or name not in by_name:
             continue
         found.add(name)
-        opcode = by_name[name].opcode
-        if opcode in _SAME or opcode.endswith("-done"):
-            stack += by_name[name].operand_names
+        one = by_name[name]
+        is_copy = one.opcode == "fusion" and all(called in moves for _, called in one.calls())
+        if is_copy or one.opcode in _SAME or one.opcode.endswith("-done"):
+            stack += one.operand_names
     return found
 
 
 _SAME = {"tuple", "get-tuple-element", "copy", "bitcast", "reshape", "transpose", "convert"}
+_SAME.add("parameter")
 
 
 def operations(operation: str) -> list[str]:
