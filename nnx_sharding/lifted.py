@@ -14,13 +14,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from . import _compat
-from .activations.record import RECORD, Calls
+from .activations.record import Recorder
 from .core.cache import cache_of
 from .core.call import run
 from .core.caller import Caller, called_by
 from .core.flatten import Flat, flatten
 from .core.outcome import Outcome
-from .core.plan import Plan, abstract, as_declared, is_committed, make_plan
+from .core.plan import Plan, abstract, as_declared, make_plan
 from .core.signature import Call, Parameters, Roles
 from .core.transform import Transform
 from .core.unflatten import unflatten
@@ -130,18 +130,8 @@ class Lifted(Generic[P, R]):
     def _trace(self, plan: Plan, call: Call, flat: Flat, leaves: Sequence[Any]) -> Traced:
         with self._tracing(flat):
             traced = explained(plan, leaves, plan.program.staged.trace)
-        static = {*plan.structure.static_indices()}
-        objects = [x if i in static else None for i, x in enumerate(flat.objects)]
-        types = [abstract(x, x.sharding if is_committed(x) else None) for x in leaves]
-        calls = functools.cache(lambda: self._calls(plan, objects, types))
-        return Traced(traced, Origin(plan, self._split, self._bound, call.statics, calls))
-
-    def _calls(self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any]) -> Calls:
-        """The calls of modules in the function, from a trace of their own."""
-        calls = Calls()
-        with RECORD(calls), called_by(Caller(self._fun, objects)):
-            plan.program.staged.trace(*leaves)
-        return calls
+        recorder = Recorder(self._fun, plan, flat, leaves)
+        return Traced(traced, Origin(plan, self._split, self._bound, call.statics, recorder))
 
     @_compat.api_boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:

@@ -105,7 +105,7 @@ class Stage:
         A module that is called several times with equal results has one row. The first call traces
         the function once more. In ``shard_map`` there are none.
         """
-        return activation_rows(self._origin.calls())
+        return activation_rows(self._origin.recorder.calls)
 
     def _inputs(self, per_argument: Any) -> Any:
         return user_tree(self._plan.structure, per_argument[0])

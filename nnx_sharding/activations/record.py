@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -11,6 +12,9 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
+from ..core.caller import Caller, called_by
+from ..core.flatten import Flat
+from ..core.plan import Plan, abstract, is_committed
 from ..fitting import axes_of_type
 
 ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
@@ -119,3 +123,30 @@ def in_call(path: str, method: str) -> Iterator[Frame]:
             yield frame
     finally:
         _FRAME.reset(token)
+
+
+class Recorder:
+    """Traces a function once more, for the calls of modules in it. It holds no arrays.
+
+    Args:
+      fun: the function.
+      plan: the plan for its arguments.
+      flat: the arguments.
+      leaves: the arrays to trace with.
+    """
+
+    def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Sequence[Any]):
+        self._fun, self._plan = fun, plan
+        static = {*flat.structure.static_indices()}
+        self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
+        # The structure holds them weakly.
+        self._held = [one.value for one in flat.structure.identities()]
+        self._leaves = [abstract(x, x.sharding if is_committed(x) else None) for x in leaves]
+
+    @functools.cached_property
+    def calls(self) -> Calls:
+        """The calls, in the order in which they return."""
+        calls = Calls()
+        with RECORD(calls), called_by(Caller(self._fun, self._objects)):
+            self._plan.program.staged.trace(*self._leaves)
+        return calls

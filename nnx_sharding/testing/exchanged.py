@@ -15,7 +15,8 @@ def assert_no_resharding(
     """Fails if devices exchange activations other than to sum them.
 
     Parameters that are gathered, gradients, sums of what operations leave in parts, and results
-    that are brought to their shardings do not count (:attr:`~nnx_sharding.analysis.Collective.purpose`).
+    that are brought to their shardings do not count, see
+    :class:`~nnx_sharding.analysis.Collective`.
 
     Args:
       program: a compiled function, or its report.
