@@ -32,6 +32,7 @@ from .explicit import (
     without_open,
 )
 from .intercept import intercepting
+from .record import RECORD, frame_here, in_call
 from .variables import Replaced, Saved, modules_by_path, own_variables
 
 # A change of activation shardings is a change for the traces that JAX keeps of inner functions.
@@ -68,6 +69,7 @@ class Scope:
         manual = pure.transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of one
+        self._declared = len(sources)
         self._roots: dict[int, tuple[_Tag, Any]] = {}
         self._depth = 0  # of calls within calls
         self._used: set[tuple[int, int]] = set()
@@ -78,8 +80,8 @@ class Scope:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do, or to explain."""
-        return bool(self._sources) or self._is_explicit
+        """Whether there is anything to do, to explain or to record."""
+        return bool(self._sources) or self._is_explicit or RECORD.value is not None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -89,14 +91,16 @@ class Scope:
     @property
     def methods(self) -> frozenset[str] | None:
         """The methods to intercept; None for all public ones, which may use parameters."""
-        if self._is_explicit or any(source.gather for source in self._sources):
+        is_general = self._is_explicit or any(source.gather for source in self._sources)
+        if is_general or RECORD.value is not None:
             return None
         return frozenset(method for source in self._sources for method in source.methods)
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         pure, built = self._pure, self._built
         parts = [(target, part) for target in pure.targets for part in target.parts]
-        if not (sources or self._is_explicit or any(_own_source(x.spec) for _, x in parts)):
+        has_own = any(_own_source(part.spec) is not None for _, part in parts)
+        if not (sources or has_own or self._is_explicit or RECORD.value is not None):
             return
         tagged = set[int]()
         for target, part in parts:
@@ -143,6 +147,20 @@ class Scope:
     ) -> Any:
         """Calls a method of a module with what is chosen for it."""
         tag = _compat.tag_of(module) or self._root_tag(module)
+        with in_call(tag.accessor, method) as frame:
+            out = self._called(tag, module, method, call, args, kwargs)
+            frame.returned(module, method, out)
+        return out
+
+    def _called(
+        self,
+        tag: _Tag,
+        module: Any,
+        method: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         activation, strict = self._find(tag, module, method)
         if activation.input is not None and args:
             args = (self._constrained(args[0], activation.input, tag, "input", strict), *args[1:])
@@ -176,8 +194,11 @@ class Scope:
         for source in tag.sources:
             index, activation = source.find(tag.path, module, method)
             if activation is not None and index is not None:
-                self._used.add((self._sources.index(source), index))
+                number = self._sources.index(source)
+                self._used.add((number, index))
                 choices.append((activation, source.strict))
+                if len(choices) == 1 and (frame := frame_here()) is not None:
+                    frame.chosen_by = "user" if number < self._declared else "strategy"
         return choices[0] if choices else (_NOTHING, False)
 
     def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
@@ -262,7 +283,11 @@ class Scope:
             if strict:
                 self._misfits[fit.line(name)] = None
             return x
-        return apply_shardings([x], [NamedSharding(mesh, fit.sharding)])[0]
+        sharding = NamedSharding(mesh, fit.sharding)
+        [new] = apply_shardings([x], [sharding])
+        if (frame := frame_here()) is not None:
+            frame.constrained(new, sharding)
+        return new
 
     def check(self) -> None:
         """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.
