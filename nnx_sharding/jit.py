@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from . import _compat
 from .activation_sharding import activations
-from .activations.scope import sharded_activations
+from .activations.tracing import sharded_activations
 from .core.caller import Caller
 from .core.pure import Pure
 from .core.signature import Roles

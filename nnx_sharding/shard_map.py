@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from . import _compat
 from .activation_sharding import activations
-from .activations.scope import sharded_activations
+from .activations.tracing import sharded_activations
 from .core.caller import Caller
 from .core.plan import is_committed
 from .core.problems import Problem, refuse

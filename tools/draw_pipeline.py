@@ -29,7 +29,7 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("lifted.py",))
-GUARD_FILES = ("store.py", "record.py", "builder.py", "row.py", "walk.py", "_walk.c")
+GUARD_FILES = ("store.py", "record.py", "builder.py", "row.py", "recipe.py", "walk.py", "_walk.c")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (
     Stage("signature", ("signature.py",)),
@@ -39,7 +39,7 @@ SLOW_WAY = (
     ),
     Stage("specs", ("specs.py",)),
     Stage("resolve", ("resolve.py", "fit.py")),
-    Stage("plan", ("plan.py", "transform.py", "cache.py")),
+    Stage("plan", ("plan.py", "transform.py", "axis_types.py", "cache.py")),
     Stage("trace", ("pure.py", "naming.py", "caller.py", "trace_checks.py", "outcome.py")),
 )
 LAST = (

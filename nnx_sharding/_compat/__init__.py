@@ -5,4 +5,5 @@ this package and its test, and nothing else.
 """
 
 from .flax_names import *  # noqa: F403
+from .flax_nodes import *  # noqa: F403
 from .jax_names import *  # noqa: F403

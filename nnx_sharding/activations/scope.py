@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..apply import apply_shardings, mesh_here
 from ..core.axis_types import type_spec
-from ..core.caller import Caller
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
@@ -31,12 +27,8 @@ from .explicit import (
     takes_out_sharding,
     without_open,
 )
-from .intercept import intercepting
 from .record import RECORD, frame_here, in_call
 from .variables import Replaced, Saved, modules_by_path, own_variables
-
-# A change of activation shardings is a change for the traces that JAX keeps of inner functions.
-_CONTEXT = jax.make_user_context()
 
 
 class _Tag(NamedTuple):
@@ -326,63 +318,3 @@ def _mesh_of(pure: Pure) -> Any:
         return pure.transform.context
     meshes = (spec.mesh for spec in pure.object_specs.values() if isinstance(spec, NamedSharding))
     return next(meshes, None) or _compat.context_mesh()
-
-
-@contextlib.contextmanager
-def sharded_activations(
-    pure: Pure,
-    caller: Caller,
-    built: Built,
-    leaves: Sequence[Any],
-) -> Iterator[Callable[..., Any]]:
-    """Shards the activations of the modules that are called within the block.
-
-    Args:
-      pure: what is traced.
-      caller: who makes the call.
-      built: the objects of the arguments in the trace.
-      leaves: the arrays in the trace.
-
-    Yields:
-      What to call for the user's function.
-
-    Raises:
-      ValueError: at the end, if a spec did not fit, or a filter matched no module.
-    """
-    declared = pure.transform.activation_shardings
-    scope = Scope(pure, built, leaves, () if declared is None else (declared,))
-    if not scope.is_needed:
-        # Within another trace that one's declarations hold.
-        for old, new in zip(caller.objects, built.objects, strict=True):
-            if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
-                _compat.tag_node(new, tag)
-        yield caller.fun
-        return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_CONTEXT(scope.key))
-        stack.enter_context(intercepting(scope, scope.methods))
-        if (mesh := _type_mesh(leaves)) is not None:
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        yield functools.partial(_call, scope, caller.fun)
-    scope.check()
-
-
-def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function; one that is a method of a module as such."""
-    name = getattr(fun, "__name__", "")
-    if args and isinstance(args[0], nnx.Module):
-        method = inspect.getattr_static(type(args[0]), name, None)
-        while method is not None and method is not fun:
-            method = getattr(method, "__wrapped__", None)
-        if method is fun:
-            bound = functools.partial(fun, args[0])
-            return scope(args[0], name, bound, args[1:], kwargs)
-    return fun(*args, **kwargs)
-
-
-def _type_mesh(leaves: Sequence[Any]) -> Any:
-    """The mesh in the types of arrays on Explicit axes, where none is in context."""
-    if not jax.sharding.get_abstract_mesh().empty:
-        return None
-    meshes = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
-    return next(meshes, None)

@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .walk import Pins, Recipe
+from .recipe import Pins, Recipe
 
 FIELDS: dict[str, tuple[str, ...]]
 

@@ -26,9 +26,10 @@ from ..structure import (
     is_leaf_treedef,
 )
 from ..unflatten import count_leaves, parts
+from .recipe import LATE_KINDS, Kind, Pins, Recipe, Step
 from .record import Guard
 from .row import Row
-from .walk import LATE_KINDS, OPEN, Kind, Pins, Recipe, Step, Walk, flatten_tree, ids_of
+from .walk import OPEN, Walk, flatten_tree, ids_of
 
 
 class _NotGuardedError(Exception):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ... import _compat
 from ..flatten import Flat
 from ..structure import Structure
-from .walk import Pins
+from .recipe import Pins
 
 
 class Guard(NamedTuple):

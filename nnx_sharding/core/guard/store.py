@@ -13,8 +13,8 @@ from ..plan import Plan
 from ..signature import Call
 from ..unflatten import picker
 from .builder import make_guard
+from .recipe import Recipe
 from .record import Guard
-from .walk import Recipe
 
 V = TypeVar("V")
 
