@@ -17,7 +17,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from playwright.sync_api import Browser, sync_playwright
 
@@ -54,7 +54,7 @@ def shardings(model: Any, optimizer: Any, mesh: Mesh) -> dict[str, StateSharding
 
 def reports() -> dict[str, ProgramReport]:
     """The training step of the example, compiled with each sharding."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
     config = Config(features=128, layers=4)
     model, optimizer = nnx.eval_shape(lambda: make(config))
     tokens = jax.ShapeDtypeStruct((config.batch, config.context + 1), "int32")

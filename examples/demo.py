@@ -51,6 +51,8 @@ SHARDING = StateSharding(
         ...: P(),
     }
 )
+# The output of `down` is that sum.
+ACTIVATIONS = {"down": P("data")}
 
 
 class MLP(nnx.Module):
@@ -65,7 +67,11 @@ class MLP(nnx.Module):
         # A smooth activation: at the kink of a ReLU, rounding alone can change the gradient.
         return self.down(nnx.gelu(self.up(images)))
 
-    @jit(in_shardings=(SHARDING, P("data")), out_shardings=P("data"))
+    @jit(
+        in_shardings=(SHARDING, P("data")),
+        out_shardings=P("data"),
+        activation_shardings=ACTIVATIONS,
+    )
     def predict(self, images: Array) -> jax.Array:
         """The logits; the compiler inserts the collectives."""
         return self(images)
@@ -104,6 +110,7 @@ train_step = jit(
     update,
     in_shardings=(SHARDING, SHARDING, P("data"), P("data")),
     out_shardings=P(),
+    activation_shardings=ACTIVATIONS,
     donate_argnames=("model", "optimizer"),
 )
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit, limit_traces
@@ -163,7 +163,7 @@ def main() -> None:
     log = print if jax.process_index() == 0 else lambda *_: None
 
     config = Config()
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
     abstract = nnx.eval_shape(lambda: make(config))
     log(check_sharding(abstract, sharding_of(*abstract, mesh), mesh))
 

@@ -119,6 +119,18 @@ class ActivationSharding:
         self.infer = infer
         self.strict = strict
 
+    def extended(
+        self, filters: Mapping[Any, Any] | None = None, *, gather: Any = None
+    ) -> ActivationSharding:
+        """The same with further filters, which come last and need not match, or another gather."""
+        pairs = [*zip(self._filters, self.activations, strict=True), *(filters or {}).items()]
+        return ActivationSharding(
+            pairs,
+            gather=self.gather if gather is None else gather,
+            infer=self.infer,
+            strict=self.strict and not filters,
+        )
+
     @property
     def filters(self) -> tuple[Any, ...]:
         """The filters in the order in which they are tried."""

@@ -14,6 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from . import _compat
+from .activations.record import Recorder
 from .core.cache import cache_of
 from .core.call import run
 from .core.caller import Caller, called_by
@@ -129,7 +130,8 @@ class Lifted(Generic[P, R]):
     def _trace(self, plan: Plan, call: Call, flat: Flat, leaves: Sequence[Any]) -> Traced:
         with self._tracing(flat):
             traced = explained(plan, leaves, plan.program.staged.trace)
-        return Traced(traced, Origin(plan, self._split, self._bound, call.statics))
+        recorder = Recorder(self._fun, plan, flat, leaves)
+        return Traced(traced, Origin(plan, self._split, self._bound, call.statics, recorder))
 
     @_compat.api_boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:

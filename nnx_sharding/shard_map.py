@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
 from .activation_sharding import activations
 from .activations.scope import sharded_activations
 from .core.caller import Caller
+from .core.plan import is_committed
 from .core.problems import Problem, refuse
 from .core.pure import Pure
 from .core.signature import Call, Parameters, Roles, Signature, align_specs
@@ -21,7 +23,7 @@ from .core.specs import Specs, check_specs, is_spec
 from .core.statics import Static
 from .core.transform import Program, Transform, check_options
 from .core.unflatten import Built
-from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, only_axes
+from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, axes_of_type, only_axes, spec_axes
 from .lifted import Lifted, lift
 
 P = ParamSpec("P")
@@ -150,12 +152,18 @@ class _ShardMap(Transform):
             check_vma=self.check_vma,
         )
         options: dict[str, Any] = {}
-        mesh = self.context
-        if isinstance(mesh, Mesh) and self.usable_axes == frozenset(mesh.axis_names):
+        mesh, typed = self.context, mapped
+        is_manual = mesh is not None and self.usable_axes == frozenset(mesh.axis_names)
+        if isinstance(mesh, Mesh) and axes_of_type(mesh, AxisType.Explicit):
+            inputs = tuple(NamedSharding(mesh, spec) for spec in in_specs)
+            typed = _typed(mapped, inputs)
+            if is_manual:
+                options["in_shardings"] = inputs
+        if isinstance(mesh, Mesh) and is_manual:
             # Says nothing new, but results then have a NamedSharding like those of shard_map.
             options["out_shardings"] = (*(NamedSharding(mesh, s) for s in out_specs), None)
-        jitted = jax.jit(mapped, **options)
-        top_level: Callable[..., Any] = jitted if self.compiled else mapped
+        jitted = jax.jit(typed, **options)
+        top_level: Callable[..., Any] = jitted if self.compiled else typed
         if isinstance(mesh, AbstractMesh):
             top_level = self.needing_devices(mesh, top_level, from_arrays=True)
         return Program(staged=jitted, top_level=top_level, inline=mapped)
@@ -168,7 +176,7 @@ class _ShardMap(Transform):
             return None
         manual = self.axis_names or frozenset(mesh.axis_names) - self.auto
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        others = [a for a in manual if types.get(a) != jax.sharding.AxisType.Explicit]
+        others = [a for a in manual if types.get(a) != AxisType.Explicit]
         if others:
             raise TypeError(
                 "shard_map without in_specs infers them from the types of the arguments, which "
@@ -180,6 +188,21 @@ class _ShardMap(Transform):
 
 _MAPS = (PartitionSpec, NamedSharding)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Callable[..., Any]:
+    """Puts shardings into the types of arrays that are not committed to others."""
+
+    def with_type(leaf: Any, sharding: NamedSharding) -> Any:
+        if _compat.is_ref(leaf) or is_committed(leaf) or any(spec_axes(_type_spec(leaf))):
+            return leaf
+        return jax.sharding.reshard(leaf, sharding)
+
+    @functools.wraps(mapped)
+    def typed(*leaves: Any) -> Any:
+        return mapped(*map(with_type, leaves, shardings))
+
+    return typed
 
 
 def _fixed(spec: Any, value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import _compat
+from .activations.record import Recorder
 from .core.call import run
 from .core.flatten import Flat
 from .core.guard.store import Guards
@@ -23,6 +24,7 @@ class Origin(NamedTuple):
     split: Split  # flattens the arguments of a call
     bound: tuple[Any, ...]  # the objects to which the function is bound: its first arguments
     statics: tuple[Any, ...]  # the static arguments
+    recorder: Recorder  # knows the calls of modules
 
 
 def call_stage(

@@ -17,13 +17,14 @@ import jax
 
 from . import _compat
 from ._late import late
+from .analysis.activations import ActivationTable, activation_rows
 from .analysis.collectives import Collectives, collectives_of
 from .analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from .analysis.hardware import Device
 from .analysis.hlo import parse
 from .analysis.loops import with_loops
 from .analysis.memory import Memory, memory_of
-from .analysis.parameters import ParameterTable, argument_row, mesh_of
+from .analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
 from .analysis.roofline import Roofline, roofline_of
 from .core.guard.store import Guards
 from .core.outcome import Outcome
@@ -97,6 +98,14 @@ class Stage:
             found |= {old: arrays[new] for old, new in slots if arrays[new] is not None}
         values = [found.get(slot) for slot in range(before.num_leaves)]
         return user_tree(before, values, keep=lambda slots: not found.keys().isdisjoint(slots))
+
+    def activations(self) -> ActivationTable:
+        """How what modules return is sharded, in the order in which they return it.
+
+        A module that is called several times with equal results has one row. The first call traces
+        the function once more. In ``shard_map`` there are none.
+        """
+        return activation_rows(self._origin.recorder.calls)
 
     def _inputs(self, per_argument: Any) -> Any:
         return user_tree(self._plan.structure, per_argument[0])
@@ -261,7 +270,8 @@ class Compiled(Stage):
     def collectives(self) -> Collectives | None:
         """What the devices exchange, with bytes and mesh axes; None if unavailable."""
         text = self._stage.as_text()
-        return None if text is None else collectives_of(text, mesh_of(self.shardings()))
+        mesh = mesh_of(self.shardings())
+        return None if text is None else collectives_of(text, mesh, self.parameters())
 
     def roofline(self, device: Device | str) -> Roofline:
         """The least time that a call can take, the bodies of loops counted as often as they run.
@@ -292,12 +302,24 @@ class Compiled(Stage):
         plan, rows = self._plan, ParameterTable()
         shardings = zip(self._stage.input_shardings[0], plan.shardings, strict=True)
         infos = self._stage.args_info[0]
-        for path, info, (actual, declared) in zip(plan.names, infos, shardings, strict=True):
+        kinds: list[str | None] = [None] * len(infos)
+        for index, slots in enumerate(plan.structure.slots):
+            for slot in slots:
+                kinds[slot] = variable_type(plan.structure, index)
+        for path, info, kind, (actual, declared) in zip(
+            plan.names, infos, kinds, shardings, strict=True
+        ):
             # A hijax Variable is a list of the arrays in it.
             arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
             each = actual if isinstance(actual, list | tuple) else [actual] * len(arrays)
             rows += [
-                argument_row(path, array, declared if used is None else used, used=used is not None)
+                argument_row(
+                    path,
+                    array,
+                    declared if used is None else used,
+                    used=used is not None,
+                    variable=kind,
+                )
                 for array, used in zip(arrays, each, strict=True)
             ]
         return rows

@@ -62,6 +62,7 @@ def parameter(path, shape, spec, mesh, **more):
         "memory_kind": "device",
         "donated": False,
         "used": True,
+        "variable": "Param",
         **more,
     }
 
@@ -82,8 +83,22 @@ def collective(kind, name, axes, size, **more):
         "times": 1,
         "operation": "jit(step)/mlp/dot_general",
         "source": "model.py:12",
+        "purpose": "sum",
+        "parameters": [],
+        "module": "model.mlp",
         **more,
     }
+
+
+def activation(path, shape, spec, mesh, **more):
+    """The JSON form of one row; the compiler chooses where there is no spec."""
+    row = parameter(path, shape, spec, mesh)
+    kept = ("path", "shape", "dtype", "spec", "bytes_total")
+    names = {"module": "Linear", "method": "__call__", "output": "", "chosen_by": "strategy"}
+    sizes = {name: row[name] for name in ("shard_shape", "bytes_per_device")}
+    if spec is None:
+        sizes, names = dict.fromkeys(sizes), {**names, "chosen_by": "compiler"}
+    return {**{name: row[name] for name in kept}, **sizes, **names, **more}
 
 
 def report(layers=3, **more):
@@ -129,6 +144,11 @@ def report(layers=3, **more):
             collective("all-gather", "all-gather.7", ["data"], 4096, times=3, in_loop=True),
             collective("all-gather", "all-gather.8", None, 100, times=None, in_loop=True),
         ],
+        "activations": [
+            activation("model.blocks[0].up", (8, 256), ["data", "model"], mesh),
+            activation("model.blocks[0].down", (8, 64), None, mesh),
+            activation("model", (8, 64), ["data", None], mesh, module="Net", method="encode"),
+        ],
         "roofline": {
             "device": "TPU v5e",
             "compute_s": 2.1e-8,
@@ -162,7 +182,7 @@ def comparison(**more):
 def empty(**more):
     """A report in which everything optional is unknown."""
     parts = ("mesh", "memory", "roofline", "hlo")
-    lists = {"parameters": [], "collectives": []}
+    lists = {"parameters": [], "collectives": [], "activations": []}
     cost = {"lowered": None, "compiled": None, "executed": None}
     return report(**dict.fromkeys(parts), **lists, cost=cost, **more)
 
@@ -180,7 +200,20 @@ def nasty():
         "mesh": {"axes": mesh, "axis_types": {NASTY[0]: NASTY[3]}, "device_ids": None},
         "parameters": rows,
         "collectives": [
-            collective("all-reduce", text, [text], 8, operation=text, source=text) for text in NASTY
+            collective(
+                "all-reduce",
+                text,
+                [text],
+                8,
+                operation=text,
+                source=text,
+                module=text,
+                parameters=[text, text],
+            )  # fmt: skip
+            for text in NASTY
+        ],
+        "activations": [
+            activation(text, (8,), [NASTY[0]], mesh, module=text, output=text) for text in NASTY
         ],
         "roofline": {**found["roofline"], "device": NASTY[2], "source": NASTY[9]},
         "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),

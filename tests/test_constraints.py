@@ -98,13 +98,17 @@ class MakeMeshTest(parameterized.TestCase):
     )
     def test_sizes(self, axes, sizes):
         names = tuple(dict(axes))
-        assert make_mesh(axes) == jax.make_mesh(sizes, names, axis_types=(AUTO,) * len(names))
+        plain = jax.make_mesh(sizes, names)
+        assert make_mesh(axes) == make_mesh(tuple(dict(axes).values()), names) == plain
 
     def test_devices_and_types(self):
         devices = jax.devices()[2:6]
-        mesh = make_mesh({"a": 2, "b": -1}, devices=devices, axis_types={"b": EXPLICIT})
-        assert set(mesh.devices.flat) == set(devices) and mesh.axis_types == (AUTO, EXPLICIT)
-        assert make_mesh({"a": 8}, axis_types=EXPLICIT).axis_types == (EXPLICIT,)
+        mesh = make_mesh({"a": 2, "b": -1}, devices=devices, axis_types={"b": AUTO})
+        assert set(mesh.devices.flat) == set(devices) and mesh.axis_types == (EXPLICIT, AUTO)
+        assert make_mesh({"a": 8}, axis_types=AUTO).axis_types == (AUTO,)
+        types = (AUTO, EXPLICIT)
+        as_in_jax = jax.make_mesh((2, 4), ("a", "b"), types, devices=jax.devices())
+        assert make_mesh((2, 4), ("a", "b"), types, devices=jax.devices()) == as_in_jax
 
     @parameterized.parameters(
         ({"a": 3, "b": -1}, {}, ValueError, "'a' (3) = 3 does not divide the number of devices, 8"),
@@ -116,7 +120,12 @@ class MakeMeshTest(parameterized.TestCase):
         ({"a": 2.0, "b": True}, {}, TypeError, "'a': 2.0, 'b': True"),
         ({"model": 8}, {"axis_types": {"modle": AUTO}}, ValueError, "did you mean 'model'"),
         ({"a": 8}, {"axis_types": "auto"}, TypeError, "'auto' is not a jax.sharding.AxisType"),
+        ({"a": 8}, {"axis_types": (AUTO, AUTO)}, ValueError, "2 axis types for 1 axes, ('a',)"),
         ({}, {}, ValueError, "no axis = 1 is not"),
+        ((2, 4), {}, TypeError, "not (2, 4), None"),
+        ((2, 4), {"axis_names": "ab"}, TypeError, "not (2, 4), 'ab'"),
+        ({"a": 8}, {"axis_names": ("a",)}, TypeError, "not {'a': 8}, ('a',)"),
+        ((2, 4), {"axis_names": ("a",)}, ValueError, "2 sizes for 1 names, ('a',)"),
     )
     def test_mistakes(self, axes, options, error, *parts):
         with fails(error, *parts):

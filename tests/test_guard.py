@@ -135,6 +135,30 @@ def optimizer() -> nnx.Optimizer:
     return nnx.Optimizer(linear(), optax.adam(1e-3), wrt=nnx.Param)
 
 
+seen: list[Any] = []
+
+
+class AnyAccess(nnx.Param[Any]):
+    """Sees which attributes are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        seen.append(name)
+        return super().__getattribute__(name)
+
+
+class OneAccess(nnx.Param[Any]):
+    """Has another attribute in front of the slot with the value."""
+
+    @property
+    def _raw_value(self) -> Any:
+        seen.append("_raw_value")
+        return nnx.Variable._raw_value.__get__(self)
+
+    @_raw_value.setter
+    def _raw_value(self, value: Any) -> None:
+        nnx.Variable._raw_value.__set__(self, value)
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "static": (linear, lambda m: setattr(m, "use_bias", False)),
     "static, equal but of another type": (linear, lambda m: setattr(m, "use_bias", 1)),
@@ -184,6 +208,46 @@ class TestChanges:
         model.note = ("a", float("1.5"))
         assert watched.check() is not None
         model.note = ("a", 2.5)
+        assert watched.check() is None
+
+    def test_another_static_at_the_address_of_an_equal_one(self):
+        model = linear()
+        model.note = ("a", 1.5)
+        watched, attributes = Watched(model), vars(model)
+        attributes["note"] = ("a", float("1.5"))
+        assert watched.check() is not None
+        old = id(attributes["note"])
+        attributes["note"] = None
+        for other in [("a", number / 2) for number in range(4, 1000)]:
+            attributes["note"] = other
+            assert id(other) != old or watched.check() is None
+
+    def test_class_that_is_equal_to_another(self):
+        class ByName(type):
+            def __eq__(cls, other: object) -> bool:
+                return isinstance(other, ByName) and cls.__name__ == other.__name__
+
+            def __hash__(cls) -> int:
+                return hash(cls.__name__)
+
+        model = linear()
+        model.label = ByName("Label", (), {})()
+        model.label.text = "x"
+        watched = Watched(model)
+        assert watched.check() is not None
+        model.label.__class__ = ByName("Label", (), {})
+        assert watched.check() is None
+
+    @pytest.mark.parametrize("kind", [AnyAccess, OneAccess])
+    def test_variable_that_watches_access(self, kind):
+        model = linear()
+        model.bias = kind(jnp.zeros(3))
+        watched = Watched(model)
+        seen.clear()
+        for guard in watched.guards:
+            assert guard.check(watched.arguments) is not None
+        assert not seen
+        model.bias.set_metadata(extra=1)
         assert watched.check() is None
 
     def test_zeros_of_another_sign(self):

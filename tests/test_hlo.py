@@ -163,6 +163,7 @@ def read_all(text):
     _ = module.entry, module.num_devices
     for mesh in (None, {"data": 2, "model": 4}):
         str(collectives_of(module, mesh))
+        str(collectives_of(module, mesh, []))
     cost = with_loops(Cost(1.0, 1.0, 0.0, "s"), module)
     assert cost.flops >= 1 and cost.bytes_accessed >= 1
     return module

@@ -406,7 +406,7 @@ def test_phone(browser, tmp_path, make):
 
 def test_report_in_which_everything_is_unknown(browser, tmp_path):
     with Page(browser, tmp_path, reports.empty()) as page:
-        assert page.tab.locator("main section").count() == 6
+        assert page.tab.locator("main section").count() == 7
     failed = reports.comparison(reports={"pp": {"error": "no"}})
     with Page(browser, tmp_path, failed) as page:
         assert page.result("comparison") == "1 strategy"
@@ -547,6 +547,17 @@ def test_comparison_of_real_reports(browser, tmp_path):
         text = page.tab.locator("#comparison").inner_text()
         for part in ("fits", "1.50 s", "TPU v5e", "ValueError: <b>"):
             assert part in text
+
+
+def test_activations(browser, tmp_path):
+    with Page(browser, tmp_path, reports.report()) as page:
+        names = ["model.blocks[0].up", "model.blocks[0].down", "model.encode()"]
+        assert page.rows("activations") == names
+        lines = page.tab.locator("#activations tbody tr").all_inner_texts()
+        assert ["strategy" in line for line in lines] == [True, False, True]
+        assert "compiler" in lines[1] and "model" in lines[0] and "1.00 KiB" in lines[0]
+        collectives = page.tab.locator("#collectives").inner_text()
+        assert "sum" in collectives and "model.mlp" in collectives
 
 
 def test_parameters_of_a_module(browser, tmp_path):

@@ -524,6 +524,27 @@ class MeshTest(parameterized.TestCase):
         self.fun(mesh=mesh8(kind))(model, X)
         self.assertEqual(model.up.kernel.sharding, NamedSharding(mesh8(kind), P(None, "model")))
 
+    @parameterized.product(
+        array=[jnp.asarray, np.asarray], jit=[True, False], axis_names=[frozenset(), {"data"}]
+    )
+    def test_array_that_is_not_committed_on_an_explicit_mesh(self, array, jit, axis_names):
+        mesh = mesh_of((2, 4), ("data", "model"), "explicit")
+        options = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": axis_names}
+
+        def body(x):
+            return x - jax.lax.pmean(x, "data")
+
+        placed = jax.device_put(X, NamedSharding(mesh, P("data")))
+        expected = jax.shard_map(body, mesh=mesh, **options)(placed)
+        ours = shard_map(body, mesh=mesh, jit=jit, **options)
+        x = array(X)
+        assert_same(self, ours(x), expected)
+        with jax.set_mesh(mesh):
+            assert_same(self, ours(x), expected)
+        elsewhere = jax.device_put(X, NamedSharding(mesh, P("model")))
+        with self.assertRaisesRegex(ValueError, "specs"):
+            ours(elsewhere)
+
     def test_specs_inferred_on_an_explicit_mesh(self):
         mesh = mesh8("explicit")
         model = jit(lambda: MLP(), out_shardings=mlp_specs(), mesh=mesh)()

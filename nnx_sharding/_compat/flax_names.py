@@ -91,9 +91,19 @@ class _Form(NamedTuple):
 
 
 def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
-    """The attributes of a node; ``tracing`` is whether JAX is."""
+    """The attributes of a node; ``tracing`` is whether JAX is.
+
+    Every array among them is data, also where ``nnx.eval_shape`` has left a tracer.
+    """
     if tracing:
         _adopt_tracers(node)
+        return _own_items(node, forms)
+    items = _own_items(node, forms)
+    left = [i for i, x in enumerate(items.values) if isinstance(x, jax.core.Tracer)]
+    return _abstracted(items, left) if left else items
+
+
+def _own_items(node: Any, forms: dict[Any, Any]) -> NodeItems:
     node_type = type(node)
     if _has_plain_items(node_type):
         # What the general way below does for these types, several times as fast.
@@ -175,6 +185,29 @@ def are_same_statuses(a: Any, b: Any) -> bool:
     return bool(a._mapping == b._mapping) and all(
         {bool}.issuperset(map(type, x._mapping.values())) for x in (a, b)
     )
+
+
+def _abstracted(items: NodeItems, left: Sequence[int]) -> NodeItems:
+    """The items with a shape, as data, for each array that is a tracer of an ended trace."""
+    values, is_data = list(items.values), list(items.is_data)
+    marks = {}
+    for index in left:
+        if isinstance(values[index], jax.Array):  # not a jax.Ref
+            values[index] = _shape_of(values[index])
+            if is_data[index] is False:
+                is_data[index] = marks[str(items.keys[index])] = True
+    if marks:
+        position = items.keys.index(STATUSES)
+        values[position] = values[position].update(marks)
+    # Other keys than the form's: nodes of this form are not alike.
+    return NodeItems((*items.keys,), values, tuple(is_data), items.metadata)
+
+
+def _shape_of(tracer: Any) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and sharding of a tracer, as ``jax.eval_shape`` has them."""
+    aval = jax.typeof(tracer)
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def _has_plain_items(node_type: type) -> bool:
@@ -279,6 +312,9 @@ def node_operations(
     own = vars(node)
     operations: list[tuple[Any, ...]] = [(dict.pop, own, str(key), None) for key in removed]
     new = {str(key): value for key, value in changed if key != _STATE}  # belongs to the object
+    left = [key for key in new if isinstance(own.get(key), jax.core.Tracer)]
+    if left and STATUSES in own:  # see `node_items`
+        new.setdefault(STATUSES, own[STATUSES].update(dict.fromkeys(left, True)))
     return [*operations, (dict.update, own, new)]
 
 

@@ -109,6 +109,20 @@ def _output_specs(
         yield PartitionSpec(*leading[:count])
 
 
+def without_open(
+    spec: PartitionSpec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PartitionSpec:
+    """A spec for the output of a layer, with what would be inferred where it is UNCONSTRAINED."""
+    if PartitionSpec.UNCONSTRAINED not in spec.partitions:
+        return spec
+    inferred_spec = next(_output_specs(module, args, kwargs), PartitionSpec())
+    free = only_axes(inferred_spec, _axes(inferred_spec.partitions).difference(spec_axes(spec)))
+    others = [*free.partitions, *[None] * len(spec)]
+    pairs = zip(spec.partitions, others, strict=False)
+    entries = (old if new is PartitionSpec.UNCONSTRAINED else new for new, old in pairs)
+    return PartitionSpec(*entries)
+
+
 def _axes(entries: Iterable[Any]) -> set[Any]:
     return {axis for entry in entries for axis in axes_of(entry)}
 

@@ -29,8 +29,10 @@ from .explicit import (
     as_inputs,
     inferred,
     takes_out_sharding,
+    without_open,
 )
 from .intercept import intercepting
+from .record import RECORD, frame_here, in_call
 from .variables import Replaced, Saved, modules_by_path, own_variables
 
 # A change of activation shardings is a change for the traces that JAX keeps of inner functions.
@@ -67,6 +69,7 @@ class Scope:
         manual = pure.transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of one
+        self._declared = len(sources)
         self._roots: dict[int, tuple[_Tag, Any]] = {}
         self._depth = 0  # of calls within calls
         self._used: set[tuple[int, int]] = set()
@@ -77,8 +80,8 @@ class Scope:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do, or to explain."""
-        return bool(self._sources) or self._is_explicit
+        """Whether there is anything to do, to explain or to record."""
+        return bool(self._sources) or self._is_explicit or RECORD.value is not None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -88,14 +91,16 @@ class Scope:
     @property
     def methods(self) -> frozenset[str] | None:
         """The methods to intercept; None for all public ones, which may use parameters."""
-        if self._is_explicit or any(source.gather for source in self._sources):
+        is_general = self._is_explicit or any(source.gather for source in self._sources)
+        if is_general or RECORD.value is not None:
             return None
         return frozenset(method for source in self._sources for method in source.methods)
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         pure, built = self._pure, self._built
         parts = [(target, part) for target in pure.targets for part in target.parts]
-        if not (sources or self._is_explicit or any(_own_source(x.spec) for _, x in parts)):
+        has_own = any(_own_source(part.spec) is not None for _, part in parts)
+        if not (sources or has_own or self._is_explicit or RECORD.value is not None):
             return
         tagged = set[int]()
         for target, part in parts:
@@ -142,9 +147,23 @@ class Scope:
     ) -> Any:
         """Calls a method of a module with what is chosen for it."""
         tag = _compat.tag_of(module) or self._root_tag(module)
-        activation = self._find(tag, module, method)
+        with in_call(tag.accessor, method) as frame:
+            out = self._called(tag, module, method, call, args, kwargs)
+            frame.returned(module, method, out)
+        return out
+
+    def _called(
+        self,
+        tag: _Tag,
+        module: Any,
+        method: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        activation, strict = self._find(tag, module, method)
         if activation.input is not None and args:
-            args = (self._constrained(args[0], activation.input, tag, "input"), *args[1:])
+            args = (self._constrained(args[0], activation.input, tag, "input", strict), *args[1:])
         self._depth += 1
         try:
             with Replaced(self._gathered(tag, module)):
@@ -152,7 +171,7 @@ class Scope:
         finally:
             self._depth -= 1
         if activation.output is not None:
-            return self._constrained(out, activation.output, tag, "output")
+            return self._constrained(out, activation.output, tag, "output", strict)
         if not self._depth and any(source.infer for source in tag.sources):
             out = as_inputs(out, (args, kwargs), self._pure.batch_axes)
         return out
@@ -169,13 +188,18 @@ class Scope:
             known = self._roots[id(module)]
         return known[0]
 
-    def _find(self, tag: _Tag, module: Any, method: str) -> Activation:
+    def _find(self, tag: _Tag, module: Any, method: str) -> tuple[Activation, bool]:
+        """What the first of the sources chooses that chooses anything, and whether it is strict."""
+        choices = []
         for source in tag.sources:
             index, activation = source.find(tag.path, module, method)
             if activation is not None and index is not None:
-                self._used.add((self._sources.index(source), index))
-                return activation
-        return _NOTHING
+                number = self._sources.index(source)
+                self._used.add((number, index))
+                choices.append((activation, source.strict))
+                if len(choices) == 1 and (frame := frame_here()) is not None:
+                    frame.chosen_by = "user" if number < self._declared else "strategy"
+        return choices[0] if choices else (_NOTHING, False)
 
     def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
         """The own Variables of a module with their values gathered."""
@@ -218,8 +242,8 @@ class Scope:
             pair = spec_and_mesh(output, mesh)
             if pair is not None and takes_out_sharding(call, kwargs):
                 saved = Saved((module, args, kwargs))
+                spec = without_open(only_axes(pair[0], explicit), module, args, kwargs)
                 try:
-                    spec = only_axes(pair[0], explicit)
                     return call(*args, **{**kwargs, "out_sharding": spec})
                 except _compat.TYPE_ERRORS:
                     saved.restore()
@@ -231,7 +255,7 @@ class Scope:
     def _note_untyped(self, tag: _Tag, untyped: Untyped) -> None:
         self._untyped.append((tag.accessor, untyped))
 
-    def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str) -> Any:
+    def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str, strict: bool) -> Any:
         """A pytree of activations with the specs of a prefix."""
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
         try:
@@ -239,13 +263,14 @@ class Scope:
         except ValueError as error:
             self._misfits[f"  {side} of {tag.accessor}: {error}"] = None
             return tree
+        name = f"{side} of {tag.accessor}"
         new = [
-            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, tag, side), part)
+            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, name, strict), part)
             for part, spec in zip(parts, specs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(treedef, new)
 
-    def _constrained_array(self, x: Any, spec: Any, tag: _Tag, side: str) -> Any:
+    def _constrained_array(self, x: Any, spec: Any, name: str, strict: bool) -> Any:
         if spec is None or not isinstance(x, jax.Array):
             return x
         pair = spec_and_mesh(spec, self._mesh)
@@ -255,9 +280,14 @@ class Scope:
         action = self._transform.on_indivisible
         fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
         if fit.problems:
-            self._misfits[fit.line(f"{side} of {tag.accessor}")] = None
+            if strict:
+                self._misfits[fit.line(name)] = None
             return x
-        return apply_shardings([x], [NamedSharding(mesh, fit.sharding)])[0]
+        sharding = NamedSharding(mesh, fit.sharding)
+        [new] = apply_shardings([x], [sharding])
+        if (frame := frame_here()) is not None:
+            frame.constrained(new, sharding)
+        return new
 
     def check(self) -> None:
         """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.

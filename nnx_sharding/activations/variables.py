@@ -10,6 +10,7 @@ from flax import nnx
 
 from .. import _compat
 from ..paths import Path
+from .record import frame_here
 
 _CONTAINERS = (nnx.List, nnx.Dict, list, tuple, dict)
 
@@ -80,7 +81,7 @@ class Saved:
 
     def __init__(self, tree: Any):
         modules, variables = reachable(tree)
-        self.variables = variables
+        self.variables, self._frame = variables, frame_here()
         self._attributes = [(x, dict(vars(x))) for x in modules]
         self._values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
 
@@ -92,6 +93,8 @@ class Saved:
         for variable, value, metadata in self._values:
             _compat.set_value(variable, value)
             _compat.set_metadata(variable, metadata)
+        if self._frame is not None:
+            self._frame.retry()
 
 
 class Replaced:

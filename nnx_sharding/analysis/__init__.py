@@ -1,5 +1,6 @@
 """What a compiled program costs: memory, operations, collectives, and its roofline."""
 
+from .activations import ActivationRow, ActivationTable
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device
@@ -9,6 +10,8 @@ from .roofline import Roofline, roofline_of
 
 __all__ = [
     "DEVICES",
+    "ActivationRow",
+    "ActivationTable",
     "Collective",
     "CollectiveKind",
     "Collectives",

@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Instruction, Module, parse
+from .parameters import ParameterRow
+from .purposes import Purpose, Use, uses_of
 from .shapes import Shape, arrays
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
@@ -23,6 +25,7 @@ Kind: TypeAlias = CollectiveKind | Literal["ragged-all-to-all", "collective-broa
 MeshAxes: TypeAlias = tuple[str, ...] | None
 K = TypeVar("K")
 
+_UNKNOWN = Use(None, (), None)
 _KINDS = {*get_args(CollectiveKind), "ragged-all-to-all", "collective-broadcast"}
 
 
@@ -52,6 +55,12 @@ class Collective:
         a loop of unknown length.
       operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
       source: the line of the user's code, such as ``model.py:12``.
+      purpose: ``parameter`` if it moves parameters or other Variables to where they are used;
+        ``gradient`` if it sums or moves gradients of parameters; ``sum`` if it sums what an
+        operation left in parts; ``result`` if it moves what the program returns; ``reshard`` if it
+        moves anything else, such as activations. None if the arguments are not known.
+      parameters: the paths of the parameters.
+      module: the module whose call it is in, such as ``model.blocks[0].up``, where that is known.
     """
 
     kind: Kind
@@ -68,11 +77,20 @@ class Collective:
     times: int | None
     operation: str | None
     source: str | None
+    purpose: Purpose | None = None
+    parameters: tuple[str, ...] = ()
+    module: str | None = None
 
     @property
     def total_bytes_sent(self) -> int:
         """What one device sends in all runs; in a loop of unknown length in one."""
         return self.bytes_sent * (1 if self.times is None else self.times)
+
+    @property
+    def of(self) -> str:
+        """The parameters, the first two by their paths, or else the operation."""
+        some = [*self.parameters[:2], *["…"] * (len(self.parameters) > 2)]
+        return ", ".join(some) or self.operation or ""
 
     def __str__(self) -> str:
         return printable("  ".join(cell for cell in _cells(self) if cell))
@@ -107,6 +125,11 @@ class Collectives(tuple[Collective, ...], Pictured):
         )
 
     @property
+    def resharded(self) -> Collectives:
+        """Those that move activations, or others that are not parameters, gradients or results."""
+        return Collectives(one for one in self if one.purpose == "reshard")
+
+    @property
     def bytes_sent(self) -> int:
         """What one device sends in one call; loops of unknown length count once."""
         return sum(one.total_bytes_sent for one in self)
@@ -129,6 +152,10 @@ class Collectives(tuple[Collective, ...], Pictured):
         """What one device sends in one call, by mesh axes; None if no axes have the groups."""
         return self._sums(lambda one: one.axes)
 
+    def by_purpose(self) -> dict[Purpose | None, int]:
+        """What one device sends in one call, by what it is for."""
+        return self._sums(lambda one: one.purpose)
+
     def totals(self) -> dict[tuple[Kind, MeshAxes], tuple[int, int]]:
         """By kind and mesh axes the number of instructions, and what one device sends for them."""
         numbers = Counter((one.kind, one.axes) for one in self)
@@ -145,9 +172,8 @@ class Collectives(tuple[Collective, ...], Pictured):
         if not self:
             yield text("no collectives")
             return
-        yield table(
-            ("kind", "axes", "bytes", "sent", "times", "operation", "source"), map(_cells, self)
-        )
+        header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
+        yield table(header, map(_cells, self))
         more = " or more, as a loop is of unknown length" if self.has_unknown_times else ""
         yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{more}")
 
@@ -160,10 +186,12 @@ def axes_text(axes: MeshAxes) -> str:
 def _cells(one: Collective) -> tuple[str, ...]:
     sizes = bytes_text(one.bytes), bytes_text(one.bytes_sent)
     times = "?" if one.times is None else str(one.times)
-    return one.kind, axes_text(one.axes), *sizes, times, one.operation or "", one.source or ""
+    return one.kind, axes_text(one.axes), *sizes, times, one.purpose or "", one.of, one.source or ""
 
 
-def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
+def collectives_of(
+    hlo: str | Module, mesh: Any = None, arguments: Iterable[ParameterRow] | None = None
+) -> Collectives:
     """Lists the collectives of a compiled program.
 
     Args:
@@ -171,6 +199,8 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
         of it.
       mesh: the mesh that it was compiled for, or the sizes of its axes by name; its devices are
         counted in its order, as JAX assigns them. None leaves the axes unknown.
+      arguments: the rows of its arguments, as ``Compiled.parameters()`` has them. None leaves open
+        what the collectives are for.
 
     Returns:
       The collectives, in the order of the text.
@@ -185,16 +215,27 @@ def collectives_of(hlo: str | Module, mesh: Any = None) -> Collectives:
     module = parse(hlo) if isinstance(hlo, str) else hlo
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
-    return Collectives(
-        _collective(module, computation.name, instruction, cast(Kind, kind), sizes)
+    found = [
+        (computation.name, instruction, cast(Kind, kind))
         for computation in module.computations
         for instruction in computation.instructions
         if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
+    ]
+    uses: Mapping[str, Use] = {}
+    if found and arguments is not None:
+        uses = uses_of(module, [instruction for _, instruction, _ in found], arguments)
+    return Collectives(
+        _collective(module, *one, sizes, uses.get(one[1].name, _UNKNOWN)) for one in found
     )
 
 
 def _collective(
-    module: Module, computation: str, instruction: Instruction, kind: Kind, sizes: Mapping[str, int]
+    module: Module,
+    computation: str,
+    instruction: Instruction,
+    kind: Kind,
+    sizes: Mapping[str, int],
+    use: Use,
 ) -> Collective:
     results, mesh = _results(instruction), tuple(sizes.items())
     if kind == "collective-permute":
@@ -223,6 +264,7 @@ def _collective(
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
+        **use._asdict(),
     )
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.flatten import Flat, flatten
-from ..core.structure import Container, Location, VariableEntry, container_keys
+from ..core.structure import Container, Location, Structure, VariableEntry, container_keys
 from ..fitting import axes_of
 from ..paths import Path, path_string
 from .json_codec import UNWRITTEN
@@ -53,6 +53,7 @@ class ParameterRow:
         not known.
       donated: whether the caller donates it to the program.
       used: whether the program uses it; an array that it does not use is not passed to it.
+      variable: the type of its Variable, such as ``Param``; None for an array outside of Variables.
       sharding: the sharding itself; None without one, and in a report that was read from a file.
         The properties below are those of ``jax.sharding.Sharding``; without a sharding each is
         None.
@@ -68,6 +69,7 @@ class ParameterRow:
     memory_kind: str | None = None
     donated: bool = False
     used: bool = True
+    variable: str | None = None
     sharding: Sharding | None = dataclasses.field(default=None, compare=False, metadata=UNWRITTEN)
 
     @property
@@ -165,9 +167,11 @@ def parameter_table(tree: Any) -> ParameterTable:
     flat = flatten(tree)
     structure = flat.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
+        kind = variable_type(structure, location.entry)
         for path, array in arrays_at(flat, location, location.path):
             try:
-                rows.append(row_of(ParameterRow, path, array, getattr(array, "sharding", None)))
+                sharding = getattr(array, "sharding", None)
+                rows.append(row_of(ParameterRow, path, array, sharding, variable=kind))
             except ValueError as error:
                 faults.append(f"  {path or 'the root'}: {error}")
     if faults:
@@ -250,6 +254,12 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
             yield path_string((*path, *key)), leaf
 
 
+def variable_type(structure: Structure, index: int | None) -> str | None:
+    """The name of the type of a Variable; None for anything else."""
+    entry = None if index is None else structure.entries[index]
+    return entry.type.__name__ if isinstance(entry, VariableEntry) else None
+
+
 def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
     """The paths of the arrays inside of one Variable, whose value may be a pytree."""
     entry = None if index is None else flat.structure.entries[index]
@@ -279,7 +289,9 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
     )
 
 
-def argument_row(path: str, info: Any, sharding: Sharding | None, *, used: bool) -> ParameterRow:
+def argument_row(
+    path: str, info: Any, sharding: Sharding | None, *, used: bool, variable: str | None
+) -> ParameterRow:
     """The row of an argument of a program, from its ``jax.stages.ArgInfo``.
 
     The spec has an entry for each dimension, so that equal shardings have equal specs.
@@ -288,7 +300,8 @@ def argument_row(path: str, info: Any, sharding: Sharding | None, *, used: bool)
         rest = (None,) * (len(info.shape) - len(sharding.spec.partitions))
         spec = sharding.spec.update(partitions=(*sharding.spec.partitions, *rest))
         sharding = sharding.update(spec=spec)
-    return row_of(ParameterRow, path, info, sharding, donated=bool(info.donated), used=used)
+    more: dict[str, Any] = {"donated": bool(info.donated), "used": used, "variable": variable}
+    return row_of(ParameterRow, path, info, sharding, **more)
 
 
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:

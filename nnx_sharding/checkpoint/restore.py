@@ -26,6 +26,7 @@ from .read import Stored, key_kind, key_words, load, read
 
 _SUGGESTIONS = 40  # comparing each name with each takes too long for a model of thousands
 _NUMBERS = (bool, int, float, complex)
+_NUMBER_KINDS = {"i": int, "f": float, "c": complex}
 _range_of: Any = jnp.iinfo
 _ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these stay what they are
 
@@ -209,6 +210,8 @@ def _type_of(leaf: Any, *, is_stored_as_key: bool) -> tuple[tuple[int, ...], Any
     """The shape and dtype that an array should have in the checkpoint; the type of a number."""
     if isinstance(leaf, _NUMBERS):
         return (), type(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
+        return tuple(leaf.shape), _NUMBER_KINDS.get(leaf.dtype.kind, leaf.dtype)
     if is_key(leaf) and not is_stored_as_key:  # Orbax does not record that they are keys
         leaf = key_words(leaf)
     return tuple(leaf.shape), leaf.dtype

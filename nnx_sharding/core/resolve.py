@@ -121,7 +121,7 @@ def resolve(
             use = uses.setdefault(id(spec), FilterUse(spec))
             subject = found.subject(objects, leaves)
             which, spec = use.decide(found, subject, spec_of, conflicts)
-            if which is None and slots:  # what holds no array needs no filter
+            if which is None and needs_filter(slots, subject):
                 use.unmatched.append((found.name, subject))
                 continue
             if use.rules.on_indivisible is not None:
@@ -143,6 +143,11 @@ def resolve(
         refuse(Problem.CONFLICTING_SPECS, conflicts)
     result.uses.extend(uses.values())
     return result
+
+
+def needs_filter(slots: Sequence[int], subject: Any) -> bool:
+    """Whether a filter has to decide about a location: not if it holds no array, or a number."""
+    return bool(slots) and not isinstance(subject, int | float | complex)
 
 
 class FilterUse:

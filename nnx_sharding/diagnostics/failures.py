@@ -38,12 +38,15 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
         _note_object(plan, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         _note_captured(plan, error)
-    if not isinstance(error, ValueError | RuntimeError) or isinstance(error, NoMeshError):
+    kinds = ValueError | RuntimeError | TypeError
+    if not isinstance(error, kinds) or isinstance(error, NoMeshError):
         return
     if _is_of_the_function(error):
         return
     checks: Sequence[_Check] = _CHECKS
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if isinstance(error, TypeError):
+        checks = (_check_abstract,)
+    elif isinstance(error, jax.errors.JaxRuntimeError):
         checks = _DONATION_CHECKS if _compat.is_deleted_error(error) else ()
     for check in checks:
         try:
@@ -88,6 +91,18 @@ def _check(
         return check
 
     return decorate
+
+
+@_check(
+    "{name}: these arguments are abstract, without data:",
+    "Pass them to lower or eval_shape. If nnx.eval_shape did not make them, a traced function has "
+    "stored an intermediate value where it outlives the trace.",
+    TypeError,
+)
+def _check_abstract(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+    for name, leaf in zip(plan.names, leaves, strict=True):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            yield f"{name}, {leaf.dtype}{[*leaf.shape]}"
 
 
 @_check(

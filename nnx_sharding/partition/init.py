@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .. import _compat
 from ..fitting import axes_of_type
 from ..jit import jit
+from .variables import NamedVariable, map_variables
 
 
 @_compat.api_boundary
@@ -111,11 +112,11 @@ def _make(make_model: Any, sharding: Any, mesh: Any, arguments: Any, *, is_abstr
 def _from_metadata(abstract: Any) -> Any:
     """The specs in the metadata of Variables, for each object of a pytree."""
 
-    def specs(part: Any) -> Any:
-        spec = nnx.get_partition_spec(nnx.state(part) if _compat.is_node(part) else part)
-        return spec.get_raw_value() if isinstance(spec, nnx.Variable) else spec
+    def spec(each: NamedVariable) -> Any:
+        found = nnx.get_partition_spec(each.variable)
+        return found.get_raw_value() if isinstance(found, nnx.Variable) else found
 
-    return jax.tree.map(specs, abstract, is_leaf=_compat.is_graph_object)
+    return map_variables(abstract, spec)
 
 
 def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[Any]]:

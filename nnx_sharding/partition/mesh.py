@@ -18,34 +18,61 @@ MOST_DEVICES = 10_000
 
 
 def make_mesh(
-    axes: Mapping[str, int] | Iterable[tuple[str, int]],
+    axes: Mapping[str, int] | Iterable[Any],
+    axis_names: Sequence[str] | None = None,
+    axis_types: AxisType | Mapping[str, AxisType] | Sequence[AxisType] | None = None,
     *,
     devices: Sequence[jax.Device] | None = None,
-    axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
 ) -> Mesh:
-    """Makes a mesh from the names and sizes of its axes, with ``jax.make_mesh``.
+    """Makes a mesh from the sizes and names of its axes, with ``jax.make_mesh``.
+
+    The axes are Explicit, as those of ``jax.make_mesh``, so that both make equal meshes: the types
+    of arrays then say how they are sharded. ``axis_types`` makes axes Auto, over which the
+    compiler decides; ``jit(..., auto_axes=True)`` does so for one function.
 
     Args:
-      axes: the size of each axis, major first. One may be -1, for the devices that the others
-        leave.
+      axes: the size of each axis by name, major first; or only the sizes, as in JAX. One may be
+        -1, for the devices that the others leave.
+      axis_names: the names, if ``axes`` has only sizes.
+      axis_types: the type of each axis; one for all of them; or those of some by name, the
+        others are then Explicit.
       devices: the devices, all of which are used; None for all there are.
-      axis_types: the type of all axes, or of some by name; the others are then Auto.
 
     Raises:
-      ValueError: a name occurs twice, a size is neither positive nor -1, two are -1, the product
-        of the sizes is not the number of devices, or ``axis_types`` names an unknown axis.
-      TypeError: a size is not an integer, or an axis type is not an ``AxisType``.
+      ValueError: a name occurs twice, sizes and names differ in number, a size is neither positive
+        nor -1, two are -1, the product of the sizes is not the number of devices, or
+        ``axis_types`` has another number of types or names an unknown axis.
+      TypeError: a size is not an integer, an axis type is not an ``AxisType``, or names are given
+        twice or not at all.
 
     Example:
       >>> from nnx_sharding.partition import make_mesh
       >>> dict(make_mesh({"data": -1, "model": 4}).shape)
       {'data': 2, 'model': 4}
+      >>> make_mesh((2, 4), ("data", "model")) == make_mesh({"data": 2, "model": 4})
+      True
     """
-    pairs = list(axes.items() if isinstance(axes, Mapping) else axes)
+    pairs = _pairs(axes, axis_names)
     names = tuple(name for name, _ in pairs)
     devices = jax.devices() if devices is None else list(devices)
     sizes, types = _sizes(pairs, len(devices)), _types(names, axis_types)
     return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
+
+
+def _pairs(axes: Any, names: Sequence[str] | None) -> list[tuple[str, Any]]:
+    """The name and the size of each axis."""
+    items = list(axes.items() if isinstance(axes, Mapping) else axes)
+    are_pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
+    if names is None and are_pairs:
+        return items
+    if names is None or isinstance(names, str) or (items and are_pairs):
+        raise TypeError(
+            "make_mesh takes {'data': 2, 'model': 4} or (2, 4), ('data', 'model'), not "
+            f"{axes!r}, {names!r}."
+        )
+    if len(items) != len(names):
+        raise ValueError(f"make_mesh: {len(items)} sizes for {len(names)} names, {names!r}.")
+    return list(zip(names, items, strict=True))
 
 
 def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> tuple[int, ...]:
@@ -84,14 +111,22 @@ def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> tuple[int, ...]:
 
 def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
     """The type of each axis."""
-    by_name = axis_types if isinstance(axis_types, Mapping) else dict.fromkeys(names, axis_types)
-    unknown = [f"{name!r}{suggestion(name, names)}" for name in by_name if name not in names]
+    if isinstance(axis_types, tuple | list):
+        if len(axis_types) != len(names):
+            raise ValueError(
+                f"make_mesh: {len(axis_types)} axis types for {len(names)} axes, {names!r}."
+            )
+        axis_types = dict(zip(names, axis_types, strict=True))
+    elif not isinstance(axis_types, Mapping):
+        kind = AxisType.Explicit if axis_types is None else axis_types
+        axis_types = dict.fromkeys(names, kind)
+    unknown = [f"{name!r}{suggestion(name, names)}" for name in axis_types if name not in names]
     if unknown:
         raise ValueError(f"make_mesh: axis_types names axes that do not exist: {unknown[0]}.")
-    wrong = [kind for kind in by_name.values() if not isinstance(kind, AxisType)]
+    wrong = [kind for kind in axis_types.values() if not isinstance(kind, AxisType)]
     if wrong:
         raise TypeError(f"make_mesh: {wrong[0]!r} is not a jax.sharding.AxisType.")
-    return tuple(by_name.get(name, AxisType.Auto) for name in names)
+    return tuple(axis_types.get(name, AxisType.Explicit) for name in names)
 
 
 def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
@@ -102,8 +137,8 @@ def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
     CPU compiler. They hold no arrays, and programs for them cannot be run.
 
     Args:
-      mesh: the sizes of the axes by name, major first; the axes are then ``Auto``. Or an abstract
-        mesh. A mesh of devices is returned as it is.
+      mesh: the sizes of the axes by name, major first; the axes are then Explicit, as in
+        :func:`make_mesh`. Or an abstract mesh. A mesh of devices is returned as it is.
 
     Raises:
       TypeError: it is something else, or a size is not an integer.
@@ -128,9 +163,8 @@ def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
             f"mesh is a mesh, or the sizes of its axes by name as in {{'data': 8}}, not {mesh!r}."
         )
     axes: Mapping[str, int] = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
-    kinds = mesh.axis_types if isinstance(mesh, AbstractMesh) else [AxisType.Auto] * len(axes)
-    types = dict(zip(axes, kinds, strict=True))
-    return make_mesh(axes, devices=_planning_devices(list(axes.values())), axis_types=types)
+    types = mesh.axis_types if isinstance(mesh, AbstractMesh) else None
+    return make_mesh(axes, axis_types=types, devices=_planning_devices(list(axes.values())))
 
 
 def _planning_devices(sizes: list[Any]) -> list[jax.Device]:

@@ -9,12 +9,11 @@ from typing import Any
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..activation_sharding import ActivationSharding
 from ..fitting import axes_of, fit_sharding, spec_axes, with_entries
 from ..state_sharding import StateSharding
 from .inputs import base_specs, mesh_and_axes
 from .optimizer import optimizer_specs, union, with_optimizer
-from .variables import NamedVariable, from_paths, variables
+from .variables import NamedVariable, activations_of, from_paths, variables
 
 
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
@@ -50,10 +49,11 @@ def fsdp(
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
     Of each array the largest dimension that the axis divides is sharded; of equally large ones the
-    last. An array with no such dimension is replicated, and so are random streams.
+    last. An array with no such dimension is replicated. So are random streams, and buffers: the
+    masks, rotary tables and other arrays that a model holds beside its Variables.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
-    sharded yet, else after the axes of the largest one. So
+    sharded yet, else after the axes of the largest one. Buffers keep their specs. So
     ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism. Each
     ``NamedSharding`` in ``base``, and what it shards over the axis already, is not changed.
 
@@ -90,7 +90,7 @@ def fsdp(
     specs = base_specs("fsdp", model, base, mesh)
     for each in variables(model):
         specs[each.path] = shard_largest(specs[each.path], each, axes, mesh, min_size)
-    activations = ActivationSharding(gather=axes, infer=True)
+    activations = activations_of(base).extended(gather=axes)
     return with_optimizer(specs, model, optimizer, activations)
 
 
@@ -146,7 +146,7 @@ def zero1(
     for each in variables(optimizer):
         if not each.path or each.path[0] != of_model:
             state[each.path] = shard_largest(state[each.path], each, axes, mesh, min_size)
-    return from_paths(union(specs, state))
+    return from_paths(union(specs, state), activations_of(base))
 
 
 def shard_dimension(
@@ -172,7 +172,9 @@ def shard_largest(
 ) -> Any:
     """A sharding with the largest dimension sharded over axes not used yet, as in ``fsdp``."""
     shape = variable.shape
-    if not isinstance(sharding, PartitionSpec) or isinstance(variable.variable, nnx.RngState):
+    if not isinstance(sharding, PartitionSpec) or variable.is_buffer:
+        return sharding
+    if isinstance(variable.variable, nnx.RngState):
         return sharding
     if shape is None or math.prod(shape) < min_size:
         return sharding

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ..filters import Paths
 from ..paths import Path
 from ..state_sharding import StateSharding
 from .inputs import base_specs, mesh_and_axes, override_specs
 from .optimizer import with_optimizer
 from .strategies import shard_dimension
-from .variables import NamedVariable, variables
+from .variables import NamedVariable, activations_of, variables
 
 # The dimension of each parameter of a layer that is sharded, counted from the end because layers
 # may be stacked; None for none. The first parameter decides whether the style can be used.
@@ -129,6 +130,7 @@ def tensor_parallel(
     base: StateSharding | None = None,
     optimizer: Any = None,
     overrides: Any = None,
+    sequence: bool = False,
 ) -> StateSharding:
     """Shards the parameters of the usual layers over the model axis.
 
@@ -145,9 +147,10 @@ def tensor_parallel(
       gates.
     * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
 
-    Norms, random streams and parameters of other modules are replicated; subclasses of a layer
-    follow the rule of the layer. The shardings are for axes of type Auto, where the compiler adds
-    the communication.
+    Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
+    layer follow the rule of the layer. Where the inputs of a layer are sharded, its output is a sum
+    over the axis, which the compiler adds on Auto axes, and the layer on Explicit ones. There the
+    model returns what is not sharded over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -158,6 +161,9 @@ def tensor_parallel(
       optimizer: as for :func:`fsdp`.
       overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, that have
         priority. One that matches nothing is an ``UnusedFilterWarning``.
+      sequence: whether outputs of layers whose inputs are sharded, of three dimensions, are sharded
+        over the axis along the second one: Megatron's sequence parallelism. Residuals and norms
+        then need a part of the memory, and a reduce-scatter and an all-gather replace each sum.
 
     Returns:
       The spec of each path. All of them divide the shapes.
@@ -178,25 +184,40 @@ def tensor_parallel(
       P(None, 'model')
 
     Pairs of layers and heads are sharded as in Megatron-LM (Shoeybi et al., 2019,
-    arXiv:1909.08053).
+    arXiv:1909.08053), sequences as by Korthikanti et al. (2022, arXiv:2205.05198).
     """
     mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis)
     before = base_specs("tensor_parallel", model, base, mesh)
-    paths = {id(each.variable): each.path for each in variables(model)}
-    specs = dict(before)
-    for layer, name, rule in _layers(model):
+    paths = {_identity(each): each.path for each in variables(model)}
+    specs, rows = dict(before), list[Path]()
+    for path, layer, name, rule in _layers(model):
         parameters = {
-            each.name: each._replace(path=paths[id(each.variable)])
+            each.name: each._replace(path=paths[_identity(each, path)])
             for each in variables(layer)
-            if id(each.variable) in paths
+            if _identity(each, path) in paths
         }
         styles = rule(layer, name) if callable(rule) else rule
-        specs.update(_styled(styles, parameters, before, axes, mesh))
+        styled, style = _styled(styles, parameters, before, axes, mesh)
+        specs.update(styled)
+        summed = (name for name, d in style.items() if name.endswith("bias") and d is None)
+        rows += [(*path, *name.split("/")[:-1]) for name in summed]
     specs = override_specs("tensor_parallel", "model", model, specs, overrides, mesh)
-    return with_optimizer(specs, model, optimizer)
+    activations = activations_of(base)
+    if sequence:
+        if isinstance(optimizer, nnx.ModelAndOptimizer):
+            rows += [("model", *row) for row in rows]
+        entry, rest = axes if len(axes) > 1 else axes[0], PartitionSpec.UNCONSTRAINED
+        activations = activations.extended({Paths(rows): PartitionSpec(rest, entry, rest)})
+    return with_optimizer(specs, model, optimizer, activations)
 
 
-def _layers(model: Any) -> Iterator[tuple[Any, str, Rule]]:
+def _identity(each: NamedVariable, start: Path = ()) -> Any:
+    """What identifies a parameter of a layer: its Variable, or the path to a bare array."""
+    is_variable = isinstance(each.variable, nnx.Variable)
+    return id(each.variable) if is_variable else (*start, *each.path)
+
+
+def _layers(model: Any) -> Iterator[tuple[Path, Any, str, Rule]]:
     """The layers that have a rule, the inner ones first, each with the attribute that holds it."""
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
@@ -205,7 +226,7 @@ def _layers(model: Any) -> Iterator[tuple[Any, str, Rule]]:
             layers.append((path, node, rule))
     for path, node, rule in sorted(layers, key=lambda layer: -len(layer[0])):
         names = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
-        yield node, next(names, ""), rule
+        yield path, node, next(names, ""), rule
 
 
 def _styled(
@@ -214,7 +235,7 @@ def _styled(
     before: Mapping[Path, Any],
     axes: Sequence[Any],
     mesh: Any,
-) -> dict[Path, Any]:
+) -> tuple[dict[Path, Any], Style]:
     """The specs of the parameters of a layer in the first usable style, else those of before."""
     usable = [style for style in styles if next(iter(style)) in parameters]
     for count, style in itertools.product(range(len(axes), 0, -1), usable):
@@ -225,6 +246,6 @@ def _styled(
         }
         if specs[next(iter(style))] is not None:
             named = [(name, each.path) for name, each in parameters.items() if name in style]
-            return {path: specs.get(name) or before[path] for name, path in named}
+            return {path: specs.get(name) or before[path] for name, path in named}, style
     names = {name for style in usable for name in style} & parameters.keys()
-    return {parameters[name].path: before[parameters[name].path] for name in names}
+    return {parameters[name].path: before[parameters[name].path] for name in names}, {}

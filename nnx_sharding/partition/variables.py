@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from flax import nnx
 from .. import _compat
 from ..activation_sharding import ActivationSharding
 from ..core.flatten import flatten
-from ..core.structure import VariableEntry
+from ..core.structure import Structure, VariableEntry, atoms
 from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, path_key, path_string, plain_key
@@ -25,11 +25,14 @@ class NamedVariable(NamedTuple):
       path: the keys from the model to it, as NNX filters see them.
       variable: the Variable, or the array.
       arrays: its arrays: one, or those of its pytree; abstract ones have no data.
+      is_buffer: whether it is an array that a model holds beside its Variables, such as a mask.
+        In a model without Variables, arrays are its parameters.
     """
 
     path: Path
     variable: Any
     arrays: tuple[Any, ...]
+    is_buffer: bool = False
 
     @property
     def name(self) -> str:
@@ -67,13 +70,31 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
     """
     flat = flatten(tree, graph=True)
     structure = flat.structure
+    parameters = _plain_parameters(structure)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
         if arrays:
             index = location.entry
-            is_array = index is None or not isinstance(structure.entries[index], VariableEntry)
+            is_array = index is None or not _is_variable(structure.entries[index])
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
-            yield NamedVariable(tuple(map(plain_key, location.path)), subject, arrays)
+            is_buffer = parameters.isdisjoint(location.slots)
+            is_buffer &= not isinstance(subject, nnx.Variable)
+            yield NamedVariable(tuple(map(plain_key, location.path)), subject, arrays, is_buffer)
+
+
+def _plain_parameters(structure: Structure) -> Set[int]:
+    """The slots of arrays that are not buffers, though they may be outside of Variables."""
+    entries = structure.entries
+    if not any(map(_is_variable, entries)):
+        return frozenset(range(structure.num_leaves))
+    # Beside Variables, as in an `nnx.State`, arrays are those of the same model.
+    indices = (x for x in atoms((structure.root,)) if isinstance(x, int))
+    is_state = any(_is_variable(entries[index]) for index in indices)
+    return frozenset(() if is_state else structure.root_slots)
+
+
+def _is_variable(entry: Any) -> bool:
+    return isinstance(entry, VariableEntry)
 
 
 def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
@@ -93,6 +114,11 @@ def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
 # What any sharding of parameters needs of activations: parameters are gathered over the axes of the
 # batch while they are used, and layers choose the sharding of their outputs on Explicit axes.
 FOLLOWING = ActivationSharding(gather=True, infer=True)
+
+
+def activations_of(base: StateSharding | None) -> ActivationSharding:
+    """The shardings of activations that a strategy starts from."""
+    return (base and base.activations) or FOLLOWING
 
 
 def from_paths(

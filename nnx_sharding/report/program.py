@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from .._version import __version__
+from ..analysis.activations import ActivationRow, activations_table
 from ..analysis.collectives import Collectives, axes_text, collectives_of
 from ..analysis.cost import Costs
 from ..analysis.hardware import Device, known
@@ -90,6 +91,7 @@ class ProgramReport(JsonForm):
       memory: what it takes on one device; None if the backend does not report it.
       cost: what it computes.
       collectives: what the devices exchange.
+      activations: what modules return, in the order in which they do.
       roofline: the least time on a device, with the bodies of loops counted as often as they run;
         None if no device was given.
       hlo: the text of the compiled program; None if the backend has none.
@@ -116,6 +118,7 @@ class ProgramReport(JsonForm):
     memory: Memory | None
     cost: Costs
     collectives: Collectives
+    activations: tuple[ActivationRow, ...]
     roofline: Roofline | None
     hlo: str | None
 
@@ -151,8 +154,15 @@ class ProgramReport(JsonForm):
         yield text(f"made with {versions}", "dim")
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
         yield from ("", rows_table(largest, width, most=12), "")
+        if self.activations:
+            yield from (activations_table(self.activations, most=12), "")
         yield text("memory: unknown") if self.memory is None else self.memory
         yield from ("", self.cost, "", self._sent())
+        if any(sent := self.collectives.by_purpose()):
+            parts = (f"{purpose} {bytes_text(size)}" for purpose, size in sent.items())
+            yield text(f"sent for: {', '.join(parts)}")
+        if resharded := self.collectives.resharded:
+            yield from ("", resharded)
         if self.roofline is not None:
             yield from ("", text(self.roofline))
 
@@ -181,6 +191,7 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
+    parameters = compiled.parameters()
     device = known(first.device_kind) if device is None else device
     cost = compiled.cost()
     executed = None if cost is None else with_loops(cost, module)
@@ -193,10 +204,11 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         device_kind=first.device_kind,
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
-        parameters=tuple(compiled.parameters()),
+        parameters=tuple(parameters),
         memory=compiled.memory(),
         cost=Costs(compiled.lowered_cost(), cost, executed),
-        collectives=collectives_of(module, mesh),
+        collectives=collectives_of(module, mesh, parameters),
+        activations=tuple(compiled.activations()),
         roofline=None,
         hlo=hlo,
     )

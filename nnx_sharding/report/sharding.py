@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from flax import nnx
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,7 +21,7 @@ from ..analysis.json_codec import as_data
 from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
-from ..core.resolve import locate
+from ..core.resolve import locate, needs_filter
 from ..core.specs import target
 from ..core.structure import Location
 from ..errors import NoMeshError
@@ -199,6 +201,8 @@ def check_sharding(
         rule, declared = next(iter(decision.matches), None), decision.declared
         for path, array in parameters.arrays_at(flat, decision.location, decision.path):
             present = getattr(array, "sharding", None)
+            if isinstance(array, np.ndarray) and _compat.is_array_like(array):
+                array = jax.typeof(array)  # with the dtype that it has on a device
             is_placed = rule is not None and isinstance(present, NamedSharding)
             fitted = fit(present if is_placed and declared is None else declared, array.shape)
             corrected = fitted.corrections and action == "error"
@@ -210,8 +214,8 @@ def check_sharding(
                 rule=rule,
                 rule_text=None if rule is None else rules[rule],
                 declared=declared,
-                why="no rule matches" if rule is None else fitted.reasons or None,
-                is_fault=rule is None or bool(fitted.problems or corrected),
+                why="no rule matches" if decision.is_open else fitted.reasons or None,
+                is_fault=decision.is_open or bool(fitted.problems or corrected),
             )
             rows.append(row)
             if fitted.is_indivisible:
@@ -226,7 +230,7 @@ def check_sharding(
         mesh={} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()},
         rules=rules,
         rows=tuple(rows),
-        unmatched=tuple(row.path for row in rows if row.rule is None),
+        unmatched=tuple(row.path for row in rows if row.rule is None and row.is_fault),
         on_indivisible=tuple(indivisible),
         unused=tuple(number for number, by in idle.items() if not by),
         shadowed={number: by for number, by in idle.items() if by},
@@ -241,13 +245,17 @@ def check_sharding(
 
 
 class _Decision(NamedTuple):
-    """A location, its path, the path that rules see, the rules that match it, and the sharding."""
+    """A location, its path, the path that rules see, the rules that match it, and the sharding.
+
+    ``is_open`` is whether none matches although one has to.
+    """
 
     location: Location
     path: Path
     below: Path
     matches: list[int]
     declared: Any
+    is_open: bool
 
 
 def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
@@ -263,7 +271,8 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
             path = tuple(map(plain_key, (*named.part.keys, *location.path)))
             matches = [number for number, matches in predicates if matches(below, subject)]
             declared = sharding.shardings[matches[0]] if matches else None
-            yield _Decision(location, path, below, matches, declared)
+            is_open = not matches and needs_filter(location.slots, subject)
+            yield _Decision(location, path, below, matches, declared, is_open)
 
 
 def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisible) -> Fit:

@@ -55,9 +55,9 @@ def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> N
     Example:
       >>> import jax
       >>> from nnx_sharding.report.terminal import show_mesh
-      >>> show_mesh(jax.make_mesh((2, 4), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2))
+      >>> show_mesh(jax.make_mesh((2, 4), ("data", "model")))
       ... # doctest: +NORMALIZE_WHITESPACE
-      mesh data 2 (Auto) × model 4 (Auto)
+      mesh data 2 (Explicit) × model 4 (Explicit)
               model 0  model 1  model 2  model 3
        data 0    0        1        2        3
        data 1    4        5        6        7

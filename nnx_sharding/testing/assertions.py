@@ -7,23 +7,29 @@ Each takes the result of ``lower(...).compile()`` or its report, and names the c
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from ..analysis.collectives import Collective, Collectives, Kind
+from ..analysis.collectives import Collective, Kind
 from ..analysis.parameters import ParameterRow, parameter_table
 from ..analysis.units import bytes_text, read_bytes
-from ..fitting import suggestion
 from ..report.program import ProgramReport
-from ..stages import Compiled, Lowered, Traced
+from ..stages import Compiled
+from .programs import (
+    Axes,
+    Program,
+    at,
+    checked_axes,
+    collectives_over,
+    listed,
+    over_text,
+    patterns,
+    report_of,
+    shortened,
+)
 
-Axes: TypeAlias = str | tuple[str, ...]
-Program: TypeAlias = Compiled | ProgramReport
 _Key: TypeAlias = tuple[Kind, frozenset[str] | None]
-
-_MAX_LINES = 10
 
 
 def assert_no_collective(
@@ -57,12 +63,12 @@ def assert_no_collective(
         all-reduce over model, 128 B, sends 192 B: jit(<lambda>)/reduce_sum, <doctest ...>:1
       ...
     """
-    report, wanted, some = _over(program, axes)
+    report, wanted, some = collectives_over(program, axes)
     hits = some.of(kind)
     if hits:
-        what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{_over_text(wanted)}"
+        what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{over_text(wanted)}"
         raise AssertionError(
-            f"{report.name} has {what}:\n{_listed(hits)}\n"
+            f"{report.name} has {what}:\n{listed(hits)}\n"
             "Change the shardings, or constrain intermediate values "
             "(nnx_sharding.partition.with_sharding_constraint)."
         )
@@ -97,11 +103,11 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
             "expected is a mapping such as {('all-reduce', 'model'): 2} from kind and axes to a "
             f"number, not {expected!r}."
         )
-    report, _, collectives = _over(program, None)
+    report, _, collectives = collectives_over(program, None)
     wanted: Counter[_Key] = Counter()
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
-        wanted[kind, _checked_axes(report, axes)] += count
+        wanted[kind, checked_axes(report, axes)] += count
     actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
     for one in collectives:
         axes_of_one = None if one.axes is None else frozenset(one.axes)
@@ -109,9 +115,9 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
     lines: list[str] = []
     for (kind, over), some in actual.items():
         if len(some) != wanted[kind, over]:
-            where = " over unknown axes" if over is None else _over_text(over) or " over no axes"
+            where = " over unknown axes" if over is None else over_text(over) or " over no axes"
             lines.append(f"  {kind}{where}: {len(some)}, expected {wanted[kind, over]}")
-            lines += [f"  {line}" for line in _listed(some).splitlines()]
+            lines += [f"  {line}" for line in listed(some).splitlines()]
     if lines:
         raise AssertionError(f"{report.name} has other collectives:\n" + "\n".join(lines))
 
@@ -137,14 +143,14 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
     most = read_bytes(limit)
-    report, wanted, some = _over(program, axes)
+    report, wanted, some = collectives_over(program, axes)
     if some.bytes_sent > most or some.has_unknown_times:
         largest = sorted(some, key=lambda one: -one.total_bytes_sent)
         more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
         raise AssertionError(
             f"{report.name} sends {bytes_text(some.bytes_sent)}{more} from each device"
-            f"{_over_text(wanted)} in a call; the limit is {bytes_text(most)}. Most is in:\n"
-            f"{_listed(largest)}"
+            f"{over_text(wanted)} in a call; the limit is {bytes_text(most)}. Most is in:\n"
+            f"{listed(largest)}"
         )
 
 
@@ -172,7 +178,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
       The largest arguments:
         x, shape (256,): 1.00 KiB
     """
-    most, report = read_bytes(limit), _report(program)
+    most, report = read_bytes(limit), report_of(program)
     memory = report.memory
     if memory is None or memory.peak is None:
         raise ValueError(f"the backend does not report the memory of {report.name}.")
@@ -182,10 +188,10 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)
         used = [row for row in report.parameters if row.used]
         largest = sorted(used, key=lambda row: -row.bytes_per_device)
-        lines = [f"  {_at(row)}: {bytes_text(row.bytes_per_device)}" for row in largest]
+        lines = [f"  {at(row)}: {bytes_text(row.bytes_per_device)}" for row in largest]
         raise AssertionError(
             f"{report.name} takes {bytes_text(memory.peak)} on each device at its peak; the limit "
-            f"is {bytes_text(most)}:\n  {parts}\nThe largest arguments:\n{_shortened(lines)}"
+            f"is {bytes_text(most)}:\n  {parts}\nThe largest arguments:\n{shortened(lines)}"
         )
 
 
@@ -229,23 +235,23 @@ def assert_no_parameter_replicated(
         raise ValueError(f"min_size is a number of elements, not {min_size!r}.")
     rows: list[tuple[ParameterRow, int]]
     if isinstance(program, Compiled | ProgramReport):
-        report = _report(program)
+        report = report_of(program)
         rows = [(row, report.num_devices) for row in report.parameters if row.used]
     else:
         rows = [(row, row.num_devices or 1) for row in parameter_table(program)]
     paths = [row.path for row, _ in rows]
-    patterns = _patterns([allowed] if isinstance(allowed, str) else allowed, paths)
+    tests = patterns(allowed, paths)
     replicated = [
         row
         for row, num_devices in rows
         if num_devices > 1
         and row.shard_shape == row.shape
         and math.prod(row.shape) >= max(min_size, 2)
-        and not any(pattern.search(row.path) for pattern in patterns)
+        and not any(test.search(row.path) for test in tests)
     ]
     if replicated:
         lines = [
-            f"  {_at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}\n"
+            f"  {at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}\n"
             for row in sorted(replicated, key=lambda row: -row.bytes_total)
         ]
         verb = "is" if len(replicated) == 1 else "are"
@@ -253,80 +259,3 @@ def assert_no_parameter_replicated(
             f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:\n{''.join(lines)}"
             "Partition them by specs, or allow it by allowed=... or min_size=..."
         )
-
-
-def _report(program: Any) -> ProgramReport:
-    if isinstance(program, ProgramReport):
-        return program
-    if isinstance(program, Compiled):
-        return program.report()
-    hints = {Lowered: "; compile it first: lowered.compile()", Traced: "; compile it first"}
-    hint = hints.get(type(program), "")
-    raise TypeError(
-        f"expected a function that nnx_sharding.jit compiled, or its report, got {program!r}{hint}."
-    )
-
-
-def _over(
-    program: Any, axes: Axes | None
-) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
-    """The report of a program, axes as a set, and the collectives that may run over any of them."""
-    report = _report(program)
-    if report.hlo is None and not report.collectives:
-        raise ValueError(f"the backend does not report the collectives of {report.name}.")
-    wanted = _checked_axes(report, axes)
-    some = (x for x in report.collectives if wanted is None or x.axes is None or wanted & {*x.axes})
-    return report, wanted, Collectives(some)
-
-
-def _checked_axes(report: ProgramReport, axes: Axes | None) -> frozenset[str] | None:
-    """Axes of the mesh of the program; None for all."""
-    if axes is None:
-        return None
-    wanted = frozenset([axes] if isinstance(axes, str) else axes)
-    names = {} if report.mesh is None else report.mesh.axes
-    unknown = [f"{axis!r}{suggestion(axis, names)}" for axis in sorted(wanted - {*names})]
-    if unknown:
-        known = ", ".join(map(repr, names)) or "none"
-        raise ValueError(f"the mesh has no axis {'; '.join(unknown)}. It has the axes {known}.")
-    return wanted
-
-
-def _over_text(axes: frozenset[str] | None) -> str:
-    return f" over {', '.join(map(repr, sorted(axes)))}" if axes else ""
-
-
-def _patterns(allowed: Iterable[str], paths: Sequence[str]) -> list[re.Pattern[str]]:
-    patterns, wrong = [], []
-    for text in allowed:
-        try:
-            patterns.append(re.compile(text))
-        except re.error as error:
-            wrong.append(f"{text!r} is not a regular expression: {error}")
-        else:
-            if not any(map(patterns[-1].search, paths)):
-                wrong.append(f"{text!r} matches no path, such as {[*paths, 'none'][0]}")
-    if wrong:
-        raise ValueError("allowed: " + "; ".join(wrong) + ".")
-    return patterns
-
-
-def _listed(collectives: Iterable[Collective]) -> str:
-    return _shortened([f"  {_line(one)}" for one in collectives])
-
-
-def _line(one: Collective) -> str:
-    axes = "unknown axes" if one.axes is None else " and ".join(one.axes) or "no axes"
-    times = {1: "", None: ", in a loop of unknown length"}.get(one.times, f", {one.times} times")
-    origin = ", ".join(filter(None, (one.operation, one.source))) or one.name
-    sizes = f"{bytes_text(one.bytes)}, sends {bytes_text(one.bytes_sent)}"
-    return f"{one.kind} over {axes}, {sizes}{times}: {origin}"
-
-
-def _at(row: ParameterRow) -> str:
-    return f"{row.path or 'the root'}, shape {row.shape}"
-
-
-def _shortened(lines: Sequence[str]) -> str:
-    more = [f"  … {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
-    return "\n".join([*lines[:_MAX_LINES], *more])

@@ -9,17 +9,18 @@ which reads only what has changed and is used where it was compiled. They must a
 
 from __future__ import annotations
 
-import array
 import enum
 import functools
+import itertools
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from ... import _compat
 from ..flatten import aux_of
@@ -114,12 +115,6 @@ def _open_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequenc
     return [*map(tuple, mappings)], chain.from_iterable(map(dict.values, mappings))
 
 
-def _read_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
-    """The same with all lengths and then all names in one list, which is faster."""
-    mappings = get(items)
-    return _flat(mappings), chain.from_iterable(map(dict.values, mappings))
-
-
 def _open_slots(get: Callable[[Any], Any], items: Sequence[Any]) -> _Opened:
     return [None] * len(items), map(get, items)
 
@@ -157,29 +152,66 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
 
 
 class PythonWalk:
-    """A recipe, ready to be followed."""
+    """A recipe, ready to be followed.
+
+    Its stream is in an order of its own: what holds nothing to open comes last, with one step for
+    all of a kind.
+    """
 
     def __init__(self, recipe: Recipe):
-        self._steps = [
-            (functools.partial(_read_mappings, MAPPINGS[kind]), picker(positions), _flat(expected))
-            if kind in MAPPINGS
-            else (OPEN[kind], picker(positions), [*expected])
-            for kind, positions, expected in recipe.steps
-        ]
-        self._types, self._first = recipe.types, recipe.first
-        self._typed, self._frozen, self._mentions = map(
-            picker, (recipe.typed, recipe.frozen, recipe.mentions)
-        )
-        self._leaves, self._objects, self._traces = map(
-            picker, (recipe.leaves, recipe.objects, recipe.traces)
-        )
+        types = dict(zip(recipe.typed, recipe.types, strict=True))
+        place = {position: position for position in range(recipe.num_arguments)}  # in the stream
+        self._steps: list[tuple[Any, list[type], list[Any]]] = []
+        before: Positions = ()
+        for kind, positions, expected, parts in _in_order(recipe):
+            own_types = [types[position] for position in positions]
+            if positions != before:
+                pick = picker([place[position] for position in positions])
+                self._steps.append((pick, own_types, []))
+            before = positions
+            self._steps[-1][-1].append(_reader(kind, own_types, expected))
+            place |= zip(parts, itertools.count(len(place)))
+
+        def pick_all(positions: Positions) -> Callable[[Sequence[Any]], Sequence[Any]]:
+            return picker([place[position] for position in positions])
+
+        self._leaves, self._objects = pick_all(recipe.leaves), pick_all(recipe.objects)
+        self._frozen, self._traces = pick_all(recipe.frozen), pick_all(recipe.traces)
+        self._mentions, self._first = pick_all(recipe.mentions), np.array(recipe.first, int)
+        self._leaf_types = [types[position] for position in recipe.leaves]
+        pinned = {place[position] for position in (*recipe.frozen, *recipe.mentions)}
+        self._end = max(pinned, default=-1) + 1
+        self._free = [i for i in range(self._end) if i not in pinned]
 
     def follower(self, pins: Pins) -> Callable[[tuple[Any, ...]], Any]:
         """A function of the arguments of a call: arrays and objects of the graph with these pins.
 
         It returns None, or raises any error, if the graph may have changed.
         """
-        return functools.partial(self._follow, pins.frozen, _numbers(pins.mentions))
+        # The ids of all that was pinned in a graph that had not changed, and the statics that must
+        # live as long as these ids count.
+        known: tuple[bytes, Sequence[Any]] = (b"", ())
+
+        def follow(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[Any]] | None:
+            nonlocal known
+            stream = self._stream(arguments)
+            if stream is None:
+                return None
+            leaves, objects = self._leaves(stream), self._objects(stream)
+            for position in self._free:
+                stream[position] = None
+            ids = ids_of(stream, self._end)
+            if ids != known[0]:
+                frozen = self._frozen(stream)
+                is_same = all(map(operator.is_, frozen, pins.frozen))
+                if not is_same and not all(map(same_value, frozen, pins.frozen)):
+                    return None
+                if ids_of(self._mentions(stream)) != pins.mentions:
+                    return None
+                known = ids, () if is_same else frozen
+            return leaves, objects
+
+        return follow
 
     def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
         """Another graph of the same structure; None, or any error, if these are not of it."""
@@ -193,57 +225,95 @@ class PythonWalk:
         pairs = zip(frozen, pins.frozen, strict=True)
         if not all(id(one) in of_traces or same_value(one, two) for one, two in pairs):
             return None
-        ids = [*map(id, self._mentions(stream))]
-        sources = zip(self._first, _numbers(pins.mentions), strict=True)
-        if ids != [pin if first < 0 else ids[first] for first, pin in sources]:
+        mentions = ids_of(self._mentions(stream))
+        ids, pinned = np.frombuffer(mentions, np.uint64), np.frombuffer(pins.mentions, np.uint64)
+        if not np.array_equal(ids, np.where(self._first < 0, pinned, ids[self._first])):
             return None
         if len({*map(id, objects)}) != len(objects):
             return None
-        return Match((self._leaves(stream), objects), tuple(frozen), _packed(ids), traces)
-
-    def _follow(
-        self, pins: Sequence[Any], mentions: list[int], arguments: tuple[Any, ...]
-    ) -> tuple[Sequence[Any], Sequence[Any]] | None:
-        stream = self._stream(arguments)
-        if stream is None:
-            return None
-        frozen = self._frozen(stream)
-        is_same = all(map(operator.is_, frozen, pins))  # which is nearly always so
-        if not is_same and not all(map(same_value, frozen, pins)):
-            return None
-        if [*map(id, self._mentions(stream))] != mentions:
-            return None
-        return self._leaves(stream), self._objects(stream)
+        return Match((self._leaves(stream), objects), tuple(frozen), mentions, traces)
 
     def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
         """All items; None if one has other names, another length or another type."""
         stream = list(arguments)
-        for open_items, pick, expected in self._steps:
-            names, parts = open_items(pick(stream))
-            if names != expected:
+        for pick, types, reads in self._steps:
+            items = pick(stream)
+            if not all(map(operator.is_, map(type, items), types)):
                 return None
-            stream += parts
-        if not all(map(operator.is_, map(type, self._typed(stream)), self._types)):
+            for get, names, open_items in reads:
+                if open_items is not None:
+                    found, parts = open_items(items)
+                    if found != names:
+                        return None
+                    stream += parts
+                elif names is not None:
+                    mappings = [*map(get, items)]
+                    if not all(map(operator.eq, map(list, mappings), names)):
+                        return None
+                    stream += chain.from_iterable(map(dict.values, mappings))
+                else:
+                    stream += map(get, items)
+        if not all(map(operator.is_, map(type, self._leaves(stream)), self._leaf_types)):
             return None
         return stream
 
 
-def _flat(names: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [*map(len, names), *chain.from_iterable(names)]
+def _in_order(recipe: Recipe) -> Iterator[tuple[Kind, Positions, Sequence[Any], list[int]]]:
+    """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
+    opened = {*chain.from_iterable(step.positions for step in recipe.steps)}
+    last: dict[Kind, list[Any]] = {kind: [] for kind in Kind}
+    for kind in (Kind.METADATA, Kind.TRACE, Kind.VALUE):  # of the same items; the arrays at the end
+        last[kind] = last.pop(kind)
+    groups: list[tuple[Kind, list[Any]]] = []
+    stop = recipe.num_arguments
+    for kind, positions, expected in recipe.steps:
+        groups.append((kind, []))
+        for position, own in zip(positions, expected, strict=True):
+            start, stop = stop, stop + _num_parts(kind, own)
+            parts = range(start, stop)
+            group = last[kind] if opened.isdisjoint(parts) else groups[-1][1]
+            group.append((position, own, parts))
+    for kind, group in (*groups, *last.items()):
+        if group:
+            positions, expected, parts_of = zip(*group, strict=True)
+            yield kind, positions, expected, [*chain.from_iterable(parts_of)]
 
 
-def _packed(numbers: Iterable[int]) -> bytes:
-    """Numbers of 64 bits, as in memory."""
-    return array.array("Q", numbers).tobytes()
+def _num_parts(kind: Kind, expected: Any) -> int:
+    """How many parts an item has."""
+    if kind is Kind.TREE:
+        return int(expected.num_leaves) + len([*aux_of(expected)])
+    if kind is Kind.STATIC:
+        return int(expected[1])
+    if kind is Kind.SEQUENCE:
+        return int(expected)
+    return len(expected) if kind in MAPPINGS else 1
 
 
-def _numbers(packed: bytes) -> list[int]:
-    return array.array("Q", packed).tolist()
+def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """How to read items of these types: one of two ways.
+
+    By a function that gets what one holds; a mapping must then have certain names. Or by one that
+    opens all at once, and what it must find.
+    """
+    slot = _compat.SLOTS.get(kind.name)
+    if slot is None and kind is not Kind.NODE:
+        return None, [*expected], OPEN[kind]
+    name, get = ("__dict__", _compat.get_dict) if slot is None else (slot.__name__, slot.__get__)
+    if all(
+        own.__getattribute__ is object.__getattribute__
+        and (slot is None or getattr(own, name, None) is slot)
+        for own in types
+    ):
+        get = operator.attrgetter(name)  # faster, and here it runs no code of a class
+    shared: dict[Any, list[Any]] = {}
+    names = [shared.setdefault(own, [*own]) for own in expected] if kind in MAPPINGS else None
+    return get, names, None
 
 
-def ids_of(objects: Sequence[Any]) -> bytes:
-    """The ids of objects, as in memory."""
-    return _packed(map(id, objects))
+def ids_of(objects: Iterable[Any], count: int = -1) -> bytes:
+    """The ids of objects, as in memory; of the first ``count`` of them, or of all."""
+    return np.fromiter(objects, object, count).tobytes()
 
 
 def same_value(value: Any, other: Any) -> bool:

@@ -19,7 +19,7 @@ from ..program import ProgramReport
 # In the order of use; `main` runs at the end.
 _SCRIPT = (
     *("nodes", "numbers", "figures", "table", "mesh", "cost"),
-    *("parameters", "collectives", "hlo", "comparison", "main"),
+    *("parameters", "activations", "collectives", "hlo", "comparison", "main"),
 )
 
 

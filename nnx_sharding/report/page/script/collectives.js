@@ -25,6 +25,14 @@ function origin({ source, operation }) {
   return [source && [el("code", source), " "], words];
 }
 
+/** What a collective is for, with the parameters, or else the module that it is in. */
+function purpose({ purpose, parameters, module }) {
+  const [first, ...rest] = parameters;
+  const words = first ? first + (rest.length ? ` and ${rest.length} more` : "") : module;
+  const all = { title: parameters.join("\n") };
+  return [purpose, words && [el("br"), el("small.muted.path", all, words)]];
+}
+
 function runs({ times, in_loop }) {
   if (isSet(times)) return el("span", { title: in_loop && "in a loop" }, integer(times));
   return el("span", { title: "in a loop of unknown length" }, "loop");
@@ -43,6 +51,7 @@ function collectivesSection(report, showInProgram) {
     { label: "Instruction", value: (c) => c.name, cell: instruction },
     { label: "Axes", value: axesKeyOf, cell: (c) => axesNode(axesOf(c)) },
     { label: "Groups", value: (c) => c.group_size, cell: groups },
+    { label: "Purpose", value: (c) => c.purpose, cell: purpose },
     { label: "Origin", value: (c) => c.source ?? c.operation, cell: origin },
     { label: "Runs", value: (c) => c.times ?? Infinity, number: integer, cell: runs },
     { label: "Bytes", value: (c) => c.bytes, number: bytes },

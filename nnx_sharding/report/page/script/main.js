@@ -7,6 +7,7 @@ function reportNodes(report) {
     el("div.pair", meshSection(report), memorySection(report)),
     el("div.pair", costSection(report), rooflineSection(report)),
     parametersSection(report),
+    activationsSection(report),
     collectivesSection(report, (name) => program.show(`${name} =`)),
     program.node,
   ];

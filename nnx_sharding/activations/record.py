@@ -1,0 +1,152 @@
+"""Calls of modules during a trace: their names in the program, and a record of what they return."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from .. import _compat
+from ..core.caller import Caller, called_by
+from ..core.flatten import Flat
+from ..core.plan import Plan, abstract, is_committed
+from ..fitting import axes_of_type
+
+ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
+
+
+class Call(NamedTuple):
+    """One array that a call of a module returned.
+
+    Attributes:
+      path: the module as an expression, such as ``model.blocks[0].up``.
+      module: the name of its class.
+      method: the method that was called.
+      output: where the array is in what the method returned; empty if it is that.
+      shape: its shape.
+      dtype: its dtype.
+      sharding: how it is sharded, by its type or by what was chosen; None if neither says so.
+      chosen_by: who chose that.
+    """
+
+    path: str
+    module: str
+    method: str
+    output: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding | None
+    chosen_by: ChosenBy
+
+
+class Calls(list[Call]):
+    """The calls during one trace."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+# As a part of the keys of JAX's caches it also makes JAX trace again what it has traced before.
+RECORD = jax.make_user_context()
+_FRAME: ContextVar[Frame | None] = ContextVar("frame", default=None)
+
+
+class Frame:
+    """One call of a module that has not returned yet."""
+
+    __slots__ = ("_calls", "_constrained", "_is_retried", "_start", "chosen_by", "path")
+
+    def __init__(self, path: str):
+        self.path = path
+        self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
+        self._calls: Calls | None = RECORD.value
+        self._start = 0 if self._calls is None else len(self._calls)
+        self._is_retried = False
+        self._constrained: list[tuple[Any, NamedSharding]] = []
+
+    def constrained(self, x: Any, sharding: NamedSharding) -> None:
+        """Notes that an array got a sharding that was chosen for it."""
+        if self._calls is not None:
+            self._constrained.append((x, sharding))
+
+    def retry(self) -> None:
+        """Forgets the calls inside: an attempt failed, and the library tries something else."""
+        self._is_retried = True
+        if self._calls is not None:
+            del self._calls[self._start :]
+
+    def returned(self, module: Any, method: str, out: Any) -> None:
+        """Records what the call returns."""
+        if self._calls is None:
+            return
+        leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
+        for keys, x in leaves:
+            if isinstance(x, jax.Array):
+                name, output = type(module).__name__, jax.tree_util.keystr(keys)
+                call = Call(self.path, name, method, output, x.shape, x.dtype, *self._sharding(x))
+                self._calls.append(call)
+
+    def _sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
+        for array, sharding in self._constrained:
+            if array is x:
+                return sharding, self.chosen_by
+        of_type = jax.typeof(x).sharding
+        if axes_of_type(of_type.mesh, AxisType.Explicit):
+            return of_type, "strategy" if self._is_retried else "types"
+        return None, "compiler"
+
+
+def frame_here() -> Frame | None:
+    """The innermost call of a module that has not returned yet."""
+    return _FRAME.get()
+
+
+@contextlib.contextmanager
+def in_call(path: str, method: str) -> Iterator[Frame]:
+    """What is traced within the block has the path of a module in its name.
+
+    A call within another one adds only what follows the path of that, as in a path of files, or the
+    name of the method if that is nothing.
+    """
+    outer = _FRAME.get()
+    inside = path if outer is None else path.removeprefix(outer.path)
+    name = (inside.lstrip(".") or method) if inside[:1] in ("", ".", "[") else path
+    frame = Frame(path)
+    token = _FRAME.set(frame)
+    try:
+        with jax.named_scope(name):
+            yield frame
+    finally:
+        _FRAME.reset(token)
+
+
+class Recorder:
+    """Traces a function once more, for the calls of modules in it. It holds no arrays.
+
+    Args:
+      fun: the function.
+      plan: the plan for its arguments.
+      flat: the arguments.
+      leaves: the arrays to trace with.
+    """
+
+    def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Sequence[Any]):
+        self._fun, self._plan = fun, plan
+        static = {*flat.structure.static_indices()}
+        self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
+        # The structure holds them weakly.
+        self._held = [one.value for one in flat.structure.identities()]
+        self._leaves = [abstract(x, x.sharding if is_committed(x) else None) for x in leaves]
+
+    @functools.cached_property
+    def calls(self) -> Calls:
+        """The calls, in the order in which they return."""
+        calls = Calls()
+        with RECORD(calls), called_by(Caller(self._fun, self._objects)):
+            self._plan.program.staged.trace(*self._leaves)
+        return calls

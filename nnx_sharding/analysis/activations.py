@@ -1,0 +1,113 @@
+"""The table of activations: what modules return, how it is sharded, and who chose that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias
+
+from jax.sharding import PartitionSpec
+
+from .memory import array_bytes
+from .parameters import spec_axes, spec_text
+from .tables import Pictured, axis_styles, table, text
+from .units import bytes_text
+
+ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ActivationRow:
+    """How one array that a module returns is sharded.
+
+    Attributes:
+      path: the module, such as ``model.blocks[0].up``.
+      module: the name of its class.
+      method: the method that returned the array.
+      output: where the array is in what the method returned, such as ``[0]``; empty if that is it.
+      shape: the shape of the array in the call; where that is mapped, without the dimension.
+      dtype: its dtype.
+      spec: its ``PartitionSpec``, with one entry per dimension; None if the compiler chooses.
+      shard_shape: the shape of the shard of one device; None if the compiler chooses.
+      bytes_per_device: the size of that shard.
+      bytes_total: the size of the array.
+      chosen_by: ``user`` if the transform was given the spec; ``strategy`` if it came with the
+        shardings of an argument, or was inferred for them; ``types`` if it follows from the types
+        of arrays on Explicit axes; ``compiler`` if none of these says how the array is sharded.
+    """
+
+    path: str
+    module: str
+    method: str
+    output: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec | None
+    shard_shape: tuple[int, ...] | None
+    bytes_per_device: int | None
+    bytes_total: int
+    chosen_by: ChosenBy
+
+    @property
+    def name(self) -> str:
+        """The path with the method, unless that is ``__call__``, and the place of the array."""
+        return self.path + f".{self.method}()" * (self.method != "__call__") + self.output
+
+    @property
+    def spec_text(self) -> str:
+        """The spec as a user would write it; ``-`` without one."""
+        return spec_text(self.spec)
+
+
+class ActivationTable(list[ActivationRow], Pictured):
+    """Rows of activations; ``print`` and notebooks show them as a table."""
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        yield activations_table(self)
+
+
+def activation_rows(calls: Iterable[Any]) -> ActivationTable:
+    """The rows of recorded calls of modules; equal ones, as in a loop traced twice, once."""
+    return ActivationTable(dict.fromkeys(map(_row, calls)))
+
+
+def _row(call: Any) -> ActivationRow:
+    spec = shard_shape = bytes_per_device = None
+    if call.sharding is not None:
+        spec, shard_shape = call.sharding.spec, tuple(call.sharding.shard_shape(call.shape))
+        rest = (None,) * (len(call.shape) - len(spec.partitions))
+        spec = spec.update(partitions=(*spec.partitions, *rest))
+        bytes_per_device = array_bytes(shard_shape, call.dtype)
+    return ActivationRow(
+        path=call.path,
+        module=call.module,
+        method=call.method,
+        output=call.output,
+        shape=tuple(call.shape),
+        dtype=str(call.dtype),
+        spec=spec,
+        shard_shape=shard_shape,
+        bytes_per_device=bytes_per_device,
+        bytes_total=array_bytes(call.shape, call.dtype),
+        chosen_by=call.chosen_by,
+    )
+
+
+_HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes/device", "bytes")
+
+
+def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
+    """The table for consoles: axes in colours, bytes with units."""
+    rows = list(rows)
+    styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
+    quoted = {repr(axis): style for axis, style in styles.items()}
+    lines: list[list[Any]] = []
+    for row in rows[:most]:
+        per_device = "?" if row.bytes_per_device is None else bytes_text(row.bytes_per_device)
+        sizes = f"({','.join(map(str, row.shape))})", row.dtype
+        spec = text(row.spec_text, styles=quoted)
+        line = [row.name, row.module, *sizes, spec, row.chosen_by, per_device]
+        lines.append([*line, bytes_text(row.bytes_total)])
+    if len(rows) > most:
+        lines.append([f"… and {len(rows) - most} more", *[""] * (len(_HEADER) - 1)])
+    return table(_HEADER, lines, numbers=2)

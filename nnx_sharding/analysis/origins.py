@@ -1,0 +1,134 @@
+"""What the values of a compiled program are computed from: which of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from .hlo import Instruction, Module
+from .shapes import Shape
+
+# The names of the arguments that an array is computed from; a tuple of arrays has one for each.
+Origin: TypeAlias = "frozenset[str] | tuple[Origin, ...]"
+
+_NOTHING: frozenset[str] = frozenset()
+_MAX_DEPTH = 32  # of calls within calls; more are in damaged text only
+
+
+def origins(module: Module, names: Iterable[str]) -> dict[str, tuple[frozenset[str], ...]]:
+    """Which arguments the operands of instructions are computed from.
+
+    What a loop carries counts as what it begins with, such as a parameter that each step changes;
+    where that is a constant, as what the loop computes.
+
+    Args:
+      module: the program; its arguments have their names as their operations.
+      names: the instructions.
+
+    Returns:
+      For each of them that can run, and each of its operands, the names of the arguments.
+    """
+    entry = module.entry
+    tracer = _Tracer(module, frozenset(names))
+    if entry is not None:
+        inputs = [x for x in entry.instructions if x.opcode == "parameter"]
+        by_number = {x.operands[:1]: frozenset([x.operation or x.name]) for x in inputs}
+        numbers = range(len(inputs))
+        tracer.run(entry.name, [by_number.get((str(i),), _NOTHING) for i in numbers], 0)
+    return tracer.found
+
+
+class _Tracer:
+    """Follows values from the arguments of a program on."""
+
+    def __init__(self, module: Module, wanted: frozenset[str]):
+        self._module, self._wanted = module, wanted
+        self._known: dict[tuple[str, tuple[Origin, ...]], Origin] = {}
+        self._running: set[str] = set()
+        self.found: dict[str, tuple[frozenset[str], ...]] = {}
+
+    def run(self, name: str, arguments: Sequence[Origin], depth: int) -> Origin:
+        """The origin of what a computation returns."""
+        key = name, tuple(arguments)
+        computation = self._module.by_name.get(name)
+        if key in self._known:
+            return self._known[key]
+        if computation is None or name in self._running or depth > _MAX_DEPTH:
+            return _NOTHING
+        self._running.add(name)
+        values: dict[str, Origin] = {}
+        value: Origin = _NOTHING
+        for instruction in computation.instructions:
+            operands = [values.get(operand, _NOTHING) for operand in instruction.operand_names]
+            value = self._value(instruction, operands, arguments, depth)
+            values[instruction.name] = value
+            if instruction.name in self._wanted:
+                parts = [frozenset(_all(operand)) for operand in operands]
+                before = self.found.get(instruction.name, (_NOTHING,) * len(parts))
+                both = zip(before, parts, strict=False)
+                self.found[instruction.name] = tuple(old | new for old, new in both)
+            if instruction.is_root:
+                break
+        self._running.remove(name)
+        self._known[key] = value
+        return value
+
+    def _value(
+        self,
+        instruction: Instruction,
+        operands: Sequence[Origin],
+        arguments: Sequence[Origin],
+        depth: int,
+    ) -> Origin:
+        opcode, first = instruction.opcode, operands[0] if operands else _NOTHING
+        if opcode == "parameter":
+            number = "".join(instruction.operands)
+            is_known = number.isdecimal() and int(number) < len(arguments)
+            return arguments[int(number)] if is_known else _NOTHING
+        if opcode == "get-tuple-element":
+            index = instruction.attributes.get("index", "")
+            if isinstance(first, frozenset):
+                return first
+            return first[int(index)] if index.isdecimal() and int(index) < len(first) else _NOTHING
+        if opcode in ("tuple", "opt-barrier", "optimization-barrier"):
+            return tuple(operands) if opcode == "tuple" else first
+        called = [callee for attribute, callee in instruction.calls() if attribute != "condition"]
+        if opcode == "while" and called:
+            once = _carried(first, self.run(called[0], [first], depth + 1))
+            return _union(once, self.run(called[0], [once], depth + 1))
+        if opcode in ("call", "async-start") and called:
+            return self.run(called[0], operands, depth + 1)
+        if opcode == "conditional" and called:
+            results = zip(called, operands[1:], strict=False)
+            value: Origin = _NOTHING
+            for callee, operand in results:
+                value = _union(value, self.run(callee, [operand], depth + 1))
+            return value
+        # A collective of several arrays gives one for each.
+        shape = instruction.shape
+        if not isinstance(shape, Shape) and 1 < len(shape) == len(operands):
+            return tuple(operands)
+        return frozenset(name for operand in operands for name in _all(operand))
+
+
+def _all(origin: Origin) -> Iterator[str]:
+    stack = [origin]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, frozenset):
+            yield from top
+        else:
+            stack += top
+
+
+def _carried(before: Origin, after: Origin) -> Origin:
+    """What a loop carries: as before it, or as after one run where that was a constant."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return tuple(map(_carried, before, after))
+    return before or after
+
+
+def _union(a: Origin, b: Origin) -> Origin:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return tuple(map(_union, a, b))
+    return a if not b else b if not a else frozenset([*_all(a), *_all(b)])

@@ -1,0 +1,511 @@
+"""Activation shardings: which calls are intercepted, what is constrained, what stays as it is."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import Activation, ActivationSharding, StateSharding, jit, shard_map
+from nnx_sharding.partition import fsdp, replicated, tensor_parallel
+
+EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+AUTO = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+X = jnp.ones((4, 8))
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.relu(self.up(x)))
+
+    def encode(self, x):
+        return self.up(x)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([MLP(rngs), MLP(rngs)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.fixture
+def network():
+    return Network(nnx.Rngs(0))
+
+
+def call(model, x):
+    return model(x)
+
+
+_CONSTRAINT = re.compile(r"sdy\.sharding_constraint .*<@mesh, \[(.*)\]> : tensor<([\dx]*?)x?f32>")
+
+
+def constraints(fun, *args, **options) -> list[tuple[str, str]]:
+    """The shape and spec of each sharding constraint in a program, in order."""
+    text = jit(fun, mesh=AUTO, **options).lower(*args).as_text()
+    return [(shape, spec.replace('"', "")) for spec, shape in _CONSTRAINT.findall(text)]
+
+
+class TestFilters:
+    """The same language as for parameters."""
+
+    @pytest.mark.parametrize(
+        ("filter_", "count"),
+        [
+            ("blocks/*/up", 2),
+            ("blocks/0/up", 1),
+            ("**/up", 2),
+            (nnx.PathContains("up"), 2),
+            (lambda path, module: getattr(module, "out_features", 0) == 16, 2),
+            (nnx.All(nnx.OfType(nnx.Linear), nnx.PathContains("up")), 2),
+        ],
+        ids=["glob", "index", "deep glob", "PathContains", "predicate", "All"],
+    )
+    def test_choose_the_layer(self, network, filter_, count):
+        chosen = {filter_: P(None, "model")}
+        found = constraints(call, network, X, activation_shardings=chosen)
+        assert found == [("4x16", "{}, {model}")] * count
+
+    def test_by_type(self, network):
+        found = constraints(call, network, X, activation_shardings={nnx.Linear: P("data")})
+        assert [shape for shape, _ in found] == ["4x16", "4x8"] * 2
+
+    def test_first_filter_decides(self, network):
+        chosen = {"blocks/0/up": P("data"), "**/up": P(None, "model")}
+        found = constraints(call, network, X, activation_shardings=chosen)
+        assert found == [("4x16", "{data}, {}"), ("4x16", "{}, {model}")]
+
+    def test_method(self, network):
+        chosen = {"blocks/0.encode": P(None, "model")}
+        found = constraints(
+            lambda m, x: m.blocks[0].encode(x), network, X, activation_shardings=chosen
+        )
+        assert found == [("4x16", "{}, {model}")]
+
+    def test_input(self, network):
+        chosen = {"blocks/1": Activation(input=P("data"))}
+        assert constraints(call, network, X, activation_shardings=chosen) == [("4x8", "{data}, {}")]
+
+    def test_prefix_of_several_outputs(self):
+        class Pair(nnx.Module):
+            def __call__(self, x):
+                return x, {"a": x + 1, "b": x.sum()}
+
+        chosen = {nnx.Module: (P("data"), {"a": P(None, "model"), "b": None})}
+        found = constraints(call, Pair(), X, activation_shardings=chosen)
+        assert found == [("4x8", "{data}, {}"), ("4x8", "{}, {model}")]
+
+    def test_come_with_the_shardings_of_an_argument(self, network):
+        own = ActivationSharding({"**/up": P("data")})
+        sharding = StateSharding({...: P()}, activations=own)
+        options = {"in_shardings": (sharding, None)}
+        up = ("4x16", "{data}, {}")
+        assert [x for x in constraints(call, network, X, **options) if x == up] == [up] * 2
+        chosen = {"**/up": P(None, "model")}
+        found = constraints(call, network, X, activation_shardings=chosen, **options)
+        assert up not in found
+        assert found.count(("4x16", "{}, {model}")) == 2
+
+    def test_of_each_argument_are_its_own(self):
+        def fun(a, b, x):
+            return b(a(x))
+
+        models = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        shardings = [
+            StateSharding({...: None}, activations=ActivationSharding({nnx.Linear: spec}))
+            for spec in (P("data"), P("model"))
+        ]
+        found = constraints(fun, *models, X, in_shardings=(*shardings, None))
+        assert found == [("4x16", "{data}, {}"), ("4x8", "{model}, {}")]
+
+
+def through_grad(model, x):
+    return nnx.value_and_grad(lambda model: model(x).sum())(model)[0]
+
+
+def through_jax_grad(model, x):
+    graphdef, state = nnx.split(model)
+    return jax.grad(lambda state: nnx.merge(graphdef, state)(x).sum())(state)
+
+
+def through_clone(model, x):
+    return nnx.clone(model)(x)
+
+
+def through_jit(model, x):
+    return nnx.jit(call)(model, x)
+
+
+def through_own_jit(model, x):
+    return jit(call)(model, x)
+
+
+def through_vmap(model, x):
+    return nnx.vmap(call, in_axes=(None, 0))(model, x)
+
+
+def through_cond(model, x):
+    return nnx.cond(x.sum() > 0, call, lambda model, x: x, model, x)
+
+
+class TestReach:
+    """Wherever Flax and JAX take a module, its declaration goes with it."""
+
+    @pytest.mark.parametrize(
+        "fun",
+        [
+            pytest.param(call, id="call"),
+            pytest.param(through_grad, id="nnx.value_and_grad"),
+            pytest.param(through_jax_grad, id="jax.grad"),
+            pytest.param(nnx.remat(call), id="nnx.remat"),
+            pytest.param(jax.checkpoint(call), id="jax.checkpoint"),
+            pytest.param(through_clone, id="nnx.clone"),
+            pytest.param(through_jit, id="nnx.jit"),
+            pytest.param(through_own_jit, id="jit"),
+            pytest.param(through_cond, id="nnx.cond"),
+            pytest.param(lambda m, x: jax.tree.map(lambda a: a * 2, m)(x), id="jax.tree.map"),
+            pytest.param(lambda m, x: type(m).__call__(m, x), id="unbound"),
+        ],
+    )
+    def test_through_transformations(self, network, fun):
+        chosen = {"blocks/*/up": P(None, "model")}
+        found = constraints(lambda m, x: fun(m, x), network, X, activation_shardings=chosen)
+        assert found.count(("4x16", "{}, {model}")) >= 2
+
+    def test_in_vmap(self, network):
+        chosen = {"blocks/*/up": P("model")}
+        found = constraints(through_vmap, network, X, activation_shardings=chosen)
+        assert len(found) == 2
+
+    def test_in_a_scan_over_stacked_layers(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def make(rngs):
+            return MLP(rngs)
+
+        class Deep(nnx.Module):
+            def __init__(self):
+                self.layers = make(nnx.Rngs(0))
+
+            def __call__(self, x):
+                def body(x, layer):
+                    return x + layer(x)
+
+                return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+        chosen = {"layers/up": P(None, "model")}
+        found = constraints(call, Deep(), X, activation_shardings=chosen)
+        assert found == [("4x16", "{}, {model}")]
+
+    def test_modules_made_inside(self):
+        def fun(x):
+            return Network(nnx.Rngs(0))(x)
+
+        chosen = {"blocks/*/up": P(None, "model")}
+        found = constraints(fun, X, activation_shardings=chosen)
+        assert found.count(("4x16", "{}, {model}")) == 2
+
+    def test_modules_from_outside(self, network):
+        graphdef, state = nnx.split(network)
+        chosen = {"blocks/*/up": P(None, "model")}
+
+        def fun(state, x):
+            return nnx.merge(graphdef, state)(x)
+
+        assert len(constraints(fun, state, X, activation_shardings=chosen)) == 2
+
+    def test_methods_that_call_layers(self, network):
+        chosen = {"**/up": P(None, "model")}
+        found = constraints(
+            lambda m, x: m.blocks[1].encode(x), network, X, activation_shardings=chosen
+        )
+        assert len(found) == 1
+
+    def test_subclass_that_calls_its_base(self):
+        class Scaled(nnx.Linear):
+            def __call__(self, x):
+                return 2 * super().__call__(x)
+
+        model = Scaled(8, 16, rngs=nnx.Rngs(0))
+        found = constraints(call, model, X, activation_shardings={nnx.Linear: P("data")})
+        assert len(found) == 1
+
+    def test_decorated_method_is_a_call_of_its_module(self):
+        class Model(MLP):
+            @jit(mesh=AUTO, activation_shardings={Network: P(), MLP: P("data")})
+            def __call__(self, x):
+                return super().__call__(x)
+
+        with pytest.raises(ValueError, match="Network"):
+            Model(nnx.Rngs(0))(X)
+
+
+class TestNothingElseChanges:
+    def test_objects_and_classes(self, network):
+        before = {kind: dict(vars(kind)) for kind in (nnx.Linear, MLP, Network, nnx.Embed)}
+        graphdef = nnx.graphdef(network)
+        seen = {}
+
+        def fun(model, x):
+            seen["type"] = type(model.blocks[0].up) is nnx.Linear
+            seen["graphdef"] = nnx.graphdef(model) == graphdef
+            seen["names"] = vars(model).keys() == vars(network).keys()
+            seen["tree"] = jax.tree.structure(model) == jax.tree.structure(network)
+            jax.tree.map(lambda a, b: a, model, Network(nnx.Rngs(1)))
+            return model(x)
+
+        jit(fun, mesh=AUTO, activation_shardings={"**/up": P("data")})(network, X)
+        assert all(seen.values()), seen
+        assert nnx.graphdef(network) == graphdef
+        assert {kind: dict(vars(kind)) for kind in before} == before
+        for node in (network, network.blocks[0].up):
+            assert type(node._pytree__nodes) is nnx.graphlib.HashableMapping
+
+    def test_returned_modules_are_plain(self, network):
+        chosen = {"**/up": P("data")}
+        fun = jit(lambda m, x: (nnx.clone(m), m(x))[0], mesh=AUTO, activation_shardings=chosen)
+        new = fun(network, X)
+        assert nnx.graphdef(new) == nnx.graphdef(network)
+        assert type(new.blocks[0].up._pytree__nodes) is nnx.graphlib.HashableMapping
+
+    def test_error_in_the_function_restores_the_classes(self, network):
+        original = nnx.Linear.__call__
+
+        def fail(model, x):
+            model(x)
+            raise RuntimeError("of the user")
+
+        with pytest.raises(RuntimeError, match="of the user"):
+            jit(fail, mesh=AUTO, activation_shardings={"**/up": P("data")})(network, X)
+        assert nnx.Linear.__call__ is original
+
+    def test_capture_inside_and_around(self, network):
+        original = nnx.Linear.__call__
+        fun = jit(call, mesh=AUTO, activation_shardings={"**/up": P("data")})
+        np.testing.assert_allclose(fun(network, X), network(X), rtol=1e-6)
+        assert nnx.Linear.__call__ is original
+
+    def test_threads_have_their_own(self):
+        """Two threads that trace the same class at the same time, with different specs."""
+        barrier, results = threading.Barrier(2), {}
+
+        def work(axis):
+            def fun(model, x):
+                barrier.wait(timeout=60)
+                y = model(x)
+                barrier.wait(timeout=60)
+                return y
+
+            chosen = {"**/up": P(None, axis)}
+            results[axis] = constraints(fun, Network(nnx.Rngs(0)), X, activation_shardings=chosen)
+
+        threads = [threading.Thread(target=work, args=(axis,)) for axis in ("data", "model")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {a: [("4x16", f"{{}}, {{{a}}}")] * 2 for a in ("data", "model")}
+
+    def test_inner_functions_are_traced_for_each_declaration(self, network):
+        inner = jax.jit(lambda model, x: model(x))
+
+        def fun(model, x):
+            return inner(model, x)
+
+        for spec, text in ((P("data"), "{data}, {}"), (P(None, "model"), "{}, {model}")):
+            found = constraints(fun, network, X, activation_shardings={"**/up": spec})
+            assert found == [("4x16", text)] * 2
+        assert constraints(fun, network, X) == []
+
+    def test_inner_functions_are_traced_for_each_layer(self, network):
+        inner = jax.checkpoint(lambda model, x: model(x))
+
+        def fun(model, x):
+            return inner(model.blocks[1], inner(model.blocks[0], x))
+
+        chosen = {"blocks/0/up": P("data"), "blocks/1/up": P(None, "model")}
+        found = constraints(fun, network, X, activation_shardings=chosen)
+        assert found == [("4x16", "{data}, {}"), ("4x16", "{}, {model}")]
+
+    def test_part_of_the_cache_key(self, network):
+        traces = []
+
+        def fun(model, x):
+            traces.append(1)
+            return model(x)
+
+        for _ in range(2):
+            for spec in (P("data"), P(None, "model")):
+                options = {"mesh": AUTO, "activation_shardings": {"**/up": spec}}
+                jit(fun, **options)(network, X)
+        assert len(traces) == 2
+
+
+class TestErrors:
+    def test_filters_without_effect(self, network):
+        chosen = {"blocks/*/upp": P("data"), nnx.Conv: P(), "**/up": P()}
+        with pytest.raises(ValueError, match="upp") as info:
+            jit(call, mesh=AUTO, activation_shardings=chosen)(network, X)
+        assert "Conv" in str(info.value)
+        assert "**/up" not in str(info.value)
+        lenient = ActivationSharding(chosen, strict=False)
+        jit(call, mesh=AUTO, activation_shardings=lenient)(network, X)
+
+    @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    def test_specs_that_do_not_fit_are_listed(self, network, mesh):
+        chosen = {
+            "blocks/0/up": P("nope"),
+            "blocks/0/down": P("data", None, None),
+            "blocks/1/up": P(("data", "model")),
+        }
+        with pytest.raises(ValueError, match="do not fit") as info:
+            jit(call, mesh=mesh, in_shardings=P(), activation_shardings=chosen)(network, X)
+        for part in ("blocks[0].up", "blocks[0].down", "blocks[1].up", "3 entries", "'nope'"):
+            assert part in str(info.value)
+
+    def test_prefix_that_does_not_match(self, network):
+        with pytest.raises(ValueError, match=r"blocks\[0\]\.up"):
+            jit(call, mesh=AUTO, activation_shardings={"**/up": (P(), P())})(network, X)
+
+    def test_no_mesh(self, network):
+        with pytest.raises(ValueError, match="mesh"):
+            jit(call, activation_shardings={"**/up": P("data")})(network, X)
+
+    def test_values_of_other_types(self):
+        with pytest.raises(TypeError, match=r"P\('data'\)"):
+            ActivationSharding({"up": "data"})
+        with pytest.raises(TypeError, match="filter"):
+            ActivationSharding({5: P()})
+        with pytest.raises(TypeError, match="mapping"):
+            ActivationSharding(3)
+
+    def test_layers_that_cannot_be_typed_are_all_listed(self):
+        model = Network(nnx.Rngs(0))
+        specs = StateSharding({nnx.PathContains("down"): P("model"), ...: P(None, "model")})
+        specs = StateSharding(
+            {
+                lambda path, x: path[-1] == "bias": P(),
+                nnx.PathContains("down"): P("model"),
+                ...: P(None, "model"),
+            }
+        )
+        fun = jit(call, mesh=EXPLICIT, in_shardings=(specs, P("data")))
+        with pytest.raises(ValueError, match="Explicit") as info:
+            fun(model, X)
+        message = str(info.value)
+        for part in ("model.blocks[0].down", "model.blocks[1].down", "Linear", "P('data',)"):
+            assert part in message
+        assert ".up" not in message
+        chosen = {"blocks/*/down": P("data")}
+        fun = jit(call, mesh=EXPLICIT, in_shardings=(specs, P("data")), activation_shardings=chosen)
+        np.testing.assert_allclose(fun(model, X), Network(nnx.Rngs(0))(X), rtol=1e-5)
+
+    def test_errors_of_the_model_stay_as_they_are(self, network):
+        wrong = jnp.ones((4, 7))
+        for mesh in (AUTO, EXPLICIT):
+            with pytest.raises(TypeError, match="dot_general"):
+                jit(call, mesh=mesh, in_shardings=(fsdp(network, mesh), P("data")))(network, wrong)
+
+
+class TestExplicitAxes:
+    def test_declared_arguments_are_typed(self):
+        seen = []
+        fun = jit(lambda x: seen.append(jax.typeof(x)) or x, mesh=EXPLICIT, in_shardings=P("data"))
+        for x in (
+            X,
+            np.ones((4, 8), np.float32),
+            jax.device_put(X, NamedSharding(EXPLICIT, P("data"))),
+        ):
+            assert fun(x).sharding.spec == P("data", None)
+        assert {t.sharding.spec for t in seen} == {P("data", None)}
+
+    def test_layer_that_falls_back_to_auto_axes_runs_once(self):
+        """What a first attempt changed is taken back: statistics, counters."""
+
+        class Layer(nnx.Module):
+            def __init__(self):
+                self.kernel = nnx.Param(jnp.arange(64.0).reshape(8, 8) / 64)
+                self.calls = nnx.Variable(jnp.array(0))
+                self.rngs = nnx.Rngs(0)
+
+            def __call__(self, x):
+                self.calls[...] += 1
+                noise = jax.random.normal(self.rngs(), ())
+                return jnp.dot(x, self.kernel[...]) + noise  # contracts a sharded dimension
+
+        expected, model = Layer(), Layer()
+        y = expected(X)
+        sharding = tensor_parallel(model, EXPLICIT)
+        sharding = StateSharding(
+            {nnx.Param: P("model"), ...: P()}, activations=sharding.activations
+        )
+        x_spec = P("data", "model")
+        fun = jit(call, mesh=EXPLICIT, in_shardings=(sharding, x_spec))
+        np.testing.assert_allclose(fun(model, X), y, rtol=1e-5)
+        assert int(model.calls[...]) == 1
+        assert int(model.rngs.default.count[...]) == int(expected.rngs.default.count[...])
+        assert model.kernel[...].sharding.spec == P("model")
+
+    def test_parameters_are_gathered_while_a_layer_runs(self):
+        seen = []
+
+        class Layer(nnx.Module):
+            def __init__(self):
+                self.kernels = nnx.List([nnx.Param(jnp.ones((8, 8)))])
+
+            def __call__(self, x):
+                seen.append(jax.typeof(self.kernels[0][...]).sharding.spec)
+                return x @ self.kernels[0][...]
+
+        model = Layer()
+        sharding = fsdp(model, EXPLICIT, min_size=0)
+        step = jit(
+            nnx.grad(lambda m, x: m(x).sum()), mesh=EXPLICIT, in_shardings=(sharding, P("data"))
+        )
+        gradients = step(model, X)
+        assert seen == [P(None, None)]
+        assert gradients["kernels"][0][...].sharding.spec == P(None, "data")
+        assert model.kernels[0][...].sharding.spec == P(None, "data")
+
+
+def test_fsdp_gathers_kernels_and_moves_no_activations():
+    model = Network(nnx.Rngs(0))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = fsdp(model, mesh, min_size=0)
+    step = nnx.grad(lambda model, x: (model(x) ** 2).sum())
+    options = {"mesh": mesh, "in_shardings": (sharding, P("data")), "out_shardings": sharding}
+    compiled = jit(step, **options).lower(model, jnp.ones((64, 8))).compile()
+    batch = {(64, 8), (64, 16), (8, 8), (8, 16)} - {(8, 16), (8, 8)}
+    moved = {tuple(shape) for op in compiled.collectives() for shape in op.shapes}
+    assert moved.isdisjoint(batch)
+    gathered = [op for op in compiled.collectives() if op.kind == "all-gather"]
+    assert gathered
+
+
+def test_shard_map_constrains_its_automatic_axes(network):
+    fun = shard_map(
+        call,
+        mesh=AUTO,
+        in_specs=(replicated(network), P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+        activation_shardings={"**/up": P(None, "model")},
+    )
+    np.testing.assert_allclose(fun(network, X), network(X), rtol=1e-5)
+    found = _CONSTRAINT.findall(fun.lower(network, X).as_text())
+    assert ('{}, {"model"}', "2x16") in found
