@@ -209,7 +209,7 @@ def nasty():
                 source=text,
                 module=text,
                 parameters=[text, text],
-            )  # fmt: skip
+            )
             for text in NASTY
         ],
         "activations": [

@@ -75,7 +75,7 @@ class ReshardTest(parameterized.TestCase):
             P("data"),
             P(None, "model"),
             P(("data", "model")),
-            P("data", None, None),
+            P("data", None, "model"),
             P("nope"),
             P("data", "data"),
             P(None, P.UNCONSTRAINED),
