@@ -22,6 +22,10 @@ class StrictError(ValueError):
     """Raised with ``strict=True`` in place of a :class:`ShardingWarning`."""
 
 
+class ActivationError(ValueError):
+    """Activations cannot be sharded as declared, or JAX cannot know how, on Explicit axes."""
+
+
 class DonatedError(RuntimeError, ValueError):
     """An array was donated before, or is donated and passed twice; JAX raises either type."""
 

@@ -169,17 +169,20 @@ MESSAGES: dict[Problem, Message] = {
         'Declare it: jit(..., activation_shardings={{"PATH": SPEC}}), or take the shardings of the '
         "parameters from a strategy such as fsdp or from_rules, which infer it. To let the "
         "compiler choose, use jit(..., auto_axes=True).",
+        kind=errors.ActivationError,
     ),
     Problem.ACTIVATION_UNUSED: Message(
         "no module that these filters of activation_shardings match was called:",
         repr,
         "Paths are those of modules, such as blocks/*/up, from the argument on. Correct the "
         "filters, or pass ActivationSharding(..., strict=False).",
+        kind=errors.ActivationError,
     ),
     Problem.ACTIVATION_DOES_NOT_FIT: Message(
         "these activation shardings do not fit:",
         str,
         "Correct the specs, or use on_indivisible for those that do not divide a shape.",
+        kind=errors.ActivationError,
     ),
     Problem.NO_MESH: Message(
         "there is no mesh to resolve a PartitionSpec against. Pass mesh=..., call within `with "

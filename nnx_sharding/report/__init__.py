@@ -1,5 +1,6 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
+from .activations import ActivationReport, check_activations
 from .changes import Change, Changes, diff
 from .comparison import Comparison, Failure
 from .program import MeshDescription, ProgramReport, Versions
@@ -7,6 +8,7 @@ from .sharding import ShardingReport, ShardingRow, check_sharding
 from .strategies import Strategy, compare
 
 __all__ = [
+    "ActivationReport",
     "Change",
     "Changes",
     "Comparison",
@@ -17,6 +19,7 @@ __all__ = [
     "ShardingRow",
     "Strategy",
     "Versions",
+    "check_activations",
     "check_sharding",
     "compare",
     "diff",
