@@ -21,7 +21,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from nnx_sharding.errors import CapturedArrayWarning, StrictError, UnusedFilterWarning
+from nnx_sharding.errors import (
+    ActivationError,
+    CapturedArrayWarning,
+    StrictError,
+    UnusedFilterWarning,
+)
 
 Library = Any
 
@@ -40,6 +45,7 @@ TOPICS = {
     12: "Arguments and results of a wrong type",
     13: "`Compiled` called with other arguments",
     14: "Updates that do not fit the sharding of a Variable",
+    15: "Activations",
 }
 
 
@@ -835,6 +841,51 @@ def changed_rank_shards(lib: Library) -> Any:
 
     specs = lib.StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P()})
     lib.shard_map(shrink, mesh=grid(), in_specs=(specs,), out_specs=P())(Model())
+
+
+@mistake(
+    15,
+    "layers whose output JAX cannot shard on Explicit axes",
+    ActivationError,
+    "model.layers[1]: Linear of f32[8,16@model], f32[16@model,4], f32[4]",
+    "Contracting dimensions are sharded",
+    "works with P(None,)",
+    "activation_shardings",
+    "auto_axes=True",
+)
+def untyped_layers(lib: Library) -> Any:
+    mesh, rngs = grid(AxisType.Explicit), nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(4, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs))
+    for layer, spec in zip(model.layers, (P(None, "model"), P("model")), strict=True):
+        kernel = jax.device_put(layer.kernel[...], NamedSharding(mesh, spec))
+        layer.kernel = nnx.Param(kernel)
+    with jax.set_mesh(mesh):
+        return lib.jit(lambda model, x: model(x))(model, X)
+
+
+@mistake(
+    15,
+    "filters for activations that match no module that is called",
+    ActivationError,
+    "'blocks/*/upp'",
+    "strict=False",
+)
+def unused_activation_filter(lib: Library) -> Any:
+    chosen = {"blocks/*/upp": P("data")}
+    return lib.jit(forward, mesh=grid(), activation_shardings=chosen)(Model(), X)
+
+
+@mistake(
+    15,
+    "specs that do not fit what a module returns",
+    ActivationError,
+    "output of model.blocks[0], shape (8, 4), P('data', None, 'model')",
+    "output of model.blocks[1], shape (8, 4), P('data', None, 'model')",
+    "3 entries",
+)
+def unfitting_activations(lib: Library) -> Any:
+    chosen = {"blocks/*": P("data", None, "model")}
+    return lib.jit(forward, mesh=grid(), activation_shardings=chosen)(Model(), X)
 
 
 def message_of(run: Callable[[Library], Any], lib: Library) -> str:
