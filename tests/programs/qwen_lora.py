@@ -1,0 +1,171 @@
+"""Distillation into a Qwen decoder with LoRA, by a trainer as in Tunix.
+
+https://github.com/google/tunix/blob/main/tunix/models/qwen3/model.py
+https://github.com/google/tunix/blob/main/tunix/sft/peft_trainer.py
+"""
+
+import dataclasses
+import enum
+import functools
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from .layers import apply_rope
+
+
+RematConfig = enum.Enum("RematConfig", ["NONE", "BLOCK"])
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ShardingConfig:
+    """Logical names; Tunix has those of its mesh."""
+
+    q_weight_dnh: tuple[str | None, ...] = ("fsdp", "tp", None)
+    o_weight_nhd: tuple[str | None, ...] = ("tp", None, "fsdp")
+    ffw_weight_df: tuple[str | None, ...] = ("fsdp", "tp")
+    ffw_weight_fd: tuple[str | None, ...] = ("tp", "fsdp")
+
+
+@dataclasses.dataclass(slots=True)
+class ModelConfig:
+    num_layers: int = 2
+    embed_dim: int = 32
+    num_heads: int = 4
+    lora_rank: int | None = None
+    remat_config: RematConfig = RematConfig.BLOCK
+    shd_config: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    dtype: jnp.dtype = jnp.float32
+
+
+class Einsum(nnx.Module):
+    def __init__(self, einsum_str, shape, sharding, config, *, rngs):
+        self.einsum_str, self.shape, self.config = einsum_str, shape, config
+        init = nnx.initializers.glorot_uniform()
+        self.w = nnx.Param(init(rngs.params(), shape), out_sharding=sharding)
+        if config.lora_rank:
+            rank = (shape[0], config.lora_rank), (config.lora_rank, *shape[1:])
+            self.w_lora_a = nnx.LoRAParam(init(rngs.lora(), rank[0]))
+            self.w_lora_b = nnx.LoRAParam(jnp.zeros(rank[1]))
+
+    @jax.named_scope("einsum")
+    def __call__(self, x):
+        w = jnp.astype(self.w[...], self.config.dtype)
+        if self.config.lora_rank:
+            w += jnp.tensordot(self.w_lora_a[...], self.w_lora_b[...], 1)
+        return jnp.einsum(self.einsum_str, x, w)
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config, *, rngs):
+        self.config, self.shd_config = config, config.shd_config
+        q, kv = (config.embed_dim, config.num_heads, 8), (config.embed_dim, 2, 8)
+        einsum = functools.partial(Einsum, config=config, rngs=rngs)
+        self.q_proj = einsum("BTD,DNH->BTNH", q, self.shd_config.q_weight_dnh)
+        self.k_proj = einsum("BTD,DNH->BTNH", kv, self.shd_config.q_weight_dnh)
+        self.v_proj = einsum("BTD,DNH->BTNH", kv, self.shd_config.q_weight_dnh)
+        self.o_proj = einsum("BTNH,NHD->BTD", (*q[1:], q[0]), self.shd_config.o_weight_nhd)
+        self.gate_proj = einsum("BTD,DF->BTF", (q[0], 64), self.shd_config.ffw_weight_df)
+        self.down_proj = einsum("BTF,FD->BTD", (64, q[0]), self.shd_config.ffw_weight_fd)
+        self.norm = nnx.RMSNorm(q[0], rngs=rngs)
+
+    def block(self, x, positions):
+        y = self.norm(x)
+        query, key = apply_rope(self.q_proj(y), positions), apply_rope(self.k_proj(y), positions)
+        y = jax.nn.dot_product_attention(query, key, self.v_proj(y), is_causal=True)
+        x += self.o_proj(y)
+        return x + self.down_proj(nnx.silu(self.gate_proj(x)))
+
+    def __call__(self, x, positions):
+        if self.config.remat_config == RematConfig.BLOCK:
+            return nnx.remat(self.block.__func__)(self, x, positions)
+        return self.block(x, positions)
+
+
+class Qwen3(nnx.Module):
+    def __init__(self, config, *, rngs):
+        self.config = config
+        self.embedder = nnx.Embed(64, config.embed_dim, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
+
+    def __call__(self, tokens):
+        x = self.embedder(tokens)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.embedder.attend(x)
+
+
+class GradientAccumulator(nnx.Module):
+    def __init__(self, model, wrt):
+        self.grads = nnx.data(jax.tree.map(jnp.zeros_like, nnx.state(model, wrt)))
+        self.denom = nnx.Variable(jnp.zeros(()))
+
+    def add(self, grads):
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        add = lambda total, new: total.set_value(total[...] + new[...])
+        jax.tree.map(add, self.grads, grads, is_leaf=is_variable)
+        self.denom[...] += 1
+
+    def get(self):
+        return jax.tree.map(lambda x: x / self.denom[...], self.grads)
+
+    def reset(self):
+        nnx.update(self, jax.tree.map(jnp.zeros_like, nnx.state(self)))
+
+
+@flax.struct.dataclass
+class TrainingInput:
+    input_tokens: jax.Array
+    temperature: float = flax.struct.field(pytree_node=False, default=2.0)
+
+
+@nnx.use_eager_sharding(False)
+def make():
+    teacher = Qwen3(ModelConfig(num_layers=3), rngs=nnx.Rngs(1))
+    student = Qwen3(ModelConfig(lora_rank=4), rngs=nnx.Rngs(0, lora=2))
+    optimizer = nnx.Optimizer(student, optax.adamw(1e-2), wrt=nnx.LoRAParam)
+    return student, optimizer, GradientAccumulator(student, nnx.LoRAParam), teacher
+
+
+def batch(step):
+    tokens = jax.random.randint(jax.random.key(step), (8, 12), 0, 64)
+    return TrainingInput(tokens), jnp.bool(step % 2)
+
+
+def train_step(model, optimizer, grad_accumulator, teacher, inputs, is_update_step):
+    targets = nnx.softmax(teacher(inputs.input_tokens) / inputs.temperature)
+
+    def loss_fn(model):
+        log_probs = nnx.log_softmax(model(inputs.input_tokens) / inputs.temperature)
+        losses = optax.losses.kl_divergence(log_probs, targets)
+        return losses.mean(), {"perplexity": jnp.exp(losses).mean()}
+
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    (loss, aux), grads = nnx.value_and_grad(loss_fn, argnums=wrt, has_aux=True)(model)
+    grad_accumulator.add(grads)
+
+    def apply_updates(model, optimizer, grad_accumulator):
+        grads = grad_accumulator.get()
+        optimizer.update(model, grads)
+        grad_accumulator.reset()
+        return optax.tree.norm(grads)
+
+    skip_updates = lambda *_: jnp.zeros(())
+    objects = model, optimizer, grad_accumulator
+    norm = nnx.cond(is_update_step, apply_updates, skip_updates, *objects)
+    return loss, aux, norm
+
+
+def train(jit, objects, steps):
+    step_fn = nnx.cached_partial(jit(train_step, **OPTIONS), *objects)
+    return [step_fn(*batch(step)) for step in range(steps)]
+
+
+OPTIONS = {"donate_argnames": ("optimizer", "grad_accumulator")}
+LOGICAL = {"fsdp": "data", "tp": "model"}
+RULES = {r"(q|k|v)_proj/w$": P("data", "model")}
