@@ -1,0 +1,20 @@
+"""Ten published NNX programs, written anew and small, with the idioms of their authors.
+
+Each module has
+
+- ``make()``: the objects of one training run, models and optimizers;
+- ``batch(step)``: the other arguments of a step;
+- ``train_step(*objects, *batch)``: the function that is compiled, and ``OPTIONS`` of ``jit``;
+- ``train(jit, objects, steps)``: the program itself, which returns what it computed. ``jit`` is
+  ``flax.nnx.jit`` or ours;
+- ``OPTIMIZERS``: which object is the optimizer of which model;
+- ``RULES``: specs by path.
+"""
+
+import importlib
+
+NAMES = [
+    *("gemma", "qwen_lora", "clip", "unet", "vae"),
+    *("ppo", "mla_moe", "gcn", "resnet", "griffin"),
+]
+PROGRAMS = {name: importlib.import_module(f".{name}", __name__) for name in NAMES}

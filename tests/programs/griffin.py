@@ -118,9 +118,8 @@ class Griffin(nnx.Module):
         return {"logits": logits, "cache": Cache(states, conv_states), "loss": None}
 
     def init_cache(self, batch):
-        cfg = self.cfg
-        zeros = jnp.zeros((batch, cfg.conv_kernel - 1, cfg.lru_width))
-        return Cache([zeros[:, 0]] * cfg.num_layers, [zeros] * cfg.num_layers)
+        shapes = (batch, self.cfg.lru_width), (batch, self.cfg.conv_kernel - 1, self.cfg.lru_width)
+        return Cache(*([jnp.zeros(shape) for _ in self.layers] for shape in shapes))
 
 
 def from_checkpoint(cfg, arrays):

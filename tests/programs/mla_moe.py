@@ -149,6 +149,10 @@ def train(jit, objects, steps):
     return [step_fn(*objects, *batch(step)) for step in range(steps)]
 
 
+def shardings(strategy, optimizer):
+    return (strategy(optimizer, optimizer.model),)
+
+
 OPTIONS = {"donate_argnums": 0}
 RULES = {
     r"(gate|down)_proj$": P("model"),

@@ -142,4 +142,10 @@ def train(jit, objects, steps):
     return results
 
 
+def shardings(strategy, agent, optimizers):
+    networks = agent.networks
+    return strategy(agent), {name: strategy(optimizers[name], networks[name]) for name in networks}
+
+
+BATCH = (None,)  # as the actions of `act` are
 RULES = {r"layers/1/kernel$": P("data", "model"), r"kernel$": P(None, None)}

@@ -166,6 +166,12 @@ def train(jit, objects, steps):
     return [step_fn(*batch(step)) for step in range(steps)]
 
 
+def shardings(strategy, student, optimizer, grad_accumulator, teacher):
+    following = (strategy(tree, student) for tree in (optimizer, grad_accumulator))
+    return strategy(student), *following, strategy(teacher)
+
+
+BATCH = P("data"), P()
 OPTIONS = {"donate_argnames": ("optimizer", "grad_accumulator")}
 LOGICAL = {"fsdp": "data", "tp": "model"}
 RULES = {r"(q|k|v)_proj/w$": P("data", "model")}

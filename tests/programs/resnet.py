@@ -119,6 +119,10 @@ def train(jit, objects, steps):
     return history
 
 
+def shardings(strategy, model, optimizer, metrics):
+    return strategy(model), strategy(optimizer, model), P()
+
+
 RULES = {
     r"conv[01]/kernel$": P(None, None, "data", "model"),
     r"conv2/kernel$": P(None, None, "model"),

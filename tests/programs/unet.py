@@ -133,5 +133,9 @@ def train(jit, objects, steps):
     return losses, [sample_fn(model, jax.random.key(step), num_steps=4) for step in range(2)]
 
 
+def shardings(strategy, model, optimizer, ema):
+    return strategy(model), strategy(optimizer, model), strategy(ema)
+
+
 OPTIONS = {"donate_argnums": (0, 1, 2)}
 RULES = {r"(conv|inc|middle)/kernel$": P(None, None, None, "model"), r"mlp/": P("model")}
