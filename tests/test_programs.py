@@ -17,7 +17,7 @@ from nnx_sharding.partition import abstract_init, sharded_init
 from nnx_sharding.placement import place
 from nnx_sharding.report import Failure, compare
 from programs import NAMES, PROGRAMS
-from programs.harness import STEPS, Run, numbers, sharding_jit, shardings, strategies
+from programs.harness import Run, numbers, sharding_jit, shardings, strategies
 
 MESH = mesh_of((2, 4), ("data", "model"))
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES]

@@ -20,26 +20,24 @@ def quickgelu(x):
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-def partitioned(init, *names):
-    return nnx.with_partitioning(init, names)
+def partitioned(*names):
+    return nnx.with_partitioning(nnx.initializers.xavier_uniform(), names)
 
 
 class TransformerEncoder(nnx.Module):
-    def __init__(self, width, *, attn_mask=None, use_quick_gelu=False, rngs):
-        xavier = nnx.initializers.xavier_uniform()
+    def __init__(self, width, attn_mask=None, use_quick_gelu=False, *, rngs):
         linear = functools.partial(nnx.Linear, rngs=rngs)
         self.attn_mask = attn_mask  # an array or None
         self.norm1 = nnx.LayerNorm(width, rngs=rngs)
-        kernel_init = partitioned(xavier, "embed", "heads", None)
-        out_kernel_init = partitioned(xavier, "heads", None, "embed")
-        init = {"kernel_init": kernel_init, "out_kernel_init": out_kernel_init}
+        inits = partitioned("embed", "heads", None), partitioned("heads", None, "embed")
+        init = dict(zip(("kernel_init", "out_kernel_init"), inits, strict=True))
         self.attn = nnx.MultiHeadAttention(2, width, decode=False, rngs=rngs, **init)
         self.norm2 = nnx.LayerNorm(width, rngs=rngs)
         self.mlp = nnx.Sequential(
-            linear(width, 2 * width, kernel_init=partitioned(xavier, "embed", "mlp")),
+            linear(width, 2 * width, kernel_init=partitioned("embed", "mlp")),
             quickgelu if use_quick_gelu else functools.partial(jax.nn.gelu, approximate=False),
             nnx.Dropout(0.1, rngs=rngs),
-            linear(2 * width, width, kernel_init=partitioned(xavier, "mlp", "embed")),
+            linear(2 * width, width, kernel_init=partitioned("mlp", "embed")),
         )
 
     def __call__(self, x):
@@ -59,8 +57,7 @@ class Transformer(nnx.Module):
         def create_block(rngs):
             return TransformerEncoder(WIDTH, use_quick_gelu=True, rngs=rngs)
 
-        self.num_layers = num_layers
-        self.layers = create_block(rngs)
+        self.num_layers, self.layers = num_layers, create_block(rngs)
 
     def __call__(self, x):
         return scan_forward(x, self.layers)
@@ -69,7 +66,7 @@ class Transformer(nnx.Module):
 class VisionModel(nnx.Module):
     def __init__(self, *, rngs=nnx.Rngs(0)):
         self.patch_embedding = nnx.Conv(3, WIDTH, (4, 4), (4, 4), use_bias=False, rngs=rngs)
-        init = nnx.initializers.truncated_normal(0.02)
+        init = nnx.initializers.normal(0.02)
         self.cls_token = nnx.Param(init(rngs.params(), (1, 1, WIDTH)))
         self.position_embeddings = nnx.Param(init(rngs.params(), (1, 5, WIDTH)))
         self.transformer = Transformer(2, rngs=rngs)
@@ -85,10 +82,8 @@ class VisionModel(nnx.Module):
 class TextModel(nnx.Module):
     def __init__(self, *, rngs):
         self.attn_mask = jnp.tril(jnp.ones((CONTEXT, CONTEXT)))
-        init = nnx.initializers.xavier_uniform()
-        self.token_embedding = nnx.Embed(
-            32, WIDTH, embedding_init=partitioned(init, "vocab", "embed"), rngs=rngs
-        )
+        init = partitioned("vocab", "embed")
+        self.token_embedding = nnx.Embed(32, WIDTH, embedding_init=init, rngs=rngs)
         self.position_ids = np.arange(CONTEXT)
         self.positional_embedding = nnx.Embed(CONTEXT, WIDTH, rngs=rngs)
         self.transformer = TransformerEncoder(WIDTH, attn_mask=self.attn_mask, rngs=rngs)
@@ -126,8 +121,7 @@ def batch(step):
 
 
 def clip_loss(model, images, texts):
-    logits = model(images, texts)
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    logits, cross_entropy = model(images, texts), optax.softmax_cross_entropy_with_integer_labels
     labels = jnp.arange(len(logits))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)).mean() / 2
 
@@ -151,8 +145,6 @@ def train(jit, objects, steps):
 
 LOGICAL = {"vocab": "model", "embed": "data", "heads": "model", "mlp": "model", "layers": None}
 RULES = {
-    r"layers/mlp/layers/0/kernel$": P(None, "data", "model"),
-    r"layers/mlp/layers/3/kernel$": P(None, "model", "data"),
+    r"layers/mlp/.*kernel$": P(None, "data", "model"),
     r"layers/attn/(query|key|value)/kernel$": P(None, None, "model"),
-    r"token_embedding": P("model"),
 }

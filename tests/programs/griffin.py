@@ -5,6 +5,7 @@ https://github.com/jax-ml/bonsai/blob/main/bonsai/models/mamba2
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
@@ -20,21 +21,15 @@ ACT2FN = {"silu": nnx.silu, "gelu": nnx.gelu}
 class GriffinConfig:
     vocab_size: int = 64
     width: int = 32
-    conv_kernel: int = 4
+    lru_width: int = 32
     num_layers: int = 2
     hidden_act: Literal["silu", "gelu"] = "gelu"
     initializer_range: tuple[float, float] = (0.9, 0.999)
-
-    @property
-    def lru_width(self):
-        return self.width
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Cache:
-    """The states of all layers."""
-
     states: list[jax.Array]
     conv_states: list[jax.Array]
 
@@ -46,34 +41,26 @@ class Cache:
         return cls(*map(list, children))
 
 
-class BlockDiagonalLinear(nnx.Module):
-    def __init__(self, width, num_blocks, *, rngs):
-        self.num_blocks = num_blocks
-        size = width // num_blocks
-        init = nnx.initializers.lecun_normal()
-        self.w = nnx.Param(init(rngs.params(), (num_blocks, size, size)))
-        self.b = nnx.Param(jnp.zeros((num_blocks, size)))
-
-    def __call__(self, x):
-        blocks = x.reshape(*x.shape[:-1], self.num_blocks, -1)
-        return (jnp.einsum("BTHI,HIJ->BTHJ", blocks, self.w[...]) + self.b[...]).reshape(x.shape)
-
-
 class RGLRU(nnx.Module):
     def __init__(self, cfg, *, rngs):
         low, high = cfg.initializer_range
         decay = jax.random.uniform(rngs.params(), (cfg.lru_width,), minval=low, maxval=high)
         self.a_param = nnx.Param(jnp.log(jnp.expm1(-jnp.log(decay))))
-        self.input_gate = BlockDiagonalLinear(cfg.lru_width, 4, rngs=rngs)
-        self.a_gate = BlockDiagonalLinear(cfg.lru_width, 4, rngs=rngs)
+        # Linear layers with 4 blocks on the diagonal.
+        size = cfg.lru_width // 4
+        gate = functools.partial(nnx.Einsum, "BTHI,HIJ->BTHJ", (4, size, size), (4, size))
+        self.input_gate, self.a_gate = gate(rngs=rngs), gate(rngs=rngs)
 
     def __call__(self, x, state):
-        log_a = -8.0 * nnx.sigmoid(self.a_gate(x)) * nnx.softplus(self.a_param[...])
-        a = jnp.exp(log_a)
-        x = jnp.sqrt(-jnp.expm1(2 * log_a) + 1e-6) * nnx.sigmoid(self.input_gate(x)) * x
+        blocks = x.reshape(*x.shape[:-1], 4, -1)
+        gates = self.a_gate(blocks), self.input_gate(blocks)
+        a_gate, input_gate = (nnx.sigmoid(gate).reshape(x.shape) for gate in gates)
+        a = jnp.exp(-8.0 * a_gate * nnx.softplus(self.a_param[...]))
+        x = jnp.sqrt(1 - a**2 + 1e-6) * input_gate * x
         x = x.at[:, 0].add(a[:, 0] * state)
-        combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
-        _, states = jax.lax.associative_scan(combine, (a, x), axis=1)
+        _, states = jax.lax.associative_scan(
+            lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1]), (a, x), axis=1
+        )
         return states, states[:, -1]
 
 
@@ -82,23 +69,20 @@ class Block(nnx.Module):
         self.cfg = cfg
         self.act = ACT2FN[cfg.hidden_act]
         self.norm = nnx.RMSNorm(cfg.width, rngs=rngs)
-        self.linear_x = nnx.Linear(cfg.width, cfg.lru_width, rngs=rngs)
-        self.linear_y = nnx.Linear(cfg.width, cfg.lru_width, rngs=rngs)
-        self.conv = nnx.Conv(
-            *(cfg.lru_width, cfg.lru_width, (cfg.conv_kernel,)),
-            padding="VALID",
-            feature_group_count=cfg.lru_width,
-            rngs=rngs,
-        )
+        width = cfg.lru_width
+        self.linear_x = nnx.Linear(cfg.width, width, rngs=rngs)
+        self.linear_y = nnx.Linear(cfg.width, width, rngs=rngs)
+        depthwise = {"feature_group_count": width, "padding": "VALID"}
+        self.conv = nnx.Conv(width, width, (4,), **depthwise, rngs=rngs)
         self.rg_lru = RGLRU(cfg, rngs=rngs)
-        self.linear_out = nnx.Linear(cfg.lru_width, cfg.width, rngs=rngs)
+        self.linear_out = nnx.Linear(width, cfg.width, rngs=rngs)
 
     def __call__(self, x, state, conv_state):
         y = self.norm(x)
         padded = jnp.concatenate([conv_state, self.linear_x(y)], 1)
         z, state = self.rg_lru(self.conv(padded), state)
         x += self.linear_out(z * self.act(self.linear_y(y)))
-        return x, state, padded[:, 1 - self.cfg.conv_kernel :]
+        return x, state, padded[:, -3:]
 
 
 class Griffin(nnx.Module):
@@ -114,11 +98,11 @@ class Griffin(nnx.Module):
             x, state, conv_state = layer(x, *state)
             states.append(state)
             conv_states.append(conv_state)
-        logits = self.embedder.attend(x)
-        return {"logits": logits, "cache": Cache(states, conv_states), "loss": None}
+        cache = Cache(states, conv_states)
+        return {"logits": self.embedder.attend(x), "cache": cache, "loss": None}
 
     def init_cache(self, batch):
-        shapes = (batch, self.cfg.lru_width), (batch, self.cfg.conv_kernel - 1, self.cfg.lru_width)
+        shapes = (batch, self.cfg.lru_width), (batch, 3, self.cfg.lru_width)
         return Cache(*([jnp.zeros(shape) for _ in self.layers] for shape in shapes))
 
 
@@ -167,9 +151,4 @@ def train(jit, objects, steps):
 
 
 OPTIONS = {"donate_argnums": (0, 1)}
-RULES = {
-    r"linear_(x|y)/kernel$": P("data", "model"),
-    r"linear_out/kernel$": P("model", "data"),
-    r"gate/w$": P("model"),
-    r"embedding$": P("model"),
-}
+RULES = {r"linear_(x|y)/kernel$": P("data", "model"), r"(gate/kernel|embedding)$": P("model")}

@@ -1,7 +1,6 @@
 """A decoder with latent attention and a mixture of experts, as in DeepSeek V3.
 
 https://github.com/google/tunix/blob/main/tunix/models/deepseek_v3/model.py
-https://github.com/jax-ml/bonsai
 """
 
 import dataclasses
@@ -17,13 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass(slots=True)
 class ModelConfig:
-    vocab_size: int = 64
     embed_dim: int = 32
     num_heads: int = 4
     latent_dim: int = 16
     rope_dim: int = 4
     num_experts: int = 4
-    num_experts_per_tok: int = 2
     max_length: int = 16
     act: Callable[[jax.Array], jax.Array] = nnx.silu
     score: Callable[[jax.Array], jax.Array] = lambda x: jax.nn.sigmoid(x)  # noqa: PLW0108
@@ -31,11 +28,11 @@ class ModelConfig:
 
 
 class RouterBias(nnx.Variable):
-    """Balances the load of the experts; it has no gradient."""
+    pass
 
 
 class RotaryTables:
-    """Shared by all layers: an ordinary object that holds NumPy arrays."""
+    """An ordinary object with NumPy arrays."""
 
     def __init__(self, config):
         frequency = 10_000 ** -(np.arange(0, config.rope_dim, 2) / config.rope_dim)
@@ -46,9 +43,8 @@ class RotaryTables:
 class LatentAttention(nnx.Module):
     def __init__(self, config, tables, *, rngs):
         self.config, heads, dim = config, config.num_heads, config.embed_dim
-        self.cos, self.sin = jnp.asarray(tables.cos), jnp.asarray(tables.sin)
+        self.tables, self.cos, self.sin = [tables], jnp.array(tables.cos), jnp.array(tables.sin)
         self.mask = jnp.tril(jnp.ones((config.max_length, config.max_length), bool))
-        self.tables = [tables]
         rope = config.rope_dim
         self.kv_down = nnx.Linear(dim, config.latent_dim + rope, use_bias=False, rngs=rngs)
         self.kv_norm = nnx.RMSNorm(config.latent_dim, rngs=rngs)
@@ -81,20 +77,18 @@ class MoE(nnx.Module):
         init = nnx.initializers.normal(0.1)
         self.gate_proj = nnx.Param(init(rngs.params(), (experts, dim, 32)))
         self.down_proj = nnx.Param(init(rngs.params(), (experts, 32, dim)))
-        self.shared = nnx.Linear(dim, dim, rngs=rngs)
         self.load = nnx.Intermediate(jnp.zeros(experts))
 
     def __call__(self, x):
         config = self.config
         scores = config.score(self.router(x))
-        _, chosen = jax.lax.top_k(scores + self.bias[...], config.num_experts_per_tok)
+        _, chosen = jax.lax.top_k(scores + self.bias[...], 2)
         dispatch = jax.nn.one_hot(chosen, config.num_experts).sum(-2)
         self.load[...] = dispatch.mean((0, 1))
-        weights = dispatch * scores
-        weights /= weights.sum(-1, keepdims=True)
+        weights = dispatch * scores / (dispatch * scores).sum(-1, keepdims=True)
         hidden = config.act(jnp.einsum("BTD,EDF->BTEF", x, self.gate_proj[...]))
-        outputs = jnp.einsum("BTEF,EFD,BTE->BTD", hidden, self.down_proj[...], weights)
-        return self.shared(x) + config.extra["scale"] * outputs
+        x = jnp.einsum("BTEF,EFD,BTE->BTD", hidden, self.down_proj[...], weights)
+        return config.extra["scale"] * x
 
 
 class DecoderLayer(nnx.Module):
@@ -110,7 +104,7 @@ class DecoderLayer(nnx.Module):
 
 class DeepSeek(nnx.Module):
     def __init__(self, config, *, rngs):
-        self.embedder = nnx.Embed(config.vocab_size, config.embed_dim, rngs=rngs)
+        self.embedder = nnx.Embed(64, config.embed_dim, rngs=rngs)
         tables = RotaryTables(config)
         self.layers = nnx.List([DecoderLayer(config, tables, rngs=rngs) for _ in range(2)])
 
@@ -139,8 +133,7 @@ def train_step(optimizer, tokens):
     loss, grads = nnx.value_and_grad(loss_fn)(optimizer.model)
     optimizer.update(grads)
     for layer in optimizer.model.layers:
-        load = layer.mlp.load[...]
-        layer.mlp.bias[...] += 0.01 * jnp.sign(load.mean() - load)
+        layer.mlp.bias[...] += 0.01 * jnp.sign(0.5 - layer.mlp.load[...])
     return loss
 
 
@@ -154,9 +147,4 @@ def shardings(strategy, optimizer):
 
 
 OPTIONS = {"donate_argnums": 0}
-RULES = {
-    r"(gate|down)_proj$": P("model"),
-    r"(q_proj|kv_up)/kernel$": P(None, "model"),
-    r"o_proj/kernel$": P("model", None, "data"),
-    r"embedding$": P("model"),
-}
+RULES = {r"(gate|down)_proj$": P("model"), r"(q_proj|kv_up)/kernel$": P(None, "model")}

@@ -16,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass
 class Args:
-    """Read from the command line, so it is not frozen."""
-
     clip_coef: float = 0.2
     ent_coef: float = 0.01
     update_epochs: int = 2

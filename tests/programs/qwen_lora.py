@@ -1,14 +1,13 @@
 """Distillation into a Qwen decoder with LoRA, by a trainer as in Tunix.
 
 https://github.com/google/tunix/blob/main/tunix/models/qwen3/model.py
-https://github.com/google/tunix/blob/main/tunix/sft/peft_trainer.py
+https://github.com/google/tunix/blob/main/tunix/distillation/distillation_trainer.py
 """
 
 import dataclasses
 import enum
 import functools
 
-import flax
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from .layers import apply_rope
+from .trainer import GradientAccumulator, TrainingInput
 
 
 RematConfig = enum.Enum("RematConfig", ["NONE", "BLOCK"])
@@ -23,12 +23,9 @@ RematConfig = enum.Enum("RematConfig", ["NONE", "BLOCK"])
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ShardingConfig:
-    """Logical names; Tunix has those of its mesh."""
-
     q_weight_dnh: tuple[str | None, ...] = ("fsdp", "tp", None)
     o_weight_nhd: tuple[str | None, ...] = ("tp", None, "fsdp")
     ffw_weight_df: tuple[str | None, ...] = ("fsdp", "tp")
-    ffw_weight_fd: tuple[str | None, ...] = ("tp", "fsdp")
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,15 +59,15 @@ class Einsum(nnx.Module):
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config, *, rngs):
-        self.config, self.shd_config = config, config.shd_config
+        self.config, shd_config = config, config.shd_config
         q, kv = (config.embed_dim, config.num_heads, 8), (config.embed_dim, 2, 8)
         einsum = functools.partial(Einsum, config=config, rngs=rngs)
-        self.q_proj = einsum("BTD,DNH->BTNH", q, self.shd_config.q_weight_dnh)
-        self.k_proj = einsum("BTD,DNH->BTNH", kv, self.shd_config.q_weight_dnh)
-        self.v_proj = einsum("BTD,DNH->BTNH", kv, self.shd_config.q_weight_dnh)
-        self.o_proj = einsum("BTNH,NHD->BTD", (*q[1:], q[0]), self.shd_config.o_weight_nhd)
-        self.gate_proj = einsum("BTD,DF->BTF", (q[0], 64), self.shd_config.ffw_weight_df)
-        self.down_proj = einsum("BTF,FD->BTD", (64, q[0]), self.shd_config.ffw_weight_fd)
+        self.q_proj = einsum("BTD,DNH->BTNH", q, shd_config.q_weight_dnh)
+        self.k_proj = einsum("BTD,DNH->BTNH", kv, shd_config.q_weight_dnh)
+        self.v_proj = einsum("BTD,DNH->BTNH", kv, shd_config.q_weight_dnh)
+        self.o_proj = einsum("BTNH,NHD->BTD", (*q[1:], q[0]), shd_config.o_weight_nhd)
+        self.gate_proj = einsum("BTD,DF->BTF", (q[0], 64), shd_config.ffw_weight_df)
+        self.down_proj = einsum("BTF,FD->BTD", (64, q[0]), shd_config.ffw_weight_df[::-1])
         self.norm = nnx.RMSNorm(q[0], rngs=rngs)
 
     def block(self, x, positions):
@@ -98,30 +95,6 @@ class Qwen3(nnx.Module):
         for layer in self.layers:
             x = layer(x, positions)
         return self.embedder.attend(x)
-
-
-class GradientAccumulator(nnx.Module):
-    def __init__(self, model, wrt):
-        self.grads = nnx.data(jax.tree.map(jnp.zeros_like, nnx.state(model, wrt)))
-        self.denom = nnx.Variable(jnp.zeros(()))
-
-    def add(self, grads):
-        is_variable = lambda x: isinstance(x, nnx.Variable)
-        add = lambda total, new: total.set_value(total[...] + new[...])
-        jax.tree.map(add, self.grads, grads, is_leaf=is_variable)
-        self.denom[...] += 1
-
-    def get(self):
-        return jax.tree.map(lambda x: x / self.denom[...], self.grads)
-
-    def reset(self):
-        nnx.update(self, jax.tree.map(jnp.zeros_like, nnx.state(self)))
-
-
-@flax.struct.dataclass
-class TrainingInput:
-    input_tokens: jax.Array
-    temperature: float = flax.struct.field(pytree_node=False, default=2.0)
 
 
 @nnx.use_eager_sharding(False)
@@ -155,9 +128,8 @@ def train_step(model, optimizer, grad_accumulator, teacher, inputs, is_update_st
         grad_accumulator.reset()
         return optax.tree.norm(grads)
 
-    skip_updates = lambda *_: jnp.zeros(())
     objects = model, optimizer, grad_accumulator
-    norm = nnx.cond(is_update_step, apply_updates, skip_updates, *objects)
+    norm = nnx.cond(is_update_step, apply_updates, lambda *_: jnp.zeros(()), *objects)
     return loss, aux, norm
 
 

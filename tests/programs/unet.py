@@ -110,8 +110,8 @@ def batch(step):
 def train_step(model, optimizer, ema, images):
     loss, grads = nnx.value_and_grad(lambda model: model.loss(images))(model)
     optimizer.update(model, grads)
-    mean = lambda old, new: 0.9 * old + 0.1 * new
-    nnx.update(ema, jax.tree.map(mean, nnx.state(ema, nnx.Param), nnx.state(model, nnx.Param)))
+    old, new = nnx.state(ema, nnx.Param), nnx.state(model, nnx.Param)
+    nnx.update(ema, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, old, new))
     return loss
 
 

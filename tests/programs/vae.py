@@ -48,9 +48,6 @@ class VAE(nnx.Module):
     def __call__(self, x):
         return self.decoder(self.encoder(x)).reshape(-1, *self.output_shape)
 
-    def generate(self, z):
-        return nnx.sigmoid(self.decoder(z).reshape(-1, *self.output_shape))
-
 
 def make():
     model = VAE(32, 8, [8, 8], rngs=nnx.Rngs(0, noise=1))
@@ -78,16 +75,21 @@ def forward(model, x):
     return y
 
 
-def sample(model, z):
-    return model.generate(z)
-
-
 def train(jit, objects, steps):
     model, _ = objects
-    step_fn, forward_fn, sample_fn = jit(train_step), jit(forward), jit(sample)
+
+    class Generator(nnx.Module):
+        def __init__(self, vae):
+            self.vae = vae
+
+        @jit
+        def __call__(self, z):
+            return nnx.sigmoid(self.vae.decoder(z).reshape(-1, *self.vae.output_shape))
+
+    step_fn, forward_fn, generate = jit(train_step), jit(forward), Generator(model)
     losses = [step_fn(*objects, *batch(step)) for step in range(steps)]
     z = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-    return losses, forward_fn(model, *batch(0)), [sample_fn(model, z) for _ in range(2)]
+    return losses, forward_fn(model, *batch(0)), [generate(z) for _ in range(2)]
 
 
 RULES = {
