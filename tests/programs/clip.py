@@ -112,7 +112,7 @@ class CLIP(nnx.Module):
 @nnx.use_eager_sharding(False)
 def make():
     model = CLIP(rngs=nnx.Rngs(0, dropout=1))
-    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
 
 
 def batch(step):
@@ -146,5 +146,5 @@ def train(jit, objects, steps):
 LOGICAL = {"vocab": "model", "embed": "data", "heads": "model", "mlp": "model", "layers": None}
 RULES = {
     r"layers/mlp/.*kernel$": P(None, "data", "model"),
-    r"layers/attn/(query|key|value)/kernel$": P(None, None, "model"),
+    r"layers/attn/(query|key|value)/kernel$": P(None, None, None, "model"),
 }

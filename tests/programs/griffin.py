@@ -72,15 +72,15 @@ class Block(nnx.Module):
         width = cfg.lru_width
         self.linear_x = nnx.Linear(cfg.width, width, rngs=rngs)
         self.linear_y = nnx.Linear(cfg.width, width, rngs=rngs)
-        depthwise = {"feature_group_count": width, "padding": "VALID"}
-        self.conv = nnx.Conv(width, width, (4,), **depthwise, rngs=rngs)
+        self.conv = nnx.Param(nnx.initializers.normal(0.5)(rngs.params(), (4, width)))
         self.rg_lru = RGLRU(cfg, rngs=rngs)
         self.linear_out = nnx.Linear(width, cfg.width, rngs=rngs)
 
     def __call__(self, x, state, conv_state):
         y = self.norm(x)
         padded = jnp.concatenate([conv_state, self.linear_x(y)], 1)
-        z, state = self.rg_lru(self.conv(padded), state)
+        taps = (kernel * padded[:, i : i + x.shape[1]] for i, kernel in enumerate(self.conv[...]))
+        z, state = self.rg_lru(sum(taps), state)
         x += self.linear_out(z * self.act(self.linear_y(y)))
         return x, state, padded[:, -3:]
 

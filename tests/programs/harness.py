@@ -10,7 +10,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from nnx_sharding.partition import from_logical, from_rules, fsdp, tensor_parallel
+from nnx_sharding.partition import (
+    from_logical,
+    from_rules,
+    fsdp,
+    optimizer_sharding,
+    tensor_parallel,
+)
 
 STEPS = 5
 
@@ -29,10 +35,13 @@ def strategies(program, mesh):
         return tensor_parallel(model, mesh, optimizer=tree)
 
     def by_rules(tree, model=None):
-        return from_rules(program.RULES, default=P(), on_indivisible="replicate")
+        rules = from_rules(program.RULES, default=P())
+        return rules if model is None else optimizer_sharding(tree, rules, model)
 
     def by_names(tree, model=None):
-        return from_logical(tree, program.LOGICAL, mesh=mesh)
+        if model is None:
+            return from_logical(tree, program.LOGICAL, mesh=mesh)
+        return optimizer_sharding(tree, by_names(model), model)
 
     found = {"fsdp": by_shapes, "tensor": by_layers, "rules": by_rules}
     return found | ({"logical": by_names} if hasattr(program, "LOGICAL") else {})

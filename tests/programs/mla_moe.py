@@ -106,7 +106,7 @@ class DeepSeek(nnx.Module):
     def __init__(self, config, *, rngs):
         self.embedder = nnx.Embed(64, config.embed_dim, rngs=rngs)
         tables = RotaryTables(config)
-        self.layers = nnx.List([DecoderLayer(config, tables, rngs=rngs) for _ in range(2)])
+        self.layers = nnx.List([DecoderLayer(config, tables, rngs=rngs) for _ in range(1)])
 
     def __call__(self, tokens):
         x = self.embedder(tokens)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 class Args:
     clip_coef: float = 0.2
     ent_coef: float = 0.01
-    update_epochs: int = 2
+    update_epochs: int = 1
     num_minibatches: int = 2
     max_grad_norm: float = 0.5
 

@@ -21,7 +21,7 @@ class ModelCfg:
 
     @classmethod
     def resnet_tiny(cls):
-        return cls([1, 2], num_classes=8)
+        return cls([1, 1], num_classes=8)
 
 
 class Bottleneck(nnx.Module):
