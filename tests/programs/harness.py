@@ -36,12 +36,12 @@ def strategies(program, mesh):
 
     def by_rules(tree, model=None):
         rules = from_rules(program.RULES, default=P())
-        return rules if model is None else optimizer_sharding(tree, rules, model)
+        return rules if model is None else optimizer_sharding(tree, rules, model=model)
 
     def by_names(tree, model=None):
         if model is None:
             return from_logical(tree, program.LOGICAL, mesh=mesh)
-        return optimizer_sharding(tree, by_names(model), model)
+        return optimizer_sharding(tree, by_names(model), model=model)
 
     found = {"fsdp": by_shapes, "tensor": by_layers, "rules": by_rules}
     return found | ({"logical": by_names} if hasattr(program, "LOGICAL") else {})

@@ -23,7 +23,7 @@ class ModelConfig:
     num_experts: int = 4
     max_length: int = 16
     act: Callable[[jax.Array], jax.Array] = nnx.silu
-    score: Callable[[jax.Array], jax.Array] = lambda x: jax.nn.sigmoid(x)  # noqa: PLW0108
+    score: Callable[[jax.Array], jax.Array] = lambda x: jax.nn.sigmoid(x)
     extra: dict = dataclasses.field(default_factory=lambda: {"scale": 1.0})
 
 

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from .layers import apply_rope
 from .trainer import GradientAccumulator, TrainingInput
 
-
 RematConfig = enum.Enum("RematConfig", ["NONE", "BLOCK"])
 
 

@@ -8,7 +8,6 @@ import dataclasses
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
