@@ -1,4 +1,4 @@
-"""Ten published NNX programs, written anew and small, with the idioms of their authors.
+"""Ten programs after published ones, small, with the idioms of their authors.
 
 Each module has
 

@@ -64,7 +64,7 @@ class Transformer(nnx.Module):
 
 
 class VisionModel(nnx.Module):
-    def __init__(self, *, rngs=nnx.Rngs(0)):
+    def __init__(self, *, rngs=nnx.Rngs(0)):  # noqa: B008
         self.patch_embedding = nnx.Conv(3, WIDTH, (4, 4), (4, 4), use_bias=False, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         self.cls_token = nnx.Param(init(rngs.params(), (1, 1, WIDTH)))

@@ -5,6 +5,7 @@ https://github.com/jax-ml/bonsai/blob/main/bonsai/models/gat
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -50,7 +51,7 @@ class GCN(nnx.Module):
     def __init__(self, sizes, dropout, *, rngs):
         self.sizes = sizes
         self.layers = nnx.List([])
-        for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        for inputs, outputs in itertools.pairwise(sizes):
             self.layers.append(GraphConvolution(inputs, outputs, rngs=rngs))
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
