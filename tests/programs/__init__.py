@@ -7,8 +7,11 @@ Each module has
 - ``train_step(*objects, *batch)``: the function that is compiled, and ``OPTIONS`` of ``jit``;
 - ``train(jit, objects, steps)``: the program itself, which returns what it computed. ``jit`` is
   ``flax.nnx.jit`` or ours;
-- ``OPTIMIZERS``: which object is the optimizer of which model;
-- ``RULES``: specs by path.
+- ``RULES``: specs by path, and ``LOGICAL`` mesh axes of names in the metadata, if it has any;
+- ``shardings(strategy, *objects)``: the sharding of each object, and ``BATCH`` of the other
+  arguments, where the objects are not a model and its optimizer, or not all is a batch.
+
+``layers``, ``sampler`` and ``trainer`` are parts of them.
 """
 
 import importlib
