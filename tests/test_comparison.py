@@ -162,6 +162,15 @@ class CompareTest(parameterized.TestCase):
         )  # fmt: skip
         assert found.figures["dp"]["arguments"] == KERNELS + ROWS * WIDTH * F32 // 2
 
+    def test_numpy_arrays_have_the_dtype_of_a_call(self):
+        def total(x):
+            return x.sum()
+
+        x = np.arange(8)  # of 64 bits
+        report = compare({"all": (P(),)}, total, x, mesh={"data": 1}).reports["all"]
+        traced = jax.jit(total).trace(x).jaxpr.in_avals[0]
+        assert report.parameters[0].dtype == str(traced.dtype)
+
     def test_device_gives_roofline_and_limit(self):
         found = planned().judged(device="TPU v5e")
         own = device("TPU v5e")

@@ -126,7 +126,8 @@ def compare(
 def _abstract(leaf: Any) -> Any:
     """The shape and dtype in the place of an array."""
     if isinstance(leaf, jax.Array | np.ndarray):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        aval = jax.typeof(leaf)  # with the dtype that a call gives a NumPy array
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     return leaf
 
 
