@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ def inferred(
         usable.append(spec)
         saved.restore()
     try:
-        out = with_auto_axes(saved.variables, call, args, kwargs)
+        out = with_auto_axes(module, call, args, kwargs)
     except _compat.TYPE_ERRORS:
         saved.restore()
         raise original from None
@@ -128,22 +128,19 @@ def _axes(entries: Iterable[Any]) -> set[Any]:
 
 
 def with_auto_axes(
-    variables: Sequence[Any],
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a method with all axes Auto; its outputs are sharded as its first input.
 
     Args:
-      variables: the Variables that it may read or change.
-      call: the method.
+      module: the module.
+      call: its method.
       args: its arguments.
       kwargs: its keyword arguments.
     """
     first = next((x for x in _arrays((args, kwargs)) if type_spec(x) is not None), None)
     mesh = jax.sharding.get_abstract_mesh()
-    flat = flatten((tuple(variables), args, kwargs))
+    flat = flatten((module, args, kwargs))
     retyping = Retyping.of(mesh, None, AxisType.Auto, name="auto_axes")
     arrays = Retyped.of(retyping, flat.leaves)
     after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))

@@ -58,8 +58,19 @@ def sharded_activations(
         stack.enter_context(intercepting(scope, scope.methods))
         if (mesh := _type_mesh(leaves)) is not None:
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        yield functools.partial(_call, scope, caller.fun)
+        try:
+            yield functools.partial(_call, scope, caller.fun)
+        except _compat.TYPE_ERRORS[0] as error:
+            error.add_note(_NOTE)
+            raise
     scope.check()
+
+
+_NOTE = (
+    "The operation is outside of modules, so nothing was inferred for it. Shard what it gets with "
+    "activation_shardings={...} for the module that returns that, give the operation an "
+    "out_sharding, or let the compiler choose with jit(..., auto_axes=True)."
+)
 
 
 def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
