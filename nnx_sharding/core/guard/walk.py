@@ -91,31 +91,28 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
 class PythonWalk:
     """A recipe, ready to be followed.
 
-    Its stream is in an order of its own: what holds nothing to open comes last, with one step for
-    all of a kind.
+    Its stream has another order, with fewer steps: what holds nothing to open comes last.
     """
 
     def __init__(self, recipe: Recipe):
         types = dict(zip(recipe.typed, recipe.types, strict=True))
         place = {position: position for position in range(recipe.num_arguments)}  # in the stream
         self._steps: list[tuple[Any, list[type], list[Any]]] = []
-        before: Positions = ()
+        previous: Positions = ()
         for kind, positions, expected, parts in _in_order(recipe):
             own_types = [types[position] for position in positions]
-            if positions != before:
+            if positions != previous:
                 pick = picker([place[position] for position in positions])
                 self._steps.append((pick, own_types, []))
-            before = positions
+            previous = positions
             self._steps[-1][-1].append(_reader(kind, own_types, expected))
             place |= zip(parts, itertools.count(len(place)))
-
-        def pick_all(positions: Positions) -> Callable[[Sequence[Any]], Sequence[Any]]:
-            return picker([place[position] for position in positions])
-
-        self._leaves, self._objects = pick_all(recipe.leaves), pick_all(recipe.objects)
-        self._frozen, self._traces = pick_all(recipe.frozen), pick_all(recipe.traces)
-        self._mentions, self._first = pick_all(recipe.mentions), np.array(recipe.first, int)
+        self._leaves, self._objects, self._frozen, self._mentions, self._traces = (
+            picker([place[position] for position in getattr(recipe, name)])
+            for name in ("leaves", "objects", "frozen", "mentions", "traces")
+        )
         self._leaf_types = [types[position] for position in recipe.leaves]
+        self._first = np.array(recipe.first, int)
         pinned = {place[position] for position in (*recipe.frozen, *recipe.mentions)}
         self._end = max(pinned, default=-1) + 1
         self._free = [i for i in range(self._end) if i not in pinned]
@@ -125,8 +122,7 @@ class PythonWalk:
 
         It returns None, or raises any error, if the graph may have changed.
         """
-        # The ids of all that was pinned in a graph that had not changed, and the statics that must
-        # live as long as these ids count.
+        # Ids of an unchanged graph, and the statics that must live as long as these ids count.
         known: tuple[bytes, Sequence[Any]] = (b"", ())
 
         def follow(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[Any]] | None:
@@ -195,29 +191,30 @@ class PythonWalk:
         return stream
 
 
-def _in_order(recipe: Recipe) -> Iterator[tuple[Kind, Positions, Sequence[Any], list[int]]]:
+# The order of what holds nothing to open. A Variable is picked once, and arrays are at the end.
+_OF_VARIABLES = (Kind.METADATA, Kind.TRACE, Kind.VALUE)
+_LAST = (*(kind for kind in Kind if kind not in _OF_VARIABLES), *_OF_VARIABLES)
+
+
+def _in_order(recipe: Recipe) -> Iterator[tuple[Kind, Positions, Sequence[Any], Iterator[int]]]:
     """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
     opened = {*chain.from_iterable(step.positions for step in recipe.steps)}
-    last: dict[Kind, list[Any]] = {kind: [] for kind in Kind}
-    for kind in (Kind.METADATA, Kind.TRACE, Kind.VALUE):  # of the same items; the arrays at the end
-        last[kind] = last.pop(kind)
-    groups: list[tuple[Kind, list[Any]]] = []
+    items: list[tuple[int, Kind, int, Any, range]] = []
     stop = recipe.num_arguments
-    for kind, positions, expected in recipe.steps:
-        groups.append((kind, []))
+    for number, (kind, positions, expected) in enumerate(recipe.steps):
         for position, own in zip(positions, expected, strict=True):
             start, stop = stop, stop + _num_parts(kind, own)
             parts = range(start, stop)
-            group = last[kind] if opened.isdisjoint(parts) else groups[-1][1]
-            group.append((position, own, parts))
-    for kind, group in (*groups, *last.items()):
-        if group:
-            positions, expected, parts_of = zip(*group, strict=True)
-            yield kind, positions, expected, [*chain.from_iterable(parts_of)]
+            is_inner = not opened.isdisjoint(parts)
+            order = number if is_inner else len(recipe.steps) + _LAST.index(kind)
+            items.append((order, kind, position, own, parts))
+    items.sort(key=operator.itemgetter(0))
+    for _, group in itertools.groupby(items, operator.itemgetter(0)):
+        _, kinds, own_positions, own_expected, all_parts = zip(*group, strict=True)
+        yield kinds[0], own_positions, own_expected, chain.from_iterable(all_parts)
 
 
 def _num_parts(kind: Kind, expected: Any) -> int:
-    """How many parts an item has."""
     if kind is Kind.TREE:
         return int(expected.num_leaves) + len([*aux_of(expected)])
     if kind is Kind.STATIC:
@@ -228,11 +225,7 @@ def _num_parts(kind: Kind, expected: Any) -> int:
 
 
 def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """How to read items of these types: one of two ways.
-
-    By a function that gets what one holds; a mapping must then have certain names. Or by one that
-    opens all at once, and what it must find.
-    """
+    """What gets the content of an item, and its names; or what to find, and what opens all."""
     slot = _compat.SLOTS.get(kind.name)
     if slot is None and kind is not Kind.NODE:
         return None, [*expected], OPEN[kind]
