@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 
 import jax
@@ -12,8 +13,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from models import P, mesh_of
-from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding import ActivationSharding, StateSharding, auto_axes, jit, reshard, shard_map
 from nnx_sharding.analysis import parameter_table
+from nnx_sharding.analysis.json_codec import as_data
+from nnx_sharding.analysis.json_codec import read as read_json
 from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.constraints import get_names_from_partition_spec, match_partition_rules
 from nnx_sharding.errors import CorrectedSpecWarning
@@ -21,9 +24,13 @@ from nnx_sharding.export import export
 from nnx_sharding.fitting import fit_sharding, variants
 from nnx_sharding.partition import (
     LogicalRules,
+    from_arrays,
     from_metadata,
+    from_rules,
     fsdp,
     optimizer_sharding,
+    override,
+    tensor_parallel,
     with_sharding_constraint,
 )
 from nnx_sharding.placement import place, process_rows
@@ -31,6 +38,7 @@ from nnx_sharding.report import ProgramReport, check_sharding
 
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
 W = np.arange(64, dtype=np.float32).reshape(8, 8) / 8
+X2 = np.cos(np.arange(64, dtype=np.float32)).reshape(8, 8)
 SUMMANDS = P(None, "y", unreduced={"x"})
 COPIES = P(None, None, reduced={"x"})
 
@@ -228,6 +236,73 @@ class EqualToJaxTest(parameterized.TestCase):
             self.assertEqual(seen(step(jit)), seen(step(jax.jit)))
 
 
+class Block(nnx.Module):
+    """Layers with kernels only, or with scales and biases, too."""
+
+    def __init__(self, bias):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(8, 16, use_bias=bias, rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs) if bias else jnp.tanh
+        self.down = nnx.Linear(16, 8, use_bias=bias, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.norm(self.up(x)))
+
+
+class GradientTest(parameterized.TestCase):
+    """Gradients of parameters that are declared as reduced are summed over devices once."""
+
+    def gradients(self, bias, reduced, activations):
+        """The gradients of 4 microbatches, accumulated, and where they are summed over devices."""
+        spec = P(reduced={"x"}) if reduced else P()
+
+        def accumulated(model, xs):
+            graphdef, params = nnx.split(model)
+
+            def add(total, x):
+                def loss(params):
+                    return jnp.sum(nnx.merge(graphdef, params)(x) ** 2)
+
+                return jax.tree.map(jnp.add, total, jax.grad(loss)(params)), None
+
+            start = P(unreduced={"x"}) if reduced else P()
+            zeros = reshard(jax.tree.map(jnp.zeros_like, params), start)
+            return reshard(jax.lax.scan(add, zeros, xs)[0], P())
+
+        specs = StateSharding({...: spec}, activations=activations)
+        function = jit(accumulated, in_shardings=(specs, P(None, "x")))
+        model, xs = Block(bias), np.sin(np.arange(256, dtype=np.float32)).reshape(4, 8, 8)
+        found = function.lower(model, xs).compile().collectives()
+        return function(model, xs), [(len(x.shapes), x.times) for x in found.of("all-reduce", "x")]
+
+    @parameterized.product(bias=(False, True), gather=(False, True))
+    def test_microbatches(self, bias, gather):
+        layers = ActivationSharding(gather=("x",) if gather else (), infer=True)
+        with jax.set_mesh(mesh24()):
+            want, each = self.gradients(bias, reduced=False, activations=None)
+            ours, once = self.gradients(bias, reduced=True, activations=layers)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        count = len(jax.tree.leaves(want))
+        self.assertEqual(each, [(count, 4)])
+        self.assertEqual(once, [(count, 1)])
+
+    def test_biases_without_the_choices_of_modules(self):
+        """JAX adds no reduced bias; broadcast by a product, its gradient stays unreduced."""
+
+        def loss(b, x):
+            rows = jax.sharding.reshard(jnp.ones((8, 1)), P("x", None))
+            return jnp.sum((x + jnp.dot(rows, b[None], out_sharding=P("x", None))) ** 2)
+
+        with jax.set_mesh(mesh24()):
+            b = jax.sharding.reshard(W[0], P(reduced={"x"}))
+            with self.assertRaisesRegex(Exception, "another input is reduced"):
+                jit(lambda b, x: x + b)(b, batch())
+            ours = jit(jax.grad(loss))(b, batch())
+            self.assertEqual(seen(ours), seen(jax.jit(jax.grad(loss))(b, batch())))
+            self.assertEqual(jax.typeof(ours).str_short(True), "f32[8]{U:x}")
+
+
 def model_of(value):
     return nnx.Dict(w=nnx.Param(value))
 
@@ -408,6 +483,44 @@ class DescriptionTest(absltest.TestCase):
         found = fsdp(model_of(W), mesh, axis="y", min_size=0, base=base)
         self.assertEqual(found.shardings, (P(None, "y", reduced={"x"}),))
         self.assertEqual(fsdp(model_of(W), mesh, axis="x", base=base).shardings, (COPIES,))
+        found = tensor_parallel(Block(False), mesh, axis="y", base=base).shardings
+        self.assertEqual(found, (P("y", None, reduced={"x"}), P(None, "y", reduced={"x"})))
+        self.assertIn(COPIES, override(base, {"up/kernel": P(None, "y", reduced={"x"})}).shardings)
+        self.assertEqual(from_rules([(".*", COPIES)]).shardings, (COPIES,))
+        self.assertEqual(
+            from_arrays(model_of(summands())).shardings[0].spec.unreduced, frozenset({"x"})
+        )
+
+    def test_activations(self):
+        specs = StateSharding({nnx.PathContains("up"): P(None, "y"), ...: P("y", None)})
+        summed = P("x", None, unreduced={"y"})
+        types = []
+
+        def run(model, x):
+            types.append(jax.typeof(model(x)))
+            return model(x)
+
+        options = {"in_shardings": (specs, P("x", None)), "on_committed": "move"}
+        plain = Block(False)
+        plain.norm = jnp.tanh
+        ours = jit(run, activation_shardings={"down": summed}, **options)(Block(False), X2)
+        self.assertEqual(types[0].str_short(True), "f32[8@x,8]{U:y}")
+        np.testing.assert_allclose(reshard(ours, P()), plain(X2), rtol=1e-5, atol=1e-5)
+        self.assertNotEqual(
+            ActivationSharding({"down": summed}), ActivationSharding({"down": P("x", None)})
+        )
+
+    def test_other_kinds_of_reduction(self):
+        if not hasattr(jax.sharding, "UnreducedKind"):
+            self.skipTest("this release only has sums")
+        for kind in jax.sharding.UnreducedKind:
+            spec = P(None, unreduced={"x"}, unreduced_kind=kind)
+            self.assertEqual(read_json(P, json.loads(json.dumps(as_data(spec))), "spec"), spec)
+
+    def test_auto_axes(self):
+        with_sines = auto_axes(jnp.sin, out_sharding=P(None, "y", reduced={"x"}))
+        theirs = jax.sharding.auto_axes(jnp.sin, out_sharding=P(None, "y", reduced={"x"}))
+        self.assertEqual(seen(jit(with_sines)(summands())), seen(jax.jit(theirs)(summands())))
 
     def test_specs_are_kept(self):
         spec = P(("x", "y"), None, unreduced={"z"})

@@ -204,11 +204,13 @@ class Scope:
             if not isinstance(value, jax.Array):
                 continue
             spec = type_spec(value)
-            if spec is not None and not axes.isdisjoint(spec_axes(spec)):
-                mesh = jax.typeof(value).sharding.mesh
-                spec = only_axes(spec, {*mesh.axis_names} - axes)
-                changes.append((variable, jax.sharding.reshard(value, NamedSharding(mesh, spec))))
-            elif spec is None and path in tag.gathered and self._mesh is not None:
+            if spec is not None:
+                kept = only_axes(spec, self._axes - axes).partitions
+                if kept != spec.partitions:
+                    # Reduced axes stay, so that gradients are not reduced before they have to be.
+                    goal = NamedSharding(jax.typeof(value).sharding.mesh, with_entries(spec, kept))
+                    changes.append((variable, jax.sharding.reshard(value, goal)))
+            elif path in tag.gathered and self._mesh is not None:
                 # In a loop over layers the first dimension is gone.
                 entries = tag.gathered[path].partitions
                 here = PartitionSpec(*entries[max(0, len(entries) - value.ndim) :])

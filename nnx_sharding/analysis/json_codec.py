@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
 from jax.sharding import PartitionSpec
 
 from .units import printable
@@ -45,7 +46,9 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, PartitionSpec):
         sums = {kind: sorted(map(str, getattr(value, kind))) for kind in ("unreduced", "reduced")}
         entries = [_entry(entry) for entry in value.partitions]
-        return {"partitions": entries, **sums} if any(sums.values()) else entries
+        kind = getattr(getattr(value, "unreduced_kind", None), "name", "sum")
+        others = {} if kind == "sum" else {"unreduced_kind": kind}
+        return {"partitions": entries, **sums, **others} if any(sums.values()) else entries
     if isinstance(value, Sequence):
         return [as_data(part, other) for part in value]
     return value if other is None else as_data(other(value), other)
@@ -140,8 +143,17 @@ def _read_spec(data: Any, path: str, faults: list[str]) -> PartitionSpec | None:
         for name in ("unreduced", "reduced")
     }
     entries = _read(_ENTRIES, parts.get("partitions"), path, wrong)
+    options: dict[str, Any] = {}
+    if kind := parts.get("unreduced_kind"):  # JAX 0.12 has others than sums
+        kinds = getattr(getattr(jax.sharding, "UnreducedKind", None), "__members__", {})
+        options = {"unreduced_kind": kinds.get(kind)}
+        wrong += [] if kind in kinds else [f"{_named(path)}.unreduced_kind: {kind!r} is unknown"]
     faults += wrong
-    return None if wrong else PartitionSpec(*entries, **{k: {*v} for k, v in sums.items()})
+    return None if wrong else PartitionSpec(*entries, **_sets(sums), **options)
+
+
+def _sets(values: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    return {name: {*value} for name, value in values.items()}
 
 
 _ENTRIES = tuple[str | tuple[str, ...] | None, ...]

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
-from ..fitting import axes_of, axes_of_type, spec_and_mesh
+from ..fitting import axes_of, axes_of_type, is_equivalent, spec_and_mesh
 from .fit import check_arrays, check_mesh, fit_specs, shape_of
 from .flatten import Flat
 from .problems import Problem
@@ -212,9 +212,11 @@ def known_variables(
 
 
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
-    """Arrays to trace with: where their sharding is still open, they get the declared one."""
+    """Arrays to trace with: those that a call gives the declared sharding have it."""
     return [
-        abstract(leaf, sharding) if sharding and slot in plan.declared and _is_open(leaf) else leaf
+        abstract(leaf, sharding)
+        if sharding and slot in plan.declared and _is_open(leaf, sharding)
+        else leaf
         for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True))
     ]
 
@@ -236,12 +238,15 @@ def is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
 
-def _is_open(leaf: Any) -> bool:
+def _is_open(leaf: Any, declared: jax.sharding.Sharding) -> bool:
     if isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return False
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is None
-    return isinstance(leaf, _DATA) and not is_committed(leaf)
+    if not is_committed(leaf):
+        return isinstance(leaf, _DATA)
+    is_reduced_only = not is_equivalent(leaf.sharding, declared, leaf.ndim)
+    return is_reduced_only and leaf.sharding.is_equivalent_to(declared, leaf.ndim)
 
 
 def _weak(fun: Any) -> Callable[[], Any]:
