@@ -138,7 +138,7 @@ def test_types_on_explicit_axes_are_those_of_jax():
     sharding = fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0)
     fun = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
     Logged.types.clear()
-    up, down, whole = fun.trace(model, jnp.ones((32, WIDTH))).activations()
+    up, down, full = fun.trace(model, jnp.ones((32, WIDTH))).activations()
     for row, kernel in ((up, (WIDTH, HIDDEN)), (down, (HIDDEN, WIDTH))):
         [of_jax] = Logged.types[kernel]
         assert row.spec == of_jax.sharding.spec
@@ -146,7 +146,7 @@ def test_types_on_explicit_axes_are_those_of_jax():
         assert row.bytes_per_device == 4 * math.prod(row.shard_shape)
     # JAX refuses to type the product of two arrays that are sharded over the summed dimension.
     assert (up.chosen_by, down.chosen_by) == ("types", "strategy")
-    assert whole.spec == P("data", None)
+    assert full.spec == P("data", None)
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
@@ -363,16 +363,16 @@ def gathers_in_a_loop(model, x):
 
 def gathers_what_the_loop_changes(model, x):
     def body(kernel, _):
-        whole = lax.all_gather(kernel, "data", axis=1, tiled=True)
-        return kernel + (x @ whole).sum() * 1e-3, None
+        full = lax.all_gather(kernel, "data", axis=1, tiled=True)
+        return kernel + (x @ full).sum() * 1e-3, None
 
     return use(lax.scan(body, model.kernel[...], length=3)[0])
 
 
 def gathers_what_begins_with_zeros(model, x):
     def body(hidden, _):
-        whole = lax.all_gather(hidden, "data", tiled=True)[: len(x)]
-        return jnp.tanh(x @ model.kernel[...] + whole), None
+        full = lax.all_gather(hidden, "data", tiled=True)[: len(x)]
+        return jnp.tanh(x @ model.kernel[...] + full), None
 
     return use(lax.scan(body, jnp.zeros((len(x), 16)), length=3)[0])
 
