@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import math
@@ -255,6 +256,22 @@ def test_holds_no_arrays_but_what_a_trace_needs():
     gc.collect()
     assert not any(ref() is not None for ref in arrays)
     assert [row.path for row in traced.activations()] == ["model.up", "model.down", "model"]
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_mesh_in_context_is_that_of_the_trace(with_mesh):
+    mesh, other = mesh_of((8,), ("data",)), mesh_of((2, 4), ("a", "b"))
+    spec = P("data") if with_mesh else jax.NamedSharding(mesh, P("data"))
+
+    @jit
+    def fun(model, x):
+        return lax.with_sharding_constraint(model(x), spec)
+
+    model, x = nnx.eval_shape(MLP), jax.ShapeDtypeStruct((8, 4), "float32")
+    with jax.set_mesh(mesh) if with_mesh else contextlib.nullcontext():
+        traced = fun.trace(model, x)
+    with jax.set_mesh(other):
+        assert [row.path for row in traced.activations()] == ["model.up", "model.down", "model"]
 
 
 def test_calls_in_a_function_of_another_jit():
