@@ -288,6 +288,8 @@ class Compiled(Stage):
     ) -> ProgramReport:
         """All of this in one object, which can be printed, saved as JSON and compared.
 
+        It traces the function once more, for the activations.
+
         Args:
           name: the name in the report; None for that of the function.
           device: as for :meth:`roofline`; None for the device that it was compiled for if the table

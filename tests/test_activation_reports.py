@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import math
@@ -138,7 +139,7 @@ def test_types_on_explicit_axes_are_those_of_jax():
     sharding = fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0)
     fun = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
     Logged.types.clear()
-    up, down, whole = fun.trace(model, jnp.ones((32, WIDTH))).activations()
+    up, down, full = fun.trace(model, jnp.ones((32, WIDTH))).activations()
     for row, kernel in ((up, (WIDTH, HIDDEN)), (down, (HIDDEN, WIDTH))):
         [of_jax] = Logged.types[kernel]
         assert row.spec == of_jax.sharding.spec
@@ -146,7 +147,7 @@ def test_types_on_explicit_axes_are_those_of_jax():
         assert row.bytes_per_device == 4 * math.prod(row.shard_shape)
     # JAX refuses to type the product of two arrays that are sharded over the summed dimension.
     assert (up.chosen_by, down.chosen_by) == ("types", "strategy")
-    assert whole.spec == P("data", None)
+    assert full.spec == P("data", None)
 
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
@@ -257,6 +258,22 @@ def test_holds_no_arrays_but_what_a_trace_needs():
     assert [row.path for row in traced.activations()] == ["model.up", "model.down", "model"]
 
 
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_mesh_in_context_is_that_of_the_trace(with_mesh):
+    mesh, other = mesh_of((8,), ("data",)), mesh_of((2, 4), ("a", "b"))
+    spec = P("data") if with_mesh else jax.NamedSharding(mesh, P("data"))
+
+    @jit
+    def fun(model, x):
+        return lax.with_sharding_constraint(model(x), spec)
+
+    model, x = nnx.eval_shape(MLP), jax.ShapeDtypeStruct((8, 4), "float32")
+    with jax.set_mesh(mesh) if with_mesh else contextlib.nullcontext():
+        traced = fun.trace(model, x)
+    with jax.set_mesh(other):
+        assert [row.path for row in traced.activations()] == ["model.up", "model.down", "model"]
+
+
 def test_calls_in_a_function_of_another_jit():
     model, inner = MLP(), jit(lambda m, x: m(x))
     rows = jit(lambda model, x: inner(model, x)).trace(model, jnp.ones((2, 4))).activations()
@@ -363,16 +380,16 @@ def gathers_in_a_loop(model, x):
 
 def gathers_what_the_loop_changes(model, x):
     def body(kernel, _):
-        whole = lax.all_gather(kernel, "data", axis=1, tiled=True)
-        return kernel + (x @ whole).sum() * 1e-3, None
+        full = lax.all_gather(kernel, "data", axis=1, tiled=True)
+        return kernel + (x @ full).sum() * 1e-3, None
 
     return use(lax.scan(body, model.kernel[...], length=3)[0])
 
 
 def gathers_what_begins_with_zeros(model, x):
     def body(hidden, _):
-        whole = lax.all_gather(hidden, "data", tiled=True)[: len(x)]
-        return jnp.tanh(x @ model.kernel[...] + whole), None
+        full = lax.all_gather(hidden, "data", tiled=True)[: len(x)]
+        return jnp.tanh(x @ model.kernel[...] + full), None
 
     return use(lax.scan(body, jnp.zeros((len(x), 16)), length=3)[0])
 

@@ -137,6 +137,8 @@ class Recorder:
 
     def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Sequence[Any]):
         self._fun, self._plan = fun, plan
+        mesh = _compat.context_mesh()
+        self._mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
         static = {*flat.structure.static_indices()}
         self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
         # The structure holds them weakly.
@@ -146,7 +148,7 @@ class Recorder:
     @functools.cached_property
     def calls(self) -> Calls:
         """The calls, in the order in which they return."""
-        calls = Calls()
-        with RECORD(calls), called_by(Caller(self._fun, self._objects)):
+        calls, caller = Calls(), Caller(self._fun, self._objects)
+        with jax.sharding.use_abstract_mesh(self._mesh), RECORD(calls), called_by(caller):
             self._plan.program.staged.trace(*self._leaves)
         return calls

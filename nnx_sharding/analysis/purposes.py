@@ -35,62 +35,73 @@ def uses_of(
     module: Module, collectives: Sequence[Instruction], rows: Iterable[ParameterRow]
 ) -> dict[str, Use]:
     """What each collective of a program with these arguments is for, by name."""
-    variables = {row.path: row for row in rows if row.used and row.variable is not None}
-    known = {path[: match.start()] for path in variables for match in _PART.finditer(path)}
+    variables = _Variables(row for row in rows if row.used and row.variable is not None)
     computed_from = origins(module, (one.name for one in collectives))
     results = _results(module)
     return {
-        one.name: _use(one, computed_from.get(one.name, ()), variables, known, one.name in results)
+        one.name: _use(one, computed_from.get(one.name, ()), variables, one.name in results)
         for one in collectives
     }
 
 
+class _Variables:
+    """The Variables among the arguments of a program."""
+
+    def __init__(self, rows: Iterable[ParameterRow]):
+        self.paths: set[str] = set()
+        self.modules: set[str] = set()  # the paths of all that they are in
+        # Of all Variables (None) and of the own ones of each module, by shape and shape of a shard.
+        self._by_shape: dict[str | None, dict[_Shapes, list[str]]] = {}
+        for row in rows:
+            self.paths.add(row.path)
+            around = [row.path[: match.start()] for match in _PART.finditer(row.path)]
+            self.modules.update(around)
+            own = [path for path in around if "." not in row.path[len(path) + 1 :]]
+            for key in (None, *own):
+                shapes = self._by_shape.setdefault(key, {})
+                shapes.setdefault((row.shape, row.shard_shape), []).append(row.path)
+
+    def with_part(self, module: str | None, dims: Sequence[int], missing: int) -> Iterator[str]:
+        """Those of a module that can have a part of this shape which is not less than a shard.
+
+        ``missing`` dimensions of them are not in the shape.
+        """
+        for (shape, shard), paths in self._by_shape.get(module, {}).items():
+            sizes = zip(dims, shape[missing:], shard[missing:], strict=False)
+            is_part = 0 < len(dims) == len(shape) - missing
+            if is_part and all(n and not full % n and not n % part for n, full, part in sizes):
+                yield from paths
+
+
+_Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 def _use(
-    one: Instruction,
-    operands: Sequence[frozenset[str]],
-    variables: dict[str, ParameterRow],
-    known: Collection[str],
-    is_result: bool,
+    one: Instruction, operands: Sequence[frozenset[str]], variables: _Variables, is_result: bool
 ) -> Use:
     names = operations(one.operation or "")
-    modules = [module_of(name, known) for name in names]
-    around = (path for path in known if all(_is_at(module, path) for module in modules))
-    common = max(around, key=len, default=None)
+    modules = [module_of(name, variables.modules) for name in names]
+    common = modules[0]
+    while common is not None and not all(_is_at(module, common) for module in modules):
+        common = common[: max(common.rfind("."), common.rfind("["), 0)] or None
     sums = one.opcode.startswith(("all-reduce", "reduce-scatter"))
-    if not sums and operands and all(x and x <= variables.keys() for x in operands):
+    if not sums and operands and all(x and x <= variables.paths for x in operands):
         return Use("parameter", tuple(sorted(frozenset().union(*operands))), common)
-    shapes = {shape.dims for shape in arrays(one.shape)}
-    backward = [
+    backward = {
         module
         for name, module in zip(names, modules, strict=True)
         if "transpose(" in name and (sums or module is not None)
-    ]
+    }
+    shapes = {shape.dims for shape in arrays(one.shape)}
     for missing in (0, 1):  # in a loop over layers the first dimension is gone
-        gradients = tuple(
-            path
-            for path, row in variables.items()
-            if any(module is None or _is_own(path, module) for module in backward)
-            and any(_is_part(dims, row, missing) for dims in shapes)
-        )
-        if gradients:
-            return Use("gradient", gradients, common)
+        found = (variables.with_part(x, dims, missing) for x in backward for dims in shapes)
+        if gradients := {path for paths in found for path in paths}:
+            return Use("gradient", tuple(sorted(gradients)), common)
     return Use("sum" if sums else "result" if is_result else "reshard", (), common)
 
 
 def _is_at(path: str | None, module: str) -> bool:
     return path is not None and (path + ".").startswith((module + ".", module + "["))
-
-
-def _is_own(path: str, module: str) -> bool:
-    """Whether a parameter is one of a module itself, not of a module in it."""
-    return _is_at(path, module) and "." not in path[len(module) + 1 :]
-
-
-def _is_part(dims: Sequence[int], row: ParameterRow, missing: int) -> bool:
-    """Whether an array can be a part of a parameter that is not less than a shard."""
-    sizes = zip(dims, row.shape[missing:], row.shard_shape[missing:], strict=False)
-    is_part = all(size and not full % size and not size % shard for size, full, shard in sizes)
-    return is_part and 0 < len(dims) == len(row.shape) - missing
 
 
 def _results(module: Module) -> set[str]:

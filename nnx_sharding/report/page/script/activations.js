@@ -7,8 +7,9 @@ function activationName({ path, method, output }) {
 function activationsSection({ mesh, activations: rows }) {
   const [id, title, noun] = ["activations", "Activations", "activation"];
   if (!rows.length) return section(id, title, note("No calls of modules are known."));
+  const path = (row) => el("code.path", activationName(row));
   const columns = [
-    { label: "Activation", value: activationName, cell: (row) => el("code.path", activationName(row)) },
+    { label: "Activation", value: activationName, cell: path },
     { label: "Module", value: (row) => row.module, cell: (row) => el("code", row.module) },
     { label: "Dtype", value: (row) => row.dtype, cell: (row) => el("code", row.dtype) },
     { label: "Shape and axes", value: axesKey, cell: (row) => shapeAndAxes(row, mesh) },
@@ -18,5 +19,6 @@ function activationsSection({ mesh, activations: rows }) {
   ];
   const search = (row) => [activationName(row), row.module, row.chosen_by, axesKey(row)];
   const table = tableOf({ name: title, noun, columns, rows, search });
-  return section(id, title, note("What modules return, in the order in which they do."), table.node);
+  const words = note("What modules return, in the order in which they do.");
+  return section(id, title, words, table.node);
 }
