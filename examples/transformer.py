@@ -139,7 +139,13 @@ def train_sharded(config: Config, steps: int, mesh: Mesh) -> tuple[Any, Any, lis
         lambda: make(config), lambda state: sharding_of(*state, mesh), mesh
     )
     sharding = sharding_of(model, optimizer, mesh)
-    step = jit(train_step, in_shardings=(sharding, sharding, P("data")), mesh=mesh, strict=True)
+    step = jit(
+        train_step,
+        in_shardings=(sharding, sharding, P("data")),
+        activation_shardings={"head": P("data")},  # the loss needs all logits of a position
+        mesh=mesh,
+        strict=True,
+    )
     rows = process_rows(P("data"), config.batch, mesh=mesh)
     with shard_batches(batches(config, steps, rows), P("data"), mesh, uneven="error") as data:
         return model, optimizer, train(step, model, optimizer, iter(data))
