@@ -273,8 +273,22 @@ class TestNothingElseChanges:
         assert all(seen.values()), seen
         assert nnx.graphdef(network) == graphdef
         assert {kind: dict(vars(kind)) for kind in before} == before
-        for node in (network, network.blocks[0].up):
+        for node in (network, network.blocks, network.blocks[0].up):
             assert type(node._pytree__nodes) is nnx.graphlib.HashableMapping
+
+    def test_structure_of_arguments_stays(self, network):
+        traces = []
+
+        def fun(model, x):
+            traces.append(1)
+            model.extra = nnx.data([x])  # so that the structure is written back
+            return model(x)
+
+        step = jit(fun, mesh=AUTO, activation_shardings={"**/up": P("data")})
+        for _ in range(3):
+            step(network, X)
+        assert len(traces) == 2  # the second with the attribute
+        assert type(network.blocks._pytree__nodes) is nnx.graphlib.HashableMapping
 
     def test_returned_modules_are_plain(self, network):
         chosen = {"**/up": P("data")}

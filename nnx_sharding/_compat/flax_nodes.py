@@ -76,7 +76,7 @@ def _own_items(node: Any, forms: dict[Any, Any]) -> NodeItems:
     pairs = [*items]
     return NodeItems(
         tuple(key for key, _ in pairs),
-        [x.value if type(x) in marks else x for _, x in pairs],
+        [_untagged(x.value if type(x) in marks else x) for _, x in pairs],
         tuple(marks.get(type(x)) for _, x in pairs),
         metadata,
     )
@@ -86,8 +86,7 @@ def _form(node_type: type, own: dict[str, Any], statuses: Any, is_data: dict[str
     keys = tuple(sorted(own))
     if not is_pytree_type(node_type):
         return _Form(keys, (None,) * len(keys), statuses, None)
-    if type(statuses) is _Tagged:
-        statuses = HashableMapping(is_data, copy=False)
+    statuses = _untagged(statuses)
     is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, is_data.values()))
     position = keys.index(STATUSES) if is_plain and STATUSES in own else None
     return _Form(keys, tuple(is_data.get(key, False) for key in keys), statuses, position)
@@ -112,6 +111,11 @@ class _Tagged(HashableMapping[Any, Any]):
 
     def update(self, other: Any) -> _Tagged:
         return _Tagged(super().update(other)._mapping, self.tag)
+
+
+def _untagged(x: Any) -> Any:
+    """Statuses as they were before :func:`tag_node`; any other value as it is."""
+    return HashableMapping(x._mapping, copy=False) if type(x) is _Tagged else x
 
 
 def tag_node(node: Any, tag: Any) -> None:
