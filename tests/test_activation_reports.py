@@ -280,10 +280,11 @@ def test_calls_in_a_function_of_another_jit():
     assert [row.path for row in rows] == ["m.up", "m.down", "m"]
 
 
-def test_shard_map_has_none():
+def test_shard_map_lists_shards():
     mesh = mesh_of((8,), ("data",))
     fun = shard_map(lambda m, x: m(x), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-    assert fun.trace(MLP(), jnp.ones((8, 4))).activations() == []
+    rows = fun.trace(MLP(), jnp.ones((8, 4))).activations()
+    assert {(row.shape[0], row.chosen_by) for row in rows} == {(1, "compiler")}
 
 
 # Names in the program
@@ -607,6 +608,6 @@ def test_report_keeps_them():
     assert ProgramReport.from_json(program.to_json()) == program
     assert [*program.activations] == compiled(Block, "both", "explicit").activations()
     text = str(program)
-    for part in ("model.mlp.down", "chosen by", "sent for: parameter", "reshard"):
+    for part in ("model.mlp.down", "chosen by", "sent for: parameter", "gradient"):
         assert part in text
     assert sum(program.collectives.by_purpose().values()) == program.collectives.bytes_sent

@@ -114,7 +114,7 @@ class ShardingReport(Pictured):
         """The report as data for JSON, in an order that is always the same."""
         data: dict[str, Any] = as_data(self, _plain)
         for row in data["rows"]:
-            for name in ("memory_kind", "donated", "used"):  # of programs
+            for name in ("memory_kind", "donated", "used", "variable"):  # of programs
                 del row[name]
         return data
 
