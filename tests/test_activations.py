@@ -8,6 +8,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -296,6 +297,33 @@ class TestNothingElseChanges:
         new = fun(network, X)
         assert nnx.graphdef(new) == nnx.graphdef(network)
         assert type(new.blocks[0].up._pytree__nodes) is nnx.graphlib.HashableMapping
+
+    def test_changed_modules_are_plain(self, network):
+        def grow(model, x):
+            model.blocks.append(nnx.clone(model.blocks[0]))
+            model.blocks[0].up.bias[...] += 1
+            return model(x)
+
+        expected = nnx.clone(network)
+        chosen = {"**/up": P("data")}
+        fun = jit(grow, mesh=AUTO, activation_shardings=chosen)
+        fun(network, X)
+        grow(expected, X)
+        assert nnx.graphdef(network) == nnx.graphdef(expected)
+        nodes = [node for _, node in nnx.iter_modules(network)]
+        kinds = {type(node): type(node._pytree__nodes) for node in nodes}
+        assert set(kinds.values()) == {nnx.graphlib.HashableMapping}, kinds
+
+    def test_step_that_changes_a_list_of_modules_is_traced_once(self, network):
+        def step(model, optimizer, x):
+            optimizer.update(model, nnx.grad(lambda m: m(x).sum())(model))
+
+        optimizer = nnx.Optimizer(network, optax.sgd(0.1), wrt=nnx.Param)
+        options = {"activation_shardings": {"**/up": P("data")}, "max_traces": 1}
+        fun = jit(step, mesh=AUTO, in_shardings=(P(), P(), P("data")), **options)
+        for _ in range(2):
+            fun(network, optimizer, X)
+        assert type(network.blocks._pytree__nodes) is nnx.graphlib.HashableMapping
 
     def test_error_in_the_function_restores_the_classes(self, network):
         original = nnx.Linear.__call__

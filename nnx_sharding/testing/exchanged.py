@@ -35,8 +35,8 @@ def assert_no_resharding(
       >>> from nnx_sharding import jit
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.testing import assert_no_resharding
-      >>> options = {"in_shardings": P("data"), "out_shardings": P("data"), "auto_axes": True}
-      >>> fun = jit(lambda x: x @ x.T, mesh=make_mesh({"data": 8}), **options)
+      >>> shardings = {"in_shardings": P("data"), "out_shardings": P("data"), "auto_axes": True}
+      >>> fun = jit(lambda x: x @ x.T, mesh=make_mesh({"data": 8}), **shardings)
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_no_resharding(compiled)
       Traceback (most recent call last):
