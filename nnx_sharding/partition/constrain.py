@@ -98,7 +98,7 @@ def reshard(tree: Any, out_shardings: Any) -> Any:
     """Shards arrays over Explicit axes, in a trace or elsewhere, so that their types say it.
 
     ``jax.sharding.reshard``, for modules and Variables, too. Where
-    :func:`~nnx_sharding.with_sharding_constraint` corrects a spec, this is an error.
+    :func:`~nnx_sharding.partition.with_sharding_constraint` corrects a spec, this is an error.
 
     Args:
       tree: an array, or a pytree of arrays and modules. Modules and Variables are updated in
