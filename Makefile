@@ -59,7 +59,7 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 
 # What a release of JAX or Flax may break: calls, states and specs.
 CORE := arguments composition guard modes plain_jax references shard_map shardings split_merge stages
-CORE += state_sharding statics
+CORE += state_sharding statics activations explicit_meshes
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
 # Options of Flax change graphs, those of JAX change numbers.
