@@ -75,8 +75,7 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
     if importlib.util.find_spec("nnx_sharding.core.guard.store") is None:
         yield seen
         return
-    from nnx_sharding.core.guard import record as guard
-    from nnx_sharding.core.guard import walk
+    from nnx_sharding.core.guard import builder, walk
     from nnx_sharding.core.guard.store import Guards
 
     find = Guards.find
@@ -110,7 +109,7 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
 
     with (
         mock.patch.object(Guards, "find", count),
-        mock.patch.object(guard, "Walk", BothWalks),
+        mock.patch.object(builder, "Walk", BothWalks),
     ):
         yield seen
     assert not seen["disagreements"], "the walk in C and the one in Python"

@@ -35,9 +35,9 @@ from graphs import Loose, Node, reachable
 from models import MLP, Net, P, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, _compat, lifted
 from nnx_sharding.core import call as run
+from nnx_sharding.core.guard import builder, walk
 from nnx_sharding.core.guard import record as guard
 from nnx_sharding.core.guard import store as guards
-from nnx_sharding.core.guard import walk
 
 
 def array(value: float = 1.0) -> jax.Array:
@@ -1578,7 +1578,7 @@ class ReferenceCountsTest(MemoryTestCase):
         """A function, arguments that are guarded by this kind of walk, and their guard."""
         own, arguments = stepping_everything(), everything()
         own._guards.clear()
-        with mock.patch.object(guard, "Walk", kind):
+        with mock.patch.object(builder, "Walk", kind):
             for _ in range(3):
                 own(*arguments)
         ((entry,),) = [record.entries for record in records(own._guards)]
@@ -1633,7 +1633,7 @@ class ReferenceCountsTest(MemoryTestCase):
     @walks()
     def test_calls_that_split(self, kind, times):
         model, x = Model(), array()
-        with mock.patch.object(guard, "Walk", kind):
+        with mock.patch.object(builder, "Walk", kind):
             own = nnx_sharding.jit(fresh(call))
 
             def run() -> None:
@@ -1649,7 +1649,7 @@ class ReferenceCountsTest(MemoryTestCase):
         model, x = Model(), array()
         moods = Moody("x"), Moody("x")
         self.addCleanup(setattr, Moody, "fails", False)
-        with mock.patch.object(guard, "Walk", kind):
+        with mock.patch.object(builder, "Walk", kind):
             own = nnx_sharding.jit(fresh(call))
             model.moody = moods[0]
             own(model, x)
