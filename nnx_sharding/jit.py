@@ -21,7 +21,8 @@ from .core.specs import Specs, check_specs
 from .core.transform import Program, Transform, check_options
 from .core.unflatten import Built
 from .fitting import ON_INDIVISIBLE, OnIndivisible
-from .lifted import Lifted, lift
+from .lifted import Lifted
+from .lifted_function import lift
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -281,6 +282,7 @@ def jit(
     roles = Roles.of(static_argnums, static_argnames, donate_argnums, donate_argnames)
 
     def decorate(fun: Callable[..., Any]) -> Any:
-        return lift(fun, transform, roles, graph, graph_updates, max_traces, **jax_options)
+        options: dict[str, Any] = {"max_traces": max_traces, "jax_options": jax_options}
+        return lift(Lifted, fun, transform, roles, graph, graph_updates, **options)
 
     return decorate if fun is None else decorate(fun)

@@ -24,7 +24,8 @@ from .core.statics import Static
 from .core.transform import Program, Transform, check_options
 from .core.unflatten import Built
 from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, axes_of_type, only_axes, spec_axes
-from .lifted import Lifted, lift
+from .lifted import Lifted
+from .lifted_function import lift
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -378,6 +379,7 @@ def shard_map(
             raise TypeError(
                 f"shard_map: expected a callable, got {f!r} of type {type(f).__name__}."
             )
-        return lift(f, transform, Roles(), graph, graph_updates, max_traces)
+        modes = (graph, graph_updates)
+        return lift(Lifted, f, transform, Roles(), *modes, max_traces=max_traces)
 
     return decorate if f is None else decorate(f)

@@ -33,7 +33,7 @@ from flax import nnx
 import nnx_sharding
 from graphs import Loose, Node, reachable
 from models import MLP, Net, P, mesh_of, mlp_specs
-from nnx_sharding import StateSharding, _compat, lifted
+from nnx_sharding import StateSharding, _compat, lifted_function
 from nnx_sharding.core import call as run
 from nnx_sharding.core.guard import builder, walk
 from nnx_sharding.core.guard import record as guard
@@ -110,8 +110,8 @@ class Splits:
             self.count += 1
             return original(*args, **kwargs)
 
-        original = lifted.flatten
-        with mock.patch.object(lifted, "flatten", flatten):
+        original = lifted_function.flatten
+        with mock.patch.object(lifted_function, "flatten", flatten):
             yield self
 
 

@@ -20,7 +20,7 @@ from ..core.specs import Specs, Target, argument_targets, check_specs, target
 from ..core.unflatten import restore
 from ..errors import NoMeshError
 from ..fitting import axes_of
-from ..lifted import unbind
+from ..lifted_function import unbind
 from .constrain import fitted
 
 
