@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from . import _compat
 from .activation_sharding import ActivationSharding
+from .axes import Axis
 from .filters import PathPattern, is_opaque, path_name, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 
@@ -154,7 +155,7 @@ class StateSharding:
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
         action = self._on_indivisible
         option = "" if action is None else f", on_indivisible={action!r}"
-        return f"StateSharding({{{inside}}}{option})"
+        return f"{type(self).__name__}({{{inside}}}{option})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateSharding) and self._key == other._key
@@ -187,7 +188,7 @@ def _show(filter_: Any) -> str:
 
 def is_single_spec(x: Any) -> bool:
     """Whether ``x`` is the sharding of one array; None leaves the choice to JAX."""
-    return x is None or isinstance(x, PartitionSpec | Sharding | Format)
+    return x is None or isinstance(x, PartitionSpec | Sharding | Format | Axis)
 
 
 def _pairs(filter_sharding: Any) -> list[tuple[Any, Any]]:

@@ -47,10 +47,7 @@ def sharded_activations(
     declared = pure.transform.activation_shardings
     scope = Scope(pure, built, leaves, () if declared is None else (declared,))
     if not scope.is_needed:
-        # Within another trace that one's declarations hold.
-        for old, new in zip(caller.objects, built.objects, strict=True):
-            if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
-                _compat.tag_node(new, tag)
+        pass_tags(caller, built)
         yield caller.fun
         return
     with contextlib.ExitStack() as stack:
@@ -64,6 +61,13 @@ def sharded_activations(
             error.add_note(_NOTE)
             raise
     scope.check()
+
+
+def pass_tags(caller: Caller, built: Built) -> None:
+    """Lets what the surrounding trace declares for modules hold in an inner one."""
+    for old, new in zip(caller.objects, built.objects, strict=True):
+        if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
+            _compat.tag_node(new, tag)
 
 
 _NOTE = (

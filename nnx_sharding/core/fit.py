@@ -114,6 +114,8 @@ def fit_specs(
       ValueError: a spec does not fit, and is not to be corrected.
       StrictError: one was corrected, and the transform is strict.
     """
+    if not transform.shards:
+        return list(specs)
     fits: dict[Any, Fit] = {}
     result, misfits, corrections = list(specs), [], []
     for slot, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):

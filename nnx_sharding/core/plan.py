@@ -102,8 +102,10 @@ def make_plan(
     names = [
         name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))
     ]
-    check_arrays(Problem.ARGUMENT_IS_NOT_ARRAY, names, leaves)
-    check_mesh(transform, locations, flat.objects, leaves)
+    if not transform.takes_any:
+        check_arrays(Problem.ARGUMENT_IS_NOT_ARRAY, names, leaves)
+    if transform.shards:
+        check_mesh(transform, locations, flat.objects, leaves)
     resolved = resolve(locations, flat.objects, leaves, transform.spec_of)
     specs = fit_specs(
         transform,

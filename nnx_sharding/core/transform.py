@@ -59,6 +59,8 @@ class Transform:
       auto_axes: the Explicit axes that are Auto while the function runs; True for all.
       passes_shardings: whether JAX gets the shardings of inputs as an option, not by their types.
       divides_outputs: whether specs must divide the arrays that come out.
+      shards: whether specs are shardings, which have to fit a mesh.
+      takes_any: whether arguments may be other than arrays.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Transform:
 
     passes_shardings: ClassVar[bool] = True
     divides_outputs: ClassVar[bool] = True
+    shards: ClassVar[bool] = True
+    takes_any: ClassVar[bool] = False
 
     @property
     def out_name(self) -> str:

@@ -1,0 +1,49 @@
+"""The base of transforms that run as a part of what surrounds them, and compile nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from .. import _compat
+from ..activations.tracing import pass_tags
+from ..core.call import run
+from ..core.caller import Caller
+from ..core.transform import Program, Transform
+from ..core.unflatten import Built
+from ..lifted_function import LiftedFunction, P, R
+
+
+class InnerTransform(Transform):
+    """What these transforms decide: no shardings, and anything may be an argument."""
+
+    shards: ClassVar[bool] = False
+    takes_any: ClassVar[bool] = True
+
+    @contextlib.contextmanager
+    def tracing(
+        self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> Iterator[Callable[..., Any]]:
+        pass_tags(caller, built)
+        yield caller.fun
+
+    @staticmethod
+    def program(function: Any) -> Program:
+        """The program of a function of arrays, which is called as it is."""
+        return Program(staged=None, top_level=function, inline=function)
+
+
+class Inner(LiftedFunction[P, R]):
+    """A function that takes and returns NNX objects, transformed by JAX.
+
+    Changes that it makes to its arguments are made to the caller's own objects. It is called
+    within other transforms, such as :func:`~nnx_sharding.jit`, or at top level.
+    """
+
+    @_compat.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function; objects that it changes are the caller's own."""
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
+        return run(plan, flat, plan.program.inline, self._fun, nested=True)  # type: ignore[no-any-return]
