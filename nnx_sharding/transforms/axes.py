@@ -1,0 +1,144 @@
+"""Prefixes of axes, as ``vmap`` and ``scan`` take them, and the base of both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..axes import BROADCAST, CARRY, Axis
+from ..core.caller import Caller
+from ..core.flatten import flatten
+from ..core.resolve import locate, resolve
+from ..core.specs import Specs, target
+from ..core.unflatten import Built
+from ..paths import accessor, path_key
+from ..state_sharding import StateSharding
+from .inner import InnerTransform
+
+
+class Carry:
+    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the step before returned."""
+
+
+class StateAxes(StateSharding):
+    """Axes of the Variables of a module, by ordered NNX filters, for ``vmap`` and ``scan``.
+
+    Args:
+      filter_axes: a mapping from NNX filters to axes, or an iterable of such pairs; the first
+        filter that matches a Variable decides. An axis is a dimension, None for one that is not
+        mapped, or for ``scan`` :class:`~nnx_sharding.Carry`.
+
+    Raises:
+      TypeError: a filter or an axis has a wrong type.
+
+    Example:
+      >>> from flax import nnx
+      >>> from nnx_sharding import StateAxes
+      >>> StateAxes({nnx.Param: 0, ...: None})
+      StateAxes({Param: 0, ...: None})
+    """
+
+    __slots__ = ()
+
+    def __init__(self, filter_axes: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /):
+        pairs = filter_axes.items() if isinstance(filter_axes, Mapping) else filter_axes
+        super().__init__((filter_, _axis("StateAxes", axis)) for filter_, axis in pairs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateAxes, (tuple(zip(self.filters, self.shardings, strict=True)),)
+
+
+def _axis(place: str, x: Any) -> Axis | StateSharding:
+    """One entry of a prefix of axes, as the user wrote it."""
+    if isinstance(x, Axis | StateSharding):
+        return x
+    if x is None or (isinstance(x, int) and not isinstance(x, bool)):
+        return Axis(x)
+    if x is Carry or x is nnx.Carry:
+        return CARRY
+    if isinstance(x, nnx.StateAxes):
+        return StateAxes(zip(x.filters, x.axes, strict=True))
+    raise TypeError(
+        f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
+        "mapped, Carry (in scan), or StateAxes by NNX filters."
+    )
+
+
+def axes_specs(option: str, prefix: Any) -> Specs:
+    """A prefix of axes as specs.
+
+    Raises:
+      TypeError: something in it is not an axis.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=lambda x: x is None)
+    axes = [_axis(option + accessor("", tuple(map(path_key, path))), x) for path, x in leaves]
+    return Specs(jax.tree_util.tree_unflatten(treedef, axes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mapped(InnerTransform):
+    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that name them.
+
+    Attributes:
+      metadata: for Flax: what to add to the metadata of Variables for a mapped axis.
+    """
+
+    in_name: str = "in_axes"
+    metadata: tuple[tuple[Any, Any], ...] = ()
+
+    def spec_of(self, spec: Any) -> Any:
+        return BROADCAST if spec is None else spec
+
+    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        return [BROADCAST if spec is None else spec for spec in specs]
+
+    @contextlib.contextmanager
+    def tracing(
+        self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> Iterator[Callable[..., Any]]:
+        with super().tracing(pure, caller, built, leaves) as fun:
+            if not self.metadata:
+                yield fun
+                return
+            settings = dict(self.metadata)
+            mapped = [
+                (built.objects[index], axis.index)
+                for index, (_, axis) in pure.known.items()
+                if axis is not None and axis.index is not None
+            ]
+            for variable, index in mapped:
+                nnx.spmd.remove_axis(variable, index, settings)
+
+            def named(*args: Any, **kwargs: Any) -> Any:
+                out = fun(*args, **kwargs)
+                for variable, index in self._new_variables(out, built):
+                    nnx.spmd.add_axis(variable, index, settings)
+                return out
+
+            try:
+                yield named
+            finally:
+                for variable, index in mapped:
+                    nnx.spmd.add_axis(variable, index, settings)
+
+    def _new_variables(self, out: Any, built: Built) -> list[tuple[Any, int]]:
+        """The Variables that the function made and returns, each with its axis."""
+        flat = flatten(out, known=built.objects, describe_known=lambda _: False)
+        output = target("output", self.out_specs.tree, out, flat.structure.root)
+        locations = locate(flat.structure, [output])
+        found = resolve(locations, flat.objects, flat.leaves, self.spec_of).variables
+        return [
+            (flat.objects[index], axis.index)
+            for index, (_, axis) in found.items()
+            if index >= len(built.objects) and axis.index is not None
+        ]
+
+
+def frozen_metadata(transform_metadata: Mapping[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+    """The option ``transform_metadata`` in hashable form."""
+    return tuple((transform_metadata or {}).items())
