@@ -59,7 +59,8 @@ class _Jit(Transform):
 
     def compile(
         self,
-        pure: Callable[..., Any],
+        pure: Any,
+        function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
@@ -78,7 +79,7 @@ class _Jit(Transform):
         with warnings.catch_warnings():
             if any(deprecated.values()):
                 warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
-            jitted = jax.jit(pure, **options)
+            jitted = jax.jit(function, **options)
         top_level: Callable[..., Any] = jitted
         input_mesh = _abstract_mesh(in_specs)
         mesh = input_mesh or _abstract_mesh(out_specs)

@@ -138,13 +138,14 @@ class _ShardMap(Transform):
 
     def compile(
         self,
-        pure: Callable[..., Any],
+        pure: Any,
+        function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
         mapped = jax.shard_map(
-            pure,
+            function,
             # Inside a trace the mesh in context may have manual axes already: JAX knows.
             mesh=self.mesh,
             in_specs=tuple(in_specs),

@@ -167,7 +167,7 @@ def make_plan(
         placed_slots=tuple(placed),
         placed_shardings=list(placed.values()),
         pick_placed=picker(tuple(placed)),
-        program=transform.compile(function, specs, groups, tuple(sorted(donated))),
+        program=transform.compile(pure, function, specs, groups, tuple(sorted(donated))),
         fun=_weak(fun),
     )
 

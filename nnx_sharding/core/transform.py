@@ -190,12 +190,21 @@ class Transform:
 
     def compile(
         self,
-        pure: Callable[..., Any],
+        pure: Any,
+        function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        """The JAX form of a pure function whose outputs come in groups of one spec each."""
+        """The JAX form of a pure function.
+
+        Args:
+          pure: what the function does.
+          function: takes all arrays, and returns them in groups of one spec each.
+          in_specs: the spec of each array.
+          out_specs: the spec of each group.
+          donated: the slots of the arrays that are donated.
+        """
         raise NotImplementedError
 
     def needing_devices(

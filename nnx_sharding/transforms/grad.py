@@ -73,12 +73,13 @@ class _Gradient(InnerTransform):
 
     def compile(
         self,
-        pure: Callable[..., Any],
+        pure: Any,
+        function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        return self.program(pure)
+        return self.program(function)
 
 
 def _described(value: Any) -> str:
@@ -303,8 +304,8 @@ def value_and_grad(
 
     The semantics are those of ``jax.value_and_grad`` and ``flax.nnx.value_and_grad``.
     """
-    options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    transform = _transform("value_and_grad", argnums, wrt, **options)
+    options = (has_aux, holomorphic, allow_int)
+    transform = _transform("value_and_grad", argnums, wrt, *options)
     return _decorated(ValueAndGrad, fun, transform, graph, graph_updates)
 
 
@@ -348,11 +349,13 @@ def grad(
       >>> gradient["kernel"][...].shape
       (2, 1)
     """
-    options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    return _decorated(Grad, fun, _transform("grad", argnums, wrt, **options), graph, graph_updates)
+    transform = _transform("grad", argnums, wrt, has_aux, holomorphic, allow_int)
+    return _decorated(Grad, fun, transform, graph, graph_updates)
 
 
-def _transform(name: str, argnums: Any, wrt: Any, **options: bool) -> _Gradient:
+def _transform(
+    name: str, argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool
+) -> _Gradient:
     to_predicate(wrt)  # refuses what is not a filter
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     pairs = tuple(
@@ -365,7 +368,14 @@ def _transform(name: str, argnums: Any, wrt: Any, **options: bool) -> _Gradient:
             f"{name}: argnums is a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
-    return _Gradient(name=name, wrt=pairs, is_single=is_single, **options)
+    return _Gradient(
+        name=name,
+        wrt=pairs,
+        is_single=is_single,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
 
 
 def _decorated(

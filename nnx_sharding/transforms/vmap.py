@@ -27,13 +27,14 @@ class _Vmap(Mapped):
 
     def compile(
         self,
-        pure: Callable[..., Any],
+        pure: Any,
+        function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
         mapped = jax.vmap(
-            pure,
+            function,
             in_axes=tuple(axis.index for axis in in_specs),
             out_axes=(*(axis.index for axis in out_specs), None),
             axis_name=self.axis_name,

@@ -1,0 +1,342 @@
+"""``scan`` for functions that take and return NNX objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .. import _compat
+from ..axes import BROADCAST, CARRY
+from ..core.caller import Caller
+from ..core.naming import name_of
+from ..core.outcome import Outcome, OutputGroup
+from ..core.pure import Pure
+from ..core.signature import Roles
+from ..core.structure import RefEntry
+from ..core.transform import Program
+from ..core.unflatten import Built
+from ..lifted_function import lift, unbind
+from ..paths import accessor, path_key
+from .axes import Carry, Mapped, axes_specs, frozen_metadata
+from .inner import Inner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scan(Mapped):
+    """What ``scan`` decides, and the options that it passes to ``jax.lax.scan``.
+
+    Attributes:
+      carried: the position or the name of the argument that is the carry; None without one.
+      returned: the position of the carry in what the function returns; None if it is all of it.
+      options: those of ``jax.lax.scan``.
+    """
+
+    name: str = "scan"
+    carried: int | str | None
+    returned: int | None
+    options: tuple[tuple[str, Any], ...]
+
+    @contextlib.contextmanager
+    def tracing(
+        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> Iterator[Callable[..., Any]]:
+        with super().tracing(pure, caller, built, leaves) as fun:
+
+            def checked(*args: Any, **kwargs: Any) -> Any:
+                out = fun(*args, **kwargs)
+                if self.carried is not None:
+                    given = _argument(caller.fun, self.carried, args, kwargs)
+                    self._check_carry(name_of(caller.fun), given, out)
+                return out
+
+            yield checked
+
+    def _check_carry(self, fun_name: str, given: Any, out: Any) -> None:
+        """Checks that the carry that is returned has the form of the one that was given."""
+        if self.returned is not None:
+            if not isinstance(out, tuple) or len(out) <= self.returned:
+                raise TypeError(
+                    f"scan: with these out_axes {fun_name} returns a tuple, got "
+                    f"{type(out).__name__}."
+                )
+            out = out[self.returned]
+        flattened: Any = [
+            jax.tree_util.tree_flatten_with_path(x, is_leaf=_compat.is_graph_object)
+            for x in (given, out)
+        ]
+        (before, old), (after, new) = flattened
+        if old != new:
+            raise TypeError(
+                f"scan: {fun_name} returns a carry of another structure than it was given:\n"
+                f"  given: {old}\n  returned: {new}"
+            )
+        others = [
+            f"  carry{accessor('', tuple(map(path_key, path)))}: {type(one).__name__}"
+            for (path, one), (_, other) in zip(before, after, strict=True)
+            if one is not other and (_compat.is_graph_object(one) or _compat.is_graph_object(other))
+        ]
+        if others:
+            raise ValueError(
+                f"scan: {fun_name} returns other objects in the carry than it was given:\n"
+                + "\n".join(others)
+                + "\nChange the module that it was given, and return that."
+            )
+
+    def compile(
+        self,
+        pure: Pure,
+        function: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+        donated: tuple[int, ...],
+    ) -> Program:
+        return self.program(_Loop(self, pure, function, in_specs, out_specs))
+
+
+class _Loop:
+    """A loop over a pure function, as a function of flat arrays like that one.
+
+    Arrays of objects that are not mapped are carried: what a step writes to them the next one
+    reads. JAX makes constants of those that no step writes.
+    """
+
+    def __init__(
+        self,
+        transform: _Scan,
+        pure: Pure,
+        function: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+    ):
+        self._options = dict(transform.options)
+        self._function, self._structure, self._names = function, pure.structure, pure.names
+        structure = pure.structure
+        self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
+        self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
+        refs = structure.slots_of(RefEntry)
+        # Where each other array that is carried belongs: the index of its object, and which.
+        self._places = {
+            slot: (index, number)
+            for index, slots in enumerate(structure.slots)
+            for number, slot in enumerate(slots)
+            if slot not in self._mapped and slot not in refs
+        }
+        self._carried = [*self._carry, *self._places]
+        self._group_axes = [axis.index for axis in out_specs]
+        self._carry_group = out_specs.index(CARRY) if CARRY in out_specs else None
+        # Each step gets the same structure, so none may change that of what it hands on.
+        self._fixed: set[int] = set()
+        self._objects: dict[int, str] = {}
+        for target in pure.targets:
+            for part in target.parts:
+                paths = structure.paths_to_objects([(part.keys, part.child)])
+                self._fixed.update(paths if part.spec in (None, BROADCAST, CARRY) else ())
+                self._objects |= {i: accessor(target.name, path) for i, [path] in paths.items()}
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        self._check_lengths(leaves)
+        carry = self._labelled(leaves[slot] for slot in self._carried)
+        mapped = [jnp.moveaxis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
+
+        def step(carry: OutputGroup, slices: Sequence[Any]) -> tuple[OutputGroup, Any]:
+            every = [*leaves]
+            for slot, array in zip(self._carried, carry.arrays, strict=True):
+                every[slot] = array
+            for slot, array in zip(self._mapped, slices, strict=True):
+                every[slot] = array
+            *groups, outcome = self._function(*every)
+            self._check_structure(groups, outcome)
+            arrays = outcome.arrays(every, groups)
+            new = self._labelled(arrays[slot] for slot in self._slots_after(outcome))
+            pairs = zip(groups, self._group_axes, strict=True)
+            return new, ([None if axis is None else group for group, axis in pairs], outcome)
+
+        last, (stacked, outcome) = jax.lax.scan(step, carry, mapped, **self._options)
+        final = {
+            outcome.sources[slot]: array
+            for slot, array in zip(self._slots_after(outcome), last.arrays, strict=True)
+        }
+        groups = []
+        for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
+            if axis is None:
+                positions = sorted(position for group, position in final if group == number)
+                arrays = [final[number, position] for position in positions]
+            else:
+                arrays = [jnp.moveaxis(array, 0, axis) for array in group.arrays]
+            groups.append(OutputGroup(("",) * len(arrays), arrays))
+        return (*groups, outcome)
+
+    def _labelled(self, arrays: Iterable[Any]) -> OutputGroup:
+        """The carry, in which JAX's messages name the arrays."""
+        return OutputGroup(tuple(self._names[slot] for slot in self._carried), tuple(arrays))
+
+    def _slots_after(self, outcome: Outcome) -> list[int]:
+        """For each array that is carried the slot that it has after a step."""
+        after = outcome.structure
+        root = [s for s in after.root_slots if outcome.sources[s][0] == self._carry_group]
+        return [*root, *(after.slots[index][number] for index, number in self._places.values())]
+
+    def _check_lengths(self, leaves: Sequence[Any]) -> None:
+        """Checks that all arrays have the same length along their axes.
+
+        Raises:
+          ValueError: they have not, or one has no such axis.
+        """
+        lengths: dict[Any, list[str]] = {}
+        for slot, axis in self._mapped.items():
+            shape = jnp.shape(leaves[slot])
+            has_axis = -len(shape) <= axis < len(shape)
+            length = f"length {shape[axis]}" if has_axis else f"no axis {axis}"
+            lengths.setdefault(length, []).append(f"{self._names[slot]}{shape}")
+        if length := self._options["length"]:
+            lengths.setdefault(f"length {length}", []).append("the option length")
+        if len(lengths) > 1 or any(not text.startswith("length") for text in lengths):
+            lines = "\n".join(
+                f"  {length}: {', '.join(names[:5])}" + ", …" * (len(names) > 5)
+                for length, names in lengths.items()
+            )
+            raise ValueError(f"scan: all that is mapped must have the same length:\n{lines}")
+
+    def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
+        """Checks that a step left the structure of all that it hands on as it is.
+
+        Raises:
+          ValueError: it has not.
+        """
+        before, after = self._structure, outcome.structure
+        own = {index for index, _ in self._places.values()}
+        changed = {index for index in own if before.entries[index] != after.entries[index]}
+        changed |= self._fixed.intersection(change.node for change in outcome.nodes)
+        lines = [f"  {self._objects[index]}: is changed" for index in sorted(changed)]
+        known = (
+            {outcome.sources[slot] for slot in self._slots_after(outcome)} if not changed else {}
+        )
+        lines += [
+            f"  {name}: is new"
+            for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True))
+            for position, name in enumerate(group.names)
+            if axis is None and not changed and (number, position) not in known
+        ]
+        if lines:
+            raise ValueError(
+                "scan: a step changed the structure of what is the same for all steps, or carried:"
+                "\n" + "\n".join(lines) + "\nGive it an axis, so that each step has its own, or "
+                "make the change outside of the loop."
+            )
+
+
+def _argument(fun: Any, which: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One argument of a call, by position or by name."""
+    if isinstance(which, int) and which < len(args):
+        return args[which]
+    arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
+    return arguments[which] if isinstance(which, str) else [*arguments.values()][which]
+
+
+def _carry_in(in_axes: Any) -> int | str | None:
+    """The position or the name of the argument that is the carry."""
+    items = in_axes.items() if isinstance(in_axes, Mapping) else enumerate(in_axes)
+    found = [key for key, axes in items if _is_carry(axes)]
+    if len(found) > 1:
+        raise ValueError(f"scan: only one argument can be the carry, got in_axes={in_axes!r}.")
+    return found[0] if found else None
+
+
+def _is_carry(axes: Any) -> bool:
+    return axes is Carry or axes is nnx.Carry
+
+
+@_compat.api_boundary
+def scan(
+    fun: Any = None,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    in_axes: Any = (Carry, 0),
+    out_axes: Any = (Carry, 0),
+    transform_metadata: Mapping[Any, Any] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Loops over a function whose arguments and results may be NNX objects.
+
+    Every argument is the carry, which each step gets from the step before; or mapped along an axis,
+    so that each step gets its slice; or the same for all steps. What a step writes to a mapped
+    Variable comes back stacked, and so do new Variables of mapped modules. What it writes to
+    Variables that are not mapped, such as counters and random streams, the next step reads, as in a
+    loop of Python. Variables that no step writes are inputs of the loop and never outputs of it.
+
+    Args:
+      fun: the function.
+      length: the number of steps, if nothing is mapped.
+      reverse: whether to run from the last slice to the first.
+      unroll: how many steps to unroll in one iteration; True for all.
+      in_axes: for each argument :class:`~nnx_sharding.Carry` (for one at most), the axis along
+        which it is mapped, or None: a tuple with one for each positional parameter, a mapping from
+        parameter names, or one for all. Axes are a pytree prefix of their argument, for a module
+        perhaps :class:`~nnx_sharding.StateAxes`, in which a Variable may be carried, too.
+      out_axes: ``Carry`` for what is the carry of the next step, and the axes along which all else
+        is stacked: a tuple, or one for all that the function returns.
+      transform_metadata: as in :func:`vmap`.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      A function that runs the loop, and returns the last carry and the stacked results.
+
+    Raises:
+      TypeError: something in ``in_axes`` or ``out_axes`` is not an axis; at a call, the carry that
+        is returned is of another structure than the one that was given.
+      ValueError: several arguments are the carry, or ``in_axes`` and ``out_axes`` differ in whether
+        there is one; at a call, lengths differ, or a step changes the structure of an object that
+        is not mapped.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import Carry, scan, vmap
+      >>> make = nnx.split_rngs(splits=3)(vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs)))
+      >>> @scan(in_axes=(0, Carry), out_axes=Carry)
+      ... def forward(layer, x):
+      ...     return layer(x)
+      >>> forward(make(nnx.Rngs(0)), jnp.ones((2, 4))).shape
+      (2, 4)
+
+    The semantics are those of ``jax.lax.scan`` and ``flax.nnx.scan``.
+    """
+    in_axes = (in_axes,) if _is_carry(in_axes) else in_axes
+    carried = _carry_in(in_axes) if isinstance(in_axes, tuple | list | Mapping) else None
+    returned: Any = _carry_in(out_axes) if isinstance(out_axes, tuple) else None
+    if (carried is None) != (returned is None and not _is_carry(out_axes)):
+        raise ValueError(
+            "scan: the carry is an argument and a result: give Carry in both in_axes and "
+            f"out_axes, or in none, got in_axes={in_axes!r}, out_axes={out_axes!r}."
+        )
+    in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
+    if BROADCAST in out_specs.written:
+        raise ValueError(
+            f"scan: what the steps return is stacked, so out_axes cannot be None, got {out_axes!r}."
+        )
+    options = {"length": length, "reverse": reverse, "unroll": unroll}
+
+    def decorate(fun: Callable[..., Any]) -> Any:
+        bound = len(unbind(fun)[1])
+        transform = _Scan(
+            in_specs=in_specs,
+            out_specs=out_specs,
+            carried=carried + bound if isinstance(carried, int) else carried,
+            returned=returned,
+            options=tuple(options.items()),
+            metadata=frozen_metadata(transform_metadata),
+        )
+        return lift(Inner, fun, transform, Roles(), graph, graph_updates)
+
+    return decorate if fun is None else decorate(fun)
