@@ -1,0 +1,351 @@
+"""``Stack``: equal modules in one, with stacked Variables, which run in a loop."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .. import _compat
+from ..core.flatten import Flat, flatten
+from ..core.signature import Signature
+from ..core.structure import VariableEntry
+from ..core.unflatten import unflatten, update, perform
+from ..diagnostics.differences import differences
+from ..errors import raise_listed
+from ..filters import Paths
+from ..paths import Path, accessor
+from .axes import Carry, StateAxes
+from .scan import scan
+from .vmap import vmap
+
+
+class Stack(nnx.Module):
+    """Modules of equal structure in one: a list of layers that compiles as a single layer.
+
+    Made by :func:`stack`. Each Variable has one more dimension in front, that of the layers. A call
+    runs the layers one after the other by ``jax.lax.scan``, so that tracing and compiling take the
+    same time for any number of them. Paths into it have ``layers`` where those into a list have the
+    number of a layer: ``blocks/layers/up/kernel``.
+
+    It is indexed and iterated like a list. ``blocks[3]`` is a new module with the values of the
+    fourth layer; ``blocks[3] = layer`` writes them back.
+
+    Attributes:
+      layers: the module with stacked Variables.
+      length: the number of layers.
+      shared: the paths in ``layers`` of what all layers share and has no dimension of layers:
+        Variables that are the same object in all of them, and arrays outside of Variables.
+      unroll: how many layers one iteration of the loop runs.
+    """
+
+    def __init__(
+        self, layers: Any, length: int, shared: Iterable[Path] = (), unroll: int | bool = 1
+    ):
+        self.layers = layers
+        self.length = length
+        self.shared = frozenset(shared)
+        self.unroll = unroll
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layers one after the other.
+
+        Args:
+          x: what the first layer gets; each other one gets what the one before returned, which has
+            to have the same structure, shapes and dtypes.
+          *args: further arguments, the same for all layers.
+          **kwargs: likewise. Other values than arrays, such as flags, stay what they are.
+
+        Returns:
+          What the last layer returned.
+        """
+        run = _loop(_call, (self._axes, Carry, None, None), Carry, self.length, self.unroll)
+        return run(self.layers, x, args, kwargs)
+
+    def scan(self, step: Callable[..., Any], carry: Any, /, *xs: Any) -> tuple[Any, Any]:
+        """Runs a function of each layer, a carry and slices of arrays.
+
+        Args:
+          step: called as ``step(layer, carry, *slices)``; returns ``(carry, y)``.
+          carry: what the first step gets.
+          *xs: pytrees of arrays whose first dimension is that of the layers.
+
+        Returns:
+          The last carry, and all ``y``, stacked.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from nnx_sharding import stack
+          >>> layers = stack(nnx.Linear, 3, 4, 4, rngs=nnx.Rngs(0))
+          >>> def step(layer, x, scale):
+          ...     x = layer(x) * scale
+          ...     return x, x.mean()
+          >>> x, means = layers.scan(step, jnp.ones((2, 4)), jnp.arange(3.0))
+          >>> x.shape, means.shape
+          ((2, 4), (3,))
+        """
+        in_axes = (self._axes, Carry, *[0] * len(xs))
+        run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll)
+        return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
+
+    @property
+    def _axes(self) -> StateAxes:
+        return StateAxes({Paths(self.shared): None, ...: 0})
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        """One layer as a new module; for a slice, a new ``Stack``."""
+        if isinstance(index, slice):
+            layers = self._map(lambda array: _sliced(array, index))
+            return Stack(layers, len(range(self.length)[index]), self.shared, self.unroll)
+        number = range(self.length)[operator.index(index)]
+        layer = self._map(lambda array: _sliced(array, number))
+        for _, variable in _own_variables(layer, self.shared):
+            nnx.spmd.remove_axis(variable, 0, _METADATA)
+        return layer
+
+    def __setitem__(self, index: int, layer: Any) -> None:
+        """Writes the values of a module of the same structure to one layer.
+
+        Raises:
+          ValueError: its structure differs.
+        """
+        number = range(self.length)[operator.index(index)]
+        new, old = _flat(layer), _flat(self[number])
+        _check_equal([old, new], lambda i: f"[{number}]" if i else "the layers")
+        flat = _flat(self.layers)
+        leaves = [*flat.leaves]
+        for slot in self._stacked_slots(flat):
+            leaves[slot] = leaves[slot].at[number].set(new.leaves[slot])
+        variables = [
+            i for i, entry in enumerate(flat.structure.entries) if isinstance(entry, VariableEntry)
+        ]
+        perform(update(flat.structure, leaves, flat.objects, variables))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(self.length))
+
+    def unstack(self) -> list[Any]:
+        """The layers as separate modules; what they share, they still do."""
+        return [*self]
+
+    def _map(self, function: Callable[[Any], Any]) -> Any:
+        """A copy of the layers with a function of each stacked array."""
+        flat = _flat(self.layers)
+        leaves, stacked = [*flat.leaves], self._stacked_slots(flat)
+        for slot in stacked:
+            leaves[slot] = function(leaves[slot])
+        return _built(flat, leaves, stacked)
+
+    def _stacked_slots(self, flat: Flat) -> set[int]:
+        return {
+            slot
+            for path, slots in _slots_by_path(flat)
+            if path not in self.shared
+            for slot in slots
+        }
+
+
+_METADATA = {nnx.PARTITION_NAME: None}
+
+
+def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return layer(x, *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _loop(
+    step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: int | bool
+) -> Any:
+    options: dict[str, Any] = {"transform_metadata": _METADATA, "length": length}
+    return scan(step, in_axes=in_axes, out_axes=out_axes, unroll=unroll, **options)
+
+
+def _sliced(array: Any, index: int | slice) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        shape = (len(range(array.shape[0])[index]),) if isinstance(index, slice) else ()
+        return jax.ShapeDtypeStruct((*shape, *array.shape[1:]), array.dtype)
+    return array[index]
+
+
+def _flat(layer: Any) -> Flat:
+    return flatten(((layer,), {}))
+
+
+def _slots_by_path(flat: Flat) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """The paths in a layer, each with its slots."""
+    root: Any = flat.structure.root
+    for location in flat.structure.walk(root.children[0], iter(())):
+        yield location.path, location.slots
+
+
+def _built(flat: Flat, leaves: Sequence[Any], stacked: set[int]) -> Any:
+    """A layer with other arrays, and the same shared Variables."""
+    entries = flat.structure.entries
+    same = {
+        index: flat.objects[index]
+        for index, slots in enumerate(flat.structure.slots)
+        if isinstance(entries[index], VariableEntry) and slots and stacked.isdisjoint(slots)
+    }
+    (layer,), _ = unflatten(flat.structure, leaves, same, share=True).root
+    return layer
+
+
+def _own_variables(layer: Any, shared: Iterable[Path]) -> Iterator[tuple[Path, Any]]:
+    flat = _flat(layer)
+    root: Any = flat.structure.root
+    for location in flat.structure.walk(root.children[0], iter(())):
+        entry = location.entry
+        if location.path not in shared and entry is not None:
+            if isinstance(flat.objects[entry], nnx.Variable):
+                yield location.path, flat.objects[entry]
+
+
+def stack(
+    layers: Any, length: int | None = None, /, *args: Any, unroll: int | bool = 1, **kwargs: Any
+) -> Stack:
+    """Makes a :class:`Stack` of layers: from a list of modules, or by making them.
+
+    ``stack(Block, 24, config, rngs=rngs)`` makes 24 layers as ``Block(config, rngs=rngs)`` makes
+    one, at once, by ``vmap``. Each layer has random streams of its own, split from ``rngs``.
+    ``stack(blocks)`` takes modules that exist, and gives exactly their results. For a pattern that
+    repeats, such as two layers of local attention and one of global attention, let one layer be a
+    module that holds these three.
+
+    Args:
+      layers: a list of modules, or what makes one.
+      length: the number of layers, if they are to be made.
+      *args: positional arguments of what makes a layer.
+      unroll: how many layers one iteration of the loop runs.
+      **kwargs: keyword arguments of what makes a layer. An ``nnx.Rngs`` among them is split.
+
+    Returns:
+      The stack. It has copies of the values in the list; what all modules of the list share stays
+      shared.
+
+    Raises:
+      TypeError: ``layers`` is neither a list of modules nor a callable with a ``length``.
+      ValueError: the modules differ in more than the values of arrays; the message says in what.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import stack
+      >>> layers = stack(nnx.Linear, 3, 4, 4, rngs=nnx.Rngs(0))
+      >>> layers.layers.kernel.shape, layers[0].kernel.shape
+      ((3, 4, 4), (4, 4))
+      >>> layers(jnp.ones((2, 4))).shape
+      (2, 4)
+    """
+    if callable(layers) and isinstance(length, int):
+        return _made(functools.partial(layers, *args), length, kwargs, unroll)
+    if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
+        raise TypeError(
+            "stack takes a list of modules, as in stack(blocks), or what makes one and their "
+            f"number, as in stack(Block, 24, rngs=rngs), got {layers!r}"
+            + ("." if length is None else f" and {length!r}.")
+        )
+    blocks = [*layers]
+    wrong = [f"  [{i}]: {b!r}" for i, b in enumerate(blocks) if not isinstance(b, nnx.Module)]
+    raise_listed(TypeError, "stack: expected modules, got:", wrong)
+    if not blocks:
+        raise ValueError("stack: there has to be a layer.")
+    flats = [_flat(block) for block in blocks]
+    _check_equal(flats, lambda i: f"layer {i}")
+    first = flats[0]
+    leaves, stacked, shared = [*first.leaves], set[int](), list[Path]()
+    entries = first.structure.entries
+    same = {
+        slot
+        for index, slots in enumerate(first.structure.slots)
+        for slot in slots
+        if all(
+            flat.objects[index] is first.objects[index]
+            if isinstance(entries[index], VariableEntry)
+            else flat.leaves[slot] is first.leaves[slot]
+            for flat in flats[1:]
+        )
+    }
+    if len(flats) == 1:
+        same = set()
+    for path, slots in _slots_by_path(first):
+        if slots and same.issuperset(slots):
+            shared.append(path)
+            continue
+        stacked.update(slots)
+        for slot in slots:
+            leaves[slot] = _stacked([flat.leaves[slot] for flat in flats])
+    layer = _built(first, leaves, stacked)
+    for _, variable in _own_variables(layer, shared):
+        nnx.spmd.add_axis(variable, 0, _METADATA)
+    return Stack(layer, len(blocks), shared, unroll)
+
+
+def _made(make: Callable[..., Any], length: int, kwargs: dict[str, Any], unroll: Any) -> Stack:
+    streams = {name: x for name, x in kwargs.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
+    others = {name: x for name, x in kwargs.items() if name not in streams}
+
+    def make_one(streams: dict[str, Any]) -> Any:
+        return make(**others, **streams)
+
+    # Masks and other arrays outside of Variables are the same in all layers.
+    out_axes = StateAxes({_is_array: None, ...: 0})
+    run = vmap(make_one, out_axes=out_axes, axis_size=length, transform_metadata=_METADATA)
+    layer = run({name: x.split(length) for name, x in streams.items()})
+    flat = _flat(layer)
+    entries, owners = flat.structure.entries, flat.structure.slots
+    arrays = {
+        slot
+        for entry, slots in zip(entries, owners, strict=True)
+        if not isinstance(entry, VariableEntry)
+        for slot in slots
+    }
+    shared = [path for path, slots in _slots_by_path(flat) if slots and arrays.issuperset(slots)]
+    return Stack(layer, length, shared, unroll)
+
+
+def _is_array(path: Path, value: Any) -> bool:
+    return not isinstance(value, nnx.Variable)
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    first = arrays[0]
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(arrays), *first.shape), first.dtype)
+    return jnp.stack(arrays)
+
+
+def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
+    """Checks that layers differ only in the values of arrays.
+
+    Raises:
+      ValueError: they differ in more.
+    """
+    first, lines = flats[0], list[str]()
+    signature = Signature(("layer",), (), *[frozenset[Any]()] * 4)
+    for number, flat in enumerate(flats[1:], start=1):
+        if flat.structure != first.structure:
+            changes = differences((signature, first.structure), (signature, flat.structure))
+            lines += [f"  {name_of(number)}: {change}" for change in changes]
+            continue
+        types = [[jax.typeof(x).str_short() for x in each.leaves] for each in (first, flat)]
+        lines += [
+            f"  {name_of(number)}: {accessor('layer', path)}: {types[0][slot]} → {types[1][slot]}"
+            for path, slots in _slots_by_path(flat)
+            for slot in slots
+            if types[0][slot] != types[1][slot]
+        ]
+    raise_listed(
+        ValueError,
+        f"stack: layers may differ only in the values of arrays; compared with {name_of(0)}:",
+        lines,
+        "Let one layer be a group of those that repeat, or use a list.",
+    )
