@@ -56,6 +56,11 @@ class _Patch:
             type.__setattr__(self.kind, self.name, self.original)
 
 
+def handler_here() -> Handler | None:
+    """What handles the calls of modules now."""
+    return _HANDLER.get()
+
+
 @contextlib.contextmanager
 def intercepting(handler: Handler, methods: Collection[str] | None) -> Iterator[None]:
     """Hands the calls of modules to ``handler``, in this thread only.

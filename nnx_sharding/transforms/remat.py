@@ -2,18 +2,120 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
+from ..activations.intercept import handler_here, intercepting
+from ..core.caller import Caller
+from ..core.pure import Pure
 from ..core.signature import Roles
+from ..core.structure import NodeEntry
 from ..core.transform import Program
+from ..core.unflatten import Built
+from ..filters import PathGlob, Predicate, to_predicate
 from ..fitting import suggestion
 from ..lifted_function import lift
+from ..paths import Path, path_string
 from .inner import Inner, InnerTransform
+from .residuals import equations
+
+# What becomes of the values that a filter chooses, between the forward and the backward pass.
+Keep: TypeAlias = Literal["recompute", "save", "offload"]
+_HOST = "pinned_host"
+
+
+class _Rules:
+    """A policy by filters for modules, and by the names that ``checkpoint_name`` gives.
+
+    A module that is called in the trace gets a name of its own for what it returns, by which JAX
+    knows it.
+    """
+
+    def __init__(self, rules: Mapping[Any, Keep]):
+        wrong = [
+            f"  {filter_!r}: {keep!r}" for filter_, keep in rules.items() if keep not in _KEEPS
+        ]
+        if wrong:
+            raise ValueError(
+                f"remat: a policy says one of {', '.join(map(repr, _KEEPS))} for each filter, got:\n"
+                + "\n".join(wrong)
+            )
+        self._rules = tuple(rules.items())
+        self._tests: list[Predicate] = [
+            PathGlob(x) if isinstance(x, str) else to_predicate(x) for x, _ in self._rules
+        ]
+        self._used: set[int] = set()
+        self._called: dict[str, None] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rules) and self._rules == other._rules
+
+    def __hash__(self) -> int:
+        return hash(self._rules)
+
+    def named(self, path: Path, module: Any, out: Any) -> Any:
+        """What a module returned, under the name of the first rule that matches the module."""
+        self._called[path_string(path)] = None
+        for index, test in enumerate(self._tests):
+            if test(path, module):
+                self._used.add(index)
+                name = self._name(index)
+                return jax.tree.map(
+                    lambda x: checkpoint_name(x, name) if isinstance(x, jax.Array) else x, out
+                )
+        return out
+
+    def _name(self, index: int) -> str:
+        filter_, keep = self._rules[index]
+        return f"{keep} {filter_!r}"
+
+    def policy(self) -> Callable[..., bool]:
+        """The policy in the form of JAX."""
+        names: dict[Any, list[str]] = {keep: [] for keep in _KEEPS}
+        for index, (filter_, keep) in enumerate(self._rules):
+            names[keep] += [self._name(index), *([filter_] if isinstance(filter_, str) else [])]
+        policies: Any = jax.checkpoint_policies
+        if not names["offload"]:
+            return policies.save_only_these_names(*names["save"])  # type: ignore[no-any-return]
+        return policies.save_and_offload_only_these_names(  # type: ignore[no-any-return]
+            names_which_can_be_saved=names["save"],
+            names_which_can_be_offloaded=names["offload"],
+            offload_src="device",
+            offload_dst=_HOST,
+        )
+
+    def check(self, names: Callable[[], set[str]]) -> None:
+        """Refuses filters that match no module that was called, and no name.
+
+        Raises:
+          ValueError: there are some.
+        """
+        unused = [i for i in range(len(self._rules)) if i not in self._used]
+        if not unused:
+            return
+        known = names()
+        self._used.update(i for i in unused if self._rules[i][0] in known)
+        unused = [i for i in unused if i not in self._used]
+        if unused:
+            paths = [*filter(None, self._called)]
+            candidates = [*paths, *sorted(known)]
+            lines = [
+                f"  {filter_!r}{suggestion(filter_, candidates)}"
+                for filter_ in (self._rules[i][0] for i in unused)
+            ]
+            raise ValueError(
+                "remat: these match no module that is called, and no name that checkpoint_name "
+                "gives:\n" + "\n".join(lines) + "\nModules: " + (", ".join(paths) or "none") + "."
+            )
+
+
+_KEEPS: tuple[Keep, ...] = get_args(Keep)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,16 +124,173 @@ class _Remat(InnerTransform):
 
     name: str = "remat"
     in_name: str = "policy"
-    policy: Callable[..., Any] | None
+    policy: Callable[..., Any] | _Rules | None
     prevent_cse: bool
+
+    @contextlib.contextmanager
+    def tracing(
+        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> Iterator[Callable[..., Any]]:
+        with super().tracing(pure, caller, built, leaves) as fun:
+            if not isinstance(self.policy, _Rules):
+                yield fun
+                return
+            rules, outer = self.policy, handler_here()
+            paths = {id(built.objects[i]): path for i, path in _module_paths(pure).items()}
+
+            def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
+                if outer is None:
+                    out = call(*args, **kwargs)
+                else:
+                    out = outer(module, method, call, args, kwargs)
+                is_known = method == "__call__" and id(module) in paths
+                return rules.named(paths[id(module)], module, out) if is_known else out
+
+            with intercepting(named, ()):
+                yield fun
 
     def compile(
         self,
-        pure: Any,
+        pure: Pure,
         function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        fun = jax.checkpoint(function, policy=self.policy, prevent_cse=self.prevent_cse)
-        return self.program(fun)
+        rules = self.policy if isinstance(self.policy, _Rules) else None
+        policy: Any = self.policy if rules is None else rules.policy()
+        options: dict[str, Any] = {"policy": policy, "prevent_cse": self.prevent_cse}
+        checkpointed = jax.checkpoint(function, **options)
+
+        def call(*leaves: Any) -> Any:
+            # Flags and other non-arrays stay what they are.
+            fixed = {slot: leaf for slot, leaf in enumerate(leaves) if not _is_traced(leaf)}
+            if fixed:
+                with_fixed = jax.checkpoint(_with(function, fixed, len(leaves)), **options)
+                out = with_fixed(*(leaf for slot, leaf in enumerate(leaves) if slot not in fixed))
+            else:
+                out = checkpointed(*leaves)
+            if rules is not None:
+                rules.check(lambda: _names_in(function, leaves))
+            return out
+
+        return self.program(call)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
+
+
+def _with(function: Callable[..., Any], fixed: Mapping[int, Any], count: int) -> Callable[..., Any]:
+    def call(*leaves: Any) -> Any:
+        rest = iter(leaves)
+        return function(*(fixed[i] if i in fixed else next(rest) for i in range(count)))
+
+    return call
+
+
+def _module_paths(pure: Pure) -> dict[int, Path]:
+    """The modules of the arguments, each with its path from its argument."""
+    parts = (part for target in pure.targets for part in target.parts)
+    return {
+        index: path
+        for part in parts
+        for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
+        if isinstance(pure.structure.entries[index], NodeEntry)
+    }
+
+
+def _names_in(function: Callable[..., Any], leaves: Sequence[Any]) -> set[str]:
+    """The names that ``checkpoint_name`` gives in a function."""
+    fixed = {slot: leaf for slot, leaf in enumerate(leaves) if not _is_traced(leaf)}
+    arrays = [leaf for slot, leaf in enumerate(leaves) if slot not in fixed]
+    jaxpr = jax.make_jaxpr(_with(function, fixed, len(leaves)))(*arrays)
+    return {eqn.params["name"] for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "name"}
+
+
+@_compat.api_boundary
+def remat(
+    fun: Any = None,
+    *,
+    policy: Callable[..., bool] | str | Mapping[Any, Keep] | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Recomputes what a function computes in the backward pass, and does not keep it until then.
+
+    Args:
+      fun: the function; it may take and return NNX objects.
+      policy: what is kept all the same: a name in ``jax.checkpoint_policies``, such as
+        ``"dots_saveable"``; a policy of JAX; or a mapping from filters to one of
+
+        - ``"recompute"``: not kept;
+        - ``"save"``: kept on the device;
+        - ``"offload"``: kept in the memory of the host (``pinned_host``), for backends that have it.
+
+        A filter is a string, which is the pattern of a :class:`~nnx_sharding.filters.PathGlob` for
+        the path of a module in its argument, or a name that ``jax.ad_checkpoint.checkpoint_name``
+        gives; a type of modules; or any other NNX filter, called with the path of a module and the
+        module. The first one that matches a module that is called decides about what it returns.
+        All else is recomputed.
+      prevent_cse: as in ``jax.checkpoint``; False within a loop, where it is not needed.
+      static_argnums: positions of static arguments. Flags (``bool``), strings and None need not be
+        declared: they stay what they are.
+      static_argnames: their names.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      A function that computes the same.
+
+    Raises:
+      ValueError: there is no policy of this name; at a call, a filter matches no module that is
+        called, and no name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import grad, remat
+      >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1)))
+      >>> @remat(policy={"layers/0": "save"})
+      ... def loss(model, x):
+      ...     return jnp.tanh(model(x)).sum()
+      >>> sorted(grad(loss)(model, jnp.ones((2, 4)))["layers"])
+      [0, 1]
+
+    :func:`saved_residuals` lists what is kept. The semantics are those of ``jax.checkpoint`` and
+    ``flax.nnx.remat``.
+    """
+    chosen: Any = policy
+    if isinstance(policy, str):
+        names = [x for x in dir(jax.checkpoint_policies) if x not in _FACTORIES and x[0] != "_"]
+        if policy not in names:
+            raise ValueError(
+                f"remat: jax.checkpoint_policies has no policy {policy!r}"
+                f"{suggestion(policy, names)} (policies: {', '.join(names)})."
+            )
+        chosen = getattr(jax.checkpoint_policies, policy)
+    elif isinstance(policy, Mapping):
+        chosen = _Rules(policy)
+    transform = _Remat(policy=chosen, prevent_cse=prevent_cse)
+    roles = Roles.of(static_argnums, static_argnames)
+
+    def decorate(fun: Callable[..., Any]) -> Any:
+        return lift(Inner, fun, transform, roles, graph, graph_updates)
+
+    return decorate if fun is None else decorate(fun)
+
+
+# These make policies of their arguments.
+_FACTORIES = frozenset(
+    {
+        "offload_dot_with_no_batch_dims",
+        "save_and_offload_only_these_names",
+        "save_any_names_but_these",
+        "save_anything_except_these_names",
+        "save_from_both_policies",
+        "save_only_these_names",
+    }
+)
