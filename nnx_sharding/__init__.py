@@ -1,9 +1,10 @@
 """Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages.
 
 By task: ``partition`` chooses specs, ``placement`` puts models and batches on devices,
-``checkpoint`` saves and restores them, ``analysis`` and ``report`` say what a program costs,
-``export`` writes programs to files, ``testing`` has assertions and a launcher of processes, and
-``compat`` the names of other libraries. All other modules are internal.
+``checkpoint`` saves and restores them, ``transforms`` has those that are used inside of others,
+``analysis`` and ``report`` say what a program costs, ``export`` writes programs to files,
+``testing`` has assertions and a launcher of processes, and ``compat`` the names of other libraries.
+All other modules are internal.
 """
 
 import importlib
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         placement,
         report,
         testing,
+        transforms,
     )
     from .partition.axis_types import auto_axes, explicit_axes
     from .partition.constrain import reshard, with_sharding_constraint
@@ -42,11 +44,26 @@ if TYPE_CHECKING:
     from .partition.strategies import fsdp
     from .partition.tensor_parallel import tensor_parallel
     from .placement.place import place
+    from .transforms import (
+        Carry,
+        Stack,
+        StateAxes,
+        grad,
+        remat,
+        saved_residuals,
+        scan,
+        stack,
+        value_and_grad,
+        vmap,
+    )
 
 __all__ = [
     "Activation",
     "ActivationSharding",
+    "Carry",
     "Lifted",
+    "Stack",
+    "StateAxes",
     "StateSharding",
     "Structure",
     "__version__",
@@ -56,17 +73,24 @@ __all__ = [
     "explicit_axes",
     "filters",
     "fsdp",
+    "grad",
     "jit",
     "limit_traces",
     "make_mesh",
     "merge",
     "place",
+    "remat",
     "reshard",
+    "saved_residuals",
+    "scan",
     "shard_map",
     "sharded_init",
     "split",
+    "stack",
     "stages",
     "tensor_parallel",
+    "value_and_grad",
+    "vmap",
     "with_sharding_constraint",
 ]
 
@@ -83,6 +107,7 @@ _MODULES = frozenset(
         "placement",
         "report",
         "testing",
+        "transforms",
     }
 )
 _NAMES = {
@@ -94,6 +119,16 @@ _NAMES = {
     "reshard": "partition",
     "sharded_init": "partition",
     "tensor_parallel": "partition",
+    "Carry": "transforms",
+    "Stack": "transforms",
+    "StateAxes": "transforms",
+    "grad": "transforms",
+    "remat": "transforms",
+    "saved_residuals": "transforms",
+    "scan": "transforms",
+    "stack": "transforms",
+    "value_and_grad": "transforms",
+    "vmap": "transforms",
     "with_sharding_constraint": "partition",
 }
 

@@ -91,14 +91,14 @@ class Mapped(InnerTransform):
     in_name: str = "in_axes"
     metadata: tuple[tuple[Any, Any], ...] = ()
 
-    def spec_of(self, spec: Any) -> Any:
+    def spec_of(self, spec: Any) -> Any:  # noqa: D102
         return BROADCAST if spec is None else spec
 
-    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
+    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:  # noqa: D102
         return [BROADCAST if spec is None else spec for spec in specs]
 
     @contextlib.contextmanager
-    def tracing(
+    def tracing(  # noqa: D102
         self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> Iterator[Callable[..., Any]]:
         with super().tracing(pure, caller, built, leaves) as fun:

@@ -22,7 +22,7 @@ class InnerTransform(Transform):
     takes_any: ClassVar[bool] = True
 
     @contextlib.contextmanager
-    def tracing(
+    def tracing(  # noqa: D102
         self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> Iterator[Callable[..., Any]]:
         pass_tags(caller, built)

@@ -2,21 +2,197 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from ..lifted_function import LiftedFunction, lift
+from .. import _compat
+from ..activations.record import RECORD, Calls
+from ..analysis.memory import array_bytes
+from ..analysis.units import bytes_text
+from ..core.caller import Caller, called_by
+from ..core.plan import abstract
+from ..jit import jit
+from ..lifted import Lifted
+
+
+class Residual(NamedTuple):
+    """One array that is kept from the forward to the backward pass.
+
+    Attributes:
+      source: where it is from: the path of the module that computes it, such as
+        ``model.blocks[0].up``, or the expression for the argument that it is.
+      operation: the operation that computes it; ``"argument"`` for an argument, which is in memory
+        in any case.
+      shape: its shape.
+      dtype: its dtype.
+      memory: where it is kept: ``"device"`` or ``"host"``.
+    """
+
+    source: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: Any
+    memory: str
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return array_bytes(self.shape, self.dtype)
+
+
+class SavedResiduals(tuple[Residual, ...]):
+    """What a function keeps; ``print`` shows it as a table, the largest first."""
+
+    __slots__ = ()
+
+    def bytes(self, memory: str = "device") -> int:
+        """The bytes that are kept in a memory besides the arguments."""
+        return sum(x.bytes for x in self._computed() if x.memory == memory)
+
+    def _computed(self) -> Iterator[Residual]:
+        return (x for x in self if x.operation != "argument")
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                bytes_text(x.bytes),
+                x.memory,
+                f"{jnp.dtype(x.dtype).name}{[*x.shape]}",
+                x.operation,
+                x.source,
+            )
+            for x in sorted(self._computed(), key=lambda x: -x.bytes)
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        host = self.bytes("host")
+        on_host = f", {bytes_text(host)} on the host" if host else ""
+        head = f"kept for the backward pass: {bytes_text(self.bytes())} on the device{on_host}"
+        return "\n".join([head, *lines])
+
+
+@_compat.api_boundary
+def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedResiduals:
+    """Lists what a function keeps from the forward to the backward pass, before anything runs.
+
+    Args:
+      fun: a function of modules and arrays, such as a loss. All floating-point arrays of its
+        arguments count as differentiated.
+      *args: its arguments, abstract ones too.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      The arrays that are kept, each with the module that computes it, its size, and its memory.
+      What is kept inside a loop over layers is stacked: it has the size that it has for all layers.
+
+    Raises:
+      TypeError, ValueError: as :func:`~nnx_sharding.jit` for these arguments.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import remat, saved_residuals
+      >>> model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+      >>> def loss(model, x):
+      ...     return jnp.sin(model(x)).sum()
+      >>> print(saved_residuals(loss, model, jnp.ones((2, 4))))
+      kept for the backward pass: 64 B on the device
+      64 B  device  float32[2, 8]  cos  loss
+      >>> saved_residuals(remat(loss), model, jnp.ones((2, 4))).bytes()
+      0
+    """
+    lifted: Lifted[..., Any] = fun if isinstance(fun, Lifted) else jit(fun)
+    _, plan, flat = lifted._planned(args, kwargs)
+    program = plan.program.staged
+
+    def forward(*leaves: Any) -> list[Any]:
+        slots = [slot for slot, leaf in enumerate(leaves) if _is_inexact(leaf)]
+
+        def of_some(*arrays: Any) -> list[Any]:
+            every = [*leaves]
+            for slot, array in zip(slots, arrays, strict=True):
+                every[slot] = array
+            *groups, _ = program(*every)
+            return [x for group in groups for x in group.arrays if _is_inexact(x)]
+
+        return jax.tree.leaves(jax.vjp(of_some, *(leaves[slot] for slot in slots))[1])
+
+    with RECORD(Calls()), called_by(Caller(lifted._fun, flat.objects)):
+        jaxpr = jax.make_jaxpr(forward)(*map(abstract, flat.leaves)).jaxpr
+    kept = {id(x): x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    found = (_residual(x, jaxpr, plan.names, plan.fun_name) for x in kept.values())
+    return SavedResiduals(x for x in found if x is not None)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Residual | None:
+    """What is known of a variable of a jaxpr; None for a constant."""
+    aval = var.aval
+    memory = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
+    shape, dtype = aval.shape, aval.dtype
+    calls: list[tuple[Any, Any]] = []  # the equations that lead inside, each with its jaxpr
+    while not isinstance(var, Literal):
+        if var in jaxpr.invars:
+            position = jaxpr.invars.index(var)
+            if not calls:
+                return Residual(names[position], "argument", shape, dtype, memory)
+            outer, eqn = calls[-1]
+            given = eqn.invars[len(eqn.invars) - len(jaxpr.invars) + position]
+            if given.aval.shape != shape:  # the carry of each step of a loop, stacked
+                return Residual(_source(calls, fun_name), "carry", shape, dtype, memory)
+            jaxpr, var = outer, given
+            calls.pop()
+            continue
+        eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+        if eqn is None:
+            return None
+        number = eqn.outvars.index(var)
+        inside = [x for x in _jaxprs(eqn) if len(x.outvars) == len(eqn.outvars)]
+        if inside:
+            calls.append((jaxpr, eqn))
+            jaxpr = inside[0]
+            var = jaxpr.outvars[number]
+        elif eqn.primitive.name in _MARKS:
+            var = eqn.invars[0]
+        else:
+            source = _source([*calls, (jaxpr, eqn)], fun_name)
+            return Residual(source, eqn.primitive.name, shape, dtype, memory)
+    return None
+
+
+# How JAX marks what a policy keeps.
+_MARKS = frozenset({"name", "reduce_precision", "device_put"})
+
+
+def _source(calls: Sequence[tuple[Any, Any]], fun_name: str) -> str:
+    """The path of the module in the names of equations, each inside the one before."""
+    stacks = (str(eqn.source_info.name_stack) for _, eqn in calls)
+    parts = (part for stack in stacks for part in stack.split("/") if part and "(" not in part)
+    return ".".join(parts).replace(".[", "[") or fun_name
+
+
+def _jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation."""
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(x, "jaxpr", x)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr, and of those inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
+        for inner in _jaxprs(eqn):
+            yield from equations(inner)

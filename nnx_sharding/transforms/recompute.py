@@ -43,7 +43,7 @@ class _Rules:
         ]
         if wrong:
             raise ValueError(
-                f"remat: a policy says one of {', '.join(map(repr, _KEEPS))} for each filter, got:\n"
+                f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:\n"
                 + "\n".join(wrong)
             )
         self._rules = tuple(rules.items())
@@ -62,14 +62,12 @@ class _Rules:
     def named(self, path: Path, module: Any, out: Any) -> Any:
         """What a module returned, under the name of the first rule that matches the module."""
         self._called[path_string(path)] = None
-        for index, test in enumerate(self._tests):
-            if test(path, module):
-                self._used.add(index)
-                name = self._name(index)
-                return jax.tree.map(
-                    lambda x: checkpoint_name(x, name) if isinstance(x, jax.Array) else x, out
-                )
-        return out
+        index = next((i for i, test in enumerate(self._tests) if test(path, module)), None)
+        if index is None:
+            return out
+        self._used.add(index)
+        name = self._name(index)
+        return jax.tree.map(lambda x: checkpoint_name(x, name) if _is_array(x) else x, out)
 
     def _name(self, index: int) -> str:
         filter_, keep = self._rules[index]
@@ -177,6 +175,10 @@ class _Remat(InnerTransform):
         return self.program(call)
 
 
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
 def _is_traced(leaf: Any) -> bool:
     return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
 
@@ -228,7 +230,7 @@ def remat(
 
         - ``"recompute"``: not kept;
         - ``"save"``: kept on the device;
-        - ``"offload"``: kept in the memory of the host (``pinned_host``), for backends that have it.
+        - ``"offload"``: kept in the memory of the host (``pinned_host``), if there is one.
 
         A filter is a string, which is the pattern of a :class:`~nnx_sharding.filters.PathGlob` for
         the path of a module in its argument, or a name that ``jax.ad_checkpoint.checkpoint_name``
@@ -253,7 +255,8 @@ def remat(
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from nnx_sharding import grad, remat
-      >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1)))
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs))
       >>> @remat(policy={"layers/0": "save"})
       ... def loss(model, x):
       ...     return jnp.tanh(model(x)).sum()

@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.signature import Signature
 from ..core.structure import VariableEntry
-from ..core.unflatten import unflatten, update, perform
+from ..core.unflatten import perform, unflatten, update
 from ..diagnostics.differences import differences
 from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, accessor
 from .axes import Carry, StateAxes
-from .scan import scan
-from .vmap import vmap
+from .batching import vmap
+from .loops import scan
 
 
 class Stack(nnx.Module):
@@ -108,7 +107,7 @@ class Stack(nnx.Module):
             return Stack(layers, len(range(self.length)[index]), self.shared, self.unroll)
         number = range(self.length)[operator.index(index)]
         layer = self._map(lambda array: _sliced(array, number))
-        for _, variable in _own_variables(layer, self.shared):
+        for variable in _own_variables(layer, self.shared):
             nnx.spmd.remove_axis(variable, 0, _METADATA)
         return layer
 
@@ -199,14 +198,15 @@ def _built(flat: Flat, leaves: Sequence[Any], stacked: set[int]) -> Any:
     return layer
 
 
-def _own_variables(layer: Any, shared: Iterable[Path]) -> Iterator[tuple[Path, Any]]:
+def _own_variables(layer: Any, shared: Iterable[Path]) -> Iterator[Any]:
+    """The Variables of a layer, or of all, that are not shared."""
     flat = _flat(layer)
     root: Any = flat.structure.root
-    for location in flat.structure.walk(root.children[0], iter(())):
-        entry = location.entry
-        if location.path not in shared and entry is not None:
-            if isinstance(flat.objects[entry], nnx.Variable):
-                yield location.path, flat.objects[entry]
+    for path, index, _ in flat.structure.walk(root.children[0], iter(())):
+        if index is not None and path not in shared:
+            variable = flat.objects[index]
+            if isinstance(variable, nnx.Variable):
+                yield variable
 
 
 def stack(
@@ -284,7 +284,7 @@ def stack(
         for slot in slots:
             leaves[slot] = _stacked([flat.leaves[slot] for flat in flats])
     layer = _built(first, leaves, stacked)
-    for _, variable in _own_variables(layer, shared):
+    for variable in _own_variables(layer, shared):
         nnx.spmd.add_axis(variable, 0, _METADATA)
     return Stack(layer, len(blocks), shared, unroll)
 
