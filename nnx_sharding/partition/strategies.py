@@ -50,7 +50,8 @@ def fsdp(
 
     Of each array the largest dimension that the axis divides is sharded; of equally large ones the
     last. An array with no such dimension is replicated. So are random streams, and buffers: the
-    masks, rotary tables and other arrays that a model holds beside its Variables.
+    masks, rotary tables and other arrays that a model holds beside its Variables. The dimension of
+    the layers in a :class:`~nnx_sharding.Stack` is never sharded.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
     sharded yet, else after the axes of the largest one. Buffers keep their specs. So
@@ -176,10 +177,11 @@ def shard_largest(
         return sharding
     if isinstance(variable.variable, nnx.RngState):
         return sharding
-    if shape is None or math.prod(shape) < min_size:
+    layers = variable.num_stacked  # a loop takes one layer after the other
+    if shape is None or math.prod(shape[layers:]) < min_size:
         return sharding
     is_sharded = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)
-    order = sorted(range(len(shape)), key=lambda d: (is_sharded[d], -shape[d], -d))
+    order = sorted(range(layers, len(shape)), key=lambda d: (is_sharded[d], -shape[d], -d))
     free = [axis for axis in axes if axis not in spec_axes(sharding)]
     choices = (
         shard_dimension(sharding, shape, dimension, free[:count], mesh)

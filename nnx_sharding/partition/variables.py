@@ -16,6 +16,7 @@ from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, path_key, path_string, plain_key
 from ..state_sharding import StateSharding
+from ..transforms.stacks import layer_dimensions
 
 
 class NamedVariable(NamedTuple):
@@ -27,12 +28,14 @@ class NamedVariable(NamedTuple):
       arrays: its arrays: one, or those of its pytree; abstract ones have no data.
       is_buffer: whether it is an array that a model holds beside its Variables, such as a mask.
         In a model without Variables, arrays are its parameters.
+      num_stacked: how many dimensions in front are those of the layers of a ``Stack``.
     """
 
     path: Path
     variable: Any
     arrays: tuple[Any, ...]
     is_buffer: bool = False
+    num_stacked: int = 0
 
     @property
     def name(self) -> str:
@@ -70,7 +73,7 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
     """
     flat = flatten(tree, graph=True)
     structure = flat.structure
-    parameters = _plain_parameters(structure)
+    parameters, stacked = _plain_parameters(structure), layer_dimensions(flat)
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         arrays = tuple(flat.leaves[slot] for slot in location.slots)
         if arrays:
@@ -79,7 +82,11 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
             is_buffer = parameters.isdisjoint(location.slots)
             is_buffer &= not isinstance(subject, nnx.Variable)
-            yield NamedVariable(tuple(map(plain_key, location.path)), subject, arrays, is_buffer)
+            path, num_stacked = (
+                tuple(map(plain_key, location.path)),
+                stacked.get(location.slots[0], 0),
+            )
+            yield NamedVariable(path, subject, arrays, is_buffer, num_stacked)
 
 
 def _plain_parameters(structure: Structure) -> Set[int]:

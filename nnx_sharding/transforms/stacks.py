@@ -13,7 +13,7 @@ from flax import nnx
 
 from ..core.flatten import Flat, flatten
 from ..core.signature import Signature
-from ..core.structure import VariableEntry
+from ..core.structure import NodeEntry, VariableEntry
 from ..core.unflatten import perform, unflatten, update
 from ..diagnostics.differences import differences
 from ..errors import raise_listed
@@ -207,6 +207,20 @@ def _own_variables(layer: Any, shared: Iterable[Path]) -> Iterator[Any]:
             variable = flat.objects[index]
             if isinstance(variable, nnx.Variable):
                 yield variable
+
+
+def layer_dimensions(flat: Flat) -> dict[int, int]:
+    """By slot, how many dimensions in front of an array are those of layers in a ``Stack``."""
+    structure, counts = flat.structure, dict[int, int]()
+    for index, entry in enumerate(structure.entries):
+        if not isinstance(entry, NodeEntry) or not issubclass(entry.type, Stack):
+            continue
+        shared = flat.objects[index].shared
+        child = entry.children[entry.keys.index("layers")]
+        for path, _, slots in structure.walk(child, iter(())):
+            for slot in slots if path not in shared else ():
+                counts[slot] = counts.get(slot, 0) + 1
+    return counts
 
 
 def stack(
