@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..core.axis_types import type_spec
 from ..core.call import run
 from ..core.caller import Caller
 from ..core.flatten import Flat
@@ -24,7 +26,7 @@ from ..core.specs import Part, Target
 from ..core.transform import Program
 from ..core.unflatten import Built, value_at
 from ..filters import to_predicate
-from ..fitting import suggestion
+from ..fitting import axes_of_type, spec_axes, suggestion
 from ..lifted_function import LiftedFunction, P, R, lift
 from .inner import InnerTransform
 
@@ -103,12 +105,20 @@ class ValueAndGrad(LiftedFunction[P, R]):
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The value and the gradient; objects that the function changes are the caller's own."""
-        call, flat = self._split((*self._bound, *args), kwargs)
-        plan, _ = self._plan(call, flat)
-        wanted = self._wanted(plan, call, flat)
-        slots = list(
-            dict.fromkeys(slot for w in wanted for x in w.locations for slot in x.location.slots)
-        )
+        return self.of(args, kwargs)
+
+    def of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], unreduced: frozenset[Any] = frozenset()
+    ) -> Any:
+        """The value and the gradient.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          unreduced: Explicit mesh axes over which the gradients of arrays that are replicated over
+            them are left unreduced.
+        """
+        call, flat, plan, wanted, slots = self._prepared(args, kwargs)
         transform = self._transform
         if not transform.allow_int:
             _check_dtypes(transform.name, plan.names, flat.leaves, slots)
@@ -121,13 +131,38 @@ class ValueAndGrad(LiftedFunction[P, R]):
         gradients: dict[int, Any] = {}
 
         def execute(*leaves: Any) -> Any:
-            (_, outputs), arrays = value_and_grad([leaves[slot] for slot in slots], leaves)
+            some = [as_reduced(leaves[slot], unreduced) for slot in slots]
+            (_, outputs), arrays = value_and_grad(some, leaves)
             gradients.update(zip(slots, arrays, strict=True))
             return outputs
 
         value = run(plan, flat, execute, self._fun, nested=True)
-        parts = tuple(_gradient_of(one, plan, flat, gradients) for one in wanted)
-        return value, parts[0] if transform.is_single else parts
+        return value, self._in_form(wanted, flat, gradients)
+
+    def zeros(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], zero: Callable[[Any], Any]
+    ) -> Any:
+        """What has the form of the gradient: for each array the result of ``zero``."""
+        _, flat, _, wanted, slots = self._prepared(args, kwargs)
+        return self._in_form(wanted, flat, {slot: zero(flat.leaves[slot]) for slot in slots})
+
+    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+        """The names of the arguments that are differentiated."""
+        return {one.target.name for one in self._prepared(args, kwargs)[3]}
+
+    def _prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, Flat, Plan, list[_Wanted], list[int]]:
+        """The arguments of a call, its plan, what is differentiated, and the slots of that."""
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
+        wanted = self._wanted(plan, call, flat)
+        slots = (slot for w in wanted for x in w.locations for slot in x.location.slots)
+        return call, flat, plan, wanted, list(dict.fromkeys(slots))
+
+    def _in_form(self, wanted: Sequence[_Wanted], flat: Flat, gradients: Mapping[int, Any]) -> Any:
+        parts = tuple(_gradient_of(one, flat, gradients) for one in wanted)
+        return parts[0] if self._transform.is_single else parts
 
     def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[_Wanted]:
         """What is differentiated in a call.
@@ -180,6 +215,22 @@ class Grad(ValueAndGrad[P, R]):
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
 
+def as_reduced(x: Any, axes: frozenset[Any]) -> Any:
+    """An array of reduced type over those axes that are Explicit and over which it is replicated.
+
+    Its gradient is then unreduced over them.
+    """
+    spec = type_spec(x)
+    if spec is None:
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    free = axes & axes_of_type(mesh, AxisType.Explicit) - {*spec_axes(spec)}
+    if not free:
+        return x
+    new = PartitionSpec(*spec.partitions, reduced=spec.reduced | free, unreduced=spec.unreduced)
+    return jax.sharding.reshard(x, NamedSharding(mesh, new))
+
+
 def _values_by_name(call: Call) -> dict[str, Any]:
     names = [call.signature.names[i] for i in call.signature.dynamic]
     return {**dict(zip(names, call.tree[0], strict=True)), **call.tree[1]}
@@ -220,7 +271,7 @@ def _loss(outcome: Outcome, leaves: Sequence[Any], groups: Sequence[Any]) -> Any
     return outcome.arrays(leaves, groups)[outcome.structure.root_slots[0]]
 
 
-def _gradient_of(wanted: _Wanted, plan: Plan, flat: Flat, gradients: Mapping[int, Any]) -> Any:
+def _gradient_of(wanted: _Wanted, flat: Flat, gradients: Mapping[int, Any]) -> Any:
     """The gradient of one argument, in its form: for each module a state."""
     by_part: dict[Any, list[NamedLocation]] = {}
     for found in wanted.locations:

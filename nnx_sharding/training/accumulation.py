@@ -1,0 +1,199 @@
+"""``accumulate_gradients``: the gradient of a batch, from microbatches in one program."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..core.axis_types import type_spec
+from ..errors import raise_listed
+from ..fitting import axes_of, suggestion
+from ..partition.axis_types import explicit_axes
+from ..paths import accessor, path_key
+from ..transforms import Carry, scan, value_and_grad
+from ..transforms.gradients import ValueAndGrad, as_reduced
+
+
+@_compat.api_boundary
+def accumulate_gradients(
+    loss: Any = None,
+    *,
+    steps: int,
+    argnums: Any = 0,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    batch: str | Sequence[str] | None = None,
+    axis: Any = None,
+    dtype: Any = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Makes a function that returns the value and the gradient of a loss, microbatch by microbatch.
+
+    It replaces :func:`~nnx_sharding.value_and_grad` where the activations of a whole batch do not
+    fit into memory. The microbatches run one after the other in one loop, so the program has the
+    size of one of them. For a loss that is a mean over the rows of the batch, the results are those
+    of the whole batch. What the loss changes otherwise, such as the statistics of BatchNorm and
+    random streams, it changes once for each microbatch.
+
+    On Explicit mesh axes, the gradients of parameters that are replicated over the axes of the
+    batch are summed on each device, and reduced once, after the loop; so they are on Auto axes that
+    ``axis`` names. Parameters that are sharded over these axes have theirs reduced for each
+    microbatch, because the whole gradient may not fit into the memory of a device.
+
+    Args:
+      loss: the function, as for ``value_and_grad``: the mean over its rows.
+      steps: the number of microbatches. It divides the first dimension of all arrays in the batch;
+        on a mesh, the axes that shard that dimension divide what remains.
+      argnums: as for ``value_and_grad``.
+      wrt: as for ``value_and_grad``.
+      has_aux: as for ``value_and_grad``. The auxiliary data of all microbatches are stacked.
+      batch: the names of the arguments that are cut into microbatches, whose arrays all have the
+        rows of the batch in the first dimension. By default all that hold arrays, no modules or
+        Variables, and are not differentiated; scalars are the same for all microbatches.
+      axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. It is Explicit
+        within the loop, for the reduction after it; parameters are replicated over it there.
+      dtype: the dtype in which gradients are summed and returned; None for their own.
+      graph: as in :func:`~nnx_sharding.jit`.
+      graph_updates: as in :func:`~nnx_sharding.jit`.
+
+    Returns:
+      A function that returns ``(value, gradient)`` like that of ``value_and_grad``.
+
+    Raises:
+      TypeError: ``steps`` is not a positive integer; at a call, as ``value_and_grad``.
+      ValueError: at a call, there is no batch, ``steps`` does not divide it, or ``batch`` names
+        what is not an argument.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import accumulate_gradients, value_and_grad
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> def loss(model, x):
+      ...     return (model(x) ** 2).mean()
+      >>> x = jnp.arange(16.0).reshape(8, 2)
+      >>> value, gradient = accumulate_gradients(loss, steps=4)(model, x)
+      >>> whole, _ = value_and_grad(loss)(model, x)
+      >>> bool(jnp.allclose(value, whole))
+      True
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise TypeError(f"accumulate_gradients: steps is a positive integer, got {steps!r}.")
+    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+
+    def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
+        gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **options)
+        parameters = inspect.signature(loss)
+
+        @functools.wraps(loss)
+        @_compat.api_boundary
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = parameters.bind(*args, **kwargs)
+            names = _batch_names(gradient, given, batch)
+            microbatches = {name: _cut(name, given.arguments[name], steps) for name in names}
+            rest = {name: x for name, x in given.arguments.items() if name not in names}
+
+            def loop(rest: Any, microbatches: Any) -> Any:
+                axes = _axes_of_batch(microbatches)
+                zero = functools.partial(_zeros, axes=axes, dtype=dtype)
+                totals, treedef = jax.tree.flatten(gradient.zeros(args, kwargs, zero))
+
+                @scan(in_axes=(Carry, None, 1), out_axes=(Carry, 0), length=steps, **options)
+                def step(totals: Any, rest: Any, microbatch: Any) -> Any:
+                    given.arguments.update(rest | microbatch)
+                    value, new = gradient.of(given.args, given.kwargs, axes)
+                    pairs = zip(totals, jax.tree.leaves(new), strict=True)
+                    return [total + x.astype(total.dtype) for total, x in pairs], value
+
+                totals, values = step(totals, rest, microbatches)
+                likes = jax.tree.leaves(gradient.zeros(args, kwargs, lambda x: x))
+                means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
+                value = (values[0].mean(), values[1]) if has_aux else values.mean()
+                return value, jax.tree.unflatten(treedef, means)
+
+            if axis is None:
+                return loop(rest, microbatches)
+            in_sharding = (PartitionSpec(), PartitionSpec(axis))
+            return explicit_axes(loop, axes=axis, in_sharding=in_sharding)(rest, microbatches)
+
+        return call
+
+    return decorate if loss is None else decorate(loss)
+
+
+def _batch_names(
+    gradient: ValueAndGrad[..., Any],
+    given: inspect.BoundArguments,
+    batch: str | Sequence[str] | None,
+) -> list[str]:
+    """The arguments that are cut into microbatches."""
+    arguments = given.arguments
+    if batch is not None:
+        names = [batch] if isinstance(batch, str) else [*batch]
+        unknown = [f"  {x!r}{suggestion(x, arguments)}" for x in names if x not in arguments]
+        title = "accumulate_gradients: batch names what is not an argument of this call:"
+        raise_listed(ValueError, title, unknown, f"The arguments: {', '.join(arguments)}.")
+        return names
+    differentiated = gradient.names(given.args, given.kwargs)
+    names = [
+        name for name, value in arguments.items() if name not in differentiated and _is_batch(value)
+    ]
+    if not names:
+        raise ValueError(
+            "accumulate_gradients: no argument is a batch of arrays: each is a scalar, holds "
+            "modules, or is differentiated. Name those that are with batch=..."
+        )
+    return names
+
+
+def _is_batch(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
+    return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) > 0 for x in leaves)
+
+
+def _cut(name: str, value: Any, steps: int) -> Any:
+    """Arrays with the rows of each microbatch along the second dimension of two.
+
+    So the rows of a microbatch come from the shards of all devices, and none has to move.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
+    wrong = [
+        f"  {accessor(name, tuple(map(path_key, path)))}: shape {jnp.shape(x)}"
+        for path, x in leaves
+        if not jnp.ndim(x) or jnp.shape(x)[0] % steps
+    ]
+    title = f"accumulate_gradients: these cannot be cut into {steps} microbatches of equal size:"
+    raise_listed(ValueError, title, wrong, "The first dimension is that of the rows.")
+    cut = [jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:])) for _, x in leaves]
+    return jax.tree_util.tree_unflatten(treedef, cut)
+
+
+def _axes_of_batch(microbatches: Mapping[str, Any]) -> frozenset[Any]:
+    """The Explicit axes that shard the rows."""
+    specs = filter(None, map(type_spec, jax.tree.leaves(microbatches)))
+    return frozenset(axis for spec in specs for axis in axes_of(spec.partitions[0]))
+
+
+def _zeros(like: Any, axes: frozenset[Any], dtype: Any) -> Any:
+    """Zeros in the type of the gradient of an array."""
+    zeros = jnp.zeros_like(like, dtype=dtype)
+    spec = type_spec(as_reduced(like, axes))
+    if spec is None or not spec.reduced:
+        return zeros
+    unreduced = PartitionSpec(*spec.partitions, unreduced=spec.reduced)
+    return jax.sharding.reshard(zeros, NamedSharding(jax.typeof(like).sharding.mesh, unreduced))
+
+
+def _reduced(x: Any, like: Any) -> Any:
+    """A sum in the sharding of the parameter."""
+    spec = type_spec(like)
+    return x if spec is None else jax.sharding.reshard(x, jax.typeof(like).sharding)
