@@ -2,6 +2,7 @@
 
 By task: ``partition`` chooses specs, ``placement`` puts models and batches on devices,
 ``checkpoint`` saves and restores them, ``transforms`` has those that are used inside of others,
+``training`` accumulates gradients and offloads state,
 ``analysis`` and ``report`` say what a program costs, ``export`` writes programs to files,
 ``testing`` has assertions and a launcher of processes, and ``compat`` the names of other libraries.
 All other modules are internal.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         placement,
         report,
         testing,
+        training,
         transforms,
     )
     from .partition.axis_types import auto_axes, explicit_axes
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from .partition.strategies import fsdp
     from .partition.tensor_parallel import tensor_parallel
     from .placement.place import place
+    from .training.accumulation import accumulate_gradients
     from .transforms import (
         Carry,
         Stack,
@@ -67,6 +70,7 @@ __all__ = [
     "StateSharding",
     "Structure",
     "__version__",
+    "accumulate_gradients",
     "auto_axes",
     "errors",
     "explain_retraces",
@@ -107,10 +111,12 @@ _MODULES = frozenset(
         "placement",
         "report",
         "testing",
+        "training",
         "transforms",
     }
 )
 _NAMES = {
+    "accumulate_gradients": "training",
     "auto_axes": "partition",
     "explicit_axes": "partition",
     "fsdp": "partition",

@@ -107,14 +107,15 @@ def accumulate_gradients(
                 zero = functools.partial(_zeros, axes=axes, dtype=dtype)
                 totals, treedef = jax.tree.flatten(gradient.zeros(args, kwargs, zero))
 
-                @scan(in_axes=(Carry, None, 1), out_axes=(Carry, 0), length=steps, **options)
                 def step(totals: Any, rest: Any, microbatch: Any) -> Any:
                     given.arguments.update(rest | microbatch)
                     value, new = gradient.of(given.args, given.kwargs, axes)
                     pairs = zip(totals, jax.tree.leaves(new), strict=True)
                     return [total + x.astype(total.dtype) for total, x in pairs], value
 
-                totals, values = step(totals, rest, microbatches)
+                in_axes = (Carry, None, 1)
+                run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **options)
+                totals, values = run(totals, rest, microbatches)
                 likes = jax.tree.leaves(gradient.zeros(args, kwargs, lambda x: x))
                 means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
                 value = (values[0].mean(), values[1]) if has_aux else values.mean()

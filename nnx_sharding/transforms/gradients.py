@@ -118,7 +118,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
           unreduced: Explicit mesh axes over which the gradients of arrays that are replicated over
             them are left unreduced.
         """
-        call, flat, plan, wanted, slots = self._prepared(args, kwargs)
+        flat, plan, wanted, slots = self._prepared(args, kwargs)
         transform = self._transform
         if not transform.allow_int:
             _check_dtypes(transform.name, plan.names, flat.leaves, slots)
@@ -143,22 +143,22 @@ class ValueAndGrad(LiftedFunction[P, R]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], zero: Callable[[Any], Any]
     ) -> Any:
         """What has the form of the gradient: for each array the result of ``zero``."""
-        _, flat, _, wanted, slots = self._prepared(args, kwargs)
+        flat, _, wanted, slots = self._prepared(args, kwargs)
         return self._in_form(wanted, flat, {slot: zero(flat.leaves[slot]) for slot in slots})
 
     def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
         """The names of the arguments that are differentiated."""
-        return {one.target.name for one in self._prepared(args, kwargs)[3]}
+        return {one.target.name for one in self._prepared(args, kwargs)[2]}
 
     def _prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Call, Flat, Plan, list[_Wanted], list[int]]:
-        """The arguments of a call, its plan, what is differentiated, and the slots of that."""
+    ) -> tuple[Flat, Plan, list[_Wanted], list[int]]:
+        """The arguments of a call, flattened, its plan, what is differentiated, and its slots."""
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
         wanted = self._wanted(plan, call, flat)
         slots = (slot for w in wanted for x in w.locations for slot in x.location.slots)
-        return call, flat, plan, wanted, list(dict.fromkeys(slots))
+        return flat, plan, wanted, list(dict.fromkeys(slots))
 
     def _in_form(self, wanted: Sequence[_Wanted], flat: Flat, gradients: Mapping[int, Any]) -> Any:
         parts = tuple(_gradient_of(one, flat, gradients) for one in wanted)

@@ -1,0 +1,133 @@
+"""State in the memory of the host: shardings for it, and its way to the device and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from ..apply import given_mesh
+from ..core.flatten import flatten
+from ..errors import NoMeshError
+from ..filters import to_predicate
+from ..partition.variables import from_paths, specs_by_path, variables
+from ..state_sharding import StateSharding
+
+
+def offload(
+    sharding: StateSharding,
+    tree: Any,
+    filter_: Any = ...,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    memory_kind: str = "pinned_host",
+) -> StateSharding:
+    """The same shardings, with a part of a model or an optimizer in the memory of the host.
+
+    Such as the state of the optimizer, which a step needs only for the update. In the function,
+    :func:`fetched` brings it to the device and back. On CPUs there is only one memory: programs are
+    the same, but ``Compiled.memory()`` counts all of it as that of the device.
+
+    Args:
+      sharding: the shardings to start from; those of other paths stay.
+      tree: the model or the optimizer, abstract or not.
+      filter_: an NNX filter for the Variables of ``tree`` to offload. Scalars, and what has no
+        ``PartitionSpec`` or ``NamedSharding``, stay where they are.
+      mesh: the mesh; None for the one in context.
+      memory_kind: the memory.
+
+    Returns:
+      The shardings.
+
+    Raises:
+      NoMeshError: there is no mesh.
+      TypeError: something has a wrong type.
+      ValueError: no Variable matches the filter.
+
+    Example:
+      >>> import jax, optax
+      >>> from flax import nnx
+      >>> from nnx_sharding.partition import fsdp
+      >>> from nnx_sharding.training import offload
+      >>> model = nnx.Linear(128, 256, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> sharding = fsdp(model, mesh, optimizer=optimizer)
+      >>> sharding = offload(sharding, optimizer, mesh=mesh)
+      >>> sharding.map_prefix(("opt_state", 0, "mu", "kernel"), None).memory_kind
+      'pinned_host'
+    """
+    mesh = given_mesh("offload", mesh)
+    if mesh is None:
+        raise NoMeshError(
+            "offload has no mesh. Pass one, or call within `with jax.set_mesh(mesh):`."
+        )
+    predicate, specs = to_predicate(filter_), specs_by_path(tree, sharding)
+    chosen = {}
+    for each in variables(tree):
+        spec = specs[each.path]
+        if isinstance(spec, NamedSharding):
+            spec = spec.spec
+        if predicate(each.path, each.variable) and each.shape and isinstance(spec, PartitionSpec):
+            chosen[each.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
+    if not chosen:
+        raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
+    first = from_paths(chosen)
+    pairs = zip(
+        (*first.filters, *sharding.filters), (*first.shardings, *sharding.shardings), strict=True
+    )
+    return StateSharding(
+        pairs, on_indivisible=sharding.on_indivisible, activations=sharding.activations
+    )
+
+
+@contextlib.contextmanager
+def fetched(*trees: Any) -> Iterator[None]:
+    """Modules and optimizers whose arrays are in the memory of the device within the block.
+
+    After it, what was in the memory of the host before is there again, with new values.
+
+    Args:
+      *trees: pytrees of modules, optimizers and Variables. Arrays outside of them are not changed.
+
+    Example:
+      >>> import jax, optax
+      >>> from flax import nnx
+      >>> from nnx_sharding import jit, value_and_grad
+      >>> from nnx_sharding.training import fetched
+      >>> @jit
+      ... def step(model, optimizer, x):
+      ...     loss, gradient = value_and_grad(lambda model: model(x).mean())(model)
+      ...     with fetched(optimizer):
+      ...         optimizer.update(model, gradient)
+      ...     return loss
+    """
+    variables = [x for x in flatten(trees).objects if _compat.is_variable(x) and _is_on_host(x)]
+    for variable in variables:
+        _move(variable, jax.memory.Space.Device)
+    try:
+        yield
+    finally:
+        for variable in variables:
+            _move(variable, jax.memory.Space.Host)
+
+
+def _is_on_host(variable: Any) -> bool:
+    arrays = jax.tree.leaves(_compat.get_value(variable))
+    spaces = {getattr(jax.typeof(x), "memory_space", None) for x in arrays if _is_array(x)}
+    return jax.memory.Space.Host in spaces
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
+
+
+def _move(variable: Any, space: Any) -> None:
+    value = jax.tree.map(
+        lambda x: jax.device_put(x, space) if _is_array(x) else x, _compat.get_value(variable)
+    )
+    _compat.set_value(variable, value)
