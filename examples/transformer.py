@@ -4,15 +4,19 @@ A decoder-only transformer of ordinary NNX layers: tensor parallel over the ``mo
 mesh, fully sharded over its ``data`` axis. Its sharding is the one line in :func:`sharding_of`; the
 model does not depend on it. The text is Python's language reference, installed for ``help()``.
 
-``--check`` trains the same model on one device with plain Flax, and compares the losses. To run it
-in several processes, which load different rows of the batches: ``python -m nnx_sharding launch
---processes 2 --devices-per-process 4 examples/transformer.py``.
+``--check`` trains the same model on one device with ``nnx.jit``, and compares the losses. With
+``--stack`` the blocks run in one loop, with ``--remat`` the backward pass computes them again, and
+with ``--microbatches`` gradients are accumulated; the losses stay the same.
+
+To run it in several processes, which load different rows of the batches: ``python -m nnx_sharding
+launch --processes 2 --devices-per-process 4 examples/transformer.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +33,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import StateSharding, jit, limit_traces
+from nnx_sharding import (
+    Stack,
+    StateSharding,
+    accumulate_gradients,
+    jit,
+    limit_traces,
+    remat,
+    stack,
+    value_and_grad,
+)
 from nnx_sharding.partition import fsdp, sharded_init, tensor_parallel
 from nnx_sharding.placement import process_rows, shard_batches
 from nnx_sharding.report import check_sharding
@@ -46,6 +59,9 @@ class Config:
     layers: int = 2
     batch: int = 16
     learning_rate: float = 3e-3
+    stacked: bool = False  # whether the blocks are one stack, which runs in a loop
+    remat: str | None = None  # what a block keeps for the backward pass; None for all
+    microbatches: int = 1
 
 
 class Block(nnx.Module):
@@ -73,15 +89,21 @@ class Transformer(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.tokens = nnx.Embed(config.vocabulary, config.features, rngs=rngs)
         self.positions = nnx.Embed(config.context, config.features, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        blocks = [Block(config, rngs) for _ in range(config.layers)]
+        self.blocks = stack(blocks) if config.stacked else nnx.List(blocks)
+        self.policy = config.remat
         self.norm = nnx.RMSNorm(config.features, rngs=rngs)
         self.head = nnx.Linear(config.features, config.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits of shape (batch, length, vocabulary) for ``tokens`` of shape (batch, length)."""
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
+        run = Block.__call__ if self.policy is None else remat(Block.__call__, policy=self.policy)
+        if isinstance(self.blocks, Stack):
+            x, _ = self.blocks.scan(lambda block, x: (run(block, x), None), x)
+        else:
+            for block in self.blocks:
+                x = run(block, x)
         return self.head(self.norm(x))
 
 
@@ -98,15 +120,21 @@ def sharding_of(model: Any, optimizer: Any, mesh: Mesh) -> StateSharding:
     return fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0, optimizer=optimizer)
 
 
-def train_step(model: Any, optimizer: Any, tokens: jax.Array) -> jax.Array:
-    """One step on tokens of shape (batch, context + 1); returns the loss."""
+def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
+    """The mean loss on tokens of shape (batch, context + 1)."""
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
-    def loss_of(model: Any) -> jax.Array:
-        logits = model(tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean()
 
-    loss, grads = nnx.value_and_grad(loss_of)(model)
+def train_step(
+    model: Any, optimizer: Any, tokens: jax.Array, *, microbatches: int = 1
+) -> jax.Array:
+    """One step on a batch of tokens; returns the loss."""
+    gradient = accumulate_gradients(loss_of, steps=microbatches)
+    loss, grads = (
+        gradient(model, tokens) if microbatches > 1 else value_and_grad(loss_of)(model, tokens)
+    )
     optimizer.update(model, grads)
     return loss
 
@@ -140,7 +168,7 @@ def train_sharded(config: Config, steps: int, mesh: Mesh) -> tuple[Any, Any, lis
     )
     sharding = sharding_of(model, optimizer, mesh)
     step = jit(
-        train_step,
+        functools.partial(train_step, microbatches=config.microbatches),
         in_shardings=(sharding, sharding, P("data")),
         activation_shardings={"head": P("data")},  # the loss needs all logits of a position
         mesh=mesh,
@@ -162,13 +190,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--check", action="store_true", help="compare with one device")
+    parser.add_argument("--layers", type=int, default=Config.layers)
+    parser.add_argument("--stack", action="store_true", help="run the blocks in one loop")
+    parser.add_argument("--remat", metavar="POLICY", help="such as dots_saveable: what is kept")
+    parser.add_argument("--microbatches", type=int, default=1, help="into which to cut a batch")
     options = parser.parse_args()
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ:  # the launcher sets it
         jax.distributed.initialize()
     log = print if jax.process_index() == 0 else lambda *_: None
 
-    config = Config()
+    config = Config(
+        layers=options.layers,
+        stacked=options.stack,
+        remat=options.remat,
+        microbatches=options.microbatches,
+    )
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     abstract = nnx.eval_shape(lambda: make(config))
     log(check_sharding(abstract, sharding_of(*abstract, mesh), mesh))

@@ -28,6 +28,9 @@ from .residuals import equations
 # What becomes of the values that a filter chooses, between the forward and the backward pass.
 Keep: TypeAlias = Literal["recompute", "save", "offload"]
 _HOST = "pinned_host"
+Policy: TypeAlias = (
+    "Callable[..., bool] | str | Mapping[Any, Keep] | Iterable[tuple[Any, Keep]] | None"
+)
 
 
 class _Rules:
@@ -37,16 +40,14 @@ class _Rules:
     knows it.
     """
 
-    def __init__(self, rules: Mapping[Any, Keep]):
-        wrong = [
-            f"  {filter_!r}: {keep!r}" for filter_, keep in rules.items() if keep not in _KEEPS
-        ]
+    def __init__(self, rules: Iterable[tuple[Any, Keep]]):
+        self._rules = tuple(rules)
+        wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self._rules if keep not in _KEEPS]
         if wrong:
             raise ValueError(
                 f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:\n"
                 + "\n".join(wrong)
             )
-        self._rules = tuple(rules.items())
         self._tests: list[Predicate] = [
             PathGlob(x) if isinstance(x, str) else to_predicate(x) for x, _ in self._rules
         ]
@@ -214,7 +215,7 @@ def _names_in(function: Callable[..., Any], leaves: Sequence[Any]) -> set[str]:
 def remat(
     fun: Any = None,
     *,
-    policy: Callable[..., bool] | str | Mapping[Any, Keep] | None = None,
+    policy: Policy = None,
     prevent_cse: bool = True,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -226,7 +227,7 @@ def remat(
     Args:
       fun: the function; it may take and return NNX objects.
       policy: what is kept all the same: a name in ``jax.checkpoint_policies``, such as
-        ``"dots_saveable"``; a policy of JAX; or a mapping from filters to one of
+        ``"dots_saveable"``; a policy of JAX; or a mapping (or pairs) from filters to one of
 
         - ``"recompute"``: not kept;
         - ``"save"``: kept on the device;
@@ -275,8 +276,9 @@ def remat(
                 f"{suggestion(policy, names)} (policies: {', '.join(names)})."
             )
         chosen = getattr(jax.checkpoint_policies, policy)
-    elif isinstance(policy, Mapping):
-        chosen = _Rules(policy)
+    elif isinstance(policy, Iterable):
+        pairs: Any = policy.items() if isinstance(policy, Mapping) else policy
+        chosen = _Rules(pairs)
     transform = _Remat(policy=chosen, prevent_cse=prevent_cse)
     roles = Roles.of(static_argnums, static_argnames)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from ..paths import Path, accessor
 from .axes import Carry, StateAxes
 from .batching import vmap
 from .loops import scan
+from .recompute import remat as remat_
 
 
 class Stack(nnx.Module):
@@ -41,15 +42,24 @@ class Stack(nnx.Module):
       shared: the paths in ``layers`` of what all layers share and has no dimension of layers:
         Variables that are the same object in all of them, and arrays outside of Variables.
       unroll: how many layers one iteration of the loop runs.
+      remat: the policy of :func:`~nnx_sharding.remat` for each layer; True for one that keeps
+        nothing but what goes into the layer, False for no recomputation.
     """
 
     def __init__(
-        self, layers: Any, length: int, shared: Iterable[Path] = (), unroll: int | bool = 1
+        self,
+        layers: Any,
+        length: int,
+        shared: Iterable[Path] = (),
+        *,
+        unroll: int | bool = 1,
+        remat: Any = False,
     ):
         self.layers = layers
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
+        self.remat = tuple(remat.items()) if isinstance(remat, Mapping) else remat
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the layers one after the other.
@@ -63,7 +73,7 @@ class Stack(nnx.Module):
         Returns:
           What the last layer returned.
         """
-        run = _loop(_call, (self._axes, Carry, None, None), Carry, self.length, self.unroll)
+        run = self._loop(_call, (self._axes, Carry, None, None), Carry)
         return run(self.layers, x, args, kwargs)
 
     def scan(self, step: Callable[..., Any], carry: Any, /, *xs: Any) -> tuple[Any, Any]:
@@ -89,9 +99,11 @@ class Stack(nnx.Module):
           >>> x.shape, means.shape
           ((2, 4), (3,))
         """
-        in_axes = (self._axes, Carry, *[0] * len(xs))
-        run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll)
+        run = self._loop(step, (self._axes, Carry, *[0] * len(xs)), (Carry, 0))
         return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
+
+    def _loop(self, step: Callable[..., Any], in_axes: Any, out_axes: Any) -> Any:
+        return _loop(step, in_axes, out_axes, self.length, self.unroll, self.remat)
 
     @property
     def _axes(self) -> StateAxes:
@@ -104,7 +116,8 @@ class Stack(nnx.Module):
         """One layer as a new module; for a slice, a new ``Stack``."""
         if isinstance(index, slice):
             layers = self._map(lambda array: _sliced(array, index))
-            return Stack(layers, len(range(self.length)[index]), self.shared, self.unroll)
+            length, options = len(range(self.length)[index]), {"unroll": self.unroll}
+            return Stack(layers, length, self.shared, remat=self.remat, **options)
         number = range(self.length)[operator.index(index)]
         layer = self._map(lambda array: _sliced(array, number))
         for variable in _own_variables(layer, self.shared):
@@ -160,10 +173,12 @@ def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return layer(x, *args, **kwargs)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)  # so that JAX finds what it traced before
 def _loop(
-    step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: int | bool
+    step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: Any, policy: Any
 ) -> Any:
+    if policy is not False:
+        step = remat_(step, policy=None if policy is True else policy, prevent_cse=False)
     options: dict[str, Any] = {"transform_metadata": _METADATA, "length": length}
     return scan(step, in_axes=in_axes, out_axes=out_axes, unroll=unroll, **options)
 
@@ -224,7 +239,13 @@ def layer_dimensions(flat: Flat) -> dict[int, int]:
 
 
 def stack(
-    layers: Any, length: int | None = None, /, *args: Any, unroll: int | bool = 1, **kwargs: Any
+    layers: Any,
+    length: int | None = None,
+    /,
+    *args: Any,
+    unroll: int | bool = 1,
+    remat: Any = False,
+    **kwargs: Any,
 ) -> Stack:
     """Makes a :class:`Stack` of layers: from a list of modules, or by making them.
 
@@ -239,6 +260,8 @@ def stack(
       length: the number of layers, if they are to be made.
       *args: positional arguments of what makes a layer.
       unroll: how many layers one iteration of the loop runs.
+      remat: whether the backward pass computes each layer again: True, or a policy of
+        :func:`~nnx_sharding.remat`, whose paths start at the layer.
       **kwargs: keyword arguments of what makes a layer. An ``nnx.Rngs`` among them is split.
 
     Returns:
@@ -260,7 +283,8 @@ def stack(
       (2, 4)
     """
     if callable(layers) and isinstance(length, int):
-        return _made(functools.partial(layers, *args), length, kwargs, unroll)
+        layer, shared = _made(functools.partial(layers, *args), length, kwargs)
+        return Stack(layer, length, shared, unroll=unroll, remat=remat)
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
             "stack takes a list of modules, as in stack(blocks), or what makes one and their "
@@ -300,10 +324,13 @@ def stack(
     layer = _built(first, leaves, stacked)
     for variable in _own_variables(layer, shared):
         nnx.spmd.add_axis(variable, 0, _METADATA)
-    return Stack(layer, len(blocks), shared, unroll)
+    return Stack(layer, len(blocks), shared, unroll=unroll, remat=remat)
 
 
-def _made(make: Callable[..., Any], length: int, kwargs: dict[str, Any], unroll: Any) -> Stack:
+def _made(
+    make: Callable[..., Any], length: int, kwargs: dict[str, Any]
+) -> tuple[Any, Sequence[Path]]:
+    """Layers that are made at once, and the paths of what they share."""
     streams = {name: x for name, x in kwargs.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
     others = {name: x for name, x in kwargs.items() if name not in streams}
 
@@ -322,8 +349,8 @@ def _made(make: Callable[..., Any], length: int, kwargs: dict[str, Any], unroll:
         if not isinstance(entry, VariableEntry)
         for slot in slots
     }
-    shared = [path for path, slots in _slots_by_path(flat) if slots and arrays.issuperset(slots)]
-    return Stack(layer, length, shared, unroll)
+    paths = _slots_by_path(flat)
+    return layer, [path for path, slots in paths if slots and arrays.issuperset(slots)]
 
 
 def _is_array(path: Path, value: Any) -> bool:
