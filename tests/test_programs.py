@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from models import mesh_of
@@ -88,6 +89,14 @@ def test_sharded_in_other_ways(name, kind):
     if kind not in strategies(PROGRAMS[name], MESH):
         pytest.skip("has no logical names")
     assert_results_near(sharded(name, kind)[0], name)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_of_modules_of_the_user():
+    run, _ = sharded("gemma", "tensor")
+    for attention in (layer.attn for layer in run.objects[0].layers):
+        assert attention.qkv_einsum.w.sharding.spec == P(None, "model", None, None)
+        assert attention.attn_vec_einsum.w.sharding.spec == P("model", None, None)
 
 
 @pytest.mark.slow
