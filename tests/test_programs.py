@@ -41,18 +41,16 @@ MODES = {"no updates": {"graph": True, "graph_updates": False}, "tree": {"graph"
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_once(tmp_path_factory):
     """Compiles each program once, in a third of the time."""
-    options = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
-    before = {name: jax.config.values[name] for name in options}
-    for values in (options, before):
-        reset_cache()
-        for name, value in values.items():
-            jax.config.update(name, value)
-        if values is options:
-            yield
+    configure(True, str(tmp_path_factory.mktemp("cache")), 0)
+    yield
+    configure(False, None, 1)
+
+
+def configure(less_optimized, cache, min_seconds):
+    jax.config.update("jax_disable_most_optimizations", less_optimized)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
+    reset_cache()
 
 
 @functools.cache
