@@ -121,6 +121,9 @@ class TensorParallelTest(parameterized.TestCase):
         ("BTD,SNDH->SBTNH", (4, 8, 16, 2), P(None, "model", None, None)),  # not query, key, value
         ("BTNH,NHD->BTD", (4, 8, 6), P("model", None, None)),  # summed over heads
         ("BTNH, NHD -> BTD", (3, 8, 6), P(None, "model", None)),
+        ("BTNH,NHD->BTD", (4, 2, 16), P("model", None, None)),  # whatever the sizes
+        ("BTD,NDH->BTNH", (4, 16, 2), P("model", None, None)),
+        ("ebf,efd->ebd", (3, 16, 8), P(None, "model", None)),
         ("...F,NHF->...NH", (2, 16, 8), P(None, "model", None)),
         ("ebd,edf->ebf", (4, 6, 6), P("model", None, None)),  # experts
     )

@@ -50,7 +50,7 @@ COLUMN_NAMES, ROW_NAMES = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES
 
 
 def _ordered(
-    name: str, inputs: int, outputs: int, columns: Sequence[Style], rows: Sequence[Style]
+    name: str, inputs: Any, outputs: Any, columns: Sequence[Style], rows: Sequence[Style]
 ) -> list[Style]:
     """Columns first or rows first: by the name of the layer, else by whether it shrinks."""
     rows_first = name in ROW_NAMES or (outputs < inputs and name not in COLUMN_NAMES)
@@ -101,8 +101,9 @@ def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -
         for letter in sorted(kept, key=lambda x: (x in inputs, result.index(x) < batch))
     ]
     rows: list[Style] = [{parameter: at[letter], "bias": None} for letter in summed]
-    inside, outside = (math.prod(shape[at[x]] for x in letters) for letters in (summed, kept))
-    return _ordered(name, inside, outside, columns, rows)
+    added = [letter for letter in kept if letter not in inputs]
+    inside, outside = ((len(x), math.prod(shape[at[y]] for y in x)) for x in (summed, added))
+    return _ordered(name, inside, outside, columns, rows)  # heads to features are rows
 
 
 def _own_einsum(layer: Any) -> Rule | None:
