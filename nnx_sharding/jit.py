@@ -203,8 +203,8 @@ def jit(
       abstracted_axes: removed from JAX; only None is accepted.
       compiler_options: passed to XLA.
       on_committed: what to do with arrays that are committed to another sharding than
-        ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` them. A moved Variable
-        keeps the new sharding; other arrays are moved at each call.
+        ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` them. Variables and
+        attributes of modules then hold the moved arrays; others are moved at each call.
       on_indivisible: what to do with specs that do not divide the shape of an array:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide it.
         The latter two warn with a list of the corrections. A

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -15,13 +15,16 @@ from .activation_sharding import ActivationSharding
 from .axes import Axis
 from .filters import PathPattern, is_opaque, path_name, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
+from .paths import Path
 
 
 class StateSharding:
     """Shardings of the Variables of an argument, by ordered NNX filters.
 
     It can be used in place of a sharding or a partition spec. The first filter that matches a
-    Variable decides; paths start at the argument (``("up", "kernel")``), as everywhere in NNX.
+    Variable decides; paths start at the argument (``("up", "kernel")``), as everywhere in NNX. In a
+    tuple, list or dict of modules they start at the module, and where no filter matches, at the
+    tuple, list or dict (``(0, "up", "kernel")``).
 
     Args:
       filter_sharding: a mapping from NNX filters to shardings, an iterable of such pairs, or an
@@ -150,6 +153,14 @@ class StateSharding:
                 return index, self._shardings[index]
         return None, None
 
+    def find_below(self, start: Path, path: Path, variable: Any) -> tuple[Path, int | None, Any]:
+        """The first of :func:`candidates` that a filter matches, and what :meth:`find` gives."""
+        for candidate in candidates(start, path):
+            index, sharding = self.find(candidate, variable)
+            if index is not None:
+                break
+        return candidate, index, sharding
+
     def __repr__(self) -> str:
         pairs = zip(self.names, self._shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
@@ -177,6 +188,18 @@ class StateSharding:
         action, activations = self._on_indivisible, self.activations
         make = functools.partial(StateSharding, on_indivisible=action, activations=activations)
         return make, (pairs,)
+
+
+def candidates(start: Path, path: Path) -> Sequence[Path]:
+    """The paths by which filters find a Variable in a pytree of modules, the first one first.
+
+    As in Flax they start at the module. Strategies for the pytree give paths from its root.
+
+    Args:
+      start: the keys from the pytree to the module, or to a bare array.
+      path: the keys from there to the Variable.
+    """
+    return (path, (*start, *path)) if start and path else (path or start,)
 
 
 def _show(filter_: Any) -> str:

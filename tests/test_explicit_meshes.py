@@ -18,6 +18,14 @@ from nnx_sharding.partition import fsdp, replicated, tensor_parallel
 WIDTH = 16
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _less_optimized():
+    """Compiles in a third of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 class MLP(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from models import mesh_of
@@ -17,7 +19,15 @@ from nnx_sharding.partition import abstract_init, sharded_init
 from nnx_sharding.placement import place
 from nnx_sharding.report import Failure, compare
 from programs import NAMES, PROGRAMS
-from programs.harness import Run, numbers, sharding_jit, shardings, strategies
+from programs.harness import (
+    STEPS,
+    Run,
+    batch_specs,
+    numbers,
+    sharding_jit,
+    shardings,
+    strategies,
+)
 
 MESH = mesh_of((2, 4), ("data", "model"))
 # Three of them compile for as long as the others together.
@@ -29,11 +39,18 @@ MODES = {"no updates": {"graph": True, "graph_updates": False}, "tree": {"graph"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _less_optimized():
-    """Compiles in a third of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def _compiled_once(tmp_path_factory):
+    """Compiles each program once, in a third of the time."""
+    configure(True, str(tmp_path_factory.mktemp("cache")), 0)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    configure(False, None, 1)
+
+
+def configure(less_optimized, cache, min_seconds):
+    jax.config.update("jax_disable_most_optimizations", less_optimized)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
+    reset_cache()
 
 
 @functools.cache
@@ -50,8 +67,8 @@ def sharded(name, kind):
     return Run(program, sharding_jit(program, specs, MESH), objects), specs
 
 
-def sharded_step(program, specs, mesh):
-    options = getattr(program, "OPTIONS", {})
+def sharded_step(program, specs, mesh, **options):
+    options |= getattr(program, "OPTIONS", {})
     return sharding_jit(program, specs, mesh)(program.train_step, **options)
 
 
@@ -69,16 +86,17 @@ def test_only_the_import_changes(name):
     assert ours.counts <= stock(name).counts
 
 
-def assert_results_near(run, name):
-    results, expected = numbers(run.results), numbers(stock(name).results)
+def assert_results_near(results, name):
+    results, expected = numbers(results), numbers(stock(name).results)
     for path, value in expected.items():
         np.testing.assert_allclose(results[path], value, 2e-3, 2e-3, err_msg=path)
-    assert run.counts["train_step"] == 1
 
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded(name):
-    assert_results_near(sharded(name, "fsdp")[0], name)
+    run, _ = sharded(name, "fsdp")
+    assert_results_near(run.results, name)
+    assert run.counts["train_step"] == 1
 
 
 @pytest.mark.slow
@@ -87,7 +105,17 @@ def test_sharded(name):
 def test_sharded_in_other_ways(name, kind):
     if kind not in strategies(PROGRAMS[name], MESH):
         pytest.skip("has no logical names")
-    assert_results_near(sharded(name, kind)[0], name)
+    run, _ = sharded(name, kind)
+    assert_results_near(run.results, name)
+    assert run.counts["train_step"] == 1
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_of_modules_of_the_user():
+    run, _ = sharded("gemma", "tensor")
+    for attention in (layer.attn for layer in run.objects[0].layers):
+        assert attention.qkv_einsum.w.sharding.spec == P(None, "model", None, None)
+        assert attention.attn_vec_einsum.w.sharding.spec == P("model", None, None)
 
 
 @pytest.mark.slow
@@ -103,8 +131,8 @@ def test_on_an_explicit_mesh(name, kind):
         with pytest.raises(Exception, match="out_sharding") as info:
             step.trace(*arguments)
         assert "auto_axes=True" in info.value.__notes__[0]
-    else:
-        step.trace(*arguments)
+        step = sharded_step(program, specs, mesh, auto_axes=True)
+    step.trace(*arguments)
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -118,47 +146,28 @@ def test_checkpoint(name, tmp_path):
         np.testing.assert_array_equal(found[path], value, err_msg=path)
 
 
-def compiled_step(name):
-    """The training step as it is compiled for the mesh, and its arguments."""
-    program, (run, specs) = PROGRAMS[name], sharded(name, "fsdp")
-    objects = place(run.objects, specs, MESH, copy=True)  # a step may donate them
-    return sharded_step(program, specs, MESH), (*objects, *program.batch(0))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_report(name):
-    step, args = compiled_step(name)
-    report = step.lower(*args).compile().report(name)
-    arrays = jax.tree.leaves(nnx_sharding.split(args)[1])
-    assert len(report.parameters) == len(arrays)
-    assert name in str(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_compare(name):
-    program = PROGRAMS[name]
+def test_reports(name):
+    program, (_, specs) = PROGRAMS[name], sharded(name, "fsdp")
     args = *program.make(), *program.batch(0)
-    batch = getattr(program, "BATCH", (None,) * len(program.batch(0)))
-    ways = {
-        kind: (*shardings(program, strategy, args[: -len(batch)]), *batch)
-        for kind, strategy in strategies(program, MESH).items()
-    }
+    ways = {"fsdp": (*specs, *batch_specs(program))}
     comparison = compare(ways, program.train_step, *args, mesh=MESH)
-    failures = [report for report in comparison.reports.values() if isinstance(report, Failure)]
-    assert not failures
-    assert all(kind in str(comparison) for kind in ways)
+    report = comparison.reports["fsdp"]
+    assert not isinstance(report, Failure), report
+    assert len(report.parameters) == len(jax.tree.leaves(nnx_sharding.split(args)[1]))
+    assert "fsdp" in str(comparison) and "train_step" in str(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_export(name, tmp_path):
-    step, args = compiled_step(name)
+    program, (run, specs) = PROGRAMS[name], sharded(name, "fsdp")
+    step = run.functions["train_step"]
+    args = *place(run.objects, specs, MESH, copy=True), *program.batch(0)  # which it may donate
     export.export(step)(*args).save(tmp_path / "step.zip")
     output, _ = export.load(tmp_path / "step.zip").call(*args)
-    step, args = compiled_step(name)
-    expected = step(*args)
+    expected = step(*place(run.objects, specs, MESH, copy=True), *program.batch(0))
     for mine, theirs in zip(jax.tree.leaves(output), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, 1e-5, 1e-5)
 
@@ -166,11 +175,12 @@ def test_export(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_created_sharded(name):
-    program = PROGRAMS[name]
+    program, (run, _) = PROGRAMS[name], sharded(name, "fsdp")
     abstract = nnx.eval_shape(program.make)
     specs = shardings(program, strategies(program, MESH)["fsdp"], abstract)
     objects = sharded_init(program.make, specs, MESH)
-    assert_results_near(Run(program, sharding_jit(program, specs, MESH), objects), name)
+    results = program.train(lambda fun, **_: run.functions[fun.__name__], objects, STEPS)
+    assert_results_near(results, name)
 
 
 @pytest.mark.slow

@@ -318,6 +318,99 @@ class TestPlaced:
                 use()
 
 
+class TestKept:
+    """Arrays that are attributes are moved to their declared sharding once, as Variables are."""
+
+    SPECS = from_rules({"mask": P("data", "model"), "layers/0": P("model")}, default=P())
+
+    def called(self, model, function=lambda m, x: m(x), specs=SPECS, **options):
+        call = jit(function, in_shardings=(specs, P("data")), mesh=MESH, **options)
+        return call(model, jnp.ones((8, WIDTH)))
+
+    @pytest.mark.parametrize("kind", [Masked, Plain])
+    def test_once(self, kind):
+        model, expected = made(kind), made(kind)(jnp.ones((8, WIDTH)))
+        np.testing.assert_allclose(self.called(model), expected, rtol=1e-6)
+        placed = {key: x for key, x in vars(model).items() if isinstance(x, jax.Array)}
+        assert placed["mask"].sharding.spec == P("data", "model")
+        np.testing.assert_array_equal(placed["mask"], made(kind).mask)
+        for _ in range(2):
+            np.testing.assert_allclose(self.called(model), expected, rtol=1e-6)
+            assert all(vars(model)[key] is x for key, x in placed.items())
+        model.mask = made(kind).mask * 0
+        assert not np.array_equal(self.called(model), expected)
+        assert model.mask.sharding.spec == P("data", "model")
+
+    def test_in_lists_of_modules(self):
+        model = made()
+        self.called(model)
+        assert model.layers[0].sharding.spec == P("model")
+        assert model.named.shift.sharding == NamedSharding(MESH, P())
+
+    def test_a_shared_array_stays_one(self):
+        model = nnx.List([made(), made()])
+        model[1].mask = model[0].mask
+        self.called(model, lambda m, x: m[1](m[0](x)))
+        assert model[1].mask is model[0].mask
+
+    def test_only_jax_arrays_that_are_attributes(self):
+        model = made()
+        table, rotary = model.table, model.rotary
+        self.called(model)
+        assert model.table is table and type(table) is np.ndarray
+        assert model.rotary is rotary and not rotary["cos"][0].committed
+
+    @pytest.mark.parametrize(("graph", "updates"), MODES[1:])
+    def test_not_without_updates(self, graph, updates):
+        model = made()
+        mask = model.mask
+        self.called(model, graph=graph, graph_updates=updates)
+        assert model.mask is mask
+        assert model.lin.kernel.sharding == NamedSharding(MESH, P())
+
+    def test_what_the_function_assigns_is_newer(self):
+        def function(m, x):
+            m.mask = m.mask + 1
+            return x
+
+        model = made()
+        self.called(model, function)
+        np.testing.assert_array_equal(model.mask, made().mask + 1)
+
+    def test_what_is_assigned_meanwhile_is_newer(self):
+        model, other = made(), jnp.zeros((WIDTH, WIDTH))
+
+        def function(m, x):
+            vars(model)["mask"] = other  # as another thread may
+            return m(x)
+
+        np.testing.assert_allclose(self.called(model, function), made()(jnp.ones((8, WIDTH))))
+        assert model.mask is other
+
+    def test_not_after_an_error(self):
+        model = made()
+        mask, kernel = model.mask, model.lin.kernel[...]
+        with pytest.raises(ZeroDivisionError):
+            self.called(model, lambda m, x: 1 / 0)
+        assert model.mask is mask and model.lin.kernel[...] is kernel
+
+    def test_on_explicit_axes(self):
+        mesh = jax.make_mesh((2, 4), ("data", "model"))
+        model = nnx.Dict(mask=jnp.ones((WIDTH, WIDTH)))
+        types = []
+
+        def function(m, x):
+            types.append(jax.typeof(m.mask).sharding.spec)
+            return x * 2
+
+        specs = StateSharding({...: P("data")})
+        call = jit(function, in_shardings=(specs, P("data")), mesh=mesh)
+        call.lower(model, jnp.ones((8, WIDTH)))
+        for _ in range(2):
+            call(model, jnp.ones((8, WIDTH)))
+        assert types == [P("data", None)]
+
+
 class TestBuffers:
     """Which arrays ``fsdp`` takes as parameters."""
 

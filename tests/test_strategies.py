@@ -20,15 +20,19 @@ from jax.sharding import PartitionSpec as P
 from models import mesh_of, numbers
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError, UnusedFilterWarning
+from nnx_sharding.filters import Paths
 from nnx_sharding.fitting import axes_of
 from nnx_sharding.partition import (
     fsdp,
     optimizer_sharding,
     replicated,
+    sharded_init,
     tensor_parallel,
     variables,
     zero1,
 )
+from nnx_sharding.placement import place
+from nnx_sharding.report import check_sharding
 from sharded_models import MESH, MLP, MODELS, OPTIMIZERS, WIDTH, both, misfits, strategy, table
 
 
@@ -119,6 +123,75 @@ def meshes(draw):
 
 sides = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12, 48])
 arrays = st.lists(sides, max_size=4).map(tuple)
+
+
+class PytreeTest(parameterized.TestCase):
+    """Strategies for a tuple, list or dict of modules."""
+
+    MESH = mesh_of((2, 4), ("data", "model"))
+    STRATEGIES = (lambda tree, mesh: fsdp(tree, mesh, min_size=0), tensor_parallel)
+
+    def make(self, kind):
+        model, other = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        return {
+            "tuple": (model, optimizer),
+            "list": [model, other],
+            "dict": {"actor": model, "critic": other},
+            "nested": ({"actor": [model], "critic": other}, optimizer),
+            "modules in lists": (nnx.List([model, other]), optimizer),
+        }[kind]
+
+    def assert_sharded(self, tree, sharding):
+        is_sharded = []
+        for each in variables(tree):
+            spec = sharding.map_prefix(each.path, each.variable)
+            is_sharded.append(spec != P())
+            self.assertEqual(each.variable.sharding, NamedSharding(self.MESH, spec), each.path)
+        self.assertIn(True, is_sharded)
+
+    @parameterized.product(
+        kind=["tuple", "list", "dict", "nested", "modules in lists"], strategy=STRATEGIES
+    )
+    def test_as_one_argument(self, kind, strategy):
+        tree = self.make(kind)
+        sharding = strategy(tree, self.MESH)
+        self.assertTrue(check_sharding(tree, sharding, self.MESH).ok)
+        step = jit(
+            lambda tree, x: x.sum(), in_shardings=(sharding, P("data")), mesh=self.MESH, strict=True
+        )
+        step(tree, jnp.ones(8))
+        self.assert_sharded(tree, sharding)
+        self.assert_sharded(place(self.make(kind), sharding, self.MESH), sharding)
+        self.assert_sharded(sharded_init(lambda: self.make(kind), sharding, self.MESH), sharding)
+
+    def test_as_results(self):
+        sharding = fsdp(self.make("dict"), self.MESH, min_size=0)
+        make = jit(lambda: self.make("dict"), out_shardings=sharding, mesh=self.MESH)
+        self.assert_sharded(make(), sharding)
+
+    def test_paths_in_the_module_come_first(self):
+        model, other = self.make("list")
+        rules = StateSharding(
+            [
+                (Paths([("kernel",), (0, "kernel")]), P("data")),
+                (Paths([(1, "bias")]), P("model")),
+                (nnx.PathContains("bias"), P()),
+            ]
+        )
+        place([model, other], rules, self.MESH)
+        self.assertEqual(other.kernel.sharding.spec, P("data"))
+        self.assertEqual(other.bias.sharding.spec, P())
+
+    def test_as_several_arguments(self):
+        model, optimizer = self.make("tuple")
+        sharding = fsdp((model, optimizer), self.MESH, min_size=0)
+        for specs in ((sharding, sharding), sharding):
+            step = jit(lambda model, optimizer: 0, in_shardings=specs, mesh=self.MESH)
+            with self.assertRaisesRegex(
+                ValueError, r"(?s)model\.kernel.*pass that as one argument"
+            ):
+                step(model, optimizer)
 
 
 class FsdpTest(parameterized.TestCase):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 from absl.testing import parameterized
 from flax import nnx
@@ -112,6 +114,40 @@ class TensorParallelTest(parameterized.TestCase):
         adapter = ("lora_b", P(None, "model")) if role == "column" else ("lora_a", P("model", None))
         base = {f"{name}/0/base_module/{part}": spec for part, spec in specs.items()}
         self.check(wrapped, base | {f"{name}/0/{adapter[0]}": adapter[1]})
+
+    @parameterized.parameters(
+        # subscripts, shape, what is sharded over four devices
+        ("BTD,NDH->BTNH", (4, 8, 6), P("model", None, None)),  # heads
+        ("BTD,SNDH->SBTNH", (4, 8, 16, 2), P(None, "model", None, None)),  # not query, key, value
+        ("BTNH,NHD->BTD", (4, 8, 6), P("model", None, None)),  # summed over heads
+        ("BTNH, NHD -> BTD", (3, 8, 6), P(None, "model", None)),
+        ("BTNH,NHD->BTD", (4, 2, 16), P("model", None, None)),  # whatever the sizes
+        ("BTD,NDH->BTNH", (4, 16, 2), P("model", None, None)),
+        ("ebf,efd->ebd", (3, 16, 8), P(None, "model", None)),
+        ("...F,NHF->...NH", (2, 16, 8), P(None, "model", None)),
+        ("ebd,edf->ebf", (4, 6, 6), P("model", None, None)),  # experts
+    )
+    def test_modules_of_the_user_with_subscripts(self, subscripts, shape, spec):
+        class Einsum(nnx.Module):
+            def __init__(self, rngs):
+                self.einsum_str, self.dtype = subscripts, "float32"
+                self.w = nnx.Param(jax.random.normal(rngs.params(), shape))
+                self.w_lora_a = nnx.LoRAParam(jnp.ones(shape))
+
+        self.check(Einsum, {"w": spec})
+        self.check(lambda rngs: nnx.vmap(Einsum)(rngs.split(3)), {"w": P(None, *spec)})
+
+    def test_modules_of_the_user_with_other_subscripts(self):
+        class Einsum(nnx.Module):
+            def __init__(self, subscripts, *shapes):
+                self.einsum_str = subscripts
+                for i, shape in enumerate(shapes):
+                    setattr(self, f"w{i}", nnx.Param(jnp.ones(shape)))
+
+        self.check(lambda _: Einsum("BD,DF->BF", (8, 16), (8, 16)), {})  # which is it?
+        self.check(lambda _: Einsum("BD,EDF->BEF", (8, 16)), {})
+        self.check(lambda _: Einsum("BD,DF,F->BF", (8, 16)), {})
+        self.check(lambda _: Einsum("a sentence, not a formula", (8, 16)), {})
 
     def test_a_subclass_and_a_stack(self):
         class Own(nnx.Linear):

@@ -84,10 +84,10 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
-    """Brings Variables to their declared shardings, those that are not there yet.
+    """Brings Variables and attributes to their declared shardings, if they are not there yet.
 
     Raises:
-      ValueError: a Variable is committed to another sharding, or has a shape that does not fit.
+      ValueError: one is committed to another sharding, or has a shape that does not fit.
     """
     try:
         # Lists compare by identity first: this is all that a call costs from the second on.
@@ -222,7 +222,7 @@ def _write_back(
     arrays = outcome.arrays(leaves, groups)
     built = graph.unflatten(after, arrays, dict(enumerate(objects)))
     values = [*outcome.values, *outcome.metadata]
-    operations = _keep_placed(plan, objects, leaves, placed) if placed else []
+    operations = _keep_placed(plan, flat, leaves, placed) if placed else []
     operations += graph.update(
         after, arrays, built.objects, values, outcome.metadata, outcome.nodes, outcome.statics
     )
@@ -241,13 +241,19 @@ def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> No
 
 
 def _keep_placed(
-    plan: Plan, objects: Sequence[Any], leaves: Sequence[Any], placed: Sequence[int]
+    plan: Plan, flat: Flat, leaves: Sequence[Any], placed: Sequence[int]
 ) -> list[Operation]:
-    """What lets Variables hold the placed arrays, so that the next call finds nothing to move."""
+    """What lets the caller's objects hold the placed arrays, so that they are moved only once."""
     moved, structure = set(placed), plan.structure
     variables = [
         index
         for index, slots in enumerate(structure.slots)
         if isinstance(structure.entries[index], VariableEntry) and not moved.isdisjoint(slots)
     ]
-    return graph.update(structure, leaves, objects, variables)
+    attributes = []
+    for slot in moved.intersection(plan.attributes):
+        index, key = plan.attributes[slot]
+        old = flat.leaves[slot]  # a NumPy array stays one, and what was assigned since stays too
+        if isinstance(old, jax.Array) and vars(flat.objects[index]).get(str(key)) is old:
+            attributes.append(graph.NodeChange(index, ((key, LEAF, (slot,)),), ()))
+    return graph.update(structure, leaves, flat.objects, variables, nodes=attributes)

@@ -72,8 +72,8 @@ def check_mesh(
     for found in locations:
         spec = found.part.spec
         if isinstance(spec, StateSharding):
-            path = found.location.path or found.part.below
-            spec = spec.find(path, found.subject(objects, leaves))[1]
+            subject = found.subject(objects, leaves)
+            spec = spec.find_below(found.part.below, found.location.path, subject)[-1]
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in users:
             users[spec].append(found.name)
     inputs = transform.in_specs.written

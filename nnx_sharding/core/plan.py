@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
@@ -19,9 +20,9 @@ from .pure import Pure
 from .resolve import NamedLocation, locate, resolve, slot_names
 from .signature import Call, Parameters, Signature, align_specs
 from .specs import Target, argument_targets
-from .structure import RefEntry, Structure, VariableEntry
+from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
 from .transform import Program, Transform
-from .unflatten import picker
+from .unflatten import parts, picker
 
 
 class Plan(NamedTuple):
@@ -39,8 +40,10 @@ class Plan(NamedTuple):
       out_specs: all specs that outputs can have.
       donated: the slots whose arrays are donated.
       declared: the slots whose arrays need the declared sharding in their type to be traced.
+      attributes: the slots of arrays that are attributes of modules, each with the index of the
+        module and the name. Empty where attributes of the caller's modules are not updated.
       placed_slots: the slots that are brought to their sharding before the function runs: those of
-        Variables, and all where committed arrays may be moved.
+        Variables and of these attributes, and all where committed arrays may be moved.
       placed_shardings: these shardings.
       pick_placed: picks these slots from all arrays.
       program: the pure function in JAX's hands.
@@ -58,6 +61,7 @@ class Plan(NamedTuple):
     out_specs: tuple[Any, ...]
     donated: frozenset[int]
     declared: frozenset[int]
+    attributes: Mapping[int, tuple[int, Any]]
     placed_slots: tuple[int, ...]
     placed_shardings: list[jax.sharding.Sharding]
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]
@@ -148,9 +152,10 @@ def make_plan(
         function = traced.setdefault(pure.key, pure.function(fun))
     groups = pure.group_specs()
     shardings = tuple(map(transform.sharding_of, specs))
-    variables = structure.slots_of(VariableEntry)
+    attributes = _attributes(structure, leaves) if graph and updates else {}
+    kept = structure.slots_of(VariableEntry).union(attributes)
     every_slot = frozenset(range(len(leaves)))
-    may_move = every_slot if transform.on_committed == "move" else variables
+    may_move = every_slot if transform.on_committed == "move" else kept
     placed = {s: x for s, x in enumerate(shardings) if x is not None and s in may_move}
     return Plan(
         transform=transform,
@@ -163,13 +168,26 @@ def make_plan(
         shardings=shardings,
         out_specs=groups,
         donated=donated,
-        declared=variables if transform.passes_shardings else every_slot,
+        declared=kept if transform.passes_shardings else every_slot,
+        attributes=attributes,
         placed_slots=tuple(placed),
         placed_shardings=list(placed.values()),
         pick_placed=picker(tuple(placed)),
         program=transform.compile(pure, function, specs, groups, tuple(sorted(donated))),
         fun=_weak(fun),
     )
+
+
+def _attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[int, Any]]:
+    """The slots of JAX arrays that are attributes of modules, each with its module and name."""
+    return {
+        slots[0]: (index, key)
+        for index, entry in enumerate(structure.entries)
+        if isinstance(entry, NodeEntry) and structure.slots[index]
+        if issubclass(entry.type, nnx.Pytree)
+        for key, (child, slots) in parts(structure, index).items()
+        if child is LEAF and isinstance(leaves[slots[0]], jax.Array | jax.ShapeDtypeStruct)
+    }
 
 
 def _batch_axes(

@@ -113,6 +113,7 @@ def resolve(
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
     uses: dict[int, FilterUse] = {}
     conflicts: list[tuple[str, Any, str, Any]] = []
+    is_inside = False
     for found in locations:
         spec, index, slots = found.part.spec, found.location.entry, found.location.slots
         if found.target.name in settled and known and index in known:
@@ -123,6 +124,7 @@ def resolve(
             which, spec = use.decide(found, subject, spec_of, conflicts)
             if which is None and needs_filter(slots, subject):
                 use.unmatched.append((found.name, subject))
+                is_inside |= use.is_inside(found.paths[0])
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
@@ -138,7 +140,7 @@ def resolve(
             result.slots[slot] = spec
     unmatched = [(*pair, use.rules.names) for use in uses.values() for pair in use.unmatched]
     if unmatched:
-        refuse(Problem.NO_FILTER_MATCHES, unmatched)
+        refuse(Problem.NO_FILTER_MATCHES, unmatched, is_inside=is_inside)
     if conflicts:
         refuse(Problem.CONFLICTING_SPECS, conflicts)
     result.uses.extend(uses.values())
@@ -175,9 +177,8 @@ class FilterUse:
         """
         decisions = []
         for path in found.paths:
-            # Inside a module paths start at the module, as in Flax.
-            index, spec = self.rules.find(path or found.part.below, subject)
-            self._note(index, path or found.part.below, subject, found.target.name)
+            counts, index, spec = self.rules.find_below(found.part.below, path, subject)
+            self._note(index, counts, subject, found.target.name)
             decisions.append((path, index, spec))
         named = [d for d in decisions if self._names_paths(d[1])] if len(decisions) > 1 else []
         for path, _, spec in named[1:]:
@@ -196,6 +197,11 @@ class FilterUse:
                 self._shadowed.add(later)
         self._keys.update(dict.fromkeys(path))
         self._arguments[argument] = None
+
+    def is_inside(self, path: Path) -> bool:
+        """Whether one of the paths is this one after another key, as for a tuple of modules."""
+        paths = (path for x in self.rules.filters if isinstance(x, Paths) for path in x.paths)
+        return any(other[1:] == path for other in paths)
 
     def _names_paths(self, index: int | None) -> bool:
         filters = self.rules.filters

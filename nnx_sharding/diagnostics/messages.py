@@ -72,11 +72,6 @@ def _misfit(path: str, fit: Fit, before: Sequence[int] | None) -> str:
     return fit.line(path, before).strip()
 
 
-def _committed(path: str, shape: Any, sharding: Any, declared: Any) -> str:
-    current, wanted = describe_both(sharding, declared)
-    return f"{path}, shape {shape}: is {current}, declared {wanted}"
-
-
 _BOTH_MODES = "graph=True and graph_updates=True"
 
 MESSAGES: dict[Problem, Message] = {
@@ -135,9 +130,7 @@ MESSAGES: dict[Problem, Message] = {
         ),
     ),
     Problem.NO_FILTER_MATCHES: Message(
-        "no filter of the StateSharding matches:",
-        _unmatched,
-        "The filters are {filters}. Add one for these, or a last entry `...: PartitionSpec()`.",
+        "no filter of the StateSharding matches:", _unmatched, "The filters are {filters}. {remedy}"
     ),
     Problem.CONFLICTING_SPECS: Message(
         "Inconsistent aliasing: one Variable has different shardings under different paths:",
@@ -203,7 +196,9 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.COMMITTED_ELSEWHERE: Message(
         "these arrays are committed to another sharding than the declared one:",
-        _committed,
+        lambda path, shape, *both: "{}, shape {}: is {}, declared {}".format(
+            path, shape, *describe_both(*both)
+        ),
         "Declare the sharding that they have, place them with jax.device_put, or let them be "
         "moved: on_committed='move'.",
     ),
@@ -332,6 +327,7 @@ def _text(
     if problem is Problem.NO_FILTER_MATCHES:
         names = dict.fromkeys(", ".join(filters) for *_, filters in offenders)
         details["filters"] = "; or ".join(names)
+        details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else _ADD_FILTER
     if problem is Problem.VARYING_OUTPUT:
         axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
         details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)
@@ -343,6 +339,11 @@ def _text(
 _ON_INDIVISIBLE = (
     "Change the shape (pad it) or the spec; or let the spec be corrected: "
     "on_indivisible='replicate' or 'drop'."
+)
+_ADD_FILTER = "Add one for these, or a last entry `...: PartitionSpec()`."
+_FOR_A_PYTREE = (
+    "Their paths have another key first, as in a tuple or dict of modules: pass that as one "
+    "argument, or choose shardings for each; fsdp(model, optimizer=optimizer) is for both."
 )
 _ONE_ENTRY = "Give each a spec with at most one entry for each dimension."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -49,7 +50,7 @@ COLUMN_NAMES, ROW_NAMES = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES
 
 
 def _ordered(
-    name: str, inputs: int, outputs: int, columns: Sequence[Style], rows: Sequence[Style]
+    name: str, inputs: Any, outputs: Any, columns: Sequence[Style], rows: Sequence[Style]
 ) -> list[Style]:
     """Columns first or rows first: by the name of the layer, else by whether it shrinks."""
     rows_first = name in ROW_NAMES or (outputs < inputs and name not in COLUMN_NAMES)
@@ -77,22 +78,48 @@ def _linear_general(layer: Any, name: str) -> list[Style]:
 
 
 def _einsum(layer: Any, name: str) -> list[Style]:
-    """By its letters: those that the kernel adds to the result, or those that are summed over."""
-    shape, rank = layer.kernel_shape, len(layer.kernel_shape)
-    operands, _, result = (layer.einsum_str or "").partition("->")
+    return _product(layer.einsum_str or "", "kernel", layer.kernel_shape, name)
+
+
+def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -> list[Style]:
+    """By the letters of the second operand: those that it adds to the result, or those summed over.
+
+    Of the former, those in front of the batch come late, and those of the first operand last:
+    query, key and value in one parameter; experts.
+    """
+    operands, _, result = subscripts.replace(" ", "").partition("->")
     inputs, _, letters = operands.partition(",")
+    rank = len(shape)
     if len(letters) != rank or "." in letters:
-        return [{"kernel": d, "bias": None} for d in range(-1, -rank - 1, -1)]
+        return [{parameter: d, "bias": None} for d in range(-1, -rank - 1, -1)]
     at = {letter: d - rank for d, letter in enumerate(letters)}
     summed = [letter for letter in letters if letter not in result]
     kept = [letter for letter in result if letter in at]
+    batch = min((i for i, letter in enumerate(result) if letter in inputs), default=0)
     columns: list[Style] = [
-        {"kernel": at[letter], "bias": kept.index(letter) - len(kept)}
-        for letter in sorted(kept, key=lambda letter: letter in inputs)
+        {parameter: at[letter], "bias": kept.index(letter) - len(kept)}
+        for letter in sorted(kept, key=lambda x: (x in inputs, result.index(x) < batch))
     ]
-    rows: list[Style] = [{"kernel": at[letter], "bias": None} for letter in summed]
-    inside, outside = (math.prod(shape[at[x]] for x in letters) for letters in (summed, kept))
-    return _ordered(name, inside, outside, columns, rows)
+    rows: list[Style] = [{parameter: at[letter], "bias": None} for letter in summed]
+    added = [letter for letter in kept if letter not in inputs]
+    inside, outside = ((len(x), math.prod(shape[at[y]] for y in x)) for x in (summed, added))
+    return _ordered(name, inside, outside, columns, rows)  # heads to features are rows
+
+
+def _own_einsum(layer: Any) -> Rule | None:
+    """The rule for a class of the user's that has the subscripts of an einsum and one parameter."""
+    attributes = vars(layer) if isinstance(layer, nnx.Module) else {}
+    matches = [_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str)]
+    texts = [match for match in matches if match]
+    kernels = [
+        (key, shape[len(shape) - len(texts[0][1]) :])  # without the dimensions of a stack
+        for key, x in attributes.items()
+        if texts and isinstance(x, nnx.Param) and not isinstance(x, nnx.LoRAParam)
+        if len(shape := getattr(x.get_raw_value(), "shape", ())) >= len(texts[0][1])
+    ]
+    if len(texts) != 1 or len(kernels) != 1:
+        return None
+    return lambda _, name: _product(texts[0][0], *kernels[0], name)
 
 
 def _conv_transpose(layer: Any, name: str) -> list[Style]:
@@ -118,6 +145,9 @@ RULES: dict[type, Rule] = {
     nnx.SimpleCell: (FUSED_GATES,),
 }
 
+# The subscripts of an einsum, with those of its second operand.
+_SUBSCRIPTS = re.compile(r"[\w. ]+, *(\w+) *->[\w. ]+")
+
 # Keys between a layer and the attribute that says what it is for.
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
 
@@ -140,6 +170,8 @@ def tensor_parallel(
       ``gate``, ``fc1``, ``wi``, ``query`` …), or the input features with a replicated bias
       (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the axis.
       Of a layer with another name the inputs are sharded if it shrinks, else the outputs.
+    * Modules of other classes with the subscripts of an einsum as an attribute, and one parameter,
+      which is the second operand: as ``Einsum``.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``.
     * ``Embed``: the vocabulary, then the features.
     * ``Conv``, ``ConvTranspose``: the output features, then the input features.
@@ -221,7 +253,8 @@ def _layers(model: Any) -> Iterator[tuple[Path, Any, str, Rule]]:
     """The layers that have a rule, the inner ones first, each with the attribute that holds it."""
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
-        rule = next((RULES[kind] for kind in type(node).__mro__ if kind in RULES), None)
+        found = (RULES[kind] for kind in type(node).__mro__ if kind in RULES)
+        rule = next(found, None) or _own_einsum(node)
         if rule is not None:
             layers.append((path, node, rule))
     for path, node, rule in sorted(layers, key=lambda layer: -len(layer[0])):

@@ -28,7 +28,7 @@ from ..errors import NoMeshError
 from ..filters import Paths, misspelt, shadowed, to_predicate
 from ..fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
 from ..paths import Path, plain_key
-from ..state_sharding import StateSharding
+from ..state_sharding import StateSharding, candidates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,9 +267,12 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
         if location.slots not in seen:
             seen.add(location.slots)
             subject = named.subject(flat.objects, flat.leaves)
-            below = tuple(map(plain_key, location.path or named.part.below))
             path = tuple(map(plain_key, (*named.part.keys, *location.path)))
-            matches = [number for number, matches in predicates if matches(below, subject)]
+            for candidate in candidates(named.part.below, location.path):
+                below = tuple(map(plain_key, candidate))
+                matches = [number for number, matches in predicates if matches(below, subject)]
+                if matches:
+                    break
             declared = sharding.shardings[matches[0]] if matches else None
             is_open = not matches and needs_filter(location.slots, subject)
             yield _Decision(location, path, below, matches, declared, is_open)

@@ -22,7 +22,7 @@ class GriffinConfig:
     vocab_size: int = 64
     width: int = 32
     lru_width: int = 32
-    num_layers: int = 2
+    num_layers: int = 1
     hidden_act: Literal["silu", "gelu"] = "gelu"
     initializer_range: tuple[float, float] = (0.9, 0.999)
 

@@ -55,8 +55,8 @@ def shardings(program, strategy, objects):
     return strategy(model), strategy(optimizer, model)
 
 
-def counting(jit, counts):
-    """``jit`` that counts the traces of each function."""
+def counting(jit, counts, functions):
+    """``jit`` that counts the traces of each function, and keeps what it returns by name."""
 
     def count(fun, **options):
         inner = getattr(fun, "__func__", fun)
@@ -67,22 +67,30 @@ def counting(jit, counts):
             return inner(*args, **kwargs)
 
         bound = isinstance(fun, types.MethodType)
-        return jit(types.MethodType(traced, fun.__self__) if bound else traced, **options)
+        compiled = jit(types.MethodType(traced, fun.__self__) if bound else traced, **options)
+        functions[inner.__name__] = compiled
+        return compiled
 
     return count
 
 
 class Run:
-    """What a program computed: its results, its objects afterwards, and the traces."""
+    """What a program computed: its results, its objects afterwards, traces, and functions."""
 
     def __init__(self, program, jit, objects=None):
-        self.counts = collections.Counter()
+        self.counts, self.functions = collections.Counter(), {}
         self.objects = program.make() if objects is None else objects
-        self.results = program.train(counting(jit, self.counts), self.objects, STEPS)
+        count = counting(jit, self.counts, self.functions)
+        self.results = program.train(count, self.objects, STEPS)
 
     @property
     def values(self):
         return numbers(self.results), numbers(nnx.state(self.objects))
+
+
+def batch_specs(program):
+    """The specs of the arguments of ``train_step`` after its objects."""
+    return getattr(program, "BATCH", (P("data"),) * len(program.batch(0)))
 
 
 def sharding_jit(program, specs, mesh):
@@ -90,8 +98,7 @@ def sharding_jit(program, specs, mesh):
 
     def jit(fun, **options):
         if fun.__name__ == program.train_step.__name__:
-            batch = getattr(program, "BATCH", (P("data"),) * len(program.batch(0)))
-            options |= {"in_shardings": (*specs, *batch), "mesh": mesh}
+            options |= {"in_shardings": (*specs, *batch_specs(program)), "mesh": mesh}
         return nnx_sharding.jit(fun, **options)
 
     return jit

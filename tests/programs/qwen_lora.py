@@ -29,7 +29,7 @@ class ShardingConfig:
 
 @dataclasses.dataclass(slots=True)
 class ModelConfig:
-    num_layers: int = 2
+    num_layers: int = 1
     embed_dim: int = 32
     num_heads: int = 4
     lora_rank: int | None = None
@@ -98,7 +98,7 @@ class Qwen3(nnx.Module):
 
 @nnx.use_eager_sharding(False)
 def make():
-    teacher = Qwen3(ModelConfig(num_layers=1), rngs=nnx.Rngs(1))
+    teacher = Qwen3(ModelConfig(), rngs=nnx.Rngs(1))
     student = Qwen3(ModelConfig(lora_rank=4), rngs=nnx.Rngs(0, lora=2))
     optimizer = nnx.Optimizer(student, optax.adamw(1e-2), wrt=nnx.LoRAParam)
     return student, optimizer, GradientAccumulator(student, nnx.LoRAParam), teacher
