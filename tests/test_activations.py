@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import Activation, ActivationSharding, StateSharding, jit, shard_map
+from nnx_sharding.errors import ActivationError
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel
 
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -54,6 +55,11 @@ def call(model, x):
 
 
 _CONSTRAINT = re.compile(r"sdy\.sharding_constraint .*<@mesh, \[(.*)\]> : tensor<([\dx]*?)x?f32>")
+
+
+def of_model(x):
+    """By hand what ``P(None, "model")`` does for a module."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(AUTO, P(None, "model")))
 
 
 def constraints(fun, *args, **options) -> list[tuple[str, str]]:
@@ -97,6 +103,28 @@ class TestFilters:
             lambda m, x: m.blocks[0].encode(x), network, X, activation_shardings=chosen
         )
         assert found == [("4x16", "{}, {model}")]
+
+    @pytest.mark.parametrize(
+        ("filter_", "expected"),
+        [
+            ("", lambda m, x: (of_model(m(x)), m.encode(x))),
+            (".encode", lambda m, x: (m(x), of_model(m.encode(x)))),
+        ],
+        ids=["module", "method"],
+    )
+    def test_argument_itself(self, filter_, expected):
+        def fun(model, x):
+            return model(x), model.encode(x)
+
+        model, chosen = MLP(nnx.Rngs(0)), P(None, "model")
+        found = constraints(fun, model, X, activation_shardings={filter_: chosen})
+        assert found == constraints(expected, model, X)
+        assert len(found) == 1
+
+    def test_modules_made_inside_themselves(self):
+        fun = lambda x: MLP(nnx.Rngs(0))(x)  # noqa: E731
+        found = constraints(fun, X, activation_shardings={"": P(None, "model")})
+        assert found == [("4x8", "{}, {model}")]
 
     def test_input(self, network):
         chosen = {"blocks/1": Activation(input=P("data"))}
@@ -420,6 +448,43 @@ class TestErrors:
         for part in ("blocks[0].up", "blocks[0].down", "blocks[1].up", "3 entries", "'nope'"):
             assert part in str(info.value)
 
+    @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("side", ["input", "output"])
+    def test_axis_that_is_used_twice(self, network, mesh, side):
+        spec = P("data", "data")
+        with pytest.raises(Exception, match="duplicate entries"):
+            NamedSharding(mesh, spec)
+        chosen = {"blocks/0/up": Activation(**{side: spec})}
+        with pytest.raises(ActivationError, match="do not fit") as info:
+            jit(call, mesh=mesh, in_shardings=P(), activation_shardings=chosen)(network, X)
+        assert f"{side} of model.blocks[0].up" in str(info.value)
+        assert "P('data', 'data'): 'data' is used 2 times" in str(info.value)
+
+    def test_operation_that_uses_an_axis_twice(self):
+        """Rows of a table by indices, both over one axis: JAX's rule raises another error."""
+
+        class Table(nnx.Module):
+            def __init__(self):
+                self.rows = nnx.Param(jnp.arange(128.0).reshape(16, 8))
+
+            def __call__(self, indices):
+                return self.rows[...][indices]
+
+        specs, indices = (P(None, "data"), P("data")), jnp.arange(4)
+        arrays = jax.device_put(
+            (jnp.ones((16, 8)), indices), tuple(NamedSharding(EXPLICIT, spec) for spec in specs)
+        )
+        with pytest.raises(Exception, match="duplicate entries"):
+            jax.jit(lambda rows, indices: rows[indices])(*arrays)
+        by_hand = StateSharding({...: specs[0]})
+        fun = jit(call, mesh=EXPLICIT, in_shardings=(by_hand, specs[1]))
+        with pytest.raises(ActivationError, match="model: Table of i32") as info:
+            fun(Table(), indices)
+        assert "duplicate entries" in str(info.value)
+        inferring = StateSharding({...: specs[0]}, activations=ActivationSharding(infer=True))
+        fun = jit(call, mesh=EXPLICIT, in_shardings=(inferring, specs[1]))
+        np.testing.assert_array_equal(fun(Table(), indices), Table()(indices))
+
     def test_prefix_that_does_not_match(self, network):
         with pytest.raises(ValueError, match=r"blocks\[0\]\.up"):
             jit(call, mesh=AUTO, activation_shardings={"**/up": (P(), P())})(network, X)
@@ -502,6 +567,22 @@ class TestExplicitAxes:
         assert int(model.calls[...]) == 1
         assert int(model.rngs.default.count[...]) == int(expected.rngs.default.count[...])
         assert model.kernel[...].sharding.spec == P("model")
+
+    def test_unconstrained_dimensions_stay(self):
+        """Among them the batch of tensor_parallel(sequence=True)."""
+        seen = []
+
+        class Seen(MLP):
+            def __call__(self, x):
+                y = super().__call__(x)
+                seen.append(jax.typeof(y).sharding.spec)
+                return y
+
+        model, x = Seen(nnx.Rngs(0)), jnp.ones((4, 8, 8))
+        sharding = tensor_parallel(model, EXPLICIT, sequence=True)
+        out = jit(call, mesh=EXPLICIT, in_shardings=(sharding, P("data")))(model, x)
+        assert seen == [P("data", "model", None)]
+        np.testing.assert_allclose(out, MLP(nnx.Rngs(0))(x), rtol=1e-5)
 
     def test_parameters_are_gathered_while_a_layer_runs(self):
         seen = []

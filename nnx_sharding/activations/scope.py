@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
-from ..apply import apply_shardings, mesh_here
+from ..apply import apply_shardings, mesh_here, without_unconstrained
 from ..core.axis_types import type_spec
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
@@ -277,7 +277,10 @@ class Scope:
             if strict:
                 self._misfits[fit.line(name)] = None
             return x
-        sharding = NamedSharding(mesh, fit.sharding)
+        # JAX supports UNCONSTRAINED on meshes with Auto axes only.
+        is_open = AxisType.Auto in mesh.axis_types
+        spec = fit.sharding if is_open else without_unconstrained(fit.sharding, x, mesh)
+        sharding = NamedSharding(mesh, spec)
         [new] = apply_shardings([x], [sharding])
         if (frame := frame_here()) is not None:
             frame.constrained(new, sharding)

@@ -60,7 +60,7 @@ def sharded_activations(
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         try:
             yield functools.partial(_call, scope, caller.fun)
-        except _compat.TYPE_ERRORS[0] as error:
+        except _compat.SHARDING_ERRORS as error:
             error.add_note(_NOTE)
             raise
     scope.check()
