@@ -74,7 +74,8 @@ class ActivationSharding:
       gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
         does; True for the axes over which the first dimension of the data is sharded.
       infer: whether to choose, on Explicit axes, how the output of a layer is sharded where JAX
-        cannot: by its input and its parameters.
+        cannot: by its input and its parameters. What a model returns to the function is then
+        sharded over the axes of its inputs only; what a layer of it returns stays as it is.
       strict: whether a filter that matches no module that is called is an error.
 
     Raises:

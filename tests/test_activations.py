@@ -568,6 +568,62 @@ class TestExplicitAxes:
         assert int(model.rngs.default.count[...]) == int(expected.rngs.default.count[...])
         assert model.kernel[...].sharding.spec == P("model")
 
+    def test_layers_that_the_function_calls_stay_sharded(self):
+        """One all-reduce, as by hand with plain JAX: nothing is gathered between the layers."""
+
+        def fun(model, x):
+            return model.down(jax.nn.relu(model.up(x)))
+
+        def by_hand(up, up_bias, down, down_bias, x):
+            hidden = jax.nn.relu(x @ up + up_bias)
+            return (
+                jnp.dot(hidden, down, out_sharding=NamedSharding(EXPLICIT, P("data"))) + down_bias
+            )
+
+        model = MLP(nnx.Rngs(0))
+        arrays = model.up.kernel, model.up.bias, model.down.kernel, model.down.bias
+        specs = P(None, "model"), P("model"), P("model"), P(), P("data")
+        plain = jax.jit(by_hand).lower(
+            *(
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(EXPLICIT, spec))
+                for x, spec in zip([*(a[...] for a in arrays), X], specs, strict=True)
+            )
+        )
+        assert set(re.findall(r"all-\w+(?=\()", plain.compile().as_text())) == {"all-reduce"}
+        options = {"in_shardings": (tensor_parallel(model, EXPLICIT), P("data"))}
+        step = jit(fun, mesh=EXPLICIT, **options)
+        compiled = step.lower(model, X).compile()
+        assert [c.kind for c in compiled.collectives()] == ["all-reduce"]
+        np.testing.assert_allclose(step(model, X), MLP(nnx.Rngs(0))(X), rtol=1e-5)
+
+    def test_model_in_another_module_returns_what_a_loss_can_take(self):
+        """What it returns is sharded as its inputs are, though it is not the argument itself."""
+
+        def loss(optimizer, x, labels):
+            logits = optimizer.model(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        class Classifier(nnx.Module):
+            def __init__(self, rngs):
+                self.head = nnx.Linear(8, 16, rngs=rngs)
+
+            def __call__(self, x):
+                return self.head(x)
+
+        optimizer = nnx.ModelAndOptimizer(Classifier(nnx.Rngs(0)), optax.sgd(0.1))
+        labels = jnp.arange(4)
+        expected = loss(optimizer, X, labels)
+        specs = StateSharding(
+            {
+                nnx.PathContains("kernel"): P(None, "model"),
+                nnx.PathContains("bias"): P("model"),
+                ...: P(),
+            },
+            activations=ActivationSharding(infer=True),
+        )
+        step = jit(loss, mesh=EXPLICIT, in_shardings=(specs, P("data"), P("data")))
+        np.testing.assert_allclose(step(optimizer, X, labels), expected, rtol=1e-5)
+
     def test_unconstrained_dimensions_stay(self):
         """Among them the batch of tensor_parallel(sequence=True)."""
         seen = []

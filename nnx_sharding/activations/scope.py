@@ -28,7 +28,7 @@ from .explicit import (
     without_open,
 )
 from .record import RECORD, frame_here, in_call
-from .variables import Replaced, Saved, modules_by_path, own_variables
+from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
 
 
 class _Tag(NamedTuple):
@@ -164,7 +164,8 @@ class Scope:
             self._depth -= 1
         if activation.output is not None:
             return self._constrained(out, activation.output, tag, "output", strict)
-        if not self._depth and any(source.infer for source in tag.sources):
+        is_part = self._depth or (tag.path and is_layer(module))
+        if not is_part and any(source.infer for source in tag.sources):
             out = as_inputs(out, (args, kwargs), self._pure.batch_axes)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,11 @@ def modules_by_path(root: Any) -> Iterator[tuple[Path, Any]]:
         else:
             items = [*enumerate(value)] if isinstance(value, list | tuple) else []
         stack += [((*path, key), part) for key, part in reversed(items)]
+
+
+def is_layer(module: Any) -> bool:
+    """Whether a module has no others in it."""
+    return next(itertools.islice(modules_by_path(module), 1, None), None) is None
 
 
 def _key(node: Any, name: str) -> Any:
