@@ -8,13 +8,14 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
 from . import _compat
 from .activations.record import Recorder
+from .activations.tracing import inherited
 from .core.cache import cache_of
 from .core.call import run
 from .core.caller import Caller, called_by
@@ -81,9 +82,10 @@ class Lifted(Generic[P, R]):
         if not _compat.trace_is_clean():
             call, flat = self._split(args, kwargs)
             plan, _ = self._plan(call, flat)
-            return run(  # type: ignore[no-any-return]
-                plan, flat, plan.program.inline, self._fun, self._observer, nested=True
-            )
+            with inherited(flat.objects):
+                return run(  # type: ignore[no-any-return]
+                    plan, flat, plan.program.inline, self._fun, self._observer, nested=True
+                )
         _compat.leave_static_cache()
         found = self._guards.find(args, kwargs)
         if found is None:
@@ -151,10 +153,13 @@ class Lifted(Generic[P, R]):
         call, flat = self._split((*self._bound, *args), kwargs)
         return call, self._plan(call, flat)[0], flat
 
-    def _tracing(self, flat: Flat) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _tracing(self, flat: Flat) -> Iterator[None]:
         """Traces within the block are made for these arguments."""
         nested = not _compat.trace_is_clean()
-        return called_by(Caller(self._fun, flat.objects, self._observer, nested))
+        caller = Caller(self._fun, flat.objects, self._observer, nested)
+        with inherited(flat.objects), called_by(caller):
+            yield
 
     @property
     def trace_log(self) -> TraceLog:

@@ -27,6 +27,7 @@ from .explicit import (
     takes_out_sharding,
     without_open,
 )
+from .intercept import is_intercepted
 from .record import RECORD, frame_here, in_call
 from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
 
@@ -42,6 +43,9 @@ class _Tag(NamedTuple):
     @property
     def accessor(self) -> str:
         return accessor(self.name, self.path)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.path))
 
 
 class Scope:
@@ -64,6 +68,8 @@ class Scope:
         self._declared = len(sources)
         self._roots: dict[int, tuple[_Tag, Any]] = {}
         self._depth = 0  # of calls within calls
+        # Within another trace that one explains and records.
+        self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
         self._used: set[tuple[int, int]] = set()
         self._misfits: dict[str, None] = {}
         self._untyped: list[tuple[str, Untyped]] = []
@@ -73,7 +79,7 @@ class Scope:
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do, to explain or to record."""
-        return bool(self._sources) or self._is_explicit or RECORD.value is not None
+        return bool(self._sources) or self._observes
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -92,7 +98,7 @@ class Scope:
         pure, built = self._pure, self._built
         parts = [(target, part) for target in pure.targets for part in target.parts]
         has_own = any(_own_source(part.spec) is not None for _, part in parts)
-        if not (sources or has_own or self._is_explicit or RECORD.value is not None):
+        if not (sources or has_own or self._observes):
             return
         tagged = set[int]()
         for target, part in parts:

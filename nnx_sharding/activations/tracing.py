@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,6 +22,17 @@ from .scope import Scope
 
 # A change of activation shardings is a change for the traces that JAX keeps of inner functions.
 _CONTEXT = jax.make_user_context()
+_TAGS = jax.make_user_context()
+
+
+def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Within it JAX uses no trace that was made for objects of modules declared otherwise.
+
+    Args:
+      objects: the objects of a call within a trace.
+    """
+    tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
+    return _TAGS(tags) if any(tags) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
