@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,22 @@ class _Tag(NamedTuple):
         return hash((self.name, self.path))
 
 
+class _Declaration:
+    """What traces with the same declarations share, so that they share inner functions, too.
+
+    JAX does not trace those again, so filters that matched in them would seem to have no effect.
+    """
+
+    __slots__ = ("__weakref__", "used")
+
+    def __init__(self) -> None:
+        self.used = set[tuple[int, int]]()  # the filters that matched, by source
+
+
+# As long as JAX keeps traces for one.
+_DECLARATIONS: weakref.WeakValueDictionary[Any, _Declaration] = weakref.WeakValueDictionary()
+
+
 class Scope:
     """The handler of the calls of modules during one trace."""
 
@@ -70,21 +87,17 @@ class Scope:
         self._depth = 0  # of calls within calls
         # Within another trace that one explains and records.
         self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
-        self._used: set[tuple[int, int]] = set()
         self._misfits: dict[str, None] = {}
         self._untyped: list[tuple[str, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
+        self._key = tuple(self._sources), pure.batch_axes
+        self.declaration = _DECLARATIONS.setdefault(self._key, _Declaration())
 
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do, to explain or to record."""
         return bool(self._sources) or self._observes
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What the traces of inner functions depend on."""
-        return tuple(self._sources), self._pure.batch_axes
 
     @property
     def methods(self) -> frozenset[str] | None:
@@ -194,7 +207,7 @@ class Scope:
             index, activation = source.find(tag.path, module, method)
             if activation is not None and index is not None:
                 number = self._sources.index(source)
-                self._used.add((number, index))
+                self.declaration.used.add((number, index))
                 choices.append((activation, source.strict))
                 if len(choices) == 1 and (frame := frame_here()) is not None:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
@@ -203,7 +216,7 @@ class Scope:
     def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
         """The own Variables of a module with their values gathered."""
         axes = self._gathered_axes(tag.sources)
-        if not axes:
+        if not axes or not (tag.gathered or self._is_explicit):
             return []
         changes: list[tuple[Any, Any]] = []
         for path, variable in own_variables(module):
@@ -293,6 +306,10 @@ class Scope:
             frame.constrained(new, sharding)
         return new
 
+    def forget(self) -> None:
+        """Keeps JAX from using the traces of inner functions again, as what is wrong in them."""
+        _DECLARATIONS.pop(self._key, None)
+
     def check(self) -> None:
         """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.
 
@@ -310,7 +327,7 @@ class Scope:
             (filter_,)
             for number, source in enumerate(self._sources)
             for index, filter_ in enumerate(source.filters)
-            if source.strict and (number, index) not in self._used
+            if source.strict and (number, index) not in self.declaration.used
         ]
         if unused:
             refuse(Problem.ACTIVATION_UNUSED, unused, name=name)

@@ -65,17 +65,19 @@ def sharded_activations(
                 _compat.tag_node(new, tag)
         yield caller.fun
         return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_CONTEXT(scope.key))
-        stack.enter_context(intercepting(scope, scope.methods))
-        if (mesh := _type_mesh(leaves)) is not None:
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_CONTEXT(scope.declaration))
+            stack.enter_context(intercepting(scope, scope.methods))
+            if (mesh := _type_mesh(leaves)) is not None:
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             yield functools.partial(_call, scope, caller.fun)
-        except _compat.SHARDING_ERRORS as error:
+        scope.check()
+    except BaseException as error:
+        scope.forget()
+        if isinstance(error, _compat.SHARDING_ERRORS):
             error.add_note(_NOTE)
-            raise
-    scope.check()
+        raise
 
 
 _NOTE = (

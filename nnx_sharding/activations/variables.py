@@ -13,7 +13,8 @@ from .. import _compat
 from ..paths import Path
 from .record import frame_here
 
-_CONTAINERS = (nnx.List, nnx.Dict, list, tuple, dict)
+# By the base classes: isinstance takes as long as all else for the abstract ones of these.
+_CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
 
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
@@ -22,9 +23,9 @@ def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     while stack:
         path, value = stack.pop()
         if _compat.is_variable(value):
-            if not isinstance(value, nnx.RngState):
+            if nnx.RngState not in type(value).__mro__:
                 yield path, value
-        elif isinstance(value, _CONTAINERS):
+        elif not _CONTAINERS.isdisjoint(type(value).__mro__):
             parts = (
                 value.items()
                 if isinstance(value, dict)
