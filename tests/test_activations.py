@@ -412,6 +412,77 @@ class TestNothingElseChanges:
         found = constraints(fun, network, X, activation_shardings=chosen)
         assert found == [("4x16", "{data}, {}"), ("4x16", "{}, {model}")]
 
+    @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("options", [{}, {"graph": False}, {"graph_updates": False}], ids=str)
+    def test_inner_jit_of_equal_layers(self, mesh, options):
+        """As with constraints by hand, though the calls have the same structure and types."""
+
+        class Pair(nnx.Module):
+            def __init__(self, rngs):
+                self.a, self.b = (nnx.Linear(8, 16, rngs=rngs) for _ in range(2))
+
+        specs = {"a": P("data"), "b": P("data", "model")}
+        inner, seen = jit(call, **options), []
+
+        def fun(model, x):
+            outputs = inner(model.a, x), inner(model.b, x)
+            seen.append([jax.typeof(y) for y in outputs])
+            return outputs
+
+        def by_hand(model, x):
+            constrain = jax.lax.with_sharding_constraint
+            return (
+                constrain(model.a(x), NamedSharding(AUTO, specs["a"])),
+                constrain(model.b(x), NamedSharding(AUTO, specs["b"])),
+            )
+
+        pair = Pair(nnx.Rngs(0))
+        if mesh is AUTO:
+            found = constraints(fun, pair, X, activation_shardings=specs)
+            assert found == constraints(by_hand, pair, X)
+        else:
+            chosen = {"in_shardings": (P(), P("data")), "activation_shardings": specs}
+            jit(fun, mesh=mesh, **chosen)(pair, X)
+            y = jnp.ones((4, 16))
+            placed = [jax.device_put(y, NamedSharding(mesh, s)) for s in specs.values()]
+            assert seen == [[jax.typeof(x) for x in placed]]
+
+    def test_inner_jit_gathers_for_each_layer(self):
+        seen = []
+
+        def show(layer, x):
+            return jax.tree.map(lambda y: seen.append(jax.typeof(y).sharding.spec) or y, layer(x))
+
+        inner, network = jit(show), Network(nnx.Rngs(0))
+        sharding = fsdp(network, EXPLICIT, min_size=0)
+
+        def fun(model, x):
+            return inner(model.blocks[1].up, inner(model.blocks[0], x))
+
+        step = jit(fun, mesh=EXPLICIT, in_shardings=(sharding, P("data")))
+        compiled = step.lower(network, X).compile()
+        assert seen == [P("data", None), P("data", None)]
+        assert len(compiled.collectives().of("all-gather", "data")) == 6  # one for each parameter
+
+    @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, nnx.jit, nnx.remat, jit])
+    def test_inner_functions_that_were_traced_before(self, network, transform):
+        """Filters that matched in them have an effect, and what is wrong in them stays wrong."""
+        inner = transform(lambda model, x: model(x))
+        for factor in (1, 2):
+            chosen = {"blocks/0/up": P("data")}
+            found = constraints(
+                lambda model, x, factor=factor: factor * inner(model.blocks[0], x),
+                network,
+                X,
+                activation_shardings=chosen,
+            )
+            assert found == [("4x16", "{data}, {}")]
+        wrong = {"mesh": AUTO, "activation_shardings": {"blocks/0/up": P("nope")}}
+        fun = jit(lambda model, x: inner(model.blocks[0], x), **wrong)
+        for _ in range(2):
+            with pytest.raises(ActivationError, match="no axis 'nope'"):
+                fun(network, X)
+
     def test_part_of_the_cache_key(self, network):
         traces = []
 
@@ -537,9 +608,31 @@ class TestExplicitAxes:
             X,
             np.ones((4, 8), np.float32),
             jax.device_put(X, NamedSharding(EXPLICIT, P("data"))),
+            jax.device_put(X, NamedSharding(AUTO, P("data"))),
         ):
             assert fun(x).sharding.spec == P("data", None)
         assert {t.sharding.spec for t in seen} == {P("data", None)}
+
+    @pytest.mark.parametrize("spec", [P(None, "model"), P()], ids=str)
+    @pytest.mark.parametrize("stage", ["call", "lower"])
+    def test_declared_variables_are_typed(self, spec, stage):
+        """Also those that are there already, but on Auto axes."""
+        seen, model = [], nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(0))
+        kernel = model.kernel[...]
+        model.kernel.set_value(jax.device_put(kernel, NamedSharding(AUTO, spec)))
+
+        def fun(model, x):
+            seen.append(jax.typeof(model.kernel[...]))
+            return model(x)
+
+        step = jit(fun, mesh=EXPLICIT, in_shardings=(spec, P("data")))
+        (step.lower if stage == "lower" else step)(model, X)
+        jax.jit(lambda x: seen.append(jax.typeof(x)))(
+            jax.device_put(kernel, NamedSharding(EXPLICIT, spec))
+        )
+        assert seen[0] == seen[1]
+        on = AUTO if stage == "lower" else EXPLICIT
+        assert model.kernel[...].sharding.mesh == on
 
     def test_layer_that_falls_back_to_auto_axes_runs_once(self):
         """What a first attempt changed is taken back: statistics, counters."""
