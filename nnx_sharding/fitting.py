@@ -295,16 +295,16 @@ def is_equivalent(present: Any, declared: Any, ndim: int) -> bool:
     """Whether two shardings are equivalent, and over Explicit axes of the same type."""
     typed = _typed(declared, ndim)
     is_typed = typed is None or typed == _typed(present, ndim)
-    return is_typed and present.is_equivalent_to(declared, ndim)
+    return is_typed and bool(present.is_equivalent_to(declared, ndim))
 
 
 def _typed(sharding: Any, ndim: int) -> Any:
     """What the type of an array has of its sharding: that over Explicit axes."""
-    spec = getattr(sharding, "spec", None)
-    axes = frozenset() if spec is None else axes_of_type(sharding.mesh, AxisType.Explicit)
-    if not axes:
+    parts = spec_and_mesh(sharding)
+    axes = axes_of_type(parts[1], AxisType.Explicit) if parts else frozenset()
+    if parts is None or not axes:
         return None
-    part = only_axes(spec, axes)
+    part = only_axes(parts[0], axes)
     entries = tuple(map(axes_of, part.partitions))
     return axes, entries + ((),) * (ndim - len(entries)), part.unreduced, part.reduced
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -18,7 +17,15 @@ from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
-from ..fitting import axes_of_type, fit_sharding, only_axes, spec_and_mesh, spec_axes, with_entries
+from ..fitting import (
+    axes_of,
+    axes_of_type,
+    fit_sharding,
+    only_axes,
+    spec_and_mesh,
+    spec_axes,
+    with_entries,
+)
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
 from .explicit import (
@@ -30,39 +37,8 @@ from .explicit import (
 )
 from .intercept import is_intercepted
 from .record import RECORD, frame_here, in_call
+from .tags import DECLARATIONS, Declaration, Tag
 from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
-
-
-class _Tag(NamedTuple):
-    """What is known of a module, wherever Flax takes it."""
-
-    name: str  # of its argument
-    path: Path
-    sources: tuple[ActivationSharding, ...]
-    gathered: Mapping[Path, PartitionSpec]  # by own Variable, what it is while the module runs
-
-    @property
-    def accessor(self) -> str:
-        return accessor(self.name, self.path)
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.path))
-
-
-class _Declaration:
-    """What traces with the same declarations share, so that they share inner functions, too.
-
-    JAX does not trace those again, so filters that matched in them would seem to have no effect.
-    """
-
-    __slots__ = ("__weakref__", "used")
-
-    def __init__(self) -> None:
-        self.used = set[tuple[int, int]]()  # the filters that matched, by source
-
-
-# As long as JAX keeps traces for one.
-_DECLARATIONS: weakref.WeakValueDictionary[Any, _Declaration] = weakref.WeakValueDictionary()
 
 
 class Scope:
@@ -83,7 +59,7 @@ class Scope:
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of one
         self._declared = len(sources)
-        self._roots: dict[int, tuple[_Tag, Any]] = {}
+        self._roots: dict[int, tuple[Tag, Any]] = {}
         self._depth = 0  # of calls within calls
         # Within another trace that one explains and records.
         self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
@@ -92,7 +68,7 @@ class Scope:
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
         self._key = tuple(self._sources), pure.batch_axes
-        self.declaration = _DECLARATIONS.setdefault(self._key, _Declaration())
+        self.declaration = DECLARATIONS.setdefault(self._key, Declaration())
 
     @property
     def is_needed(self) -> bool:
@@ -128,7 +104,7 @@ class Scope:
 
     def _tag(
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
-    ) -> _Tag:
+    ) -> Tag:
         gathered: dict[Path, Any] = {}
         axes = self._gathered_axes(sources)
         for own_path, variable in own_variables(module) if axes else ():
@@ -140,7 +116,7 @@ class Scope:
                 rank = jax.typeof(_compat.get_value(variable)).ndim
                 kept = only_axes(pair[0], self._axes - axes)
                 gathered[own_path] = with_entries(kept, [*kept.partitions, *[None] * rank][:rank])
-        return _Tag(name, path, sources, gathered)
+        return Tag(name, path, sources, axes, gathered)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
         """The axes over which the parameters of modules are gathered."""
@@ -165,7 +141,7 @@ class Scope:
 
     def _called(
         self,
-        tag: _Tag,
+        tag: Tag,
         module: Any,
         method: str,
         call: Callable[..., Any],
@@ -188,7 +164,7 @@ class Scope:
             out = as_inputs(out, (args, kwargs), self._pure.batch_axes)
         return out
 
-    def _root_tag(self, module: Any) -> _Tag:
+    def _root_tag(self, module: Any) -> Tag:
         """The tag of a module that is not from the arguments: of the outermost one, all in it."""
         known = self._roots.get(id(module))
         if known is None:
@@ -200,7 +176,7 @@ class Scope:
             known = self._roots[id(module)]
         return known[0]
 
-    def _find(self, tag: _Tag, module: Any, method: str) -> tuple[Activation, bool]:
+    def _find(self, tag: Tag, module: Any, method: str) -> tuple[Activation, bool]:
         """What the first of the sources chooses that chooses anything, and whether it is strict."""
         choices = []
         for source in tag.sources:
@@ -213,9 +189,9 @@ class Scope:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
         return choices[0] if choices else (_NOTHING, False)
 
-    def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
+    def _gathered(self, tag: Tag, module: Any) -> list[tuple[Any, Any]]:
         """The own Variables of a module with their values gathered."""
-        axes = self._gathered_axes(tag.sources)
+        axes = tag.axes
         if not axes or not (tag.gathered or self._is_explicit):
             return []
         changes: list[tuple[Any, Any]] = []
@@ -225,8 +201,8 @@ class Scope:
                 continue
             spec = type_spec(value)
             if spec is not None:
-                kept = only_axes(spec, self._axes - axes).partitions
-                if kept != spec.partitions:
+                if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
+                    kept = only_axes(spec, self._axes - axes).partitions
                     # Reduced axes stay, so that gradients are not reduced before they have to be.
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, with_entries(spec, kept))
                     changes.append((variable, jax.sharding.reshard(value, goal)))
@@ -240,7 +216,7 @@ class Scope:
 
     def _typed(
         self,
-        tag: _Tag,
+        tag: Tag,
         output: Any,
         module: Any,
         call: Callable[..., Any],
@@ -266,10 +242,10 @@ class Scope:
         note = None if infers else functools.partial(self._note_untyped, tag)
         return inferred(module, call, args, kwargs, note)
 
-    def _note_untyped(self, tag: _Tag, untyped: Untyped) -> None:
+    def _note_untyped(self, tag: Tag, untyped: Untyped) -> None:
         self._untyped.append((tag.accessor, untyped))
 
-    def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str, strict: bool) -> Any:
+    def _constrained(self, tree: Any, prefix: Any, tag: Tag, side: str, strict: bool) -> Any:
         """A pytree of activations with the specs of a prefix."""
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
         try:
@@ -308,7 +284,7 @@ class Scope:
 
     def forget(self) -> None:
         """Keeps JAX from using the traces of inner functions again, as what is wrong in them."""
-        _DECLARATIONS.pop(self._key, None)
+        DECLARATIONS.pop(self._key, None)
 
     def check(self) -> None:
         """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.

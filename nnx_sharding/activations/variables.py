@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from .. import _compat
 from ..paths import Path
 from .record import frame_here
 
+# What most attributes of modules are.
+_ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
 # By the base classes: isinstance takes as long as all else for the abstract ones of these.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
 
@@ -22,6 +25,8 @@ def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     stack: list[tuple[Path, Any]] = [((name,), value) for name, value in vars(module).items()]
     while stack:
         path, value = stack.pop()
+        if type(value) in _ATOMS:
+            continue
         if _compat.is_variable(value):
             if nnx.RngState not in type(value).__mro__:
                 yield path, value
@@ -70,6 +75,8 @@ def reachable(tree: Any) -> tuple[list[Any], list[Any]]:
     stack = [tree]
     while stack:
         value = stack.pop()
+        if type(value) in _ATOMS:
+            continue
         if _compat.is_variable(value):
             variables[id(value)] = value
         elif _compat.is_node(value) and hasattr(value, "__dict__"):
