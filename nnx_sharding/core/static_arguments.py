@@ -23,7 +23,7 @@ def with_static_values(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
-    """A call in which values that are no arrays are static where their spec is None.
+    """A call in which non-arrays are static where their spec is None.
 
     Args:
       specs: the specs of the arguments, as the user wrote them.
