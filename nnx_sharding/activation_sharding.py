@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .filters import PathGlob, is_opaque, to_predicate
+from .filters import PathGlob, Paths, is_opaque, to_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
 
@@ -68,12 +68,14 @@ class ActivationSharding:
         a type of modules; or any other NNX filter, called with the path of a module and the
         module. A string that ends with ``.method`` is for that method in place of ``__call__``.
         Paths start at the argument of the function; for a module that the function makes, at the
-        outermost module that it calls. A spec is a ``PartitionSpec``, a ``NamedSharding``, a
+        outermost module that it calls. The path of that module itself is ``""``, so ``".encode"``
+        is its method ``encode``. A spec is a ``PartitionSpec``, a ``NamedSharding``, a
         pytree prefix of them, None, or an :class:`Activation`.
       gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
         does; True for the axes over which the first dimension of the data is sharded.
       infer: whether to choose, on Explicit axes, how the output of a layer is sharded where JAX
-        cannot: by its input and its parameters.
+        cannot: by its input and its parameters. What a model returns to the function is then
+        sharded over the axes of its inputs only; what a layer of it returns stays as it is.
       strict: whether a filter that matches no module that is called is an error.
 
     Raises:
@@ -189,6 +191,7 @@ def _test(filter_: Any) -> tuple[Any, str]:
     """The predicate of a filter, and the method that it is for."""
     if not isinstance(filter_, str):
         return to_predicate(filter_), "__call__"
-    pattern, _, method = filter_.rpartition(".")
-    is_method = bool(pattern) and method.isidentifier()
-    return PathGlob(pattern if is_method else filter_), method if is_method else "__call__"
+    pattern, dot, method = filter_.rpartition(".")
+    if not (dot and method.isidentifier()):
+        pattern, method = filter_, "__call__"
+    return PathGlob(pattern) if pattern else Paths([()]), method

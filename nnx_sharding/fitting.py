@@ -291,10 +291,22 @@ def unsummed(sharding: Any) -> Any:
     return sharding.update(spec=PartitionSpec(*spec.partitions))
 
 
-def is_equivalent(one: Any, other: Any, ndim: int) -> bool:
-    """Whether two shardings are equivalent and, unlike JAX's comparison, equally reduced."""
-    first, second = (getattr(getattr(x, "spec", None), "reduced", ()) or () for x in (one, other))
-    return first == second and one.is_equivalent_to(other, ndim)
+def is_equivalent(present: Any, declared: Any, ndim: int) -> bool:
+    """Whether two shardings are equivalent, and over Explicit axes of the same type."""
+    typed = _typed(declared, ndim)
+    is_typed = typed is None or typed == _typed(present, ndim)
+    return is_typed and bool(present.is_equivalent_to(declared, ndim))
+
+
+def _typed(sharding: Any, ndim: int) -> Any:
+    """What the type of an array has of its sharding: that over Explicit axes."""
+    parts = spec_and_mesh(sharding)
+    axes = axes_of_type(parts[1], AxisType.Explicit) if parts else frozenset()
+    if parts is None or not axes:
+        return None
+    part = only_axes(parts[0], axes)
+    entries = tuple(map(axes_of, part.partitions))
+    return axes, entries + ((),) * (ndim - len(entries)), part.unreduced, part.reduced
 
 
 def suggestion(name: Any, names: Iterable[Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import _compat
 from .activations.record import Recorder
+from .activations.tracing import inherited
 from .core.call import run
 from .core.caller import Caller, called_by
 from .core.flatten import Flat
@@ -47,9 +48,10 @@ class Lifted(LiftedFunction[P, R]):
         if not _compat.trace_is_clean():
             call, flat = self._split(args, kwargs)
             plan, _ = self._plan(call, flat)
-            return run(  # type: ignore[no-any-return]
-                plan, flat, plan.program.inline, self._fun, self._observer, nested=True
-            )
+            with inherited(flat.objects):
+                return run(  # type: ignore[no-any-return]
+                    plan, flat, plan.program.inline, self._fun, self._observer, nested=True
+                )
         _compat.leave_static_cache()
         found = self._guards.find(args, kwargs)
         if found is None:
@@ -107,10 +109,13 @@ class Lifted(LiftedFunction[P, R]):
         call, flat = self._split((*self._bound, *args), kwargs)
         return call, self._plan(call, flat)[0], flat
 
-    def _tracing(self, flat: Flat) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _tracing(self, flat: Flat) -> Iterator[None]:
         """Traces within the block are made for these arguments."""
         nested = not _compat.trace_is_clean()
-        return called_by(Caller(self._fun, flat.objects, self._observer, nested))
+        caller = Caller(self._fun, flat.objects, self._observer, nested)
+        with inherited(flat.objects), called_by(caller):
+            yield
 
     @property
     def trace_log(self) -> TraceLog:

@@ -18,9 +18,9 @@ from .core.caller import Caller
 from .core.plan import is_committed
 from .core.problems import Problem, refuse
 from .core.pure import Pure
-from .core.signature import Call, Parameters, Roles, Signature, align_specs
-from .core.specs import Specs, check_specs, is_spec
-from .core.statics import Static
+from .core.signature import Call, Parameters, Roles, Signature
+from .core.specs import Specs, check_specs
+from .core.static_arguments import with_static_values
 from .core.transform import Program, Transform, check_options
 from .core.unflatten import Built
 from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, axes_of_type, only_axes, spec_axes
@@ -63,22 +63,9 @@ class _ShardMap(Transform):
         call = super().sort_call(parameters, signature, args, kwargs)
         if not self.in_specs.may_hold_none:
             return call
-        # An argument that has no spec may be another number at each call: it stays dynamic.
-        positional, named = align_specs(
-            self.in_specs.tree, parameters, signature, self.in_name, default=PartitionSpec()
-        )
-        specs: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        plain = {
-            which for which, s in specs.items() if s is None and isinstance(values[which], _PLAIN)
-        }
-        signature = signature._replace(
-            static=signature.static.union(plain.intersection(signature.dynamic)),
-            static_keywords=signature.static_keywords.union(plain.intersection(named)),
-        )
-        values |= {which: _fixed(specs[which], values[which]) for which in specs.keys() - plain}
-        args = tuple(values[i] for i in range(len(args)))
-        return super().sort_call(parameters, signature, args, {k: values[k] for k in kwargs})
+        specs, option = self.in_specs.tree, self.in_name
+        changed = with_static_values(specs, option, parameters, signature, args, kwargs)
+        return super().sort_call(parameters, *changed)
 
     @property
     def reads_context(self) -> bool:
@@ -189,7 +176,6 @@ class _ShardMap(Transform):
 
 
 _MAPS = (PartitionSpec, NamedSharding)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Callable[..., Any]:
@@ -205,27 +191,6 @@ def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Ca
         return mapped(*map(with_type, leaves, shardings))
 
     return typed
-
-
-def _fixed(spec: Any, value: Any) -> Any:
-    """A pytree in which non-arrays with the spec None are static."""
-    if spec is None:
-        return jax.tree_util.tree_map(_if_no_array, value, is_leaf=_compat.is_graph_object)
-    if is_spec(spec):
-        return value
-    specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
-    try:
-        parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
-    except ValueError:  # not a prefix, which is reported with all other problems
-        return value
-    return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
-
-
-def _if_no_array(x: Any) -> Any:
-    is_array = _compat.is_graph_object(x) or (
-        not isinstance(x, _PLAIN) and _compat.is_array_like(x)
-    )
-    return x if is_array else Static.of(x)
 
 
 def _type_spec(leaf: Any) -> PartitionSpec:

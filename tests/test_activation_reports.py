@@ -277,7 +277,7 @@ def test_mesh_in_context_is_that_of_the_trace(with_mesh):
 def test_calls_in_a_function_of_another_jit():
     model, inner = MLP(), jit(lambda m, x: m(x))
     rows = jit(lambda model, x: inner(model, x)).trace(model, jnp.ones((2, 4))).activations()
-    assert [row.path for row in rows] == ["m.up", "m.down", "m"]
+    assert [row.path for row in rows] == ["model.up", "model.down", "model"]
 
 
 def test_shard_map_lists_shards():

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import Activation, ActivationSharding, StateSharding, jit, shard_map
+from nnx_sharding.errors import ActivationError
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel
 
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -54,6 +55,11 @@ def call(model, x):
 
 
 _CONSTRAINT = re.compile(r"sdy\.sharding_constraint .*<@mesh, \[(.*)\]> : tensor<([\dx]*?)x?f32>")
+
+
+def of_model(x):
+    """By hand what ``P(None, "model")`` does for a module."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(AUTO, P(None, "model")))
 
 
 def constraints(fun, *args, **options) -> list[tuple[str, str]]:
@@ -97,6 +103,28 @@ class TestFilters:
             lambda m, x: m.blocks[0].encode(x), network, X, activation_shardings=chosen
         )
         assert found == [("4x16", "{}, {model}")]
+
+    @pytest.mark.parametrize(
+        ("filter_", "expected"),
+        [
+            ("", lambda m, x: (of_model(m(x)), m.encode(x))),
+            (".encode", lambda m, x: (m(x), of_model(m.encode(x)))),
+        ],
+        ids=["module", "method"],
+    )
+    def test_argument_itself(self, filter_, expected):
+        def fun(model, x):
+            return model(x), model.encode(x)
+
+        model, chosen = MLP(nnx.Rngs(0)), P(None, "model")
+        found = constraints(fun, model, X, activation_shardings={filter_: chosen})
+        assert found == constraints(expected, model, X)
+        assert len(found) == 1
+
+    def test_modules_made_inside_themselves(self):
+        fun = lambda x: MLP(nnx.Rngs(0))(x)  # noqa: E731
+        found = constraints(fun, X, activation_shardings={"": P(None, "model")})
+        assert found == [("4x8", "{}, {model}")]
 
     def test_input(self, network):
         chosen = {"blocks/1": Activation(input=P("data"))}
@@ -384,6 +412,77 @@ class TestNothingElseChanges:
         found = constraints(fun, network, X, activation_shardings=chosen)
         assert found == [("4x16", "{data}, {}"), ("4x16", "{}, {model}")]
 
+    @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("options", [{}, {"graph": False}, {"graph_updates": False}], ids=str)
+    def test_inner_jit_of_equal_layers(self, mesh, options):
+        """As with constraints by hand, though the calls have the same structure and types."""
+
+        class Pair(nnx.Module):
+            def __init__(self, rngs):
+                self.a, self.b = (nnx.Linear(8, 16, rngs=rngs) for _ in range(2))
+
+        specs = {"a": P("data"), "b": P("data", "model")}
+        inner, seen = jit(call, **options), []
+
+        def fun(model, x):
+            outputs = inner(model.a, x), inner(model.b, x)
+            seen.append([jax.typeof(y) for y in outputs])
+            return outputs
+
+        def by_hand(model, x):
+            constrain = jax.lax.with_sharding_constraint
+            return (
+                constrain(model.a(x), NamedSharding(AUTO, specs["a"])),
+                constrain(model.b(x), NamedSharding(AUTO, specs["b"])),
+            )
+
+        pair = Pair(nnx.Rngs(0))
+        if mesh is AUTO:
+            found = constraints(fun, pair, X, activation_shardings=specs)
+            assert found == constraints(by_hand, pair, X)
+        else:
+            chosen = {"in_shardings": (P(), P("data")), "activation_shardings": specs}
+            jit(fun, mesh=mesh, **chosen)(pair, X)
+            y = jnp.ones((4, 16))
+            placed = [jax.device_put(y, NamedSharding(mesh, s)) for s in specs.values()]
+            assert seen == [[jax.typeof(x) for x in placed]]
+
+    def test_inner_jit_gathers_for_each_layer(self):
+        seen = []
+
+        def show(layer, x):
+            return jax.tree.map(lambda y: seen.append(jax.typeof(y).sharding.spec) or y, layer(x))
+
+        inner, network = jit(show), Network(nnx.Rngs(0))
+        sharding = fsdp(network, EXPLICIT, min_size=0)
+
+        def fun(model, x):
+            return inner(model.blocks[1].up, inner(model.blocks[0], x))
+
+        step = jit(fun, mesh=EXPLICIT, in_shardings=(sharding, P("data")))
+        compiled = step.lower(network, X).compile()
+        assert seen == [P("data", None), P("data", None)]
+        assert len(compiled.collectives().of("all-gather", "data")) == 6  # one for each parameter
+
+    @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, nnx.jit, nnx.remat, jit])
+    def test_inner_functions_that_were_traced_before(self, network, transform):
+        """Filters that matched in them have an effect, and what is wrong in them stays wrong."""
+        inner = transform(lambda model, x: model(x))
+        for factor in (1, 2):
+            chosen = {"blocks/0/up": P("data")}
+            found = constraints(
+                lambda model, x, factor=factor: factor * inner(model.blocks[0], x),
+                network,
+                X,
+                activation_shardings=chosen,
+            )
+            assert found == [("4x16", "{data}, {}")]
+        wrong = {"mesh": AUTO, "activation_shardings": {"blocks/0/up": P("nope")}}
+        fun = jit(lambda model, x: inner(model.blocks[0], x), **wrong)
+        for _ in range(2):
+            with pytest.raises(ActivationError, match="no axis 'nope'"):
+                fun(network, X)
+
     def test_part_of_the_cache_key(self, network):
         traces = []
 
@@ -419,6 +518,43 @@ class TestErrors:
             jit(call, mesh=mesh, in_shardings=P(), activation_shardings=chosen)(network, X)
         for part in ("blocks[0].up", "blocks[0].down", "blocks[1].up", "3 entries", "'nope'"):
             assert part in str(info.value)
+
+    @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("side", ["input", "output"])
+    def test_axis_that_is_used_twice(self, network, mesh, side):
+        spec = P("data", "data")
+        with pytest.raises(Exception, match="duplicate entries"):
+            NamedSharding(mesh, spec)
+        chosen = {"blocks/0/up": Activation(**{side: spec})}
+        with pytest.raises(ActivationError, match="do not fit") as info:
+            jit(call, mesh=mesh, in_shardings=P(), activation_shardings=chosen)(network, X)
+        assert f"{side} of model.blocks[0].up" in str(info.value)
+        assert "P('data', 'data'): 'data' is used 2 times" in str(info.value)
+
+    def test_operation_that_uses_an_axis_twice(self):
+        """Rows of a table by indices, both over one axis: JAX's rule raises another error."""
+
+        class Table(nnx.Module):
+            def __init__(self):
+                self.rows = nnx.Param(jnp.arange(128.0).reshape(16, 8))
+
+            def __call__(self, indices):
+                return self.rows[...][indices]
+
+        specs, indices = (P(None, "data"), P("data")), jnp.arange(4)
+        arrays = jax.device_put(
+            (jnp.ones((16, 8)), indices), tuple(NamedSharding(EXPLICIT, spec) for spec in specs)
+        )
+        with pytest.raises(Exception, match="duplicate entries"):
+            jax.jit(lambda rows, indices: rows[indices])(*arrays)
+        by_hand = StateSharding({...: specs[0]})
+        fun = jit(call, mesh=EXPLICIT, in_shardings=(by_hand, specs[1]))
+        with pytest.raises(ActivationError, match="model: Table of i32") as info:
+            fun(Table(), indices)
+        assert "duplicate entries" in str(info.value)
+        inferring = StateSharding({...: specs[0]}, activations=ActivationSharding(infer=True))
+        fun = jit(call, mesh=EXPLICIT, in_shardings=(inferring, specs[1]))
+        np.testing.assert_array_equal(fun(Table(), indices), Table()(indices))
 
     def test_prefix_that_does_not_match(self, network):
         with pytest.raises(ValueError, match=r"blocks\[0\]\.up"):
@@ -472,9 +608,31 @@ class TestExplicitAxes:
             X,
             np.ones((4, 8), np.float32),
             jax.device_put(X, NamedSharding(EXPLICIT, P("data"))),
+            jax.device_put(X, NamedSharding(AUTO, P("data"))),
         ):
             assert fun(x).sharding.spec == P("data", None)
         assert {t.sharding.spec for t in seen} == {P("data", None)}
+
+    @pytest.mark.parametrize("spec", [P(None, "model"), P()], ids=str)
+    @pytest.mark.parametrize("stage", ["call", "lower"])
+    def test_declared_variables_are_typed(self, spec, stage):
+        """Also those that are there already, but on Auto axes."""
+        seen, model = [], nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(0))
+        kernel = model.kernel[...]
+        model.kernel.set_value(jax.device_put(kernel, NamedSharding(AUTO, spec)))
+
+        def fun(model, x):
+            seen.append(jax.typeof(model.kernel[...]))
+            return model(x)
+
+        step = jit(fun, mesh=EXPLICIT, in_shardings=(spec, P("data")))
+        (step.lower if stage == "lower" else step)(model, X)
+        jax.jit(lambda x: seen.append(jax.typeof(x)))(
+            jax.device_put(kernel, NamedSharding(EXPLICIT, spec))
+        )
+        assert seen[0] == seen[1]
+        on = AUTO if stage == "lower" else EXPLICIT
+        assert model.kernel[...].sharding.mesh == on
 
     def test_layer_that_falls_back_to_auto_axes_runs_once(self):
         """What a first attempt changed is taken back: statistics, counters."""
@@ -502,6 +660,78 @@ class TestExplicitAxes:
         assert int(model.calls[...]) == 1
         assert int(model.rngs.default.count[...]) == int(expected.rngs.default.count[...])
         assert model.kernel[...].sharding.spec == P("model")
+
+    def test_layers_that_the_function_calls_stay_sharded(self):
+        """One all-reduce, as by hand with plain JAX: nothing is gathered between the layers."""
+
+        def fun(model, x):
+            return model.down(jax.nn.relu(model.up(x)))
+
+        def by_hand(up, up_bias, down, down_bias, x):
+            hidden = jax.nn.relu(x @ up + up_bias)
+            return (
+                jnp.dot(hidden, down, out_sharding=NamedSharding(EXPLICIT, P("data"))) + down_bias
+            )
+
+        model = MLP(nnx.Rngs(0))
+        arrays = model.up.kernel, model.up.bias, model.down.kernel, model.down.bias
+        specs = P(None, "model"), P("model"), P("model"), P(), P("data")
+        plain = jax.jit(by_hand).lower(
+            *(
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(EXPLICIT, spec))
+                for x, spec in zip([*(a[...] for a in arrays), X], specs, strict=True)
+            )
+        )
+        assert set(re.findall(r"all-\w+(?=\()", plain.compile().as_text())) == {"all-reduce"}
+        options = {"in_shardings": (tensor_parallel(model, EXPLICIT), P("data"))}
+        step = jit(fun, mesh=EXPLICIT, **options)
+        compiled = step.lower(model, X).compile()
+        assert [c.kind for c in compiled.collectives()] == ["all-reduce"]
+        np.testing.assert_allclose(step(model, X), MLP(nnx.Rngs(0))(X), rtol=1e-5)
+
+    def test_model_in_another_module_returns_what_a_loss_can_take(self):
+        """What it returns is sharded as its inputs are, though it is not the argument itself."""
+
+        def loss(optimizer, x, labels):
+            logits = optimizer.model(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        class Classifier(nnx.Module):
+            def __init__(self, rngs):
+                self.head = nnx.Linear(8, 16, rngs=rngs)
+
+            def __call__(self, x):
+                return self.head(x)
+
+        optimizer = nnx.ModelAndOptimizer(Classifier(nnx.Rngs(0)), optax.sgd(0.1))
+        labels = jnp.arange(4)
+        expected = loss(optimizer, X, labels)
+        specs = StateSharding(
+            {
+                nnx.PathContains("kernel"): P(None, "model"),
+                nnx.PathContains("bias"): P("model"),
+                ...: P(),
+            },
+            activations=ActivationSharding(infer=True),
+        )
+        step = jit(loss, mesh=EXPLICIT, in_shardings=(specs, P("data"), P("data")))
+        np.testing.assert_allclose(step(optimizer, X, labels), expected, rtol=1e-5)
+
+    def test_unconstrained_dimensions_stay(self):
+        """Among them the batch of tensor_parallel(sequence=True)."""
+        seen = []
+
+        class Seen(MLP):
+            def __call__(self, x):
+                y = super().__call__(x)
+                seen.append(jax.typeof(y).sharding.spec)
+                return y
+
+        model, x = Seen(nnx.Rngs(0)), jnp.ones((4, 8, 8))
+        sharding = tensor_parallel(model, EXPLICIT, sequence=True)
+        out = jit(call, mesh=EXPLICIT, in_shardings=(sharding, P("data")))(model, x)
+        assert seen == [P("data", "model", None)]
+        np.testing.assert_allclose(out, MLP(nnx.Rngs(0))(x), rtol=1e-5)
 
     def test_parameters_are_gathered_while_a_layer_runs(self):
         seen = []

@@ -69,6 +69,19 @@ def fails(error, *parts):
 
 
 class ReshardTest(parameterized.TestCase):
+    @parameterized.product(kind=("explicit", "auto"), committed=(False, True))
+    def test_arrays_of_one_device(self, kind, committed):
+        """A mesh that only the function names says not where its arguments are, as in JAX."""
+        mesh, x = MESHES[kind], jax.device_put(X, jax.devices()[0] if committed else None)
+        to, options = NamedSharding(mesh, P("data")), {"mesh": mesh, "in_shardings": P()}
+        use = jax.sharding.reshard if kind == "explicit" else jax.lax.with_sharding_constraint
+        ours = outcome(lambda: jit(lambda x: use(x, to) * 2, mesh=mesh)(x))
+        theirs = outcome(lambda: jax.jit(lambda x: use(x, to) * 2)(x))
+        assert_alike(ours, theirs)
+        assert isinstance(ours, type) == (committed or kind == "explicit")
+        declared = outcome(lambda: jit(lambda x: use(x, to) * 2, **options)(x))
+        assert_alike(declared, outcome(lambda: put(2 * X, "data", mesh=mesh)))
+
     @parameterized.product(
         kind=list(MESHES),
         spec=(

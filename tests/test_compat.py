@@ -72,6 +72,7 @@ PRIVATE_NAMES = {
     "jax._src.core.trace_state_clean": "whether JAX is tracing",
     "jax._src.distributed.global_state": "by which processes agree on batches",
     "jax._src.mesh.thread_resources": "the mesh of the older `with mesh:`",
+    "jax._src.named_sharding.DuplicateSpecError": "the error for an axis that is used twice",
     "jax._src.shard_map.ShardMapTracer": "whether a shard_map runs uncompiled",
     "jax._src.sharding.IndivisibleError": "the error that we explain",
     "jax._src.traceback_util": "tracebacks without our frames",

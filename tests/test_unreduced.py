@@ -8,6 +8,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -543,15 +544,52 @@ class DescriptionTest(absltest.TestCase):
         self.assertEqual(process_rows(P("y", reduced={"x"}), 8), slice(0, 8))
 
     def test_optimizer(self):
-        import optax
+        """Its state is neither: Adam's moments are of gradients that are summed."""
+        spec = P(None, "y", reduced={"x"})
+        specs, tx = StateSharding({...: spec}), optax.adam(0.1)
 
-        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(
-            model, optax.adafactor(1e-3, min_dim_size_to_factor=1), wrt=nnx.Param
-        )
-        specs = StateSharding({nnx.PathContains("kernel"): P("y", None, reduced={"x"}), ...: P()})
+        def loss(w, x):
+            return jnp.sum((x @ w) ** 2)
+
+        def plain_step(w, state, x):
+            updates, state = tx.update(jax.grad(loss)(w, x), state)
+            return optax.apply_updates(w, updates), state
+
+        @jit(in_shardings=(specs, None, P("x", None)), on_committed="move")
+        def step(model, optimizer, x):
+            gradients = nnx.grad(lambda model: loss(model.w[...], x))(model)
+            reshard(model, P(None, "y"))
+            optimizer.update(model, reshard(gradients, P(None, "y")))
+            reshard(model, spec)
+
+        model = model_of(W)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         found = optimizer_sharding(optimizer, specs, model=model)
-        self.assertIn(P("y", reduced={"x"}), found.shardings)
+        place(optimizer, found)
+        w, state = W, tx.init(W)
+        for _ in range(2):
+            step(model, optimizer, batch())
+            w, state = plain_step(w, state, jax.device_get(batch()))
+        np.testing.assert_allclose(model.w[...], w, rtol=1e-5)
+        self.assertEqual(model.w.sharding.spec, spec)
+        for moment in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
+            self.assertEqual(moment["w"][...].sharding.spec, P(None, "y"))
+        with self.assertRaisesRegex(Exception, "another input is reduced"):
+            place(moment["w"], spec)
+            step(model, optimizer, batch())
+
+    def test_optimizer_that_holds_the_model(self):
+        """The parameters in it stay reduced; factors of them are not."""
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        tx = optax.adafactor(1e-3, min_dim_size_to_factor=1)
+        optimizer = nnx.ModelAndOptimizer(model, tx)
+        spec = P("y", None, reduced={"x"})
+        specs = StateSharding({nnx.PathContains("kernel"): spec, ...: P()})
+        found = optimizer_sharding(optimizer, specs)
+        self.assertEqual(found.find(("model", "kernel"), model.kernel)[1], spec)
+        others = [x for x in found.shardings if x != spec]
+        self.assertIn(P("y"), others)
+        self.assertFalse(any(x.reduced for x in others))
 
 
 if __name__ == "__main__":

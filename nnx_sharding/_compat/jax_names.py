@@ -39,8 +39,12 @@ def private_name(module: str, name: str, *, optional: bool = False) -> Any:
 ArrayImpl: Any = private_name("jax._src.array", "ArrayImpl")
 IndivisibleError: Any = private_name("jax._src.sharding", "IndivisibleError")
 # What JAX raises for an operation whose output it cannot shard by the types of its inputs.
-TYPE_ERRORS: tuple[type[Exception], ...] = (
+SHARDING_ERRORS: tuple[type[Exception], ...] = (
     private_name("jax._src.core", "ShardingTypeError"),
+    private_name("jax._src.named_sharding", "DuplicateSpecError"),
+)
+TYPE_ERRORS: tuple[type[Exception], ...] = (
+    *SHARDING_ERRORS,
     TypeError,  # the carry of a loop gets another type
     ValueError,
     NotImplementedError,

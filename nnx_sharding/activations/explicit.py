@@ -165,7 +165,7 @@ def as_inputs(out: Any, inputs: Any, axes: Iterable[Any]) -> Any:
     """What a model returns, sharded over ``axes`` and those of its inputs only.
 
     Code around a model expects no other: a loss that picks the logits of labels cannot be typed if
-    these are sharded over the vocabulary.
+    these are sharded over the vocabulary. After a layer of a model there may be the next layer.
     """
     kept = {axis for x in _arrays(inputs) if (spec := type_spec(x)) for axis in spec_axes(spec)}
     kept.update(axes)

@@ -90,6 +90,11 @@ def intercepting(handler: Handler, methods: Collection[str] | None) -> Iterator[
                     _patches.pop((patch.kind, patch.name), None)
 
 
+def is_intercepted() -> bool:
+    """Whether a trace of this thread handles the calls of modules."""
+    return _HANDLER.get() is not None
+
+
 _NOT_METHODS = (staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
 

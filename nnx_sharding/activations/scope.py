@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
-from ..apply import apply_shardings, mesh_here
+from ..apply import apply_shardings, mesh_here, without_unconstrained
 from ..core.axis_types import type_spec
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
-from ..fitting import axes_of_type, fit_sharding, only_axes, spec_and_mesh, spec_axes, with_entries
+from ..fitting import (
+    axes_of,
+    axes_of_type,
+    fit_sharding,
+    only_axes,
+    spec_and_mesh,
+    spec_axes,
+    with_entries,
+)
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
 from .explicit import (
@@ -27,21 +35,10 @@ from .explicit import (
     takes_out_sharding,
     without_open,
 )
+from .intercept import is_intercepted
 from .record import RECORD, frame_here, in_call
-from .variables import Replaced, Saved, modules_by_path, own_variables
-
-
-class _Tag(NamedTuple):
-    """What is known of a module, wherever Flax takes it."""
-
-    name: str  # of its argument
-    path: Path
-    sources: tuple[ActivationSharding, ...]
-    gathered: Mapping[Path, PartitionSpec]  # by own Variable, what it is while the module runs
-
-    @property
-    def accessor(self) -> str:
-        return accessor(self.name, self.path)
+from .tags import DECLARATIONS, Declaration, Tag
+from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
 
 
 class Scope:
@@ -62,23 +59,21 @@ class Scope:
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of one
         self._declared = len(sources)
-        self._roots: dict[int, tuple[_Tag, Any]] = {}
+        self._roots: dict[int, tuple[Tag, Any]] = {}
         self._depth = 0  # of calls within calls
-        self._used: set[tuple[int, int]] = set()
+        # Within another trace that one explains and records.
+        self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
         self._untyped: list[tuple[str, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
+        self._key = tuple(self._sources), pure.batch_axes
+        self.declaration = DECLARATIONS.setdefault(self._key, Declaration())
 
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do, to explain or to record."""
-        return bool(self._sources) or self._is_explicit or RECORD.value is not None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What the traces of inner functions depend on."""
-        return tuple(self._sources), self._pure.batch_axes
+        return bool(self._sources) or self._observes
 
     @property
     def methods(self) -> frozenset[str] | None:
@@ -92,7 +87,7 @@ class Scope:
         pure, built = self._pure, self._built
         parts = [(target, part) for target in pure.targets for part in target.parts]
         has_own = any(_own_source(part.spec) is not None for _, part in parts)
-        if not (sources or has_own or self._is_explicit or RECORD.value is not None):
+        if not (sources or has_own or self._observes):
             return
         tagged = set[int]()
         for target, part in parts:
@@ -109,7 +104,7 @@ class Scope:
 
     def _tag(
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
-    ) -> _Tag:
+    ) -> Tag:
         gathered: dict[Path, Any] = {}
         axes = self._gathered_axes(sources)
         for own_path, variable in own_variables(module) if axes else ():
@@ -121,7 +116,7 @@ class Scope:
                 rank = jax.typeof(_compat.get_value(variable)).ndim
                 kept = only_axes(pair[0], self._axes - axes)
                 gathered[own_path] = with_entries(kept, [*kept.partitions, *[None] * rank][:rank])
-        return _Tag(name, path, sources, gathered)
+        return Tag(name, path, sources, axes, gathered)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
         """The axes over which the parameters of modules are gathered."""
@@ -146,7 +141,7 @@ class Scope:
 
     def _called(
         self,
-        tag: _Tag,
+        tag: Tag,
         module: Any,
         method: str,
         call: Callable[..., Any],
@@ -164,11 +159,12 @@ class Scope:
             self._depth -= 1
         if activation.output is not None:
             return self._constrained(out, activation.output, tag, "output", strict)
-        if not self._depth and any(source.infer for source in tag.sources):
+        is_part = self._depth or (tag.path and is_layer(module))
+        if not is_part and any(source.infer for source in tag.sources):
             out = as_inputs(out, (args, kwargs), self._pure.batch_axes)
         return out
 
-    def _root_tag(self, module: Any) -> _Tag:
+    def _root_tag(self, module: Any) -> Tag:
         """The tag of a module that is not from the arguments: of the outermost one, all in it."""
         known = self._roots.get(id(module))
         if known is None:
@@ -180,23 +176,23 @@ class Scope:
             known = self._roots[id(module)]
         return known[0]
 
-    def _find(self, tag: _Tag, module: Any, method: str) -> tuple[Activation, bool]:
+    def _find(self, tag: Tag, module: Any, method: str) -> tuple[Activation, bool]:
         """What the first of the sources chooses that chooses anything, and whether it is strict."""
         choices = []
         for source in tag.sources:
             index, activation = source.find(tag.path, module, method)
             if activation is not None and index is not None:
                 number = self._sources.index(source)
-                self._used.add((number, index))
+                self.declaration.used.add((number, index))
                 choices.append((activation, source.strict))
                 if len(choices) == 1 and (frame := frame_here()) is not None:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
         return choices[0] if choices else (_NOTHING, False)
 
-    def _gathered(self, tag: _Tag, module: Any) -> list[tuple[Any, Any]]:
+    def _gathered(self, tag: Tag, module: Any) -> list[tuple[Any, Any]]:
         """The own Variables of a module with their values gathered."""
-        axes = self._gathered_axes(tag.sources)
-        if not axes:
+        axes = tag.axes
+        if not axes or not (tag.gathered or self._is_explicit):
             return []
         changes: list[tuple[Any, Any]] = []
         for path, variable in own_variables(module):
@@ -205,8 +201,8 @@ class Scope:
                 continue
             spec = type_spec(value)
             if spec is not None:
-                kept = only_axes(spec, self._axes - axes).partitions
-                if kept != spec.partitions:
+                if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
+                    kept = only_axes(spec, self._axes - axes).partitions
                     # Reduced axes stay, so that gradients are not reduced before they have to be.
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, with_entries(spec, kept))
                     changes.append((variable, jax.sharding.reshard(value, goal)))
@@ -220,7 +216,7 @@ class Scope:
 
     def _typed(
         self,
-        tag: _Tag,
+        tag: Tag,
         output: Any,
         module: Any,
         call: Callable[..., Any],
@@ -246,10 +242,10 @@ class Scope:
         note = None if infers else functools.partial(self._note_untyped, tag)
         return inferred(module, call, args, kwargs, note)
 
-    def _note_untyped(self, tag: _Tag, untyped: Untyped) -> None:
+    def _note_untyped(self, tag: Tag, untyped: Untyped) -> None:
         self._untyped.append((tag.accessor, untyped))
 
-    def _constrained(self, tree: Any, prefix: Any, tag: _Tag, side: str, strict: bool) -> Any:
+    def _constrained(self, tree: Any, prefix: Any, tag: Tag, side: str, strict: bool) -> Any:
         """A pytree of activations with the specs of a prefix."""
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
         try:
@@ -277,11 +273,18 @@ class Scope:
             if strict:
                 self._misfits[fit.line(name)] = None
             return x
-        sharding = NamedSharding(mesh, fit.sharding)
+        # JAX supports UNCONSTRAINED on meshes with Auto axes only.
+        is_open = AxisType.Auto in mesh.axis_types
+        spec = fit.sharding if is_open else without_unconstrained(fit.sharding, x, mesh)
+        sharding = NamedSharding(mesh, spec)
         [new] = apply_shardings([x], [sharding])
         if (frame := frame_here()) is not None:
             frame.constrained(new, sharding)
         return new
+
+    def forget(self) -> None:
+        """Keeps JAX from using the traces of inner functions again, as what is wrong in them."""
+        DECLARATIONS.pop(self._key, None)
 
     def check(self) -> None:
         """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.
@@ -300,7 +303,7 @@ class Scope:
             (filter_,)
             for number, source in enumerate(self._sources)
             for index, filter_ in enumerate(source.filters)
-            if source.strict and (number, index) not in self._used
+            if source.strict and (number, index) not in self.declaration.used
         ]
         if unused:
             refuse(Problem.ACTIVATION_UNUSED, unused, name=name)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,6 +22,17 @@ from .scope import Scope
 
 # A change of activation shardings is a change for the traces that JAX keeps of inner functions.
 _CONTEXT = jax.make_user_context()
+_TAGS = jax.make_user_context()
+
+
+def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Within it JAX uses no trace that was made for objects of modules declared otherwise.
+
+    Args:
+      objects: the objects of a call within a trace.
+    """
+    tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
+    return _TAGS(tags) if any(tags) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -50,17 +62,19 @@ def sharded_activations(
         pass_tags(caller, built)
         yield caller.fun
         return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_CONTEXT(scope.key))
-        stack.enter_context(intercepting(scope, scope.methods))
-        if (mesh := _type_mesh(leaves)) is not None:
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_CONTEXT(scope.declaration))
+            stack.enter_context(intercepting(scope, scope.methods))
+            if (mesh := _type_mesh(leaves)) is not None:
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             yield functools.partial(_call, scope, caller.fun)
-        except _compat.TYPE_ERRORS[0] as error:
+        scope.check()
+    except BaseException as error:
+        scope.forget()
+        if isinstance(error, _compat.SHARDING_ERRORS):
             error.add_note(_NOTE)
-            raise
-    scope.check()
+        raise
 
 
 def pass_tags(caller: Caller, built: Built) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,10 @@ from .. import _compat
 from ..paths import Path
 from .record import frame_here
 
-_CONTAINERS = (nnx.List, nnx.Dict, list, tuple, dict)
+# What most attributes of modules are.
+_ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
+# By the base classes: isinstance takes as long as all else for the abstract ones of these.
+_CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
 
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
@@ -20,10 +25,12 @@ def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     stack: list[tuple[Path, Any]] = [((name,), value) for name, value in vars(module).items()]
     while stack:
         path, value = stack.pop()
+        if type(value) in _ATOMS:
+            continue
         if _compat.is_variable(value):
-            if not isinstance(value, nnx.RngState):
+            if nnx.RngState not in type(value).__mro__:
                 yield path, value
-        elif isinstance(value, _CONTAINERS):
+        elif not _CONTAINERS.isdisjoint(type(value).__mro__):
             parts = (
                 value.items()
                 if isinstance(value, dict)
@@ -53,6 +60,11 @@ def modules_by_path(root: Any) -> Iterator[tuple[Path, Any]]:
         stack += [((*path, key), part) for key, part in reversed(items)]
 
 
+def is_layer(module: Any) -> bool:
+    """Whether a module has no others in it."""
+    return next(itertools.islice(modules_by_path(module), 1, None), None) is None
+
+
 def _key(node: Any, name: str) -> Any:
     return int(name) if isinstance(node, nnx.List) and name.isdigit() else name
 
@@ -63,6 +75,8 @@ def reachable(tree: Any) -> tuple[list[Any], list[Any]]:
     stack = [tree]
     while stack:
         value = stack.pop()
+        if type(value) in _ATOMS:
+            continue
         if _compat.is_variable(value):
             variables[id(value)] = value
         elif _compat.is_node(value) and hasattr(value, "__dict__"):

@@ -265,8 +265,8 @@ def _is_open(leaf: Any, declared: jax.sharding.Sharding) -> bool:
         return leaf.sharding is None
     if not is_committed(leaf):
         return isinstance(leaf, _DATA)
-    is_reduced_only = not is_equivalent(leaf.sharding, declared, leaf.ndim)
-    return is_reduced_only and leaf.sharding.is_equivalent_to(declared, leaf.ndim)
+    has_other_type = not is_equivalent(leaf.sharding, declared, leaf.ndim)
+    return has_other_type and leaf.sharding.is_equivalent_to(declared, leaf.ndim)
 
 
 def _weak(fun: Any) -> Callable[[], Any]:

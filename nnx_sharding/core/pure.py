@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from .. import _compat
 from ..fitting import OnIndivisible, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
-from .axis_types import Retyped
+from .axis_types import Retyped, type_mesh
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
@@ -133,7 +133,7 @@ class Pure(NamedTuple):
         return pure
 
     def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
-        arrays = self.transform.entered(self._typed(leaves))
+        arrays = self.transform.entered(self._typed(leaves, nested=caller.nested))
         # The caller's own static objects: the structure may be that of an earlier, equal call.
         statics = {i: caller.objects[i] for i in self.structure.static_indices()}
         built = unflatten(self.structure, arrays.inside, statics)
@@ -142,11 +142,13 @@ class Pure(NamedTuple):
         finally:
             restore(self.structure, built.objects)
 
-    def _typed(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The arrays with the declared shardings in their types."""
+    def _typed(self, leaves: Sequence[Any], *, nested: bool) -> Sequence[Any]:
+        """The arrays with the declared shardings in their types; within a trace those without."""
         typed = [*leaves]
         for slot, sharding in self.typed:
-            if not _compat.is_ref(typed[slot]) and jax.typeof(typed[slot]).sharding.mesh.empty:
+            here, declared = type_mesh(typed[slot]), sharding.mesh.axis_types
+            is_open = here is None or not (nested or here.axis_types == declared)
+            if is_open and not _compat.is_ref(typed[slot]):
                 typed[slot] = jax.sharding.reshard(typed[slot], sharding)
         return typed if self.typed else leaves
 

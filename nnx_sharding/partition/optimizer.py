@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..activation_sharding import ActivationSharding
 from ..errors import raise_listed
-from ..fitting import describe, like, with_entries
+from ..fitting import describe, like
 from ..paths import Path, path_string
 from ..state_sharding import StateSharding
 from .inputs import override_specs
@@ -33,6 +33,9 @@ def optimizer_sharding(
       entries of the dimensions that remain;
     * the same after further dimensions (the memory of ``lbfgs``): those are replicated;
     * any other, such as placeholders, counts and schedules: ``P()``.
+
+    No state is ``reduced`` or ``unreduced``, as its parameter may be: Optax computes it from summed
+    gradients, and JAX adds no array to a reduced one that is not.
 
     Args:
       optimizer: an ``nnx.Optimizer``, an ``nnx.ModelAndOptimizer`` or any pytree with state of
@@ -102,15 +105,18 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
 def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) -> Any:
     """The sharding of a Variable of the optimizer, by that of its parameter."""
     shape, full = state.shape, parameter.shape
-    if sharding is None or (shape == full and shape is not None):
+    if sharding is None or state.variable is parameter.variable:
         return sharding
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if shape == full and shape is not None:
+        is_summed = isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced)
+        return like(sharding, PartitionSpec(*spec.partitions)) if is_summed else sharding
     if not isinstance(spec, PartitionSpec) or full is None or len(spec) > len(full):
         return PartitionSpec()
     entries = (*spec.partitions, *[None] * (len(full) - len(spec)))
     choices = {_entries(shape, full, entries, state.path) for shape in state.shapes}
     common = choices.pop() if len(choices) == 1 else ()
-    return like(sharding, with_entries(spec, common if any(common) else ()))
+    return like(sharding, PartitionSpec(*(common if any(common) else ())))
 
 
 def _entries(

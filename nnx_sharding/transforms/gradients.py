@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..activations.tracing import inherited
 from ..core.axis_types import type_spec
 from ..core.call import run
 from ..core.caller import Caller
@@ -136,7 +137,8 @@ class ValueAndGrad(LiftedFunction[P, R]):
             gradients.update(zip(slots, arrays, strict=True))
             return outputs
 
-        value = run(plan, flat, execute, self._fun, nested=True)
+        with inherited(flat.objects):
+            value = run(plan, flat, execute, self._fun, nested=True)
         return value, self._in_form(wanted, flat, gradients)
 
     def zeros(

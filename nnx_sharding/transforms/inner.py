@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from .. import _compat
-from ..activations.tracing import pass_tags
+from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
 from ..core.caller import Caller
 from ..core.transform import Program, Transform
@@ -46,4 +46,5 @@ class Inner(LiftedFunction[P, R]):
         """Calls the function; objects that it changes are the caller's own."""
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
-        return run(plan, flat, plan.program.inline, self._fun, nested=True)  # type: ignore[no-any-return]
+        with inherited(flat.objects):
+            return run(plan, flat, plan.program.inline, self._fun, nested=True)  # type: ignore[no-any-return]
