@@ -7,6 +7,7 @@ same model by hand in plain JAX: time to trace, lower and compile, memory, dispa
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import statistics
@@ -165,8 +166,7 @@ def compiling(depths: list[int], repeats: int) -> None:
                 start = time.perf_counter()
                 lowered = step.lower(*arguments)
                 middle = time.perf_counter()
-                if repeats_compile(blocks, name):
-                    lowered.compile()
+                lowered.compile()
                 found.setdefault(name, []).append((middle - start, time.perf_counter() - middle))
         medians = {
             name: [statistics.median(column) * 1e3 for column in zip(*times, strict=True)]
@@ -179,10 +179,6 @@ def compiling(depths: list[int], repeats: int) -> None:
                 f"{lower / floor[0]:.2f}  {compile_ / floor[1]:.2f}",
                 flush=True,
             )
-
-
-def repeats_compile(blocks: int, name: str) -> bool:
-    return True
 
 
 def memory(blocks: int) -> None:
@@ -203,8 +199,7 @@ def live(blocks: int) -> None:
         model = Deep(blocks, stacked=stacked)
         optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
         x = jnp.ones((BATCH, LENGTH, FEATURES))
-        gradient = ns.value_and_grad(lambda model, x: loss(model, x))
-        step = ns.jit(lambda model, optimizer, x: train_step(gradient, model, optimizer, x))
+        step = ns.jit(functools.partial(train_step, ns.value_and_grad(loss)))
         gc.collect()
         before = sum(a.nbytes for a in jax.live_arrays())
         for _ in range(3):

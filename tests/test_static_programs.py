@@ -26,8 +26,7 @@ import pytest
 from flax import nnx
 
 import nnx_sharding
-from nnx_sharding.core.guard import builder
-from nnx_sharding.core.guard import walk
+from nnx_sharding.core.guard import builder, walk
 
 PROGRAMS = 2400 if os.environ.get("NNX_SHARDING_GUARD_STEPS") == "all" else 240
 BATCHES = 8

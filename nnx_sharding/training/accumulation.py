@@ -38,16 +38,16 @@ def accumulate_gradients(
 ) -> Any:
     """Makes a function that returns the value and the gradient of a loss, microbatch by microbatch.
 
-    It replaces :func:`~nnx_sharding.value_and_grad` where the activations of a whole batch do not
+    It replaces :func:`~nnx_sharding.value_and_grad` where the activations of a full batch do not
     fit into memory. The microbatches run one after the other in one loop, so the program has the
     size of one of them. For a loss that is a mean over the rows of the batch, the results are those
-    of the whole batch. What the loss changes otherwise, such as the statistics of BatchNorm and
+    of the full batch. What the loss changes otherwise, such as the statistics of BatchNorm and
     random streams, it changes once for each microbatch.
 
     On Explicit mesh axes, the gradients of parameters that are replicated over the axes of the
     batch are summed on each device, and reduced once, after the loop; so they are on Auto axes that
     ``axis`` names. Parameters that are sharded over these axes have theirs reduced for each
-    microbatch, because the whole gradient may not fit into the memory of a device.
+    microbatch, because the full gradient may not fit into the memory of a device.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
@@ -56,7 +56,7 @@ def accumulate_gradients(
       argnums: as for ``value_and_grad``.
       wrt: as for ``value_and_grad``.
       has_aux: as for ``value_and_grad``. The auxiliary data of all microbatches are stacked.
-      batch: the names of the arguments that are cut into microbatches, whose arrays all have the
+      batch: the names of the arguments that are divided into microbatches, whose arrays all have the
         rows of the batch in the first dimension. By default all that hold arrays, no modules or
         Variables, and are not differentiated; scalars are the same for all microbatches.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. It is Explicit
@@ -82,8 +82,8 @@ def accumulate_gradients(
       ...     return (model(x) ** 2).mean()
       >>> x = jnp.arange(16.0).reshape(8, 2)
       >>> value, gradient = accumulate_gradients(loss, steps=4)(model, x)
-      >>> whole, _ = value_and_grad(loss)(model, x)
-      >>> bool(jnp.allclose(value, whole))
+      >>> expected, _ = value_and_grad(loss)(model, x)
+      >>> bool(jnp.allclose(value, expected))
       True
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -99,7 +99,7 @@ def accumulate_gradients(
         def call(*args: Any, **kwargs: Any) -> Any:
             given = parameters.bind(*args, **kwargs)
             names = _batch_names(gradient, given, batch)
-            microbatches = {name: _cut(name, given.arguments[name], steps) for name in names}
+            microbatches = {name: _divided(name, given.arguments[name], steps) for name in names}
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
             def loop(rest: Any, microbatches: Any) -> Any:
@@ -136,7 +136,7 @@ def _batch_names(
     given: inspect.BoundArguments,
     batch: str | Sequence[str] | None,
 ) -> list[str]:
-    """The arguments that are cut into microbatches."""
+    """The arguments that are divided into microbatches."""
     arguments = given.arguments
     if batch is not None:
         names = [batch] if isinstance(batch, str) else [*batch]
@@ -161,7 +161,7 @@ def _is_batch(value: Any) -> bool:
     return bool(leaves) and all(_compat.is_array_like(x) and jnp.ndim(x) > 0 for x in leaves)
 
 
-def _cut(name: str, value: Any, steps: int) -> Any:
+def _divided(name: str, value: Any, steps: int) -> Any:
     """Arrays with the rows of each microbatch along the second dimension of two.
 
     So the rows of a microbatch come from the shards of all devices, and none has to move.
@@ -172,10 +172,10 @@ def _cut(name: str, value: Any, steps: int) -> Any:
         for path, x in leaves
         if not jnp.ndim(x) or jnp.shape(x)[0] % steps
     ]
-    title = f"accumulate_gradients: these cannot be cut into {steps} microbatches of equal size:"
+    title = f"accumulate_gradients: these cannot be divided into {steps} microbatches of equal size:"
     raise_listed(ValueError, title, wrong, "The first dimension is that of the rows.")
-    cut = [jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:])) for _, x in leaves]
-    return jax.tree_util.tree_unflatten(treedef, cut)
+    divided = [jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:])) for _, x in leaves]
+    return jax.tree_util.tree_unflatten(treedef, divided)
 
 
 def _axes_of_batch(microbatches: Mapping[str, Any]) -> frozenset[Any]:
