@@ -178,7 +178,8 @@ class Pure(NamedTuple):
         changed = updates and not self._is_unchanged(after.structure)
         locations = locate(after.structure, [*self.targets, output] if changed else [output])
         names = self._output_names(after.structure, locations)
-        check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
+        if not self.transform.returns_any:
+            check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
         specs = self._output_specs(leaves, after, locations, names)
         details = {"name": name, "option": self.transform.out_name}
         after = arrays.leave_as(self.structure, after, specs, names, **details)
@@ -294,6 +295,8 @@ class Pure(NamedTuple):
 
     def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Every donated array should have an output of its type, which can use its memory."""
+        if not self.must_be_used:
+            return
         left = Counter(map(_shape_and_dtype, outputs))
         left.subtract(_shape_and_dtype(leaves[slot]) for slot in self.must_be_used)
         offenders = [
