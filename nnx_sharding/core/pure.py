@@ -171,7 +171,7 @@ class Pure(NamedTuple):
         )
         name, updates = self.transform.name, self.updates
         check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
-        if not updates:
+        if not updates and not self.transform.returns_inputs:
             check_output(after, self.known, name=name)
         output = target("output", self.transform.out_specs.tree, out, after.structure.root)
         # What is known keeps its spec and name, so only new things are looked for.

@@ -62,6 +62,7 @@ class Transform:
       shards: whether specs are shardings, which have to fit a mesh.
       takes_any: whether arguments may be other than arrays.
       returns_any: whether results may.
+      returns_inputs: whether results may be objects of the arguments without graph updates, too.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Transform:
     shards: ClassVar[bool] = True
     takes_any: ClassVar[bool] = False
     returns_any: ClassVar[bool] = False
+    returns_inputs: ClassVar[bool] = False
 
     @property
     def out_name(self) -> str:

@@ -135,14 +135,14 @@ MESSAGES: dict[Problem, Message] = {
         ),
     ),
     Problem.NO_FILTER_MATCHES: Message(
-        "no filter of the StateSharding matches:",
+        "no filter of the {form} matches:",
         _unmatched,
-        "The filters are {filters}. Add one for these, or a last entry `...: PartitionSpec()`.",
+        "The filters are {filters}. Add one for these, or a last entry `...: {rest}`.",
     ),
     Problem.CONFLICTING_SPECS: Message(
-        "Inconsistent aliasing: one Variable has different shardings under different paths:",
+        "Inconsistent aliasing: one Variable has different {specs} under different paths:",
         _conflict,
-        "Give it the same sharding everywhere.",
+        "Give it the same {specs} everywhere.",
     ),
     Problem.SPEC_DOES_NOT_FIT_MESH: Message(
         "these specs do not fit the mesh:",

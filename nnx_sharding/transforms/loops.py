@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ..core.naming import name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
 from ..core.signature import Roles
-from ..core.structure import RefEntry
+from ..core.structure import NodeEntry, RefEntry, VariableEntry
 from ..core.transform import Program
 from ..core.unflatten import Built
 from ..lifted_function import lift, unbind
@@ -37,6 +37,8 @@ class _Scan(Mapped):
       returned: the position of the carry in what the function returns; None if it is all of it.
       options: those of ``jax.lax.scan``.
     """
+
+    returns_inputs: ClassVar[bool] = True  # the carry
 
     name: str = "scan"
     carried: int | str | None
@@ -121,10 +123,17 @@ class _Loop:
         self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
         self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
         refs = structure.slots_of(RefEntry)
+        if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
+            raise ValueError(
+                f"scan: a jax.Ref cannot be mapped: {', '.join(sorted(mapped_refs))}. Give it the "
+                "axis None: what a step writes to it the next one reads."
+            )
         # Where each other array that is carried belongs: the index of its object, and which.
+        # Without graph updates only Variables keep what a step writes.
         self._places = {
             slot: (index, number)
             for index, slots in enumerate(structure.slots)
+            if pure.updates or isinstance(structure.entries[index], VariableEntry)
             for number, slot in enumerate(slots)
             if slot not in self._mapped and slot not in refs
         }
@@ -210,26 +219,35 @@ class _Loop:
         Raises:
           ValueError: it has not.
         """
-        before, after = self._structure, outcome.structure
         own = {index for index, _ in self._places.values()}
-        changed = {index for index in own if before.entries[index] != after.entries[index]}
-        changed |= self._fixed.intersection(change.node for change in outcome.nodes)
-        lines = [f"  {self._objects[index]}: is changed" for index in sorted(changed)]
-        known = (
-            {outcome.sources[slot] for slot in self._slots_after(outcome)} if not changed else {}
-        )
-        lines += [
-            f"  {name}: is new"
-            for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True))
-            for position, name in enumerate(group.names)
-            if axis is None and not changed and (number, position) not in known
-        ]
+        lines = [x for index in sorted(own | self._fixed) for x in self._changes(index, outcome)]
+        if not lines:
+            known = {outcome.sources[slot] for slot in self._slots_after(outcome)}
+            lines = [
+                f"  {name}: is new"
+                for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True))
+                for position, name in enumerate(group.names)
+                if axis is None and (number, position) not in known
+            ]
         if lines:
             raise ValueError(
                 "scan: a step changed the structure of what is the same for all steps, or carried:"
                 "\n" + "\n".join(lines) + "\nGive it an axis, so that each step has its own, or "
                 "make the change outside of the loop."
             )
+
+
+    def _changes(self, index: int, outcome: Outcome) -> list[str]:
+        """What a step changed in the structure of one object."""
+        before, after = self._structure.entries[index], outcome.structure.entries[index]
+        if after is None or before == after:  # None without graph updates, which leave it as it is
+            return []
+        if not isinstance(before, NodeEntry) or not isinstance(after, NodeEntry):
+            return [f"  {self._objects[index]}: is changed"]
+        old, new = (dict(zip(x.keys, x.children, strict=True)) for x in (before, after))
+        keys = dict.fromkeys([*old, *new])
+        changed = [key for key in keys if (key in old, old.get(key)) != (key in new, new.get(key))]
+        return [f"  {accessor(self._objects[index], (key,))}: is changed" for key in changed]
 
 
 def _argument(fun: Any, which: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
