@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,43 +15,11 @@ from flax.errors import TraceContextError
 from jax.sharding import NamedSharding
 
 import nnx_sharding
-from graphs import Loose, Node, snapshot
-from models import MLP, Counter, Net, P, assert_same_state, mesh_of, numbers
+from graphs import Loose, snapshot
+from libraries import FLAX, FULL, OURS, assert_same, named, node, param
+from models import MLP, Counter, Net, P, mesh_of
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
-FULL = {"graph": True, "graph_updates": True}
-
-
-class Transforms:
-    """``grad`` and ``value_and_grad`` of a library, in graph mode whatever Flax's default is."""
-
-    def __init__(self, library: Any):
-        self.grad = functools.partial(library.grad, **FULL)
-        self.value_and_grad = functools.partial(library.value_and_grad, **FULL)
-
-
-OURS, FLAX = Transforms(nnx_sharding), Transforms(nnx)
-
-
-def assert_same(ours, theirs, rtol=1e-6):
-    """Equal pytrees, with the types, the metadata and the numbers of Variables."""
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert jnp.shape(a) == jnp.shape(b)
-        assert getattr(a, "dtype", type(a)) == getattr(b, "dtype", type(b))
-        if getattr(a, "dtype", None) != jax.dtypes.float0:
-            np.testing.assert_allclose(numbers(a), numbers(b), rtol=rtol, atol=1e-6)
-
-
-def param(value=1.0):
-    return nnx.Param(jnp.asarray(value, jnp.float32))
-
-
-def node(**attributes):
-    result = Node()
-    for name, value in attributes.items():
-        setattr(result, name, value)
-    return result
 
 
 def square(model, x=X):
@@ -569,10 +536,6 @@ COMPILED = (
     differentiated_variable_is_written,
     statistics_and_dropout,
 )
-
-
-def named(programs):
-    return ((program.__name__, program) for program in programs)
 
 
 class AsFlaxTest(parameterized.TestCase):

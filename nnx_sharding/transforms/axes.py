@@ -47,7 +47,7 @@ class StateAxes(StateSharding):
 
     def __init__(self, filter_axes: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /):
         pairs = filter_axes.items() if isinstance(filter_axes, Mapping) else filter_axes
-        super().__init__((filter_, _axis("StateAxes", axis)) for filter_, axis in pairs)
+        super().__init__([(filter_, _axis("StateAxes", axis)) for filter_, axis in pairs])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StateAxes, (tuple(zip(self.filters, self.shardings, strict=True)),)
