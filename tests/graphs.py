@@ -66,6 +66,8 @@ def snapshot(tree: Any) -> list[Any]:
                 contents.append(None)
                 contents[numbers[id(x)]] = (type(x).__name__, content(x))
             return f"#{numbers[id(x)]}"
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return ("key", str(x.dtype), of(jax.random.key_data(x)))
         if isinstance(x, jax.Array | np.ndarray):
             return ("array", str(x.dtype), x.shape, np.asarray(x).tolist())
         if isinstance(x, list | tuple):

@@ -173,14 +173,15 @@ class Pure(NamedTuple):
         )
         name, updates = self.transform.name, self.updates
         check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
-        if not updates:
+        if not updates and not self.transform.returns_inputs:
             check_output(after, self.known, name=name)
         output = target("output", self.transform.out_specs.tree, out, after.structure.root)
         # What is known keeps its spec and name, so only new things are looked for.
         changed = updates and not self._is_unchanged(after.structure)
         locations = locate(after.structure, [*self.targets, output] if changed else [output])
         names = self._output_names(after.structure, locations)
-        check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
+        if not self.transform.returns_any:
+            check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
         specs = self._output_specs(leaves, after, locations, names)
         details = {"name": name, "option": self.transform.out_name}
         after = arrays.leave_as(self.structure, after, specs, names, **details)
@@ -296,6 +297,8 @@ class Pure(NamedTuple):
 
     def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Every donated array should have an output of its type, which can use its memory."""
+        if not self.must_be_used:
+            return
         left = Counter(map(_shape_and_dtype, outputs))
         left.subtract(_shape_and_dtype(leaves[slot]) for slot in self.must_be_used)
         offenders = [

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from ..axes import Axis
 from ..filters import Paths, is_opaque, misspelt, names_paths, to_predicate
 from ..fitting import OnIndivisible
 from ..paths import Path, accessor
@@ -140,9 +141,14 @@ def resolve(
             result.slots[slot] = spec
     unmatched = [(*pair, use.rules.names) for use in uses.values() for pair in use.unmatched]
     if unmatched:
-        refuse(Problem.NO_FILTER_MATCHES, unmatched, is_inside=is_inside)
+        rules = next(use.rules for use in uses.values() if use.unmatched)
+        has_axes = any(isinstance(x, Axis) for x in rules.shardings)
+        rest = "None" if has_axes else "PartitionSpec()"
+        form = type(rules).__name__
+        refuse(Problem.NO_FILTER_MATCHES, unmatched, is_inside=is_inside, form=form, rest=rest)
     if conflicts:
-        refuse(Problem.CONFLICTING_SPECS, conflicts)
+        specs = "axes" if isinstance(conflicts[0][1], Axis) else "shardings"
+        refuse(Problem.CONFLICTING_SPECS, conflicts, specs=specs)
     result.uses.extend(uses.values())
     return result
 

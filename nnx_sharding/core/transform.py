@@ -61,6 +61,8 @@ class Transform:
       divides_outputs: whether specs must divide the arrays that come out.
       shards: whether specs are shardings, which have to fit a mesh.
       takes_any: whether arguments may be other than arrays.
+      returns_any: whether results may.
+      returns_inputs: whether results may be objects of the arguments without graph updates, too.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Transform:
     divides_outputs: ClassVar[bool] = True
     shards: ClassVar[bool] = True
     takes_any: ClassVar[bool] = False
+    returns_any: ClassVar[bool] = False
+    returns_inputs: ClassVar[bool] = False
 
     @property
     def out_name(self) -> str:

@@ -130,12 +130,12 @@ MESSAGES: dict[Problem, Message] = {
         ),
     ),
     Problem.NO_FILTER_MATCHES: Message(
-        "no filter of the StateSharding matches:", _unmatched, "The filters are {filters}. {remedy}"
+        "no filter of the {form} matches:", _unmatched, "The filters are {filters}. {remedy}"
     ),
     Problem.CONFLICTING_SPECS: Message(
-        "Inconsistent aliasing: one Variable has different shardings under different paths:",
+        "Inconsistent aliasing: one Variable has different {specs} under different paths:",
         _conflict,
-        "Give it the same sharding everywhere.",
+        "Give it the same {specs} everywhere.",
     ),
     Problem.SPEC_DOES_NOT_FIT_MESH: Message(
         "these specs do not fit the mesh:",
@@ -327,7 +327,7 @@ def _text(
     if problem is Problem.NO_FILTER_MATCHES:
         names = dict.fromkeys(", ".join(filters) for *_, filters in offenders)
         details["filters"] = "; or ".join(names)
-        details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else _ADD_FILTER
+        details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else _ADD_FILTER.format(**details)
     if problem is Problem.VARYING_OUTPUT:
         axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
         details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)
@@ -340,7 +340,7 @@ _ON_INDIVISIBLE = (
     "Change the shape (pad it) or the spec; or let the spec be corrected: "
     "on_indivisible='replicate' or 'drop'."
 )
-_ADD_FILTER = "Add one for these, or a last entry `...: PartitionSpec()`."
+_ADD_FILTER = "Add one for these, or a last entry `...: {rest}`."
 _FOR_A_PYTREE = (
     "Their paths have another key first, as in a tuple or dict of modules: pass that as one "
     "argument, or choose shardings for each; fsdp(model, optimizer=optimizer) is for both."

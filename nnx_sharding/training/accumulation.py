@@ -172,7 +172,9 @@ def _divided(name: str, value: Any, steps: int) -> Any:
         for path, x in leaves
         if not jnp.ndim(x) or jnp.shape(x)[0] % steps
     ]
-    title = f"accumulate_gradients: these cannot be divided into {steps} microbatches of equal size:"
+    title = (
+        f"accumulate_gradients: these cannot be divided into {steps} microbatches of equal size:"
+    )
     raise_listed(ValueError, title, wrong, "The first dimension is that of the rows.")
     divided = [jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:])) for _, x in leaves]
     return jax.tree_util.tree_unflatten(treedef, divided)

@@ -47,7 +47,7 @@ class StateAxes(StateSharding):
 
     def __init__(self, filter_axes: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /):
         pairs = filter_axes.items() if isinstance(filter_axes, Mapping) else filter_axes
-        super().__init__((filter_, _axis("StateAxes", axis)) for filter_, axis in pairs)
+        super().__init__([(filter_, _axis("StateAxes", axis)) for filter_, axis in pairs])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StateAxes, (tuple(zip(self.filters, self.shardings, strict=True)),)
@@ -116,7 +116,7 @@ class Mapped(InnerTransform):
 
             def named(*args: Any, **kwargs: Any) -> Any:
                 out = fun(*args, **kwargs)
-                for variable, index in self._new_variables(out, built):
+                for variable, index in self._new_variables(out, pure, built):
                     nnx.spmd.add_axis(variable, index, settings)
                 return out
 
@@ -126,12 +126,15 @@ class Mapped(InnerTransform):
                 for variable, index in mapped:
                     nnx.spmd.add_axis(variable, index, settings)
 
-    def _new_variables(self, out: Any, built: Built) -> list[tuple[Any, int]]:
-        """The Variables that the function made and returns, each with its axis."""
-        flat = flatten(out, known=built.objects, describe_known=lambda _: False)
+    def _new_variables(self, out: Any, pure: Any, built: Built) -> list[tuple[Any, int]]:
+        """The Variables that the function made and returns or attached, each with its axis."""
+        flat = flatten(out, known=built.objects)
         output = target("output", self.out_specs.tree, out, flat.structure.root)
-        locations = locate(flat.structure, [output])
-        found = resolve(locations, flat.objects, flat.leaves, self.spec_of).variables
+        locations = locate(flat.structure, [*pure.targets, output])
+        settled = {each.name for each in pure.targets}
+        details: Any = {"known": pure.known, "settled": settled}
+        resolved = resolve(locations, flat.objects, flat.leaves, self.spec_of, **details)
+        found = resolved.variables
         return [
             (flat.objects[index], axis.index)
             for index, (_, axis) in found.items()

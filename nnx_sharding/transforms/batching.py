@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from .. import _compat
+from ..axes import CARRY
 from ..core.signature import Roles
 from ..core.transform import Program
 from ..lifted_function import lift
@@ -98,9 +99,12 @@ def vmap(
 
     The semantics are those of ``jax.vmap`` and ``flax.nnx.vmap``.
     """
+    in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
+    if CARRY in (*in_specs.written, *out_specs.written):
+        raise TypeError("vmap: Carry is for scan; the elements of vmap hand nothing on.")
     transform = _Vmap(
-        in_specs=axes_specs("in_axes", in_axes),
-        out_specs=axes_specs("out_axes", out_axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
         axis_name=axis_name,
         axis_size=axis_size,
         spmd_axis_name=spmd_axis_name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from ..core.resolve import NamedLocation, locate
 from ..core.signature import Call, Roles
 from ..core.specs import Part, Target
 from ..core.transform import Program
-from ..core.unflatten import Built, value_at
+from ..core.unflatten import Built, pytree_of, value_at
 from ..filters import to_predicate
 from ..fitting import axes_of_type, spec_axes, suggestion
 from ..lifted_function import LiftedFunction, P, R, lift
@@ -40,6 +40,8 @@ class _Gradient(InnerTransform):
       wrt: for each differentiated argument its position or name, and the filter for its Variables.
       is_single: whether the gradient is that of one argument, not a tuple.
     """
+
+    returns_any: ClassVar[bool] = True  # auxiliary data
 
     in_name: str = "argnums"
     wrt: tuple[tuple[int | str, Any], ...]
@@ -62,13 +64,13 @@ class _Gradient(InnerTransform):
             yield checked
 
     def _check_output(self, fun_name: str, out: Any) -> None:
-        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        if self.has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
             raise TypeError(
                 f"{self.name}: with has_aux=True {fun_name} returns a pair (loss, aux), "
                 f"got {_described(out)}."
             )
         loss = out[0] if self.has_aux else out
-        if not _compat.is_array_like(loss) or jnp.shape(loss) != ():
+        if not _is_array(loss) or jnp.shape(loss) != ():
             hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
                 f"{self.name}: {fun_name} returns a scalar loss, got {_described(loss)}.{hint}"
@@ -85,9 +87,13 @@ class _Gradient(InnerTransform):
         return self.program(function)
 
 
+def _is_array(x: Any) -> bool:
+    return _compat.is_array_like(x) and not _compat.is_graph_object(x)
+
+
 def _described(value: Any) -> str:
     kind = type(value).__name__
-    return jax.typeof(value).str_short() if _compat.is_array_like(value) else f"a {kind}"
+    return jax.typeof(value).str_short() if _is_array(value) else f"a {kind}"
 
 
 class _Wanted(NamedTuple):
@@ -175,6 +181,9 @@ class ValueAndGrad(LiftedFunction[P, R]):
         name = self._transform.name
         targets = {target.name: target for target in plan.targets}
         chosen = {self._name_of(which, call): filter_ for which, filter_ in self._transform.wrt}
+        if len(chosen) < len(self._transform.wrt):
+            which = [x for x, _ in self._transform.wrt]
+            raise ValueError(f"{name}: argnums names an argument more than once: {which!r}.")
         if unknown := [repr(x) + suggestion(x, targets) for x in chosen if x not in targets]:
             raise ValueError(
                 f"{name}: argnums names what is not an argument of this call: "
@@ -182,15 +191,22 @@ class ValueAndGrad(LiftedFunction[P, R]):
             )
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
+        differentiable, seen = set[str](), set[int]()
         for found in locate(flat.structure, plan.targets):
-            predicate = predicates.get(found.target.name)
-            if predicate is None or not found.location.slots:
+            argument, (_, entry, slots) = found.target.name, found.location
+            predicate = predicates.get(argument)
+            # A Variable without arrays, such as one of None, has a gradient without arrays.
+            if predicate is None or not (slots or pytree_of(flat.structure.entries[entry])):  # type: ignore[index]
                 continue
             subject = found.subject(flat.objects, flat.leaves)
             # What is not in a module was named itself.
             if not found.location.path or any(predicate(path, subject) for path in found.paths):
-                locations[found.target.name].append(found)
-        if empty := [f"{x} (filter {chosen[x]!r})" for x in chosen if not locations[x]]:
+                differentiable.update([argument] if slots else [])
+                # As in Flax, what is shared has its gradient in the first place only.
+                if entry is None or entry not in seen:
+                    locations[argument].append(found)
+                    seen.update([] if entry is None else [entry])
+        if empty := [f"{x} (filter {chosen[x]!r})" for x in chosen if x not in differentiable]:
             raise ValueError(
                 f"{name}: nothing to differentiate in {', '.join(empty)}. Give argnums the "
                 "position or name of another argument, or wrt a filter that matches its Variables."
@@ -319,7 +335,8 @@ def value_and_grad(
 
     Modules, optimizers and Variables may be anywhere in the arguments; changes that ``fun`` makes
     to them, such as those of BatchNorm and of random streams, are made to the caller's own objects.
-    A Variable that several arguments share is one input: its gradient is that of all its uses.
+    A Variable that several arguments share is one input: its gradient is that of all its uses, and
+    as in Flax it is in the first place only.
 
     Args:
       fun: the function. It returns a scalar, with ``has_aux`` a pair of it and anything else.

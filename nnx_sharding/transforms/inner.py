@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from .. import _compat
 from ..activations.tracing import inherited, pass_tags
@@ -13,6 +14,11 @@ from ..core.caller import Caller
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..lifted_function import LiftedFunction, P, R
+from ..paths import Path
+
+# For each surrounding ``remat`` with filters the modules that it knows: by id, path and module.
+Known: TypeAlias = dict[int, tuple[Path, Any]]
+KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
 
 class InnerTransform(Transform):
@@ -26,6 +32,10 @@ class InnerTransform(Transform):
         self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> Iterator[Callable[..., Any]]:
         pass_tags(caller, built)
+        for known in KNOWN.get():
+            for old, new in zip(caller.objects, built.objects, strict=True):
+                if id(old) in known:
+                    known[id(new)] = known[id(old)][0], new
         yield caller.fun
 
     @staticmethod

@@ -22,7 +22,7 @@ from ..filters import PathGlob, Predicate, to_predicate
 from ..fitting import suggestion
 from ..lifted_function import lift
 from ..paths import Path, path_string
-from .inner import Inner, InnerTransform
+from .inner import KNOWN, Inner, InnerTransform, Known
 from .residuals import equations
 
 # What becomes of the values that a filter chooses, between the forward and the backward pass.
@@ -135,18 +135,23 @@ class _Remat(InnerTransform):
                 yield fun
                 return
             rules, outer = self.policy, handler_here()
-            paths = {id(built.objects[i]): path for i, path in _module_paths(pure).items()}
+            modules = [(path, built.objects[i]) for i, path in _module_paths(pure).items()]
+            known: Known = {id(module): (path, module) for path, module in modules}
 
             def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
                 if outer is None:
                     out = call(*args, **kwargs)
                 else:
                     out = outer(module, method, call, args, kwargs)
-                is_known = method == "__call__" and id(module) in paths
-                return rules.named(paths[id(module)], module, out) if is_known else out
+                is_known = method == "__call__" and id(module) in known
+                return rules.named(known[id(module)][0], module, out) if is_known else out
 
-            with intercepting(named, ()):
-                yield fun
+            token = KNOWN.set((*KNOWN.get(), known))
+            try:
+                with intercepting(named, ()):
+                    yield fun
+            finally:
+                KNOWN.reset(token)
 
     def compile(
         self,
@@ -249,6 +254,7 @@ def remat(
       A function that computes the same.
 
     Raises:
+      TypeError: ``policy`` is of another type.
       ValueError: there is no policy of this name; at a call, a filter matches no module that is
         called, and no name.
 
@@ -279,6 +285,8 @@ def remat(
     elif isinstance(policy, Iterable):
         pairs: Any = policy.items() if isinstance(policy, Mapping) else policy
         chosen = _Rules(pairs)
+    elif policy is not None and not callable(policy):
+        raise TypeError(f"remat: policy is a name, a callable or a mapping, got {policy!r}.")
     transform = _Remat(policy=chosen, prevent_cse=prevent_cse)
     roles = Roles.of(static_argnums, static_argnames)
 

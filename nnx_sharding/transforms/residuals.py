@@ -176,7 +176,9 @@ _MARKS = frozenset({"name", "reduce_precision", "device_put"})
 
 def _source(calls: Sequence[tuple[Any, Any]], fun_name: str) -> str:
     """The path of the module in the names of equations, each inside the one before."""
-    stacks = (str(eqn.source_info.name_stack) for _, eqn in calls)
+    # What is in a custom_jvp_call has the names around that, too.
+    eqns = [eqn for _, eqn in calls if not eqn.primitive.name.startswith("custom_jvp")]
+    stacks = (str(eqn.source_info.name_stack) for eqn in eqns)
     parts = (part for stack in stacks for part in stack.split("/") if part and "(" not in part)
     return ".".join(parts).replace(".[", "[") or fun_name
 

@@ -1,0 +1,61 @@
+"""The same transforms of Flax and of this library, for programs that run with either."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import nnx_sharding
+from graphs import Node
+from models import numbers
+
+# Graph mode, whatever Flax's default is.
+FULL = {"graph": True, "graph_updates": True}
+
+
+class Transforms:
+    """The transforms of a library."""
+
+    def __init__(self, library: Any):
+        self.Carry, self.StateAxes = library.Carry, library.StateAxes
+        for name in ("grad", "value_and_grad", "vmap", "scan", "remat", "jit"):
+            setattr(self, name, functools.partial(getattr(library, name), **FULL))
+
+
+OURS, FLAX = Transforms(nnx_sharding), Transforms(nnx)
+
+
+def named(programs):
+    """Programs as the cases of a parameterized test."""
+    return ((program.__name__, program) for program in programs)
+
+
+def assert_same(ours, theirs, rtol=1e-6):
+    """Equal pytrees, with the types, the metadata and the numbers of Variables."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert jnp.shape(a) == jnp.shape(b)
+        assert getattr(a, "dtype", type(a)) == getattr(b, "dtype", type(b))
+        if getattr(a, "dtype", None) != jax.dtypes.float0:
+            np.testing.assert_allclose(numbers(a), numbers(b), rtol=rtol, atol=1e-6)
+
+
+def param(value=1.0):
+    return nnx.Param(jnp.asarray(value, jnp.float32))
+
+
+def stat(value=0.0):
+    return nnx.BatchStat(jnp.asarray(value, jnp.float32))
+
+
+def node(**attributes):
+    """A module with these attributes."""
+    result = Node()
+    for name, value in attributes.items():
+        setattr(result, name, value)
+    return result

@@ -1,0 +1,697 @@
+"""``vmap`` and ``scan``: what ``flax.nnx`` and a loop of Python compute."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import parameterized
+from flax import nnx
+from flax.errors import TraceContextError
+
+import nnx_sharding
+from graphs import snapshot
+from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
+from models import MLP, Counter
+from nnx_sharding import Carry, StateAxes
+
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+KEYS = jax.random.split(jax.random.key(0), 3)
+
+
+class Block(nnx.Module):
+    """Parameters, running statistics and random streams."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+        self.mean = nnx.BatchStat(jnp.zeros(4))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        y = x @ self.kernel[...]
+        self.mean[...] += y.mean(0)
+        return x + self.dropout(y - self.mean[...])
+
+
+def blocks(t, make=Block, **options):
+    """Three blocks in one."""
+    return nnx.split_rngs(splits=3, **FULL)(t.vmap(lambda rngs: make(rngs), **options))(nnx.Rngs(0))
+
+
+def linear(rngs):
+    """A layer with logical axes in its metadata."""
+    init = nnx.with_partitioning(nnx.initializers.ones, ("in", "out"), eager_sharding=False)
+    return nnx.Linear(4, 4, kernel_init=init, rngs=rngs)
+
+
+# Programs for the transforms of any library. Each returns all that can be seen of the outcome.
+
+
+def make_models(t):
+    return nnx.state(blocks(t))
+
+
+def make_models_along_other_axes(t):
+    axes = t.StateAxes({nnx.Param: 1, nnx.BatchStat: -1, ...: 0})
+    return nnx.state(blocks(t, out_axes=axes))
+
+
+def make_models_with_axes_of_flax(t):
+    return nnx.state(blocks(t, out_axes=nnx.StateAxes({nnx.Param: 2, ...: 0})))
+
+
+def make_with_a_part_that_is_not_mapped(t):
+    axes = t.StateAxes({nnx.PathContains("same"): None, ...: 0})
+    fun = t.vmap(lambda x: node(same=param(3), own=nnx.Param(x)), out_axes=axes)
+    return nnx.state(fun(jnp.arange(3.0)))
+
+
+def call_models(t):
+    models = blocks(t)
+    fun = t.vmap(lambda m, x: m(x), in_axes=(0, None))
+    return fun(models, X), fun(models, X), nnx.state(models)
+
+
+def call_by_keyword(t):
+    return t.vmap(lambda m, x: m(x), in_axes=(0, None))(blocks(t), x=X)
+
+
+def pytree_axes(t):
+    fun = t.vmap(
+        lambda d: (d["a"].sum() + d["b"], d["a"]),
+        in_axes=({"a": None, "b": 0},),
+        out_axes=(0, None),
+    )
+    return fun({"a": X, "b": jnp.ones(3)})
+
+
+def negative_axes(t):
+    return t.vmap(lambda x: jnp.outer(x, x), in_axes=-1, out_axes=-1)(X)
+
+
+def unmapped_and_written_alike(t):
+    counter = Counter()
+    return t.vmap(lambda c, x: c(x), in_axes=(None, 0))(counter, jnp.arange(3.0)), nnx.state(
+        counter
+    )
+
+
+def shared_variables(t):
+    shared = nnx.Param(jnp.arange(3.0))
+    a, b = node(w=shared), node(w=shared, v=nnx.Param(jnp.ones(3)))
+
+    def add(a, b):
+        a.w[...] += b.v[...]
+        return b.w[...]
+
+    return t.vmap(add)(a, b), shared[...]
+
+
+def pytree_of_models(t):
+    models = {"one": blocks(t), "two": [blocks(t, MLP), jnp.arange(3.0)]}
+    return t.vmap(lambda ms: ms["one"](X) * ms["two"][1] + ms["two"][0](X))(models)
+
+
+def attributes_added(t):
+    models = blocks(t)
+
+    def fun(m, x):
+        m.seen, m.flag = nnx.Intermediate(m.kernel[...] * x), 3
+        return x
+
+    return t.vmap(fun)(models, jnp.arange(3.0)), nnx.state(models), models.flag
+
+
+def static_arguments(t):
+    fun = t.vmap(
+        lambda x, f, s, n: x * 2 if f and s == "a" and n is None else x,
+        in_axes=(0, None, None, None),
+    )
+    return fun(X, True, "a", None), fun(X, False, "a", None)
+
+
+def collective(t):
+    return t.vmap(lambda x: x / jax.lax.psum(x, "i"), axis_name="i")(jnp.arange(1.0, 4.0))
+
+
+def size_of_the_axis(t):
+    return t.vmap(lambda: jnp.ones(2), axis_size=3)()
+
+
+def nested_vmap(t):
+    models = blocks(t, MLP)
+    return t.vmap(t.vmap(lambda m, x: m(x), in_axes=(None, 0)), in_axes=(0, None))(models, X)
+
+
+def vmap_of_grad(t):
+    return t.vmap(t.grad(lambda m, x: (m(x) ** 2).mean()), in_axes=(0, None))(blocks(t, MLP), X)
+
+
+def grad_of_vmap(t):
+    fun = t.vmap(lambda m, x: m(x), in_axes=(None, 0))
+    return t.grad(lambda m: (fun(m, X) ** 2).mean())(MLP())
+
+
+def metadata_of_axes(t):
+    names = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}
+    models, seen = blocks(t, linear, out_axes=1, **names), []
+
+    def fun(m, x):
+        seen.append(m.kernel.get_metadata()["out_sharding"])
+        m.new = nnx.Param(jnp.ones(2), out_sharding=("a",), eager_sharding=False)
+        return m(x)
+
+    t.vmap(fun, in_axes=(1, None), **names)(models, X)
+    assert seen == [("in", "out")]
+    return nnx.state(models)
+
+
+def metadata_of_axes_in_scan(t):
+    names = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}
+    models, seen = blocks(t, linear, **names), []
+
+    def fun(x, m):
+        seen.append(m.kernel.get_metadata()["out_sharding"])
+        return m(x)
+
+    out = t.scan(fun, in_axes=(t.Carry, 0), out_axes=t.Carry, **names)(X, models)
+    assert set(seen) == {("in", "out")}
+    return out, nnx.state(models)
+
+
+def scan_arrays(t):
+    return t.scan(lambda c, x: (c + x, c * x))(0.0, jnp.arange(4.0))
+
+
+def scan_options(t):
+    def run(**options):
+        axes = {"in_axes": (t.Carry, 0), "out_axes": (t.Carry, 0)}
+        return t.scan(lambda c, x: (c + x, c * x), **axes, **options)(0.0, jnp.arange(4.0))
+
+    return run(reverse=True), run(unroll=2), run(unroll=True), run(length=4), run()
+
+
+def scan_by_length(t):
+    fun = t.scan(lambda c: (c * 2, c), in_axes=t.Carry, out_axes=(t.Carry, 0), length=4)
+    return fun(1.0)
+
+
+def scan_of_nothing(t):
+    return t.scan(lambda c, x: (c + x, c * x))(0.0, jnp.zeros(0))
+
+
+def scan_along_axes(t):
+    def run(axis):
+        axes = {"in_axes": (t.Carry, axis), "out_axes": (axis, t.Carry)}
+        return t.scan(lambda c, x: (x * c, c + x.sum()), **axes)(0.0, X)
+
+    return run(1), run(-1), run(0)
+
+
+def scan_without_carry(t):
+    fun = t.scan(lambda x, y: {"x": x * 2, "y": y}, in_axes=(0, None), out_axes=0)
+    return fun(jnp.arange(3.0), 5.0)
+
+
+def scan_layers(t):
+    models = blocks(t)
+    fun = t.scan(lambda x, m: m(x), in_axes=(t.Carry, 0), out_axes=t.Carry)
+    return fun(X, models), fun(X, models), nnx.state(models)
+
+
+def scan_layers_backwards_along_axis_1(t):
+    models = blocks(t, MLP, out_axes=1)
+    axes = {"in_axes": (1, t.Carry), "out_axes": t.Carry}
+    return t.scan(lambda m, x: m(x), reverse=True, **axes)(models, X)
+
+
+def scan_with_state_axes(t):
+    axes = t.StateAxes({nnx.Param: 0, nnx.BatchStat: t.Carry})
+    model = node(w=nnx.Param(jnp.arange(3.0)), n=stat())
+
+    def step(m, x):
+        m.n[...] += 1
+        return x * m.w[...] + m.n[...]
+
+    return t.scan(step, in_axes=(axes, t.Carry), out_axes=t.Carry)(model, 2.0), nnx.state(model)
+
+
+def module_as_carry(t):
+    counter = Counter()
+    same, ys = t.scan(lambda m, x: (m, m(x)))(counter, jnp.arange(4.0))
+    return ys, nnx.state(counter), nnx.state(same)
+
+
+def module_in_the_carry(t):
+    counter = Counter()
+
+    def step(carry, x):
+        y = carry["m"](x)
+        return {"m": carry["m"], "sum": carry["sum"] + y}, y
+
+    last, ys = t.scan(step)({"m": counter, "sum": 0.0}, jnp.arange(4.0))
+    assert last["m"] is counter
+    return last["sum"], ys, nnx.state(counter)
+
+
+def variable_as_carry(t):
+    v = stat(1)
+
+    def step(v, x):
+        v[...] += x
+        return v, x
+
+    same, _ = t.scan(step)(v, jnp.arange(3.0))
+    assert same is v
+    return v[...]
+
+
+def array_of_a_module_in_the_carry(t):
+    model = node(a=nnx.data(jnp.float32(1)))
+
+    def step(m):
+        m.a = m.a * 2
+        return m
+
+    return t.scan(step, in_axes=t.Carry, out_axes=t.Carry, length=3)(model).a
+
+
+def arrays_of_mapped_modules(t):
+    model = node(a=nnx.data(jnp.arange(3.0)), w=nnx.Param(jnp.arange(3.0)))
+
+    def step(c, m):
+        m.a = m.a * 2
+        m.w = nnx.Param(m.w[...] + 1)
+        return c + m.a
+
+    out = t.scan(step, in_axes=(t.Carry, 0), out_axes=t.Carry)(0.0, model)
+    return out, model.a, nnx.state(model)
+
+
+def optimizer_in_the_carry(t):
+    model = MLP()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(carry, x):
+        model, optimizer = carry
+        value, grads = t.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return carry, value
+
+    _, values = t.scan(step)((model, optimizer), jnp.stack([X] * 3))
+    return values, nnx.state(model), nnx.state(optimizer)
+
+
+def new_models_in_scan(t):
+    out = (t.Carry, t.StateAxes({nnx.Param: 1, ...: 0}))
+    fun = t.scan(lambda c, key: (c + 1, Block(nnx.Rngs(key))), in_axes=(t.Carry, 0), out_axes=out)
+    count, models = fun(0.0, KEYS)
+    return count, nnx.state(models)
+
+
+def attributes_added_in_scan(t):
+    models = blocks(t, MLP)
+
+    def step(x, m):
+        hidden = m.up(x)
+        m.seen, m.flag = nnx.Intermediate(hidden.mean()), 7
+        return m.down(hidden)
+
+    out = t.scan(step, in_axes=(t.Carry, 0), out_axes=t.Carry)(X, models)
+    return out, nnx.state(models), models.flag
+
+
+def scan_of_scan(t):
+    def step(carry, x):
+        models, total = carry
+        inner = t.scan(lambda x, m: m(x), in_axes=(t.Carry, 0), out_axes=t.Carry)
+        y = inner(x, models)
+        return (models, total + y.sum()), y
+
+    (models, total), ys = t.scan(step)((blocks(t), 0.0), jnp.stack([X, X + 1]))
+    return total, ys, nnx.state(models)
+
+
+def grad_of_scan(t):
+    models = blocks(t)
+
+    def loss(m):
+        run = t.scan(lambda x, m: m(x), in_axes=(t.Carry, 0), out_axes=t.Carry)
+        return (run(X, m) ** 2).mean()
+
+    return t.value_and_grad(loss)(models), nnx.state(models)
+
+
+def scan_of_vmap(t):
+    axes = {"in_axes": (None, t.Carry), "out_axes": t.Carry, "length": 2}
+    return t.scan(t.vmap(lambda m, x: m(x)), **axes)(blocks(t, MLP), jnp.stack([X] * 3))
+
+
+PROGRAMS = (
+    make_models,
+    make_models_along_other_axes,
+    make_models_with_axes_of_flax,
+    make_with_a_part_that_is_not_mapped,
+    call_models,
+    call_by_keyword,
+    pytree_axes,
+    negative_axes,
+    unmapped_and_written_alike,
+    shared_variables,
+    pytree_of_models,
+    attributes_added,
+    static_arguments,
+    collective,
+    size_of_the_axis,
+    nested_vmap,
+    vmap_of_grad,
+    grad_of_vmap,
+    metadata_of_axes,
+    metadata_of_axes_in_scan,
+    scan_arrays,
+    scan_options,
+    scan_by_length,
+    scan_of_nothing,
+    scan_along_axes,
+    scan_without_carry,
+    scan_layers,
+    scan_layers_backwards_along_axis_1,
+    scan_with_state_axes,
+    module_as_carry,
+    module_in_the_carry,
+    variable_as_carry,
+    array_of_a_module_in_the_carry,
+    arrays_of_mapped_modules,
+    optimizer_in_the_carry,
+    new_models_in_scan,
+    attributes_added_in_scan,
+    scan_of_scan,
+    grad_of_scan,
+    scan_of_vmap,
+)
+COMPILED = (
+    call_models,
+    shared_variables,
+    scan_layers,
+    scan_with_state_axes,
+    module_in_the_carry,
+    grad_of_scan,
+)
+
+
+class AsFlaxTest(parameterized.TestCase):
+    @parameterized.named_parameters(named(PROGRAMS))
+    def test_program(self, program):
+        assert_same(program(OURS), program(FLAX), rtol=1e-5)
+
+    @parameterized.named_parameters(named(COMPILED))
+    def test_program_in_jit(self, program):
+        assert_same(OURS.jit(lambda: program(OURS))(), program(FLAX), rtol=1e-5)
+
+    @parameterized.parameters({"graph": False}, {"graph_updates": False})
+    def test_other_modes(self, **mode):
+        for program in (scan_layers_backwards_along_axis_1, module_as_carry, array_results):
+            ours, theirs = (program(WithOptions(t, mode)) for t in (OURS, FLAX))
+            assert_same(ours, theirs)
+
+    def test_arrays_of_modules_without_graph_updates(self):
+        model = node(a=nnx.data(jnp.float32(2)), w=stat(1))
+
+        def step(m, x):
+            m.w[...] += m.a
+            return x * m.w[...]
+
+        ys = OURS.scan(step, in_axes=(None, 0), out_axes=0, graph=False)(model, jnp.ones(3))
+        assert (ys.tolist(), model.w[...]) == ([3, 5, 7], 7)
+
+
+def array_results(t):
+    counter = Counter()
+    return t.vmap(lambda c, x: c(x), in_axes=(None, 0))(counter, jnp.arange(3.0)), nnx.state(
+        counter
+    )
+
+
+class WithOptions:
+    """Transforms with other options."""
+
+    def __init__(self, t, options):
+        self.Carry, self.StateAxes = t.Carry, t.StateAxes
+        self.vmap, self.scan = (functools.partial(x, **options) for x in (t.vmap, t.scan))
+
+
+def counting(model, x):
+    model.n[...] += x
+    return model.n[...] * model.w[...]
+
+
+class LoopTest(parameterized.TestCase):
+    """Where Flax does something else than a loop of Python: ours is the loop."""
+
+    def assert_is_loop(self, step, make, xs, **options):
+        ours, theirs = make(), make()
+        run = OURS.scan(step, in_axes=(None, 0), out_axes=0, **options)
+        for transform in (lambda f: f, OURS.jit):
+            ys = transform(lambda m: run(m, xs))(ours)
+            expected = jnp.stack([step(theirs, x) for x in xs])
+            np.testing.assert_allclose(ys, expected, rtol=1e-6)
+            assert snapshot(ours) == snapshot(theirs)
+
+    def test_changes_of_what_is_not_mapped_go_on_to_the_next_step(self):
+        self.assert_is_loop(counting, lambda: node(n=stat(), w=param(2)), jnp.arange(3.0))
+
+    def test_random_streams(self):
+        def step(rngs, x):
+            return x + jax.random.normal(rngs())
+
+        self.assert_is_loop(step, lambda: nnx.Rngs(0), jnp.arange(3.0))
+
+    def test_shared_by_what_is_not_mapped(self):
+        def make():
+            shared = stat()
+            return node(n=shared, w=param(2), again=node(n=shared))
+
+        self.assert_is_loop(
+            lambda m, x: counting(m, x) + m.again.n[...], make, jnp.arange(3.0), unroll=2
+        )
+
+    def test_pytree_values(self):
+        def step(m, x):
+            m.n.set_value({"x": m.n["x"] + x, "y": m.n["y"]})
+            return m.n["x"] * m.n["y"]
+
+        def make():
+            return node(n=nnx.BatchStat({"x": jnp.float32(0), "y": jnp.float32(2)}))
+
+        self.assert_is_loop(step, make, jnp.arange(3.0))
+
+    def test_references(self):
+        def make():
+            return node(n=nnx.BatchStat(jnp.float32(0), ref=True), w=param(2))
+
+        self.assert_is_loop(counting, make, jnp.arange(3.0))
+
+    def test_arguments_that_are_not_arrays_stay_what_they_are(self):
+        def step(carry, x, flag, size, name, function):
+            assert (flag, name) == (True, "sum")
+            return carry + getattr(jnp, name)(function(x) * jnp.ones(size))
+
+        fun = OURS.scan(step, in_axes=(Carry, 0, None, None, None, None), out_axes=Carry)
+        assert fun(0.0, jnp.arange(3.0), True, 2, "sum", jnp.square) == 10
+        assert fun(0.0, jnp.arange(3.0), True, 3, "sum", jnp.square) == 15
+
+    def test_parameters_are_inputs_of_the_loop_and_never_outputs(self):
+        models = blocks(OURS, MLP)
+        forward = OURS.scan(lambda x, m: m(x), in_axes=(Carry, 0), out_axes=Carry)
+        jaxpr = jax.make_jaxpr(lambda m, x: forward(x, m))(models, X)
+        (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+        assert [x.aval.shape for x in loop.outvars] == [X.shape]
+
+        shared = MLP()
+        forward = OURS.scan(lambda m, x: m(x), in_axes=(None, Carry), out_axes=Carry, length=3)
+        jaxpr = jax.make_jaxpr(forward)(shared, X)
+        (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+        assert [x.aval.shape for x in loop.outvars] == [X.shape]
+        before = shared.up.kernel[...]
+        forward(shared, X)
+        assert shared.up.kernel[...] is before
+
+    def test_top_level_loop_is_traced_once(self):
+        traces = []
+
+        def step(x, m, scale):
+            traces.append(1)
+            return m(x) * scale
+
+        forward = OURS.scan(step, in_axes=(Carry, 0, None), out_axes=Carry)
+        models, others = blocks(OURS, MLP), blocks(OURS, MLP)
+        first = forward(X, models, 1.0)
+        count = len(traces)
+        np.testing.assert_allclose(forward(X, others, 2.0) / first, 8, rtol=1e-5)
+        assert len(traces) == count
+
+    def test_failure_changes_nothing(self):
+        model = node(n=stat(), w=param())
+
+        def step(m, x):
+            counting(m, x)
+            raise RuntimeError("no")
+
+        before = snapshot(model)
+        for fun in (
+            OURS.scan(step, in_axes=(None, 0), out_axes=0),
+            OURS.vmap(step, in_axes=(None, 0)),
+        ):
+            with pytest.raises(RuntimeError, match="no"):
+                fun(model, jnp.arange(3.0))
+            assert snapshot(model) == before
+
+    def test_failure_leaves_the_metadata(self):
+        names = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}
+        models = blocks(OURS, linear, **names)
+        before = snapshot(models)
+        with pytest.raises(ZeroDivisionError):
+            OURS.vmap(lambda m: 1 / 0, **names)(models)
+        assert snapshot(models) == before
+
+    def test_methods(self):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.w = nnx.Param(jax.random.normal(rngs(), (2,)))
+
+            @OURS.vmap(in_axes=(0, None))
+            def each(self, x):
+                return self.w[...].sum() * x
+
+            @OURS.scan(in_axes=(0, Carry), out_axes=Carry)
+            def all(self, x):
+                return self.w[...].sum() * x
+
+        models = blocks(OURS, Model)
+        factors = models.w[...].sum(1)
+        np.testing.assert_allclose(models.each(2.0), factors * 2, rtol=1e-6)
+        np.testing.assert_allclose(models.all(2.0), factors.prod() * 2, rtol=1e-6)
+        bound = OURS.vmap(MLP().up.__call__, in_axes=(0,))
+        assert bound(jnp.ones((3, 4))).shape == (3, 16)
+
+    def test_keyword_only_arguments_are_not_mapped_unless_named(self):
+        def fun(x, *, scale):
+            return x * scale
+
+        assert OURS.vmap(fun, in_axes=(0,))(jnp.ones(3), scale=jnp.ones(2)).shape == (3, 2)
+        by_name = OURS.vmap(fun, in_axes={"x": None, "scale": 0})
+        assert by_name(jnp.ones(3), scale=jnp.ones(2)).shape == (2, 3)
+
+
+def scan_of(step, in_axes=(Carry, 0), out_axes=(Carry, 0), **options):
+    return OURS.scan(step, in_axes=in_axes, out_axes=out_axes, **options)
+
+
+def counter_step(change):
+    """A step on a module that is not mapped, which changes it."""
+
+    def step(m, x):
+        change(m)
+        return x
+
+    return lambda: scan_of(step, (None, 0), 0)(node(w=param(), k=1, s=stat()), jnp.arange(3.0))
+
+
+class ErrorTest(parameterized.TestCase):
+    @parameterized.parameters(
+        (TypeError, "in_axes: expected an axis, got 'a'", lambda: OURS.vmap(in_axes="a")),
+        (TypeError, r"out_axes\[1\]: .* got 1.5", lambda: OURS.scan(out_axes=(Carry, 1.5))),
+        (TypeError, "expected an axis, got True", lambda: StateAxes({...: True})),
+        (TypeError, "Carry is for scan", lambda: OURS.vmap(in_axes=(Carry, 0))),
+        (TypeError, "Carry is for scan", lambda: OURS.vmap(in_axes=StateAxes({...: Carry}))),
+        (ValueError, "only one argument", lambda: OURS.scan(in_axes=(Carry, Carry))),
+        (ValueError, "both in_axes and", lambda: OURS.scan(in_axes=(Carry, 0), out_axes=0)),
+        (ValueError, "both in_axes and", lambda: OURS.scan(in_axes=0, out_axes=(Carry, 0))),
+        (ValueError, "cannot be None", lambda: OURS.scan(out_axes=(Carry, None))),
+    )
+    def test_options(self, error, message, make):
+        with pytest.raises(error, match=message):
+            make()
+
+    @parameterized.parameters(
+        (r"m\.(up|down)\.kernel", lambda: OURS.vmap(lambda m, x: x)(MLP(), jnp.ones(3))),
+        (
+            r"length 3: m.mean\(3, 4\).*\n  length 2: x\(2, 4\)",
+            lambda: scan_of(
+                lambda c, m, x: (c, c), (Carry, StateAxes({nnx.BatchStat: 0, ...: None}), 0)
+            )(0.0, blocks(OURS), X),
+        ),
+        (
+            r"length 4: x.*\n  length 3: the option length",
+            lambda: scan_of(lambda c, x: (c, x), length=3)(0.0, jnp.ones(4)),
+        ),
+        (r"no axis 7: x\(2, 4\)", lambda: scan_of(lambda c, x: (c, x), (Carry, 7))(0.0, X)),
+        (
+            r"different axes.*\n  a.w: 0\n  b.w: None",
+            lambda: (lambda v: OURS.vmap(lambda a, b: 1, in_axes=(0, None))(node(w=v), node(w=v)))(
+                nnx.Param(jnp.ones(3))
+            ),
+        ),
+        (
+            r"no filter of the StateAxes matches:\n  m.up.kernel[^`]*`...: None`",
+            lambda: OURS.vmap(lambda m: 1, in_axes=StateAxes({nnx.PathContains("down"): 0}))(MLP()),
+        ),
+        (
+            r"model\.n, got axis spec None",
+            lambda: OURS.vmap(counting, in_axes=(None, 0))(
+                node(n=stat(), w=param()), jnp.arange(3.0)
+            ),
+        ),
+        (r"2 entries for 1", lambda: OURS.vmap(lambda x: x, in_axes=(0, 0))(X)),
+        (r"m\.k: is changed", counter_step(lambda m: setattr(m, "k", 2))),
+        (r"m\.new: is changed", counter_step(lambda m: setattr(m, "new", stat()))),
+        (r"m\.w: is changed", counter_step(lambda m: setattr(m, "w", param()))),
+        (r"m\.w: is changed", counter_step(lambda m: delattr(m, "w"))),
+        (r"m\.s: is changed", counter_step(lambda m: m.s.set_metadata(mark=1))),
+        (
+            r"other objects in the carry.*\n  carry\[0\]: Counter",
+            lambda: scan_of(lambda c, x: ((Counter(), 0.0), x))((Counter(), 0.0), jnp.ones(3)),
+        ),
+        (
+            r"jax.Ref cannot be mapped: model\.n\.",
+            lambda: scan_of(counting, (0, 0), 0)(
+                node(n=nnx.BatchStat(jnp.zeros(3), ref=True), w=nnx.Param(jnp.zeros(3))),
+                jnp.zeros(3),
+            ),
+        ),
+    )
+    def test_values(self, message, call):
+        with pytest.raises(ValueError, match="(?s)" + message):
+            call()
+
+    @parameterized.parameters(
+        (r"carry\.c has type float32\[\]", lambda c, x: (jnp.ones(3), x)),
+        ("another structure", lambda c, x: ((c, c), x)),
+        ("returns a tuple", lambda c, x: c),
+    )
+    def test_carry(self, message, step):
+        with pytest.raises(TypeError, match=message):
+            scan_of(step)(0.0, jnp.ones(3))
+
+    def test_dtype_of_a_variable_in_the_carry(self):
+        def step(m):
+            m.w.set_value(jnp.int32(1))
+            return m
+
+        with pytest.raises(TypeError, match=r"carry\.m\.w has type float32"):
+            OURS.scan(step, in_axes=Carry, out_axes=Carry, length=2)(node(w=param()))
+
+    @parameterized.parameters("scan", "vmap")
+    def test_objects_of_an_outer_trace(self, name):
+        counter = Counter()
+        with pytest.raises(TraceContextError):
+            getattr(OURS, name)(lambda x: counter(x), in_axes=0, out_axes=0)(jnp.arange(3.0))
+        assert counter.count[...] == 0
+
+    def test_results_that_are_not_arrays(self):
+        with pytest.raises(TypeError, match=r"vmap: .*\n  output\[1\]: 'a'"):
+            nnx_sharding.vmap(lambda x: (x, "a"))(X)
