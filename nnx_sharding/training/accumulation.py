@@ -56,8 +56,8 @@ def accumulate_gradients(
       argnums: as for ``value_and_grad``.
       wrt: as for ``value_and_grad``.
       has_aux: as for ``value_and_grad``. The auxiliary data of all microbatches are stacked.
-      batch: the names of the arguments that are divided into microbatches, whose arrays all have the
-        rows of the batch in the first dimension. By default all that hold arrays, no modules or
+      batch: the names of the arguments that are divided into microbatches; all their arrays have
+        the rows of the batch in the first dimension. By default all that hold arrays, no modules or
         Variables, and are not differentiated; scalars are the same for all microbatches.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. It is Explicit
         within the loop, for the reduction after it; parameters are replicated over it there.
