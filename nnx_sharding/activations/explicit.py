@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
@@ -142,12 +143,36 @@ def with_auto_axes(
     mesh = jax.sharding.get_abstract_mesh()
     flat = flatten((module, args, kwargs))
     retyping = Retyping.of(mesh, None, AxisType.Auto, name="auto_axes")
-    arrays = Retyped.of(retyping, flat.leaves)
+    arrays = Retyped.of(retyping, flat.leaves, _summed_axes(module, first))
     after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))
     left, untyped = arrays.leave(flat.structure, after)
     for slot, x in untyped.items():
         left[slot] = retyped(x, mesh, _as_input(x, first))
     return rebuilt(after, left, foreign=True)
+
+
+# Layers that compute each row by itself.
+_BY_ROWS = (
+    nnx.Linear,
+    nnx.LinearGeneral,
+    nnx.Einsum,
+    nnx.Conv,
+    nnx.ConvTranspose,
+    nnx.Embed,
+    nnx.LayerNorm,
+    nnx.RMSNorm,
+    nnx.GroupNorm,
+    nnx.LoRA,
+)
+
+
+def _summed_axes(module: Any, first: Any) -> frozenset[Any]:
+    """The axes over which the gradients of a layer are sums over rows: those of its first input."""
+    owner = next((kind for kind in type(module).__mro__ if "__call__" in vars(kind)), None)
+    spec = type_spec(first)
+    if owner not in _BY_ROWS or not spec:
+        return frozenset()
+    return frozenset(axes_of(spec.partitions[0]))
 
 
 def _as_input(x: jax.Array, first: Any) -> PartitionSpec:

@@ -42,24 +42,41 @@ def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
     return next(found, None) if default is None else default
 
 
-def retyped(x: Any, mesh: AbstractMesh, spec: PartitionSpec | None = None) -> Any:
+def retyped(
+    x: Any,
+    mesh: AbstractMesh,
+    spec: PartitionSpec | None = None,
+    summed: frozenset[Any] = frozenset(),
+) -> Any:
     """An array with the axis types of a mesh.
 
     Args:
       x: the array. Without ``spec`` anything else is returned as it is.
       mesh: the mesh.
       spec: the sharding over its Explicit axes; None for the present one.
+      summed: the axes over which a gradient is a sum of what the devices compute. Where a reduced
+        axis becomes Auto, JAX takes that for granted, and counts any other gradient once for each
+        device.
     """
     here = type_mesh(x)
     if spec is None:
         if here is None or here == mesh or here.axis_names != mesh.axis_names:
             return x
-        spec = only_axes(jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit))
+        old, kept = jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
+        if not (kept | summed).issuperset(old.reduced):
+            plain = with_reduced(old, old.reduced & (kept | summed))
+            x = jax.sharding.reshard(x, NamedSharding(here, plain))
+        spec = only_axes(old, kept)
     elif here == mesh:
         padding = [None] * (x.ndim - len(spec))
         if jax.typeof(x).sharding.spec == with_entries(spec, (*spec.partitions, *padding)):
             return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
+    """A spec with other reduced axes."""
+    return PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=frozenset(axes))
 
 
 class Retyping(NamedTuple):
@@ -112,11 +129,17 @@ class Retyped(NamedTuple):
     inside: Sequence[Any]
 
     @classmethod
-    def of(cls, retyping: Retyping | None, leaves: Sequence[Any]) -> Retyped:
+    def of(
+        cls,
+        retyping: Retyping | None,
+        leaves: Sequence[Any],
+        summed: frozenset[Any] = frozenset(),
+    ) -> Retyped:
         """Arrays that keep their sharding over the axes that remain Explicit."""
         if retyping is None:
             return cls(None, leaves, leaves)
-        return cls(retyping, leaves, [retyped(leaf, retyping.inner) for leaf in leaves])
+        inside = [retyped(leaf, retyping.inner, summed=summed) for leaf in leaves]
+        return cls(retyping, leaves, inside)
 
     def context(self) -> AbstractContextManager[Any]:
         """The context of the call."""

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
 from ..activations.tracing import inherited
-from ..core.axis_types import type_spec
+from ..core.axis_types import type_spec, with_reduced
 from ..core.call import run
 from ..core.caller import Caller
 from ..core.flatten import Flat
@@ -245,7 +245,7 @@ def as_reduced(x: Any, axes: frozenset[Any]) -> Any:
     free = axes & axes_of_type(mesh, AxisType.Explicit) - {*spec_axes(spec)}
     if not free:
         return x
-    new = PartitionSpec(*spec.partitions, reduced=spec.reduced | free, unreduced=spec.unreduced)
+    new = with_reduced(spec, spec.reduced | free)
     return jax.sharding.reshard(x, NamedSharding(mesh, new))
 
 

@@ -1,0 +1,185 @@
+"""Gradients of microbatches, against those of the full batch and of a loop in Python."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from nnx_sharding import accumulate_gradients, jit, value_and_grad
+from nnx_sharding.partition import fsdp, replicated
+
+P = PartitionSpec
+
+
+class MLP(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(16, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class Noisy(MLP):
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.gelu(self.norm(self.up(x)))))
+
+
+def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+@functools.cache
+def batch():
+    return {"x": jax.random.normal(jax.random.key(0), (64, 16)), "y": jnp.ones((64, 4))}
+
+
+def assert_close(one, other, rtol=1e-5):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 64])
+def test_equals_the_full_batch(steps):
+    model = MLP(rngs=nnx.Rngs(0))
+    assert_close(
+        accumulate_gradients(loss, steps=steps)(model, batch()),
+        value_and_grad(loss)(model, batch()),
+    )
+
+
+def test_equals_a_loop_over_microbatches():
+    one, other = Noisy(rngs=nnx.Rngs(0)), Noisy(rngs=nnx.Rngs(0))
+    value, gradient = accumulate_gradients(loss, steps=4)(one, batch())
+    # Each microbatch takes every fourth row.
+    parts = [jax.tree.map(lambda x, i=i: x[i::4], batch()) for i in range(4)]
+    found = [nnx.value_and_grad(loss)(other, part) for part in parts]
+    mean = jax.tree.map(lambda *x: sum(x) / 4, *found)
+    assert_close((value, gradient), mean)
+    assert_close(nnx.state(one, nnx.BatchStat), nnx.state(other, nnx.BatchStat))
+    assert one.dropout.rngs.count[...] == other.dropout.rngs.count[...] == 4
+
+
+def test_arguments_by_name_and_auxiliary_data():
+    def weighted(model, x, *, scale, mode):
+        assert mode == "train"
+        out = model(x)
+        return jnp.mean(out**2) * scale, out
+
+    model, x = MLP(rngs=nnx.Rngs(0)), batch()["x"]
+    accumulate = accumulate_gradients(weighted, steps=4, has_aux=True)
+    (value, outputs), gradient = accumulate(model, x=x, scale=2.0, mode="train")
+    full = value_and_grad(weighted, has_aux=True)(model, x, scale=2.0, mode="train")
+    assert_close((value, gradient), (full[0][0], full[1]))
+    np.testing.assert_allclose(jnp.moveaxis(outputs, 0, 1).reshape(64, 4), full[0][1], rtol=1e-5)
+
+
+def test_named_batch_and_several_arguments():
+    def paired(model, x, table, other):
+        return jnp.mean((model(x) + other(x)) ** 2) + table.sum()
+
+    model, other = MLP(rngs=nnx.Rngs(0)), MLP(rngs=nnx.Rngs(1))
+    table = jnp.ones(3)  # three rows, which are not those of the batch
+    arguments = model, batch()["x"], table, other
+    options = {"argnums": (0, "other"), "wrt": nnx.PathContains("kernel")}
+    accumulate = accumulate_gradients(paired, steps=8, batch="x", **options)
+    assert_close(accumulate(*arguments), value_and_grad(paired, **options)(*arguments))
+
+
+def test_dtype():
+    model = MLP(rngs=nnx.Rngs(0))
+    for variable in (model.up.kernel, model.down.kernel):
+        variable[...] = variable[...].astype(jnp.bfloat16)
+    _, gradient = accumulate_gradients(loss, steps=4, dtype=jnp.float32)(model, batch())
+    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+    _, gradient = accumulate_gradients(loss, steps=4)(model, batch())
+    assert gradient["up"]["kernel"][...].dtype == jnp.bfloat16
+
+
+def test_method():
+    class Model(MLP):
+        @accumulate_gradients(steps=4)
+        def gradient(self, x):
+            return jnp.mean(self(x) ** 2)
+
+    model = Model(rngs=nnx.Rngs(0))
+    expected = value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, batch()["x"])
+    assert_close(model.gradient(batch()["x"]), expected)
+
+
+def trained(gradient, strategy, kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    model = MLP(rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    options = {} if strategy is replicated else {"mesh": mesh, "min_size": 0}
+    sharding = strategy(model, optimizer=optimizer, **options)
+
+    @jit(in_shardings=(sharding, sharding, P("data")), mesh=mesh)
+    def step(model, optimizer, batch):
+        value, new = gradient(model, batch)
+        optimizer.update(model, new)
+        return value
+
+    losses = [step(model, optimizer, batch()) for _ in range(3)]
+    collectives = step.lower(model, optimizer, batch()).compile().collectives()
+    return losses, nnx.state(model), [c for c in collectives if c.bytes > 4]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_one_reduction(kind):
+    axis = None if kind is AxisType.Explicit else "data"
+    accumulate = accumulate_gradients(loss, steps=8, axis=axis)
+    losses, state, collectives = trained(accumulate, replicated, kind)
+    expected, full_state, _ = trained(value_and_grad(loss), replicated, kind)
+    assert_close((losses, state), (expected, full_state))
+    [only] = collectives
+    assert (only.kind, only.times) == ("all-reduce", 1)
+    assert only.bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_fsdp(kind):
+    losses, state, _ = trained(accumulate_gradients(loss, steps=8), fsdp, kind)
+    expected, full_state, _ = trained(value_and_grad(loss), fsdp, kind)
+    assert_close((losses, state), (expected, full_state))
+
+
+def test_batch_norm_and_dropout_on_one_axis():
+    mesh = jax.make_mesh((8,), ("data",))
+    states = []
+    for sharding in (P("data"), None):
+        model = Noisy(rngs=nnx.Rngs(0))
+        in_shardings = None if sharding is None else (replicated(model), sharding)
+        step = jit(accumulate_gradients(loss, steps=4), in_shardings=in_shardings, mesh=mesh)
+        states.append((step(model, batch()), nnx.state(model, nnx.BatchStat)))
+    assert_close(*states)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "error", "message"),
+    [
+        ({"steps": 0}, None, TypeError, "steps is a positive integer, got 0"),
+        ({"steps": True}, None, TypeError, "steps is a positive integer"),
+        ({"steps": 5}, 1, ValueError, r"batch\['x'\]: shape \(64, 16\)"),
+        ({"steps": 4, "batch": "bath"}, 1, ValueError, "'bath'; did you mean 'batch'"),
+        ({"steps": 4}, 0, ValueError, "no argument is a batch of arrays"),
+    ],
+)
+def test_errors(options, arguments, error, message):
+    model = MLP(rngs=nnx.Rngs(0))
+    fun = loss if arguments else lambda model: jnp.sum(model.up.kernel[...])
+    with pytest.raises(error, match=message):
+        accumulate_gradients(fun, **options)(model, *([batch()] if arguments else []))
