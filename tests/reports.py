@@ -80,6 +80,7 @@ def collective(kind, name, axes, size, **more):
         "num_groups": 2,
         "axes": axes,
         "in_loop": False,
+        "conditional": False,
         "times": 1,
         "operation": "jit(step)/mlp/dot_general",
         "source": "model.py:12",

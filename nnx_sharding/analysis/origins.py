@@ -43,6 +43,8 @@ class _Tracer:
 
     def __init__(self, module: Module, wanted: frozenset[str]):
         self._module, self._wanted = module, wanted
+        computations = module.computations
+        self._inside = {c.name for c in computations for i in c.instructions if i.name in wanted}
         self._known: dict[tuple[str, tuple[Origin, ...]], Origin] = {}
         self._running: set[str] = set()
         self.found: dict[str, tuple[frozenset[str], ...]] = {}
@@ -96,7 +98,8 @@ class _Tracer:
         if opcode == "while" and called:
             once = _carried(first, self.run(called[0], [first], depth + 1))
             return _union(once, self.run(called[0], [once], depth + 1))
-        if opcode in ("call", "async-start") and called:
+        is_run = opcode in ("call", "async-start") or not self._inside.isdisjoint(called)
+        if is_run and called:
             return self.run(called[0], operands, depth + 1)
         if opcode == "conditional" and called:
             results = zip(called, operands[1:], strict=False)
