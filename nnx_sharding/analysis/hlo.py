@@ -41,7 +41,8 @@ class Instruction(NamedTuple):
     @property
     def operands(self) -> tuple[str, ...]:
         """The operands as they are written; those of a constant or parameter are its literal."""
-        return _parts(self.rest)[0]
+        cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
+        return tuple(part for part in cleaned if part)
 
     @property
     def operand_names(self) -> tuple[str, ...]:
@@ -52,7 +53,8 @@ class Instruction(NamedTuple):
     def attributes(self) -> dict[str, str]:
         """The attributes as they are written, by name."""
         attributes: dict[str, str] = {}
-        for part in _parts(self.rest)[1]:
+        _, end = _split(self.rest, 0, ")")
+        for part in _split(self.rest, end, "")[0]:
             key, equals, value = part.partition("=")
             if equals:
                 attributes.setdefault(key.strip(), value.strip())
@@ -150,13 +152,20 @@ class Module:
         return math.prod(map(int, counts)) if counts else None
 
     @functools.cached_property
+    def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:
+        """What each computation calls: the instruction, its attribute, and the computation."""
+        return {
+            one.name: [(i, *call) for i in one.instructions for call in i.calls()]
+            for one in self.computations
+        }
+
+    @functools.cached_property
     def callers(self) -> Mapping[str, tuple[Computation, Instruction]]:
         """An instruction that calls each computation, and where it is."""
         return {
             callee: (computation, one)
             for computation in self.computations
-            for one in computation.instructions
-            for _, callee in one.calls()
+            for one, _, callee in self.calls[computation.name]
         }
 
     @functools.cached_property
@@ -170,8 +179,7 @@ class Module:
             unread += [str(one) for one in computation.instructions if not _is_known(one)]
             unread += [
                 f"{name}, which {one.name} calls"
-                for one in computation.instructions
-                for attribute, name in one.calls()
+                for one, attribute, name in self.calls[computation.name]
                 if name not in self.by_name and (attribute != "to_apply" or one.opcode == "call")
             ]
         return unread
@@ -179,10 +187,7 @@ class Module:
     @functools.cached_property
     def callees_first(self) -> list[str] | None:
         """The names of computations, each after those that it calls; None if there are cycles."""
-        callees = {
-            one.name: [name for instruction in one.instructions for _, name in instruction.calls()]
-            for one in self.computations
-        }
+        callees = {name: [callee for *_, callee in calls] for name, calls in self.calls.items()}
         try:
             return [*graphlib.TopologicalSorter(callees).static_order()]
         except graphlib.CycleError:  # in damaged text
@@ -307,26 +312,22 @@ def _is_known(one: Instruction) -> bool:
 _COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true')
 
 
-def _parts(rest: str) -> tuple[tuple[str, ...], list[str]]:
-    """The operands, and the attributes that follow the bracket which closes them."""
-    operands: list[str] = []
-    attributes: list[str] = []
-    into, depth, start = operands, 0, 0
-    for match in _TOKEN.finditer(rest):
+def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
+    """The parts between commas that are in no bracket, up to a closing bracket; and its end."""
+    parts: list[str] = []
+    depth = 0
+    for match in _TOKEN.finditer(text, start):
         token = match[0]
         if token in "([{":
             depth += 1
-        elif token == ")" and depth == 0 and into is operands:
-            operands.append(rest[start : match.start()])
-            into, start = attributes, match.end()
+        elif token == closing and depth == 0:
+            return [*parts, text[start : match.start()]], match.end()
         elif token in ")]}":
             depth = max(depth - 1, 0)
         elif token == "," and depth == 0:
-            into.append(rest[start : match.start()])
+            parts.append(text[start : match.start()])
             start = match.end()
-    into.append(rest[start:])
-    cleaned = (_COMMENT.sub("", text).strip() for text in operands)
-    return tuple(text for text in cleaned if text), attributes
+    return [*parts, text[start:]], len(text)
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')

@@ -43,20 +43,19 @@ def _plus(figure: float | None, more: int) -> float | None:
 
 
 def _work(module: Module) -> _Both:
-    """What a program does."""
-    if not any(runs.in_loop for runs in module.runs.values()):
-        return _NONE
+    """What a program does; out of loops only what contains some, as the rest is the same."""
     known: dict[str, _Both] = {}
-    called: set[str] = set()
     for name in module.callees_first or ():
         computation = module.by_name.get(name)
         if computation is None:
             continue
-        shapes = shapes_of(computation)
-        parts = [_instruction(one, shapes, known, module) for one in computation.instructions]
+        parts = [_called(i, known, module) for i in computation.instructions if i.opcode in _CALLS]
+        if module.runs[name].in_loop:
+            shapes = shapes_of(computation)
+            others = (one for one in computation.instructions if one.opcode not in _CALLS)
+            parts += [(own, own) for one in others for own in [_own(one, shapes, known, module)]]
         known[name] = _sum(parts)
-        called.update(callee for one in computation.instructions for _, callee in one.calls())
-    return _sum([both for name, both in known.items() if name not in called])
+    return _sum([both for name, both in known.items() if name not in module.callers])
 
 
 def _sum(parts: Sequence[_Both]) -> _Both:
@@ -66,38 +65,37 @@ def _sum(parts: Sequence[_Both]) -> _Both:
     return once, executed
 
 
-def _instruction(
+_CALLS = {"while", "conditional", "call", "async-start"}
+
+
+def _called(one: Instruction, known: Mapping[str, _Both], module: Module) -> _Both:
+    """What the computations do that an instruction calls, as often as it calls them."""
+    called = [(attribute, known.get(name, _NONE)) for attribute, name in one.calls()]
+    if one.opcode == "conditional" and called:
+        once, executed = zip(*(both for _, both in called), strict=True)
+        return _most(once), _most(executed)
+    count = module.trip_counts.get(one.name, 1)
+    is_counted = one.name in module.trip_counts
+    once = executed = Work()
+    for attribute, both in called:
+        # A loop runs its condition once more than its body.
+        times = count + (is_counted and attribute == "condition")
+        once, executed = once.plus(both[0]), executed.plus(both[1], times)
+    return once, executed
+
+
+def _own(
     one: Instruction,
     shapes: Mapping[str, list[Shape]],
     known: Mapping[str, _Both],
     module: Module,
-) -> _Both:
-    """What an instruction does, with all that it calls."""
+) -> Work:
+    """What an instruction does, with what it applies to elements or has fused."""
     own = work_of(one, shapes, module)
-    called = {name: known.get(name, _NONE) for _, name in one.calls()}
-    if not called:
-        return own, own
-    if one.opcode == "while":
-        return _loop(one, called, module)
-    if one.opcode == "conditional":
-        once, executed = zip(*called.values(), strict=True)
-        return _most(once), _most(executed)
-    once, executed = _sum([*called.values()])
-    if one.opcode in ("call", "async-start"):
-        return once, executed
     times = 1 if one.opcode == "fusion" else applications(one, shapes)
-    both = (own.plus(work._replace(bytes_accessed=0), times) for work in (once, executed))
-    return next(both), next(both)
-
-
-def _loop(one: Instruction, called: Mapping[str, _Both], module: Module) -> _Both:
-    """A loop runs its condition once more than its body."""
-    count = module.trip_counts.get(one.name)
-    once = executed = Work()
-    for attribute, name in one.calls():
-        times = 1 if count is None else count + (attribute == "condition")
-        once, executed = once.plus(called[name][0]), executed.plus(called[name][1], times)
-    return once, executed
+    for _, name in one.calls() if times else ():
+        own = own.plus(known.get(name, _NONE)[0]._replace(bytes_accessed=0), times)
+    return own
 
 
 def _most(branches: Sequence[Work]) -> Work:

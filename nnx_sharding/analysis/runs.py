@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from .shapes import MAX_SIZE
 
 if TYPE_CHECKING:
-    from .hlo import Computation, Module
+    from .hlo import Module
 
 
 class Runs(NamedTuple):
@@ -30,7 +30,7 @@ class _Call(NamedTuple):
 
 def runs_of(module: Module) -> dict[str, Runs]:
     """How often each computation runs. What nothing calls counts once."""
-    calls = {one.name: list(_calls_of(one, module.trip_counts)) for one in module.computations}
+    calls = {name: list(_calls_of(name, module)) for name in module.calls}
     runs: dict[str, Runs] = {}
     for name in reversed(module.callees_first or [*calls]):
         caller = runs.setdefault(name, Runs(1, False, False, False))
@@ -49,12 +49,11 @@ def runs_of(module: Module) -> dict[str, Runs]:
     return runs
 
 
-def _calls_of(computation: Computation, counts: Mapping[str, int]) -> Iterator[_Call]:
-    for one in computation.instructions:
-        loops, branches = one.opcode == "while", one.opcode == "conditional"
-        for attribute, callee in one.calls():
-            times = counts.get(one.name) if loops else 1
-            if times is not None and attribute == "condition":
-                times += 1
-            fuses = one.opcode == "fusion" or (attribute == "to_apply" and one.opcode != "call")
-            yield _Call(callee, times, loops, fuses, branches)
+def _calls_of(name: str, module: Module) -> Iterator[_Call]:
+    for one, attribute, callee in module.calls[name]:
+        loops = one.opcode == "while"
+        times = module.trip_counts.get(one.name) if loops else 1
+        if times is not None and attribute == "condition":
+            times += 1
+        fuses = one.opcode == "fusion" or (attribute == "to_apply" and one.opcode != "call")
+        yield _Call(callee, times, loops, fuses, one.opcode == "conditional")

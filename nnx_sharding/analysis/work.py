@@ -58,6 +58,8 @@ def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module)
 
 def applications(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
     """How often an instruction applies a computation to elements, as a reduction does."""
+    if one.opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
+        return 0
     result = _elements(shapes[one.name])
     operands = [_elements(shapes.get(name, [])) for name in one.operand_names] or [0]
     if one.opcode == "reduce":
@@ -70,7 +72,7 @@ def applications(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
         return (math.prod(sizes) - 1) * result
     if one.opcode == "select-and-scatter":
         return math.prod(_window(one).get("size", [1])) * operands[min(1, len(operands) - 1)]
-    return {"scatter": operands[-1], "map": result}.get(one.opcode, 0)
+    return operands[-1] if one.opcode == "scatter" else result
 
 
 def custom_work(one: Instruction) -> Work | None:
@@ -173,9 +175,9 @@ def _bytes(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) 
         return 2 * result
     if opcode == "dynamic-update-slice":
         return 2 * operands[1] if len(operands) > 1 else 0
-    callee = module.by_name.get(one.attributes.get("calls", "").lstrip("%"))
-    if opcode == "fusion" and callee is not None:
-        return _fusion_bytes(callee, operands, result)
+    if opcode == "fusion":
+        callee = module.by_name.get(one.attributes.get("calls", "").lstrip("%"))
+        return 0 if callee is None else _fusion_bytes(callee, operands, result)
     return sum(operands) + result
 
 
