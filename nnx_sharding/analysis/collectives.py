@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
-from .hlo import Computation, Instruction, Module, parse
+from .hlo import OP_NAME, Computation, Instruction, Module, parse
 from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
-from .purposes import Purpose, Use, uses_of
+from .purposes import Purpose, Use, operations, uses_of
 from .shapes import arrays
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
@@ -250,14 +250,26 @@ def collectives_of(
 
 
 def _with_metadata(one: Instruction, computation: Computation, module: Module) -> Instruction:
-    """An instruction, with the metadata of what calls its computation if it has none itself."""
-    seen: set[str] = set()
-    caller = one
+    """An instruction, with the metadata that the compiler for TPUs leaves out.
+
+    In a fusion or a loop it is that of what calls it. Of several arrays the compiler names the
+    operation of one; each operand has its own.
+    """
+    caller, seen = one, {""}
     while caller.operation is None and computation.name in module.callers.keys() - seen:
         seen.add(computation.name)
         computation, caller = module.callers[computation.name]
-    metadata = caller.attributes.get("metadata", "") if caller is not one else ""
-    return one._replace(rest=f"{one.rest}, metadata={metadata}") if metadata else one
+    names, operands = [caller.operation], {*caller.operand_names}
+    if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
+        names = [i.operation for i in computation.instructions if i.name in operands] + names
+    name = ";".join(dict.fromkeys(filter(None, names)))
+    if name == (one.operation or ""):
+        return one
+    written = caller.attributes.get("metadata", "")
+    quoted = name.replace("\\", r"\\").replace('"', r"\"")
+    metadata = f'{{op_name="{quoted}" {OP_NAME.sub("", written).strip("{}")}}}'
+    rest = one.rest.replace(f", metadata={written}", "") if written else one.rest
+    return one._replace(rest=f"{rest}, metadata={metadata}")
 
 
 def _continued(module: Module) -> set[str]:

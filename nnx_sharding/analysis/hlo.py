@@ -77,7 +77,7 @@ class Instruction(NamedTuple):
     @property
     def operation(self) -> str | None:
         """The operation that it was made from, as ``jit(f)/mlp/dot_general``."""
-        name = _OP_NAME.search(self.attributes.get("metadata", ""))
+        name = OP_NAME.search(self.attributes.get("metadata", ""))
         return re.sub(r"\\(.)", r"\1", name[1]) if name else None
 
     @property
@@ -287,7 +287,7 @@ def parse(text: str) -> Module:
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = (\S.*?)\s([a-z][a-z0-9\-]*)\(")
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", re.MULTILINE)

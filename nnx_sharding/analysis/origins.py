@@ -98,8 +98,8 @@ class _Tracer:
         if opcode == "while" and called:
             once = _carried(first, self.run(called[0], [first], depth + 1))
             return _union(once, self.run(called[0], [once], depth + 1))
-        is_run = opcode in ("call", "async-start") or not self._inside.isdisjoint(called)
-        if is_run and called:
+        has_wanted = opcode == "fusion" and not self._inside.isdisjoint(called)
+        if called and (opcode in ("call", "async-start") or has_wanted):
             return self.run(called[0], operands, depth + 1)
         if opcode == "conditional" and called:
             results = zip(called, operands[1:], strict=False)
