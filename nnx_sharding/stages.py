@@ -194,7 +194,7 @@ class Lowered(Stage):
 
     def cost(self) -> Cost | None:
         """What the program of all devices computes, before optimisation; None if unavailable."""
-        return cost_of(self._stage.cost_analysis(), LOWERED)
+        return _lowered_cost(self._stage)
 
 
 class Compiled(Stage):
@@ -257,7 +257,7 @@ class Compiled(Stage):
 
     def lowered_cost(self) -> Cost | None:
         """What all devices compute in a call, before optimisation; None if unavailable."""
-        return None if self._lowered is None else cost_of(self._lowered.cost_analysis(), LOWERED)
+        return None if self._lowered is None else _lowered_cost(self._lowered)
 
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable."""
@@ -340,3 +340,11 @@ def _shape_of(aval: Any) -> Any:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     except AttributeError:
         return aval
+
+
+def _lowered_cost(stage: Any) -> Cost | None:
+    """The cost before optimisation, which devices without a runtime do not have."""
+    try:
+        return cost_of(stage.cost_analysis(), LOWERED)
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return None

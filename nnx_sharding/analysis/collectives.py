@@ -11,12 +11,13 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
-from .hlo import OP_NAME, Computation, Instruction, Module, parse
+from .hlo import Computation, Instruction, Module, parse
 from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
-from .purposes import Purpose, Use, operations, uses_of
+from .purposes import Purpose, Use, uses_of
 from .shapes import arrays
 from .tables import Pictured, table, text
+from .tpu_forms import repeated_in_fusions, with_metadata
 from .units import bytes_text, printable
 
 CollectiveKind: TypeAlias = Literal[
@@ -233,13 +234,13 @@ def collectives_of(
     sizes = {str(axis): int(size) for axis, size in shape.items()}
     if module.unread:
         return None
-    continued = _continued(module)
+    repeated = repeated_in_fusions(module)
     found = [
-        (computation, _with_metadata(instruction, computation, module))
+        (computation, with_metadata(instruction, computation, module))
         for computation in module.computations
         for instruction in computation.instructions
         if instruction.opcode.removesuffix("-start") in COLLECTIVES
-        and instruction.name not in continued
+        and instruction.name not in repeated
     ]
     uses: Mapping[str, Use] = {}
     if found and arguments is not None:
@@ -247,44 +248,6 @@ def collectives_of(
     return Collectives(
         _collective(module, *one, sizes, uses.get(one[1].name, _UNKNOWN)) for one in found
     )
-
-
-def _with_metadata(one: Instruction, computation: Computation, module: Module) -> Instruction:
-    """An instruction, with the metadata that the compiler for TPUs leaves out.
-
-    In a fusion or a loop it is that of what calls it. Of several arrays the compiler names the
-    operation of one; each operand has its own.
-    """
-    caller, seen = one, {""}
-    while caller.operation is None and computation.name in module.callers.keys() - seen:
-        seen.add(computation.name)
-        computation, caller = module.callers[computation.name]
-    names, operands = [caller.operation], {*caller.operand_names}
-    if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
-        names = [i.operation for i in computation.instructions if i.name in operands] + names
-    name = ";".join(dict.fromkeys(filter(None, names)))
-    if name == (one.operation or ""):
-        return one
-    written = caller.attributes.get("metadata", "")
-    quoted = name.replace("\\", r"\\").replace('"', r"\"")
-    metadata = f'{{op_name="{quoted}" {OP_NAME.sub("", written).strip("{}")}}}'
-    rest = one.rest.replace(f", metadata={written}", "") if written else one.rest
-    return one._replace(rest=f"{rest}, metadata={metadata}")
-
-
-def _continued(module: Module) -> set[str]:
-    """Collectives that are repeated in fusions which run while they are under way.
-
-    The compiler for TPUs writes one in the fusion that starts it, and again in each that goes on.
-    """
-    starts: dict[str, str | None] = {}
-    others: dict[str, str | None] = {}
-    for computation in module.computations:
-        is_start = any("AsyncCollectiveStart" in one.rest for one in computation.instructions)
-        for one in computation.instructions:
-            if "async_collective_fusion_config" in one.rest:
-                (starts if is_start else others)[one.name] = one.attributes.get("channel_id")
-    return {name for name, channel in others.items() if channel in starts.values()}
 
 
 def _collective(

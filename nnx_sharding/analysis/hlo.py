@@ -302,9 +302,9 @@ def _is_known(one: Instruction) -> bool:
     kind = base(one.opcode)
     if kind in COLLECTIVES and not one.opcode.endswith("-done"):
         return one.replica_groups is not None
-    is_exchange = (kind == "send" and "is_host_transfer=true" not in one.rest) or (
-        kind == "custom-call" and _COMMUNICATES.search(one.rest) is not None
-    )
+    if kind == "send":  # to the host, which may send it to other slices
+        return "is_host_transfer=true" in one.rest and "xla_megascale" not in one.rest
+    is_exchange = kind == "custom-call" and _COMMUNICATES.search(one.rest) is not None
     return kind in OPCODES and not is_exchange
 
 

@@ -1,6 +1,6 @@
 """Compiles the programs for eight TPU v5e and records what the compiler returns.
 
-It takes ``jax[tpu]``, but no TPU. In the folder of the tests: ``python -m tpu.record [PROGRAM ...]``.
+It takes ``jax[tpu]``, but no TPU: in the folder of tests ``python -m tpu.record [PROGRAM ...]``.
 """
 
 from __future__ import annotations
