@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from .device_groups import Groups, number_lists, read_groups
 from .opcodes import COLLECTIVES, OPCODES, base
 from .runs import Runs, runs_of
-from .shapes import Shape, Shapes, arrays, read_shape
+from .shapes import Shape, Shapes, arrays, is_shape, read_shape
 from .trip_counts import trip_counts
 
 
@@ -300,6 +300,8 @@ _MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")
 def _is_known(one: Instruction) -> bool:
     """Whether it is understood what an instruction does, and with which devices."""
     kind = base(one.opcode)
+    if not is_shape(one.shape_text):
+        return False
     if kind in COLLECTIVES and not one.opcode.endswith("-done"):
         return one.replica_groups is not None
     if kind == "send":  # to the host, which may send it to other slices
