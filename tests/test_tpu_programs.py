@@ -1,6 +1,6 @@
 """Programs that the compiler for TPUs wrote: figures against hand, loops written out and the CPU.
 
-They are recorded; with ``NNX_SHARDING_TPU_COMPILER=1`` they are compiled anew, which takes
+They are recorded; with ``NNX_SHARDING_TPU_COMPILER=1`` they are compiled again, which takes
 ``jax[tpu]``, but no TPU.
 """
 
@@ -187,11 +187,11 @@ def test_groups_of_every_form():
         part = MIB * (size - 1) // size
         sums = each.by_kind()
         assert (sums["all-gather"], sums["all-to-all"]) == (part, 2 * part)
-        # Over one of the axes it sums the whole array, and takes the part of the device.
+        # Over one of the axes it sums the full array, and takes the part of the device.
         scattered = {"reduce-scatter": part, "all-reduce": 2 * part}
-        whole = {"all-reduce": 4 * part}
+        summed = {"all-reduce": 4 * part}
         sums = {kind: size for kind, size in sums.items() if "reduce" in kind}
-        assert sums in (scattered, whole)
+        assert sums in (scattered, summed)
 
 
 def test_a_ring_belongs_to_its_product():

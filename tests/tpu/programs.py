@@ -119,7 +119,7 @@ def nested(devices, written_out=False):
 
 
 def convolution(devices, written_out=False):
-    """Convolutions whose windows reach into padding."""
+    """Convolutions whose windows contain padding."""
     mesh = mesh_over(devices, one=1)
 
     def fun(kernel, x):
