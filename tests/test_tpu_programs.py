@@ -109,6 +109,19 @@ def test_transcendentals_by_hand():
     assert on_tpu("kernel")[1].transcendentals == 7 * 100
 
 
+def test_only_bytes_of_the_main_memory_count():
+    def accessed(name):
+        module, _ = on_tpu(name)
+        return with_loops(Cost(0.0, 1e12, 0.0, "TPU"), module).bytes_accessed
+
+    # Kernel and input are read, the result is written; what runs carry stays in the vector memory.
+    assert near(accessed("scan"), (WIDTH * WIDTH + 2 * BATCH * WIDTH) * F32)
+    assert near(accessed("attention"), 2 * 2 * 128 * 4 * 64 * F32)
+    assert near(accessed("ring"), 2 * 128 * WIDTH * F32)
+    for name in LOOPS:
+        assert near(accessed(name), accessed(f"{name}_written_out"), 0.1), name
+
+
 def test_lengths_of_loops():
     counts = {name: sorted(on_tpu(name)[0].trip_counts.values()) for name in PROGRAMS}
     assert {name: some for name, some in counts.items() if some} == {
@@ -124,7 +137,7 @@ def test_lengths_of_loops():
 
 
 def test_what_is_not_known_is_said():
-    stage = "after optimisation, one device, loops multiplied out"
+    stage = "after optimisation, one device, loops multiplied out, bytes of the main memory"
     assert on_tpu("scan")[1].stage == stage
     assert on_tpu("unknown_length")[1].stage == f"{stage}, those of unknown length once"
     module, cost = on_tpu("branches")

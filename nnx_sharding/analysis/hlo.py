@@ -92,10 +92,11 @@ class Instruction(NamedTuple):
     def results(self) -> list[Shape]:
         """The arrays that it makes, also if it is the start of a pair."""
         shape, opcode = self.shape, self.opcode
-        # An all-reduce-start has the shape of the result; other starts are (operand, result, ...).
+        # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...);
+        # other starts are (operand, result, ...).
         is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
         if is_start and not isinstance(shape, Shape) and len(shape) > 1:
-            shape = shape[1]
+            shape = shape[0 if opcode == "copy-start" else 1]
         return list(arrays(shape))
 
     def __str__(self) -> str:
@@ -150,6 +151,11 @@ class Module:
         options = re.search(r"^HloModule .*", self.head, re.MULTILINE)
         counts = _COUNT.findall(options[0]) if options else ()
         return math.prod(map(int, counts)) if counts else None
+
+    @property
+    def is_for_tpu(self) -> bool:
+        """Whether the compiler for TPUs wrote it, whose layouts have tiles."""
+        return ":T(" in self.head
 
     @functools.cached_property
     def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:

@@ -14,6 +14,7 @@ WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 UNKNOWN_LENGTH = "those of unknown length once"
 BRANCHES = "of conditionals the largest branch, so at most"
 CUSTOM_CALLS = "custom calls of unknown cost left out"
+MAIN_MEMORY = "bytes of the main memory"
 
 # What instructions do, each loop counted once as XLA does, and as often as it runs.
 _Both = tuple[Work, Work]
@@ -24,7 +25,8 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     """XLA's estimate for a program with the body of each loop counted as often as it runs.
 
     Added is what bodies do in all runs but the first. A slice of an array counts for itself, not
-    for the array. What the figures leave open is in the name of their stage.
+    for the array. What the figures leave open is in the name of their stage. For TPUs XLA counts
+    what stays in the vector memory as well; here only bytes of the main memory count.
 
     Returns:
       The estimate; None if the program is not understood.
@@ -34,6 +36,8 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     once, executed = _work(module)
     more = executed.plus(once, -1)
     figures = {name: _plus(getattr(cost, name), n) for name, n in more._asdict().items()}
+    if module.is_for_tpu and cost.bytes_accessed is not None:
+        figures["bytes_accessed"] = float(executed.bytes_accessed)
     stage = ", ".join([WITH_LOOPS, *_remarks(module)])
     return dataclasses.replace(cost, **figures, stage=stage)
 
@@ -50,8 +54,8 @@ def _work(module: Module) -> _Both:
         if computation is None:
             continue
         parts = [_called(i, known, module) for i in computation.instructions if i.opcode in _CALLS]
-        if module.runs[name].in_loop:
-            shapes = shapes_of(computation)
+        if module.runs[name].in_loop or module.is_for_tpu:
+            shapes = shapes_of(computation, module)
             others = (one for one in computation.instructions if one.opcode not in _CALLS)
             parts += [(own, own) for one in others for own in [_own(one, shapes, known, module)]]
         known[name] = _sum(parts)
@@ -106,6 +110,7 @@ def _remarks(module: Module) -> list[str]:
     """What the figures leave open."""
     every = [one for computation in module.computations for one in computation.instructions]
     remarks = {
+        MAIN_MEMORY: module.is_for_tpu,
         UNKNOWN_LENGTH: any(
             one.opcode == "while" and one.name not in module.trip_counts for one in every
         ),

@@ -12,7 +12,7 @@ import numpy as np
 
 from .hlo import Computation, Instruction, Module
 from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
-from .shapes import Shape, arrays
+from .shapes import Shape
 
 # More positions of a kernel than this are not looked at one by one; their padding counts then.
 _MAX_POSITIONS = 1 << 22
@@ -30,9 +30,15 @@ class Work(NamedTuple):
         return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-def shapes_of(computation: Computation) -> dict[str, list[Shape]]:
-    """The arrays that each instruction makes."""
-    return {one.name: list(arrays(one.shape)) for one in computation.instructions}
+def shapes_of(computation: Computation, module: Module) -> dict[str, list[Shape]]:
+    """The arrays that each instruction makes; those in the vector memory of a TPU take no bytes."""
+    shapes = {one.name: one.results for one in computation.instructions}
+    if not module.is_for_tpu:
+        return shapes
+    return {
+        name: [shape._replace(bytes=0) if shape.memory_space else shape for shape in some]
+        for name, some in shapes.items()
+    }
 
 
 def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) -> Work:
@@ -169,7 +175,7 @@ def _bytes(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) 
     if opcode in FREE or opcode.endswith(("-done", "-update")) or opcode == "async-start":
         return 0
     operands = [_size(shapes.get(name, [])) for name in one.operand_names]
-    result = _size(one.results)
+    result = _size(shapes[one.name])
     opcode = base(opcode)
     if opcode in SLICES:
         return 2 * result
@@ -177,29 +183,36 @@ def _bytes(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) 
         return 2 * operands[1] if len(operands) > 1 else 0
     if opcode == "fusion":
         callee = module.by_name.get(one.attributes.get("calls", "").lstrip("%"))
-        return 0 if callee is None else _fusion_bytes(callee, operands, result)
+        return 0 if callee is None else _fusion_bytes(callee, operands, result, module)
     return sum(operands) + result
 
 
-def _fusion_bytes(callee: Computation, operands: list[int], result: int) -> int:
+def _fusion_bytes(callee: Computation, operands: list[int], result: int, module: Module) -> int:
     """The bytes of a fusion; of arrays that it slices, only the slices read or replaced."""
-    shapes = shapes_of(callee)
+    shapes = shapes_of(callee, module)
     users: dict[str, list[Instruction]] = {}
+    by_name = {one.name: one for one in callee.instructions}
+    accessed = result
     for one in callee.instructions:
         for name in one.operand_names:
             users.setdefault(name, []).append(one)
-    written, read = result, 0
+        if one.is_root:
+            results = one.operand_names if one.opcode == "tuple" else [one.name]
+            updates = [by_name[name] for name in results if name in by_name]
+            for update in updates:
+                if update.opcode == "dynamic-update-slice" and len(update.operand_names) > 1:
+                    slice_size = _size(shapes.get(update.operand_names[1], []))
+                    accessed -= max(_size(shapes[update.name]) - slice_size, 0)
     for one in callee.instructions:
-        if one.opcode == "dynamic-update-slice" and one.is_root and len(one.operand_names) > 1:
-            written = _size(shapes.get(one.operand_names[1], []))
         if one.opcode != "parameter" or not one.operands or not one.operands[0].isdecimal():
             continue
         number, uses = int(one.operands[0]), users.get(one.name, [])
+        size = operands[number] if number < len(operands) else 0
         if all(use.opcode in SLICES and use.operand_names[0] == one.name for use in uses):
-            read += sum(_size(shapes[use.name]) for use in uses)
+            accessed += min(size, sum(_size(shapes[use.name]) for use in uses))
         elif not all(_is_updated(one.name, use) for use in uses):
-            read += operands[number] if number < len(operands) else 0
-    return written + read
+            accessed += size
+    return max(accessed, 0)
 
 
 def _is_updated(name: str, use: Instruction) -> bool:
