@@ -89,6 +89,7 @@ FLOPS = {
     "attention": 4 * (2 * 2 * 2 * 4 * 128 * 128 * 64 + 4 * 2 * 4 * 128 * 128),
     "layers": LAYERS * 3 * (2 * BATCH // 8 * WIDTH * WIDTH + BATCH // 8 * WIDTH),
     "collective_matmul": 2 * 8192 * 8192 * 1024,
+    "stack_step": LAYERS * 6 * 2 * BATCH // 8 * WIDTH * HIDDEN,
     "fsdp_step": 5 * 2 * BATCH // 8 * WIDTH * HIDDEN,
     "tensor_parallel_step": 5 * 2 * BATCH // 2 * WIDTH * HIDDEN // 4,
     "kernel": 7 * 1000,
@@ -126,6 +127,7 @@ def test_lengths_of_loops():
     counts = {name: sorted(on_tpu(name)[0].trip_counts.values()) for name in PROGRAMS}
     assert {name: some for name, some in counts.items() if some} == {
         "layers": [6, 6],
+        "stack_step": [6, 6],
         "scan": [12],
         "nested": [3, 5],
         "convolution": [5],
@@ -149,10 +151,10 @@ def test_what_is_not_known_is_said():
     assert not any(one.conditional for one in collectives_of(on_tpu("layers")[0], MESH))
 
 
-def fsdp_collectives(on):
+def fsdp_collectives(on, name="fsdp_step"):
     """With what they are for; the arguments are the same for each compiler."""
-    rows = PROGRAMS["fsdp_step"](jax.devices()).compile().parameters()
-    return collectives_of(on("fsdp_step")[0], MESH, rows)
+    rows = PROGRAMS[name](jax.devices()).compile().parameters()
+    return collectives_of(on(name)[0], MESH, rows)
 
 
 def test_fsdp_gathers_parameters_and_scatters_gradients():
@@ -169,6 +171,19 @@ def test_fsdp_gathers_parameters_and_scatters_gradients():
     assert sorted(path for one in gathers for path in one.parameters) == sorted(KERNEL_PATHS)
     # Its matrix products take bfloat16, so it sends half of what a CPU does.
     assert sum(one.bytes_sent for one in gathers) == KERNELS * BF16 * 7 // 8
+
+
+def test_fsdp_in_a_loop_over_layers():
+    """The compiler gives arguments that only the loop uses the name of the loop."""
+    found = fsdp_collectives(on_tpu, "stack_step")
+    paths = {"model.nets.up.kernel", "model.nets.down.kernel"}
+    [scatter] = found.of("reduce-scatter", "data")
+    assert (scatter.purpose, {*scatter.parameters}, scatter.times) == ("gradient", paths, LAYERS)
+    assert scatter.total_bytes_sent == LAYERS * KERNELS * F32 * 7 // 8
+    gathers = [one for one in found.of("all-gather") if paths & {*one.parameters}]
+    assert [(one.purpose, one.times) for one in gathers] == [("parameter", LAYERS)] * 2
+    assert sum(one.total_bytes_sent for one in gathers) == LAYERS * KERNELS * BF16 * 7 // 8
+    assert not found.resharded
 
 
 def test_fsdp_on_cpus_sums_gradients_as_a_whole():

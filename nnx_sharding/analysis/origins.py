@@ -15,15 +15,18 @@ _NOTHING: frozenset[str] = frozenset()
 _MAX_DEPTH = 32  # of calls within calls; more are in damaged text only
 
 
-def origins(module: Module, names: Iterable[str]) -> dict[str, tuple[frozenset[str], ...]]:
+def origins(
+    module: Module, names: Iterable[str], arguments: Sequence[str] = ()
+) -> dict[str, tuple[frozenset[str], ...]]:
     """Which arguments the operands of instructions are computed from.
 
     What a loop carries counts as what it begins with, such as a parameter that each step changes;
     where that is a constant, as what the loop computes.
 
     Args:
-      module: the program; its arguments have their names as their operations.
+      module: the program.
       names: the instructions.
+      arguments: the names of its arguments in their order; if there are none, their operations.
 
     Returns:
       For each of them that can run, and each of its operands, the names of the arguments.
@@ -33,6 +36,7 @@ def origins(module: Module, names: Iterable[str]) -> dict[str, tuple[frozenset[s
     if entry is not None:
         inputs = [x for x in entry.instructions if x.opcode == "parameter"]
         by_number = {x.operands[:1]: frozenset([x.operation or x.name]) for x in inputs}
+        by_number |= {(str(i),): frozenset([name]) for i, name in enumerate(arguments)}
         numbers = range(len(inputs))
         tracer.run(entry.name, [by_number.get((str(i),), _NOTHING) for i in numbers], 0)
     return tracer.found

@@ -21,7 +21,8 @@ from nnx_sharding import jit
 from nnx_sharding.partition import fsdp, make_mesh, tensor_parallel
 
 BATCH, WIDTH, HIDDEN, LAYERS = 256, 256, 1024, 6
-SIZES = {"fsdp_step": {"data": 8}, "tensor_parallel_step": {"data": 2, "model": 4}}
+SIZES = {"fsdp_step": {"data": 8}, "stack_step": {"data": 8}}
+SIZES["tensor_parallel_step"] = {"data": 2, "model": 4}
 NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 
 
@@ -53,7 +54,19 @@ class Net(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-def train_step(devices, name, strategy):
+class Stack(nnx.Module):
+    """Layers in a loop, whose parameters have them as their first dimension."""
+
+    def __init__(self, rngs):
+        self.nets = nnx.vmap(Net)(rngs.fork(split=LAYERS))
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, net: x + net(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.nets
+        )
+
+
+def train_step(devices, name, strategy, model_type=Net):
     mesh = mesh_over(devices, **SIZES[name])
 
     def step(model, optimizer, x):
@@ -62,7 +75,7 @@ def train_step(devices, name, strategy):
         return loss
 
     def make():
-        model = Net(nnx.Rngs(0))
+        model = model_type(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     model, optimizer = nnx.eval_shape(make)
@@ -237,6 +250,12 @@ LOOPS = {f.__name__: f for f in (layers, scan, nested, convolution, attention, r
 PROGRAMS = {
     "fsdp_step": functools.partial(
         train_step, name="fsdp_step", strategy=functools.partial(fsdp, min_size=0)
+    ),
+    "stack_step": functools.partial(
+        train_step,
+        name="stack_step",
+        strategy=functools.partial(fsdp, min_size=0),
+        model_type=Stack,
     ),
     "tensor_parallel_step": functools.partial(
         train_step, name="tensor_parallel_step", strategy=tensor_parallel
