@@ -58,7 +58,7 @@ class Stack(nnx.Module):
     """Layers in a loop, whose parameters have them as their first dimension."""
 
     def __init__(self, rngs):
-        self.nets = nnx.vmap(Net)(rngs.fork(split=LAYERS))
+        self.nets = nnx.vmap(Net)(rngs.split(LAYERS))
 
     def __call__(self, x):
         return nnx.scan(lambda x, net: x + net(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
