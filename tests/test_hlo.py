@@ -284,6 +284,18 @@ class ReadTest(parameterized.TestCase):
             0,
         ),
         ("scatter", "f32[2]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}", 32, 24),
+        (
+            "scatter_start",
+            "((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%x), replica_groups={{0,1,2,3}}",
+            32,
+            24,
+        ),
+        (
+            "exchange_start",
+            "((f32[8]{0}), f32[8]{0}, u32[]) all-to-all-start(%x), replica_groups=[2,4]<=[8]",
+            32,
+            24,
+        ),
         ("tuple", "(f32[2], f32[2]) all-to-all(%x, %y), replica_groups={{0,1},{2,3}}", 16, 8),
         ("ragged", "f32[8] ragged-all-to-all(%x, %y), replica_groups={{0,1}}", 32, 16),
         ("broadcast", "f32[8] collective-broadcast(%x), replica_groups={{0,1}}", 32, 32),
