@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from .cost import Cost
 from .hlo import Instruction, Module
+from .opcodes import FREE
 from .shapes import Shape
 from .work import Work, applications, custom_work, shapes_of, work_of
 
@@ -56,8 +57,10 @@ def _work(module: Module) -> _Both:
         parts = [_called(i, known, module) for i in computation.instructions if i.opcode in _CALLS]
         if module.runs[name].in_loop or module.is_for_tpu:
             shapes = shapes_of(computation, module)
-            others = (one for one in computation.instructions if one.opcode not in _CALLS)
-            parts += [(own, own) for one in others for own in [_own(one, shapes, known, module)]]
+            others = (one for one in computation.instructions if one.opcode not in _NO_WORK)
+            is_fused = module.runs[name].is_fused  # then what calls it counts the bytes
+            own = (_own(one, shapes, known, module, is_fused) for one in others)
+            parts += [(work, work) for work in own]
         known[name] = _sum(parts)
     return _sum([both for name, both in known.items() if name not in module.callers])
 
@@ -70,6 +73,7 @@ def _sum(parts: Sequence[_Both]) -> _Both:
 
 
 _CALLS = {"while", "conditional", "call", "async-start"}
+_NO_WORK = _CALLS | FREE
 
 
 def _called(one: Instruction, known: Mapping[str, _Both], module: Module) -> _Both:
@@ -93,9 +97,10 @@ def _own(
     shapes: Mapping[str, list[Shape]],
     known: Mapping[str, _Both],
     module: Module,
+    is_fused: bool,
 ) -> Work:
     """What an instruction does, with what it applies to elements or has fused."""
-    own = work_of(one, shapes, module)
+    own = work_of(one, shapes, None if is_fused else module)
     times = 1 if one.opcode == "fusion" else applications(one, shapes)
     for _, name in one.calls() if times else ():
         own = own.plus(known.get(name, _NONE)[0]._replace(bytes_accessed=0), times)

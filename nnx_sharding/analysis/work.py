@@ -41,10 +41,13 @@ def shapes_of(computation: Computation, module: Module) -> dict[str, list[Shape]
     }
 
 
-def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) -> Work:
-    """What an instruction does itself, without the computations that it calls."""
+def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module | None) -> Work:
+    """What an instruction does itself, without the computations that it calls.
+
+    Without the module, bytes do not count.
+    """
     elements = _elements(shapes[one.name])
-    accessed = _bytes(one, shapes, module)
+    accessed = 0 if module is None else _bytes(one, shapes, module)
     if one.opcode in TRANSCENDENTAL:
         return Work(0, elements, accessed)
     if one.opcode in ELEMENTWISE:
