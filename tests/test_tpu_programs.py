@@ -17,7 +17,7 @@ from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.loops import with_loops
 from nnx_sharding.analysis.shapes import arrays
 from tpu.programs import BATCH, HIDDEN, LAYERS, LOOPS, PROGRAMS, SIZES, WIDTH
-from tpu.record import FOLDER, compiled, recorded, topology_devices
+from tpu.record import FOLDER, compiled, recorded
 
 F32, BF16, MIB = 4, 2, 2**20
 MESH = {"data": 8}
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 def on_tpu(name):
     """The program as text is read, and what it costs with loops."""
     if os.environ.get("NNX_SHARDING_TPU_COMPILER"):
-        text, cost = compiled(name, topology_devices())
+        text, cost = compiled(name)
     else:
         text, cost = recorded(name)
     module = parse(text)

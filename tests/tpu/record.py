@@ -7,31 +7,22 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import sys
 from pathlib import Path
 
+from nnx_sharding.partition.topology import topology_devices
+from tpu.programs import PROGRAMS
+
 FOLDER = Path(__file__).parent / "recorded"
-TOPOLOGY = "v5e:2x4"
 
 # What of the configuration of an instruction is read; the rest is most of the text.
 _KEPT = ("known_trip_count", "async_collective_fusion_config", "custom_call_config")
 
 
-def topology_devices():
-    """The devices of the topology, without a TPU."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(topology_name=TOPOLOGY, platform="tpu").devices
-
-
-def compiled(name, devices):
+def compiled(name):
     """The text of a program, and the estimates of the compiler."""
-    from tpu.programs import PROGRAMS
-
-    program = PROGRAMS[name](devices).compile()
+    program = PROGRAMS[name](topology_devices("v5e:2x4")).compile()
     cost = program.cost_analysis()
     return program.as_text(), {key: cost.get(key, 0.0) for key in ("flops", "transcendentals")}
 
@@ -58,13 +49,10 @@ def recorded(name):
 
 
 def main(names):
-    from tpu.programs import PROGRAMS
-
-    devices = topology_devices()
     file = FOLDER / "costs.json"
     costs = json.loads(file.read_text()) if file.exists() else {}
     for name in names or PROGRAMS:
-        text, costs[name] = compiled(name, devices)
+        text, costs[name] = compiled(name)
         data = gzip.compress(trimmed(text).encode(), mtime=0)
         (FOLDER / f"{name}.hlo.gz").write_bytes(data)
         print(f"{name}: {len(text)} characters, {len(data)} bytes")
