@@ -18,7 +18,7 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help demo test coverage test-python test-guard test-modes test-oldest test-matrix
+.PHONY: help demo test coverage test-python test-guard test-modes test-oldest test-matrix test-tpu
 .PHONY: asan lint types docs links package wheels check bench clean
 
 help:  ## show this list
@@ -73,6 +73,13 @@ test-modes: $(VENV)/.installed-tests  ## run the core tests with other options o
 	    failed="$$failed $$mode"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
+# The recorded programs are compiled again, in an environment of its own: the compiler takes 150 MB.
+TPU_VENV := $(VENV)-tpu
+test-tpu:  ## compile for TPUs with their real compiler, which needs none, and test that
+	$(MAKE) VENV=$(TPU_VENV) $(TPU_VENV)/.installed-tests,tpu
+	NNX_SHARDING_TPU_COMPILER=1 $(TPU_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
+	  tests/test_tpu_programs.py tests/test_topologies.py
+
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
 	$(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)" -- -m "not slow or oldest" \
 	  $(PYTEST_ARGS) $(CORE_TESTS) tests/test_static_programs.py tests/test_life.py \
@@ -107,7 +114,7 @@ bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:  ## delete everything that the other targets made, the environment included
-	rm -rf $(VENV) .nox build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
+	rm -rf $(VENV) $(TPU_VENV) .nox build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage*
 	find nnx_sharding tests docs benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 

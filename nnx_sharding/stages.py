@@ -194,7 +194,7 @@ class Lowered(Stage):
 
     def cost(self) -> Cost | None:
         """What the program of all devices computes, before optimisation; None if unavailable."""
-        return cost_of(self._stage.cost_analysis(), LOWERED)
+        return _lowered_cost(self._stage)
 
 
 class Compiled(Stage):
@@ -249,16 +249,15 @@ class Compiled(Stage):
         """What one device computes in a call, after optimisation; None if unavailable.
 
         Args:
-          loops: XLA counts the body of a loop once; whether to count the matrix products and
-            bytes in it as often as it runs, where that is known.
+          loops: XLA counts the body of a loop once; whether to count it as often as it runs. The
+            stage of the result says what that leaves open, such as loops of unknown length.
         """
         cost = cost_of(self._stage.cost_analysis(), COMPILED)
-        text = self._stage.as_text() if loops else None
-        return cost if cost is None or text is None else with_loops(cost, parse(text))
+        return with_loops(cost, parse(self._stage.as_text() or "")) if loops and cost else cost
 
     def lowered_cost(self) -> Cost | None:
         """What all devices compute in a call, before optimisation; None if unavailable."""
-        return None if self._lowered is None else cost_of(self._lowered.cost_analysis(), LOWERED)
+        return None if self._lowered is None else _lowered_cost(self._lowered)
 
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable."""
@@ -268,10 +267,9 @@ class Compiled(Stage):
         )
 
     def collectives(self) -> Collectives | None:
-        """What the devices exchange, with bytes and mesh axes; None if unavailable."""
-        text = self._stage.as_text()
-        mesh = mesh_of(self.shardings())
-        return None if text is None else collectives_of(text, mesh, self.parameters())
+        """What the devices exchange, with bytes and mesh axes; None if that is unknown."""
+        text, mesh = self._stage.as_text() or "", mesh_of(self.shardings())
+        return collectives_of(text, mesh, self.parameters())
 
     def roofline(self, device: Device | str) -> Roofline:
         """The least time that a call can take, the bodies of loops counted as often as they run.
@@ -280,7 +278,8 @@ class Compiled(Stage):
           device: the peak figures of the device, or its name, such as ``"TPU v5e"``, in
             :data:`nnx_sharding.analysis.DEVICES`; a ValueError if it is not there.
         """
-        bytes_sent = (self.collectives() or Collectives()).bytes_sent
+        found = self.collectives()
+        bytes_sent = None if found is None else found.bytes_sent
         return roofline_of(self.cost(loops=True), bytes_sent, device)
 
     def report(
@@ -341,3 +340,11 @@ def _shape_of(aval: Any) -> Any:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     except AttributeError:
         return aval
+
+
+def _lowered_cost(stage: Any) -> Cost | None:
+    """The cost before optimisation, which devices without a runtime do not have."""
+    try:
+        return cost_of(stage.cost_analysis(), LOWERED)
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return None

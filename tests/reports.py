@@ -80,6 +80,7 @@ def collective(kind, name, axes, size, **more):
         "num_groups": 2,
         "axes": axes,
         "in_loop": False,
+        "conditional": False,
         "times": 1,
         "operation": "jit(step)/mlp/dot_general",
         "source": "model.py:12",
@@ -181,8 +182,8 @@ def comparison(**more):
 
 def empty(**more):
     """A report in which everything optional is unknown."""
-    parts = ("mesh", "memory", "roofline", "hlo")
-    lists = {"parameters": [], "collectives": [], "activations": []}
+    parts = ("mesh", "memory", "roofline", "hlo", "collectives")
+    lists = {"parameters": [], "activations": []}
     cost = {"lowered": None, "compiled": None, "executed": None}
     return report(**dict.fromkeys(parts), **lists, cost=cost, **more)
 

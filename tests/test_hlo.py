@@ -105,6 +105,10 @@ LOOPS = """HloModule jit_f, num_partitions=8, replica_count=2
   ROOT %rs = f32[1]{0} reduce-scatter(%p.5), dimensions={0}, to_apply=%add
 }
 
+%fused (p.6: f32[8]) -> f32[8] {
+  ROOT %n = f32[8]{0} negate(%p.6)
+}
+
 ENTRY %main (x: f32[8], i: s32[]) -> f32[8] {
   %x = f32[8]{0} parameter(0)
   %w = f32[8]{0} while(%x), condition=%inner_condition, body=%outer, KNOWN_5
@@ -165,7 +169,8 @@ def read_all(text):
         str(collectives_of(module, mesh))
         str(collectives_of(module, mesh, []))
     cost = with_loops(Cost(1.0, 1.0, 0.0, "s"), module)
-    assert cost.flops >= 1 and cost.bytes_accessed >= 1
+    assert (cost is None) == (collectives_of(module) is None) == bool(module.unread)
+    assert cost is None or (cost.flops >= 1 and cost.bytes_accessed >= 1)
     return module
 
 
@@ -217,7 +222,7 @@ class ReadTest(parameterized.TestCase):
         assert module.name == "jit_f"
         assert module.num_devices == 16
         assert module.entry.name == "main"
-        assert [len(one.instructions) for one in module.computations] == [3, 2, 1, 3, 1, 1, 1, 7]
+        assert [len(one.instructions) for one in module.computations] == [3, 2, 1, 3, 1, 1, 1, 1, 7]
         assert parse("add (a: f32[]) -> f32[] {\n}").computations[0].name == "add"
         assert parse("ENTRY main.5 {\n}").entry.name == "main.5"
 
@@ -279,12 +284,23 @@ class ReadTest(parameterized.TestCase):
             0,
         ),
         ("scatter", "f32[2]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}", 32, 24),
+        (
+            "scatter_start",
+            "((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%x), replica_groups={{0,1,2,3}}",
+            32,
+            24,
+        ),
+        (
+            "exchange_start",
+            "((f32[8]{0}), f32[8]{0}, u32[]) all-to-all-start(%x), replica_groups=[2,4]<=[8]",
+            32,
+            24,
+        ),
         ("tuple", "(f32[2], f32[2]) all-to-all(%x, %y), replica_groups={{0,1},{2,3}}", 16, 8),
         ("ragged", "f32[8] ragged-all-to-all(%x, %y), replica_groups={{0,1}}", 32, 16),
         ("broadcast", "f32[8] collective-broadcast(%x), replica_groups={{0,1}}", 32, 32),
         ("alone", "f32[8]{0} all-reduce(%x), replica_groups={{0},{1}}", 32, 0),
         ("of_replicas", "f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0}}", 32, 56),
-        ("unknown_groups", "f32[8]{0} all-reduce(%x), replica_groups=[8]<=[8]", 32, 0),
     )
     def test_bytes(self, text, size, sent):
         [found] = collectives_of(f"%r = {text}", {"x": 8})
@@ -299,11 +315,11 @@ class ReadTest(parameterized.TestCase):
         )
         line = '%a = f32[8]{0} all-reduce(%x), metadata={op_name="f" stack_frame_id=2}\n'
         for head in (plain, shifted):
-            [found] = collectives_of(f"{head}\n\n%c {{\n{line}}}\n")
+            [found] = collectives_of(f"{head}\n\nENTRY %c {{\n{line}}}\n")
             assert (found.operation, found.source) == ("f", "model.py:12")
         endless = TABLES + "1 {file_location_id=2 parent_frame_id=2}\n"
         endless += "2 {file_location_id=2 parent_frame_id=1}\n"
-        [found] = collectives_of(f"{endless}\n{line}")
+        [found] = collectives_of(f"{endless}\n\nENTRY %c {{\n{line}}}\n")
         assert found.source == "linear.py:400"
         assert collectives_of(line)[0].source is None
 
@@ -320,6 +336,7 @@ class ReadTest(parameterized.TestCase):
 
     def test_flops_in_loops(self):
         body = (
+            "%c (p: f32[4,8]) -> pred[] {{\n  ROOT %t = pred[] constant(true)\n}}\n"
             "%body (p: f32[4,8]) -> f32[4,8] {{\n  %p = f32[4,8]{{1,0}} parameter(0)\n"
             "  %k = f32[8,8]{{1,0}} constant({{...}})\n  {}\n}}\n"
             "ENTRY %main (x: f32[4,8]) -> f32[4,8] {{\n  %x = f32[4,8]{{1,0}} parameter(0)\n"
@@ -353,6 +370,7 @@ class ReadTest(parameterized.TestCase):
 
     def test_bytes_of_a_fusion_that_replaces_a_slice(self):
         text = (
+            "%c (p: f32[4,8]) -> pred[] {\n  ROOT %t = pred[] constant(true)\n}\n"
             "%fused (a: f32[4,8], u: f32[1,8], i: s32[]) -> f32[4,8] {\n"
             "  %a = f32[4,8]{1,0} parameter(0)\n  %u = f32[1,8]{1,0} parameter(1)\n"
             "  %i = s32[] parameter(2)\n"

@@ -407,9 +407,20 @@ def test_phone(browser, tmp_path, make):
 def test_report_in_which_everything_is_unknown(browser, tmp_path):
     with Page(browser, tmp_path, reports.empty()) as page:
         assert page.tab.locator("main section").count() == 7
+        assert "is not understood" in page.tab.locator("#collectives").inner_text()
+        sent = page.tab.locator(".tiles div", has_text="Bytes sent")
+        assert sent.locator("data").count() == 0
+        assert "is not understood" in sent.inner_text()
     failed = reports.comparison(reports={"pp": {"error": "no"}})
     with Page(browser, tmp_path, failed) as page:
         assert page.result("comparison") == "1 strategy"
+
+
+def test_branches_count_as_taken(browser, tmp_path):
+    moves = [reports.collective("all-reduce", "all-reduce.3", ["model"], 64, conditional=True)]
+    with Page(browser, tmp_path, reports.report(collectives=moves)) as page:
+        assert "≤ 1" in page.tab.locator("#collectives tbody").last.inner_text()
+        assert "each branch" in page.tab.locator(".tiles").inner_text()
 
 
 def test_meshes_of_other_ranks(browser, tmp_path):

@@ -11,11 +11,13 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
-from .hlo import Instruction, Module, parse
+from .hlo import Computation, Instruction, Module, parse
+from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, uses_of
-from .shapes import Shape, arrays
+from .shapes import arrays
 from .tables import Pictured, table, text
+from .tpu_forms import repeated_in_fusions, with_metadata
 from .units import bytes_text, printable
 
 CollectiveKind: TypeAlias = Literal[
@@ -26,7 +28,6 @@ MeshAxes: TypeAlias = tuple[str, ...] | None
 K = TypeVar("K")
 
 _UNKNOWN = Use(None, (), None)
-_KINDS = {*get_args(CollectiveKind), "ragged-all-to-all", "collective-broadcast"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class Collective:
       axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1; None
         if no set of axes has these groups, or the mesh is not known.
       in_loop: whether it is in a loop.
-      times: how often it runs in one call; each branch of a conditional counts as taken. None in
-        a loop of unknown length.
+      conditional: whether it is in a branch of a conditional. Each branch counts as taken, so that
+        ``times`` is an upper bound.
+      times: how often it runs in one call. None in a loop of unknown length.
       operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
       source: the line of the user's code, such as ``model.py:12``.
       purpose: ``parameter`` if it moves parameters or other Variables to where they are used;
@@ -74,6 +76,7 @@ class Collective:
     num_groups: int
     axes: tuple[str, ...] | None
     in_loop: bool
+    conditional: bool
     times: int | None
     operation: str | None
     source: str | None
@@ -115,8 +118,10 @@ class Collectives(tuple[Collective, ...], Pictured):
           >>> len(collectives_of(hlo, {"data": 2, "model": 2}).of("all-reduce", "model"))
           1
         """
-        if kind is not None and kind not in _KINDS:
-            raise ValueError(f"{kind!r} is not a kind of collective; use one of {sorted(_KINDS)}.")
+        if kind is not None and kind not in COLLECTIVES:
+            raise ValueError(
+                f"{kind!r} is not a kind of collective; use one of {sorted(COLLECTIVES)}."
+            )
         return Collectives(
             one
             for one in self
@@ -138,6 +143,19 @@ class Collectives(tuple[Collective, ...], Pictured):
     def has_unknown_times(self) -> bool:
         """Whether one is in a loop of unknown length, so that there may be more."""
         return any(one.times is None for one in self)
+
+    @property
+    def has_conditional(self) -> bool:
+        """Whether one is in a branch that may not be taken, so that there may be less."""
+        return any(one.conditional for one in self)
+
+    @property
+    def remark(self) -> str:
+        """What the sums leave open, as the end of a sentence."""
+        return (
+            " or more, as a loop is of unknown length" * self.has_unknown_times
+            + ", each branch of a conditional counted as taken" * self.has_conditional
+        )
 
     def counts(self) -> dict[CollectiveKind, int]:
         """The number of instructions of each kind, zeros included; one in a loop counts once."""
@@ -174,8 +192,7 @@ class Collectives(tuple[Collective, ...], Pictured):
             return
         header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
         yield table(header, map(_cells, self))
-        more = " or more, as a loop is of unknown length" if self.has_unknown_times else ""
-        yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{more}")
+        yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{self.remark}")
 
 
 def axes_text(axes: MeshAxes) -> str:
@@ -185,13 +202,13 @@ def axes_text(axes: MeshAxes) -> str:
 
 def _cells(one: Collective) -> tuple[str, ...]:
     sizes = bytes_text(one.bytes), bytes_text(one.bytes_sent)
-    times = "?" if one.times is None else str(one.times)
+    times = "?" if one.times is None else "≤ " * one.conditional + str(one.times)
     return one.kind, axes_text(one.axes), *sizes, times, one.purpose or "", one.of, one.source or ""
 
 
 def collectives_of(
     hlo: str | Module, mesh: Any = None, arguments: Iterable[ParameterRow] | None = None
-) -> Collectives:
+) -> Collectives | None:
     """Lists the collectives of a compiled program.
 
     Args:
@@ -203,7 +220,7 @@ def collectives_of(
         what the collectives are for.
 
     Returns:
-      The collectives, in the order of the text.
+      The collectives, in the order of the text. None if a part of it is not understood.
 
     Example:
       >>> from nnx_sharding.analysis import collectives_of
@@ -215,15 +232,19 @@ def collectives_of(
     module = parse(hlo) if isinstance(hlo, str) else hlo
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
+    if module.unread:
+        return None
+    repeated = repeated_in_fusions(module)
     found = [
-        (computation.name, instruction, cast(Kind, kind))
+        (computation, with_metadata(instruction, computation, module))
         for computation in module.computations
         for instruction in computation.instructions
-        if (kind := instruction.opcode.removesuffix("-start")) in _KINDS
+        if instruction.opcode.removesuffix("-start") in COLLECTIVES
+        and instruction.name not in repeated
     ]
     uses: Mapping[str, Use] = {}
     if found and arguments is not None:
-        uses = uses_of(module, [instruction for _, instruction, _ in found], arguments)
+        uses = uses_of(module, [instruction for _, instruction in found], arguments)
     return Collectives(
         _collective(module, *one, sizes, uses.get(one[1].name, _UNKNOWN)) for one in found
     )
@@ -231,51 +252,48 @@ def collectives_of(
 
 def _collective(
     module: Module,
-    computation: str,
+    computation: Computation,
     instruction: Instruction,
-    kind: Kind,
     sizes: Mapping[str, int],
     use: Use,
 ) -> Collective:
-    results, mesh = _results(instruction), tuple(sizes.items())
+    kind = cast(Kind, instruction.opcode.removesuffix("-start"))
+    results, mesh = instruction.results, tuple(sizes.items())
+    runs = module.runs[computation.name]
     if kind == "collective-permute":
         pairs = tuple(pair for pair in instruction.source_target_pairs if len({*pair}) > 1)
-        groups: Groups | None = connected(pairs)
+        groups = connected(pairs)
         axes = axes_of_pairs(pairs, mesh)
     else:
-        count = math.prod(sizes.values()) if mesh else module.num_devices or 1
-        groups = _groups(instruction, count)
-        axes = None if groups is None else axes_of_groups(groups, mesh)
-    size = max(map(len, groups or ()), default=1)
+        groups = _groups(
+            instruction, math.prod(sizes.values()) if mesh else module.num_devices or 1
+        )
+        axes = axes_of_groups(groups, mesh)
+    size = max(map(len, groups), default=1)
     larger = sum(shape.bytes for shape in results) * (size if kind == "reduce-scatter" else 1)
-    runs = module.runs[computation]
+    if kind == "all-reduce" and runs.is_fused and size > 1:
+        parts = [s for one in computation.instructions if one.is_root for s in arrays(one.shape)]
+        # A fusion that sums, and keeps the part of each device, is a reduce-scatter.
+        if sum(shape.bytes for shape in parts) * size == larger:
+            kind, results = "reduce-scatter", parts
     return Collective(
         kind=kind,
         name=instruction.name,
-        computation=computation,
+        computation=computation.name,
         dtype="+".join(dict.fromkeys(shape.dtype for shape in results)),
         shapes=tuple(shape.dims for shape in results),
         bytes=larger,
         bytes_sent=_bytes_sent(kind, larger, size),
         group_size=size,
-        num_groups=1 if groups is None else len(groups),
+        num_groups=len(groups),
         axes=axes if mesh else None,
         in_loop=runs.in_loop,
+        conditional=runs.in_branch,
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
         **use._asdict(),
     )
-
-
-def _results(instruction: Instruction) -> list[Shape]:
-    """The arrays that a collective makes, also if it is the start of a pair."""
-    shape, opcode = instruction.shape, instruction.opcode
-    # An all-reduce-start has the shape of the result; other starts are (operand, result, ...).
-    is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
-    if is_start and not isinstance(shape, Shape) and len(shape) > 1:
-        shape = shape[1]
-    return list(arrays(shape))
 
 
 def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
@@ -287,9 +305,9 @@ def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
     return -(-larger * (2 if kind == "all-reduce" else 1) * (size - 1) // size)
 
 
-def _groups(instruction: Instruction, count: int) -> Groups | None:
-    """The groups of devices; None if they are not understood."""
-    groups, attributes = instruction.replica_groups, instruction.attributes
+def _groups(instruction: Instruction, count: int) -> Groups:
+    """The groups of devices."""
+    groups, attributes = instruction.replica_groups or (), instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
     of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
     # Then the groups are of replicas, of which JAX makes one, and each is joined by all partitions.

@@ -1,8 +1,8 @@
 """A reader of HLO text: computations, instructions, and how often each computation runs.
 
 A line is split into name, shape, opcode and the rest when the text is read; the parts are read on
-access. So ten megabytes take about a second, and nothing unknown can stop the reader: a line that
-is not an instruction is skipped.
+access. So ten megabytes take about a second, and nothing unknown can stop the reader: what is not
+understood is listed, and makes what the program does unknown.
 
 The format is that of ``HloModule::ToString`` in XLA; it has no specification.
 """
@@ -18,7 +18,10 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from .device_groups import Groups, number_lists, read_groups
-from .shapes import MAX_SIZE, Shapes, read_shape
+from .opcodes import COLLECTIVES, OPCODES, base
+from .runs import Runs, runs_of
+from .shapes import Shape, Shapes, arrays, is_shape, read_shape
+from .trip_counts import trip_counts
 
 
 class Instruction(NamedTuple):
@@ -38,7 +41,8 @@ class Instruction(NamedTuple):
     @property
     def operands(self) -> tuple[str, ...]:
         """The operands as they are written; those of a constant or parameter are its literal."""
-        return _parts(self.rest)[0]
+        cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
+        return tuple(part for part in cleaned if part)
 
     @property
     def operand_names(self) -> tuple[str, ...]:
@@ -49,7 +53,8 @@ class Instruction(NamedTuple):
     def attributes(self) -> dict[str, str]:
         """The attributes as they are written, by name."""
         attributes: dict[str, str] = {}
-        for part in _parts(self.rest)[1]:
+        _, end = _split(self.rest, 0, ")")
+        for part in _split(self.rest, end, "")[0]:
             key, equals, value = part.partition("=")
             if equals:
                 attributes.setdefault(key.strip(), value.strip())
@@ -72,7 +77,7 @@ class Instruction(NamedTuple):
     @property
     def operation(self) -> str | None:
         """The operation that it was made from, as ``jit(f)/mlp/dot_general``."""
-        name = _OP_NAME.search(self.attributes.get("metadata", ""))
+        name = OP_NAME.search(self.attributes.get("metadata", ""))
         return re.sub(r"\\(.)", r"\1", name[1]) if name else None
 
     @property
@@ -82,6 +87,20 @@ class Instruction(NamedTuple):
             return None
         count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
         return int(count[1]) if count else None
+
+    @property
+    def results(self) -> list[Shape]:
+        """The arrays that it makes, also if it is the start of a pair."""
+        shape, opcode = self.shape, self.opcode
+        # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...);
+        # other starts are (operand, result, ...).
+        is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
+        if is_start and not isinstance(shape, Shape) and len(shape) > 1:
+            shape = shape[0 if opcode == "copy-start" else 1]
+        return list(arrays(shape))
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.shape_text} {self.opcode}({self.rest}"
 
     def calls(self) -> Iterator[tuple[str, str]]:
         """The computations that it runs, each after the attribute that names it."""
@@ -100,14 +119,6 @@ class Computation:
     instructions: list[Instruction]
 
 
-class Runs(NamedTuple):
-    """How often a computation runs in one call of the program."""
-
-    times: int | None  # each branch of a conditional counts as taken; None if it is unknown
-    in_loop: bool
-    is_fused: bool  # part of a single operation: a fusion, or what a reduction applies
-
-
 @dataclasses.dataclass(frozen=True)
 class Module:
     """A program that was read from text.
@@ -116,11 +127,13 @@ class Module:
       name: the name of the module; empty if there is none.
       head: the text before the first computation: options, and the tables of source lines.
       computations: in the order in which they are written.
+      skipped: lines in or after computations that were not understood.
     """
 
     name: str
     head: str
     computations: list[Computation]
+    skipped: tuple[str, ...] = ()
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Computation]:
@@ -139,10 +152,62 @@ class Module:
         counts = _COUNT.findall(options[0]) if options else ()
         return math.prod(map(int, counts)) if counts else None
 
+    @property
+    def is_for_tpu(self) -> bool:
+        """Whether the compiler for TPUs wrote it, whose layouts have tiles."""
+        return ":T(" in self.head
+
+    @functools.cached_property
+    def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:
+        """What each computation calls: the instruction, its attribute, and the computation."""
+        return {
+            one.name: [(i, *call) for i in one.instructions for call in i.calls()]
+            for one in self.computations
+        }
+
+    @functools.cached_property
+    def callers(self) -> Mapping[str, tuple[Computation, Instruction]]:
+        """An instruction that calls each computation, and where it is."""
+        return {
+            callee: (computation, one)
+            for computation in self.computations
+            for one, _, callee in self.calls[computation.name]
+        }
+
+    @functools.cached_property
+    def unread(self) -> list[str]:
+        """What is not understood; unless it is empty, what the program does is unknown."""
+        unread = [*self.skipped]
+        if not self.computations or (self.name and self.entry is None):
+            unread.append("no computation that the program begins with")
+        unread += ["computations that call each other"] * (self.callees_first is None)
+        for computation in self.computations:
+            unread += [str(one) for one in computation.instructions if not _is_known(one)]
+            unread += [
+                f"{name}, which {one.name} calls"
+                for one, attribute, name in self.calls[computation.name]
+                if name not in self.by_name and (attribute != "to_apply" or one.opcode == "call")
+            ]
+        return unread
+
+    @functools.cached_property
+    def callees_first(self) -> list[str] | None:
+        """The names of computations, each after those that it calls; None if there are cycles."""
+        callees = {name: [callee for *_, callee in calls] for name, calls in self.calls.items()}
+        try:
+            return [*graphlib.TopologicalSorter(callees).static_order()]
+        except graphlib.CycleError:  # in damaged text
+            return None
+
+    @functools.cached_property
+    def trip_counts(self) -> Mapping[str, int]:
+        """How often the body of each ``while`` runs, by the name of the instruction, if known."""
+        return {} if self.callees_first is None else trip_counts(self)
+
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
         """How often each computation runs. What nothing calls counts once."""
-        return _runs(self)
+        return runs_of(self)
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
         """The lines that it was made from, as (file, line), innermost first."""
@@ -197,6 +262,7 @@ def parse(text: str) -> Module:
     """
     computations: list[Computation] = []
     head: list[str] = []
+    skipped: list[str] = []
     instructions: list[Instruction] | None = None
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
@@ -213,9 +279,13 @@ def parse(text: str) -> Module:
             instructions = None
         elif not computations:
             head.append(line)
+        elif line.strip():
+            skipped.append(line.strip())
+    if instructions is not None and computations[-1].name:
+        skipped.append(f"the end of {computations[-1].name}")
     before = "\n".join(head)
     title = re.search(r"^HloModule ([^\s,]+)", before, re.MULTILINE)
-    return Module(title[1] if title else "", before, computations)
+    return Module(title[1] if title else "", before, computations, tuple(skipped))
 
 
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
@@ -223,7 +293,7 @@ def parse(text: str) -> Module:
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = (\S.*?)\s([a-z][a-z0-9\-]*)\(")
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", re.MULTILINE)
@@ -233,61 +303,40 @@ _CALLS |= {"true_computation", "false_computation"}
 _MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")
 
 
-def _parts(rest: str) -> tuple[tuple[str, ...], list[str]]:
-    """The operands, and the attributes that follow the bracket which closes them."""
-    operands: list[str] = []
-    attributes: list[str] = []
-    into, depth, start = operands, 0, 0
-    for match in _TOKEN.finditer(rest):
+def _is_known(one: Instruction) -> bool:
+    """Whether it is understood what an instruction does, and with which devices."""
+    kind = base(one.opcode)
+    if not is_shape(one.shape_text):
+        return False
+    if kind in COLLECTIVES and not one.opcode.endswith("-done"):
+        return one.replica_groups is not None
+    if kind == "send":  # to the host, which may send it to other slices
+        return "is_host_transfer=true" in one.rest and "xla_megascale" not in one.rest
+    is_exchange = kind == "custom-call" and _COMMUNICATES.search(one.rest) is not None
+    return kind in OPCODES and not is_exchange
+
+
+# A Pallas kernel that sends to other devices.
+_COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true')
+
+
+def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
+    """The parts between commas that are in no bracket, up to a closing bracket; and its end."""
+    parts: list[str] = []
+    depth = 0
+    for match in _TOKEN.finditer(text, start):
         token = match[0]
         if token in "([{":
             depth += 1
-        elif token == ")" and depth == 0 and into is operands:
-            operands.append(rest[start : match.start()])
-            into, start = attributes, match.end()
+        elif token == closing and depth == 0:
+            return [*parts, text[start : match.start()]], match.end()
         elif token in ")]}":
             depth = max(depth - 1, 0)
         elif token == "," and depth == 0:
-            into.append(rest[start : match.start()])
+            parts.append(text[start : match.start()])
             start = match.end()
-    into.append(rest[start:])
-    cleaned = (_COMMENT.sub("", text).strip() for text in operands)
-    return tuple(text for text in cleaned if text), attributes
+    return [*parts, text[start:]], len(text)
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
 _COMMENT = re.compile(r"/\*.*?\*/")
-
-
-def _runs(module: Module) -> dict[str, Runs]:
-    calls = {computation.name: list(_calls_of(computation)) for computation in module.computations}
-    callees = {name: [callee for callee, *_ in called] for name, called in calls.items()}
-    try:
-        order = [*graphlib.TopologicalSorter(callees).static_order()]
-    except graphlib.CycleError:  # in damaged text
-        order = [*calls]
-    runs: dict[str, Runs] = {}
-    for name in reversed(order):  # callers come first
-        caller = runs.setdefault(name, Runs(1, False, False))
-        for callee, count, loops, fuses in calls.get(name, ()):
-            times = None if caller.times is None or count is None else caller.times * count
-            in_loop, is_fused = caller.in_loop or loops, caller.is_fused or fuses
-            known = runs.get(callee)
-            if known is not None:
-                times = None if known.times is None or times is None else known.times + times
-                in_loop, is_fused = in_loop or known.in_loop, is_fused and known.is_fused
-            is_plausible = times is not None and times <= MAX_SIZE
-            runs[callee] = Runs(times if is_plausible else None, in_loop, is_fused)
-    return runs
-
-
-def _calls_of(computation: Computation) -> Iterator[tuple[str, int | None, bool, bool]]:
-    """Its calls: computation, how often, whether in a loop, whether as part of an operation."""
-    for instruction in computation.instructions:
-        loops = instruction.opcode == "while"
-        for attribute, callee in instruction.calls():
-            times = instruction.trip_count if loops else 1
-            if times is not None and attribute == "condition":
-                times += 1
-            fuses = attribute == "to_apply" and instruction.opcode != "call"
-            yield callee, times, loops, fuses or instruction.opcode == "fusion"

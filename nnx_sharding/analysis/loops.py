@@ -3,127 +3,126 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .cost import Cost
-from .hlo import Computation, Instruction, Module
-from .shapes import Shape, arrays
+from .hlo import Instruction, Module
+from .opcodes import FREE
+from .shapes import Shape
+from .work import Work, applications, custom_work, shapes_of, work_of
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
+UNKNOWN_LENGTH = "those of unknown length once"
+BRANCHES = "of conditionals the largest branch, so at most"
+CUSTOM_CALLS = "custom calls of unknown cost left out"
+MAIN_MEMORY = "bytes of the main memory"
 
-# Operations that move no data: names for it, and calls of computations, which count themselves.
-_FREE = {
-    "parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "while",
-    "conditional", "call", "after-all", "add-dependency", "opt-barrier", "partition-id",
-    "replica-id",
-}  # fmt: skip
-_SLICES = {"slice", "dynamic-slice", "gather"}
+# What instructions do, each loop counted once as XLA does, and as often as it runs.
+_Both = tuple[Work, Work]
+_NONE: _Both = (Work(), Work())
 
 
-def with_loops(cost: Cost, module: Module) -> Cost:
+def with_loops(cost: Cost, module: Module) -> Cost | None:
     """XLA's estimate for a program with the body of each loop counted as often as it runs.
 
-    Added are the flops of matrix products and convolutions, and the bytes of all operations. A
-    slice of an array counts for itself, not for the array. Loops of unknown length count once.
+    Added is what bodies do in all runs but the first. A slice of an array counts for itself, not
+    for the array. What the figures leave open is in the name of their stage. For TPUs XLA counts
+    what stays in the vector memory as well; here only bytes of the main memory count.
+
+    Returns:
+      The estimate; None if the program is not understood.
     """
-    flops = accessed = 0
-    for computation in module.computations:
-        runs = module.runs[computation.name]
-        if runs.in_loop and runs.times is not None and runs.times > 1:
-            shapes, more = _shapes(computation), runs.times - 1
-            flops += more * sum(_flops(one, shapes) for one in computation.instructions)
-            if not runs.is_fused:
-                sizes = (_bytes(one, shapes, module) for one in computation.instructions)
-                accessed += more * sum(sizes)
-    return dataclasses.replace(
-        cost,
-        flops=_plus(cost.flops, flops),
-        bytes_accessed=_plus(cost.bytes_accessed, accessed),
-        stage=WITH_LOOPS,
-    )
+    if module.unread:
+        return None
+    once, executed = _work(module)
+    more = executed.plus(once, -1)
+    figures = {name: _plus(getattr(cost, name), n) for name, n in more._asdict().items()}
+    if module.is_for_tpu and cost.bytes_accessed is not None:
+        figures["bytes_accessed"] = float(executed.bytes_accessed)
+    stage = ", ".join([WITH_LOOPS, *_remarks(module)])
+    return dataclasses.replace(cost, **figures, stage=stage)
 
 
 def _plus(figure: float | None, more: int) -> float | None:
     return None if figure is None else figure + min(more, 1 << 100)  # larger ones may overflow
 
 
-def _shapes(computation: Computation) -> dict[str, list[Shape]]:
-    """The arrays that each instruction makes."""
-    return {one.name: list(arrays(one.shape)) for one in computation.instructions}
-
-
-def _size(shapes: list[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
-
-
-def _flops(instruction: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
-    """2·m·k·n for a matrix product, the like for a convolution, 0 for all else."""
-    if instruction.opcode not in ("dot", "convolution", "custom-call"):
-        return 0
-    operands = [shapes.get(name, []) for name in instruction.operand_names[:2]]
-    results = shapes[instruction.name]
-    if len(operands) < 2 or not results or not all(operands):
-        return 0
-    lhs, rhs, outputs = operands[0][0].dims, operands[1][0].dims, math.prod(results[0].dims)
-    attributes = instruction.attributes
-    if instruction.opcode == "convolution":
-        kernel = re.search(r"_(\w+)->", attributes.get("dim_labels", ""))
-        features = kernel[1].find("o") if kernel else -1
-        if not 0 <= features < len(rhs) or not rhs[features]:
-            return 0
-        return 2 * outputs * math.prod(rhs) // rhs[features]
-    # The dimensions that a product sums over; of a GEMM of a library in its configuration.
-    gemm = _GEMM.search(attributes.get("backend_config", ""))
-    text = attributes.get("lhs_contracting_dims", gemm and gemm[1])
-    axes = [int(axis) for axis in re.findall(r"\d{1,3}", text or "")]
-    if text is None or any(axis >= len(lhs) for axis in axes):
-        return 0
-    return 2 * outputs * math.prod(lhs[axis] for axis in axes)
-
-
-_GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-
-
-def _bytes(instruction: Instruction, shapes: Mapping[str, list[Shape]], module: Module) -> int:
-    """The bytes that one operation reads and writes."""
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done"):
-        return 0
-    operands = [_size(shapes.get(name, [])) for name in instruction.operand_names]
-    result = _size(shapes[instruction.name])
-    if opcode in _SLICES:
-        return 2 * result
-    if opcode == "dynamic-update-slice":
-        return 2 * operands[1] if len(operands) > 1 else 0
-    callee = module.by_name.get(instruction.attributes.get("calls", "").lstrip("%"))
-    if opcode == "fusion" and callee is not None:
-        return _fusion_bytes(callee, operands, result)
-    return sum(operands) + result
-
-
-def _fusion_bytes(callee: Computation, operands: list[int], result: int) -> int:
-    """The bytes of a fusion; of arrays that it slices, only the slices read or replaced."""
-    shapes = _shapes(callee)
-    users: dict[str, list[Instruction]] = {}
-    for one in callee.instructions:
-        for name in one.operand_names:
-            users.setdefault(name, []).append(one)
-    written, read = result, 0
-    for one in callee.instructions:
-        if one.opcode == "dynamic-update-slice" and one.is_root and len(one.operand_names) > 1:
-            written = _size(shapes.get(one.operand_names[1], []))
-        if one.opcode != "parameter" or not one.operands or not one.operands[0].isdecimal():
+def _work(module: Module) -> _Both:
+    """What a program does; out of loops only what contains some, as the rest is the same."""
+    known: dict[str, _Both] = {}
+    for name in module.callees_first or ():
+        computation = module.by_name.get(name)
+        if computation is None:
             continue
-        number, uses = int(one.operands[0]), users.get(one.name, [])
-        if all(use.opcode in _SLICES and use.operand_names[0] == one.name for use in uses):
-            read += sum(_size(shapes[use.name]) for use in uses)
-        elif not all(_is_updated(one.name, use) for use in uses):
-            read += operands[number] if number < len(operands) else 0
-    return written + read
+        parts = [_called(i, known, module) for i in computation.instructions if i.opcode in _CALLS]
+        if module.runs[name].in_loop or module.is_for_tpu:
+            shapes = shapes_of(computation, module)
+            others = (one for one in computation.instructions if one.opcode not in _NO_WORK)
+            is_fused = module.runs[name].is_fused  # then what calls it counts the bytes
+            own = (_own(one, shapes, known, module, is_fused) for one in others)
+            parts += [(work, work) for work in own]
+        known[name] = _sum(parts)
+    return _sum([both for name, both in known.items() if name not in module.callers])
 
 
-def _is_updated(name: str, use: Instruction) -> bool:
-    """Whether an instruction only replaces a slice of the array."""
-    return use.opcode == "dynamic-update-slice" and use.operand_names.index(name) == 0
+def _sum(parts: Sequence[_Both]) -> _Both:
+    once, executed = _NONE
+    for part in parts:
+        once, executed = once.plus(part[0]), executed.plus(part[1])
+    return once, executed
+
+
+_CALLS = {"while", "conditional", "call", "async-start"}
+_NO_WORK = _CALLS | FREE
+
+
+def _called(one: Instruction, known: Mapping[str, _Both], module: Module) -> _Both:
+    """What the computations do that an instruction calls, as often as it calls them."""
+    called = [(attribute, known.get(name, _NONE)) for attribute, name in one.calls()]
+    if one.opcode == "conditional" and called:
+        once, executed = zip(*(both for _, both in called), strict=True)
+        return _most(once), _most(executed)
+    count = module.trip_counts.get(one.name, 1)
+    is_counted = one.name in module.trip_counts
+    once = executed = Work()
+    for attribute, both in called:
+        # A loop runs its condition once more than its body.
+        times = count + (is_counted and attribute == "condition")
+        once, executed = once.plus(both[0]), executed.plus(both[1], times)
+    return once, executed
+
+
+def _own(
+    one: Instruction,
+    shapes: Mapping[str, list[Shape]],
+    known: Mapping[str, _Both],
+    module: Module,
+    is_fused: bool,
+) -> Work:
+    """What an instruction does, with what it applies to elements or has fused."""
+    own = work_of(one, shapes, None if is_fused else module)
+    times = 1 if one.opcode == "fusion" else applications(one, shapes)
+    for _, name in one.calls() if times else ():
+        own = own.plus(known.get(name, _NONE)[0]._replace(bytes_accessed=0), times)
+    return own
+
+
+def _most(branches: Sequence[Work]) -> Work:
+    return Work(*map(max, zip(*branches, strict=True)))
+
+
+def _remarks(module: Module) -> list[str]:
+    """What the figures leave open."""
+    every = [one for computation in module.computations for one in computation.instructions]
+    remarks = {
+        MAIN_MEMORY: module.is_for_tpu,
+        UNKNOWN_LENGTH: any(
+            one.opcode == "while" and one.name not in module.trip_counts for one in every
+        ),
+        BRANCHES: any(one.opcode == "conditional" for one in every),
+        CUSTOM_CALLS: any(
+            one.opcode == "custom-call" and "_custom_call" in one.rest and custom_work(one) is None
+            for one in every
+        ),
+    }
+    return [remark for remark, holds in remarks.items() if holds]

@@ -15,15 +15,18 @@ _NOTHING: frozenset[str] = frozenset()
 _MAX_DEPTH = 32  # of calls within calls; more are in damaged text only
 
 
-def origins(module: Module, names: Iterable[str]) -> dict[str, tuple[frozenset[str], ...]]:
+def origins(
+    module: Module, names: Iterable[str], arguments: Sequence[str] = ()
+) -> dict[str, tuple[frozenset[str], ...]]:
     """Which arguments the operands of instructions are computed from.
 
     What a loop carries counts as what it begins with, such as a parameter that each step changes;
     where that is a constant, as what the loop computes.
 
     Args:
-      module: the program; its arguments have their names as their operations.
+      module: the program.
       names: the instructions.
+      arguments: the names of its arguments in their order; if there are none, their operations.
 
     Returns:
       For each of them that can run, and each of its operands, the names of the arguments.
@@ -33,6 +36,7 @@ def origins(module: Module, names: Iterable[str]) -> dict[str, tuple[frozenset[s
     if entry is not None:
         inputs = [x for x in entry.instructions if x.opcode == "parameter"]
         by_number = {x.operands[:1]: frozenset([x.operation or x.name]) for x in inputs}
+        by_number |= {(str(i),): frozenset([name]) for i, name in enumerate(arguments)}
         numbers = range(len(inputs))
         tracer.run(entry.name, [by_number.get((str(i),), _NOTHING) for i in numbers], 0)
     return tracer.found
@@ -43,6 +47,8 @@ class _Tracer:
 
     def __init__(self, module: Module, wanted: frozenset[str]):
         self._module, self._wanted = module, wanted
+        computations = module.computations
+        self._inside = {c.name for c in computations for i in c.instructions if i.name in wanted}
         self._known: dict[tuple[str, tuple[Origin, ...]], Origin] = {}
         self._running: set[str] = set()
         self.found: dict[str, tuple[frozenset[str], ...]] = {}
@@ -96,7 +102,8 @@ class _Tracer:
         if opcode == "while" and called:
             once = _carried(first, self.run(called[0], [first], depth + 1))
             return _union(once, self.run(called[0], [once], depth + 1))
-        if opcode in ("call", "async-start") and called:
+        has_wanted = opcode == "fusion" and not self._inside.isdisjoint(called)
+        if called and (opcode in ("call", "async-start") or has_wanted):
             return self.run(called[0], operands, depth + 1)
         if opcode == "conditional" and called:
             results = zip(called, operands[1:], strict=False)

@@ -35,13 +35,33 @@ def uses_of(
     module: Module, collectives: Sequence[Instruction], rows: Iterable[ParameterRow]
 ) -> dict[str, Use]:
     """What each collective of a program with these arguments is for, by name."""
-    variables = _Variables(row for row in rows if row.used and row.variable is not None)
-    computed_from = origins(module, (one.name for one in collectives))
+    used = [row for row in rows if row.used]
+    variables = _Variables(row for row in used if row.variable is not None)
+    computed_from = origins(module, (one.name for one in collectives), _names(module, used))
     results = _results(module)
     return {
         one.name: _use(one, computed_from.get(one.name, ()), variables, one.name in results)
         for one in collectives
     }
+
+
+def _names(module: Module, rows: Sequence[ParameterRow]) -> list[str]:
+    """The paths of the arguments by their numbers; none if the rows are in another order.
+
+    The compiler for TPUs gives some of them the names of what uses them.
+    """
+    entry, paths = module.entry, {row.path for row in rows}
+    inputs = [one for one in entry.instructions if one.opcode == "parameter"] if entry else []
+    by_number = {"".join(one.operands): one for one in inputs}
+
+    def is_argument(number: int, row: ParameterRow) -> bool:
+        one = by_number.get(str(number))
+        shapes = [shape.dims for shape in arrays(one.shape)] if one else []
+        name = one.operation if one else None
+        return shapes == [row.shard_shape] and (name == row.path or name not in paths)
+
+    in_order = all(is_argument(number, row) for number, row in enumerate(rows))
+    return [row.path for row in rows] if in_order and len(inputs) == len(rows) else []
 
 
 class _Variables:

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from .cost import Cost
 from .hardware import Device, device
-from .units import printable, time_text
+from .units import UNKNOWN, printable, time_text
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 
@@ -18,14 +18,14 @@ class Roofline:
 
     The largest of the three is a lower bound, for a device whose parts work at once and at their
     peak all the time: the roofline model (Williams, Waterman and Patterson, 2009,
-    https://doi.org/10.1145/1498765.1498785). A time is None if XLA does not report its figure.
+    https://doi.org/10.1145/1498765.1498785). A time is None if its figure is unknown.
 
     Attributes:
       device: the name of the device.
       compute_s: seconds for the flops, at the peak of dense bfloat16.
       memory_s: seconds for the bytes that operations read and write.
       interconnect_s: seconds for the bytes that collectives send, over all links at once.
-      bound_by: the largest of them.
+      bound_by: the largest of them; None if none is known.
       arithmetic_intensity: flops for each byte of memory.
       source: the source of the figures of the device.
     """
@@ -33,8 +33,8 @@ class Roofline:
     device: str
     compute_s: float | None
     memory_s: float | None
-    interconnect_s: float
-    bound_by: Resource
+    interconnect_s: float | None
+    bound_by: Resource | None
     arithmetic_intensity: float | None
     source: str
 
@@ -51,15 +51,17 @@ class Roofline:
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
-        return printable(f"{self.device}: at least {times}; bound by {self.bound_by}")
+        return printable(f"{self.device}: at least {times}; bound by {self.bound_by or UNKNOWN}")
 
 
-def roofline_of(cost: Cost | None, bytes_sent: float, device_or_name: Device | str) -> Roofline:
+def roofline_of(
+    cost: Cost | None, bytes_sent: float | None, device_or_name: Device | str
+) -> Roofline:
     """The roofline of a program.
 
     Args:
-      cost: what one device does in one call; None if XLA does not report it.
-      bytes_sent: the bytes that one device sends in one call.
+      cost: what one device does in one call; None if it is unknown.
+      bytes_sent: the bytes that one device sends in one call; None if they are unknown.
       device_or_name: the peak figures of the device, or its name in the table.
 
     Raises:
@@ -78,16 +80,16 @@ def roofline_of(cost: Cost | None, bytes_sent: float, device_or_name: Device | s
     flops, accessed = (None, None) if cost is None else (cost.flops, cost.bytes_accessed)
     compute = None if flops is None else flops / peak.flops
     memory = None if accessed is None else accessed / peak.memory_bandwidth
-    interconnect = bytes_sent / peak.interconnect_bandwidth
+    interconnect = None if bytes_sent is None else bytes_sent / peak.interconnect_bandwidth
     times: dict[Resource, float | None]
     times = {"compute": compute, "memory": memory, "interconnect": interconnect}
-    known = {name: time for name, time in times.items() if time is not None}
+    known = [(name, time) for name, time in times.items() if time is not None]
     return Roofline(
         device=peak.name,
         compute_s=compute,
         memory_s=memory,
         interconnect_s=interconnect,
-        bound_by=max(known, key=known.__getitem__),
+        bound_by=max(known, key=lambda pair: pair[1])[0] if known else None,
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         source=peak.source,
     )

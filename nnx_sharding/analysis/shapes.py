@@ -46,6 +46,18 @@ def read_shape(text: str) -> Shapes:
     return levels[0][0] if len(levels[0]) == 1 else tuple(levels[0])
 
 
+@functools.lru_cache(maxsize=4096)
+def is_shape(text: str) -> bool:
+    """Whether all of a shape is understood, with the widths of its numbers."""
+    rest = _SHAPE_TOKEN.sub("", text).strip(", ")
+    dtypes = {match[1] for match in _SHAPE_TOKEN.finditer(text) if match[1]}
+    is_known = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
+    return not rest and is_known and text.count("(") == text.count(")")
+
+
+_DTYPE = re.compile(r"pred|token|opaque|[a-z]+\d+\w*")
+
+
 def arrays(shape: Shapes) -> Iterator[Shape]:
     """The arrays of a shape, in order."""
     stack = [shape]

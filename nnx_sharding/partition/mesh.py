@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
 from ..fitting import suggestion
+from .topology import arranged, topology_devices
 
 # Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
 MOST_DEVICES = 10_000
@@ -129,21 +130,37 @@ def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
     return tuple(axis_types.get(name, AxisType.Explicit) for name in names)
 
 
-def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
+def planning_mesh(
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | str,
+    axes: Mapping[str, int] | None = None,
+    *,
+    num_slices: int = 1,
+) -> Mesh:
     """A mesh to compile for, of devices that this machine need not have.
 
-    If there are enough devices, the mesh consists of them, otherwise of virtual CPU devices: XLA
-    partitions a program for them as for any others, and the memory that it reports is that of its
-    CPU compiler. They hold no arrays, and programs for them cannot be run.
+    For a topology of TPUs, as in ``planning_mesh("v5e:4x4", {"data": 4, "model": 4})``, the real
+    compiler for TPUs compiles, which takes ``pip install 'nnx_sharding[tpu]'`` but no TPU. The mesh
+    follows the links between the devices.
+
+    From sizes alone: if there are enough devices, the mesh consists of them, otherwise of virtual
+    CPU devices: XLA partitions a program for them as for any others, and the memory that it reports
+    is that of its CPU compiler.
+
+    Devices that this machine has not hold no arrays, and programs for them cannot be run.
 
     Args:
       mesh: the sizes of the axes by name, major first; the axes are then Explicit, as in
-        :func:`make_mesh`. Or an abstract mesh. A mesh of devices is returned as it is.
+        :func:`make_mesh`. Or an abstract mesh. A mesh of devices is returned as it is. Or the name
+        of a TPU topology.
+      axes: for a topology the sizes of the axes by name; one may be -1.
+      num_slices: the number of slices, each of this topology, which a slower network connects.
+        The first axes run over them.
 
     Raises:
       TypeError: it is something else, or a size is not an integer.
       ValueError: a size is not positive, or the mesh has more than 10,000 devices. One size may be
-        -1 for the devices of this machine.
+        -1 for the devices of this machine. Or there is no such topology, or the axes do not fit it.
+      ImportError: the compiler for TPUs is not installed.
       RuntimeError: there are too few devices, and this release of JAX cannot make more.
 
     Example:
@@ -156,13 +173,23 @@ def planning_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
       >>> double.lower(jax.ShapeDtypeStruct((256, 64), "float32")).compile().memory().arguments
       256
     """
+    if isinstance(mesh, str) and isinstance(axes, Mapping):
+        devices, pairs = topology_devices(mesh, num_slices), _pairs(axes, None)
+        array = arranged(_sizes(pairs, len(devices)), num_slices, devices)
+        names = tuple(name for name, _ in pairs)
+        return Mesh(array, names, axis_types=_types(names, None))
+    if axes is not None or isinstance(mesh, str) or num_slices != 1:
+        raise TypeError(
+            "a topology and axes are given together, as in planning_mesh('v5e:4x4', {'data': 16}), "
+            f"not {mesh!r}, {axes!r}."
+        )
     if isinstance(mesh, Mesh):
         return mesh
     if not isinstance(mesh, AbstractMesh | Mapping):
         raise TypeError(
             f"mesh is a mesh, or the sizes of its axes by name as in {{'data': 8}}, not {mesh!r}."
         )
-    axes: Mapping[str, int] = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
+    axes = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
     types = mesh.axis_types if isinstance(mesh, AbstractMesh) else None
     return make_mesh(axes, axis_types=types, devices=_planning_devices(list(axes.values())))
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, TypeAlias
 
+from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow
 from ..analysis.units import bytes_text, count_text, printable, time_text
@@ -198,8 +199,9 @@ def _of_strategy(
             yield Change("program", "outcome", *outcomes, strategy)
         return
     old, new = _figures(before), _figures(after)
+    is_known = before.collectives is not None and after.collectives is not None
     for kind, figures in old.items():
-        missing = 0 if kind == "collective" else None
+        missing = 0 if kind == "collective" and is_known else None
         for name in dict.fromkeys([*figures, *new[kind]]):
             pair = figures.get(name, missing), new[kind].get(name, missing)
             if pair[0] != pair[1]:
@@ -216,7 +218,7 @@ def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
     """All that is compared, by kind and name."""
     memory, cost = as_data(report.memory) or {}, as_data(report.cost.executed) or {}
     collectives: dict[str, Value] = {}
-    for (kind, axes), (number, sent) in report.collectives.totals().items():
+    for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
         name = f"{kind} over {'unknown axes' if axes is None else '+'.join(axes) or 'no axes'}"
         collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
     roofline: dict[str, Value] = {}

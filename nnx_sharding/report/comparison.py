@@ -81,7 +81,7 @@ class Comparison(JsonForm):
             name: {
                 "peak": None if report.memory is None else report.memory.peak,
                 "arguments": None if report.memory is None else report.memory.arguments,
-                "bytes_sent": report.collectives.bytes_sent,
+                "bytes_sent": getattr(report.collectives, "bytes_sent", None),
                 "flops": None if report.cost.executed is None else report.cost.executed.flops,
                 "roofline": None if report.roofline is None else report.roofline.seconds,
                 "planning": self.seconds.get(name),
@@ -90,9 +90,15 @@ class Comparison(JsonForm):
         }
 
     @property
-    def bytes_sent_by_axes(self) -> dict[str, dict[MeshAxes, int]]:
-        """For each strategy that was compiled the bytes that one device sends, by mesh axes."""
-        return {name: report.collectives.by_axes() for name, report in self.compiled.items()}
+    def bytes_sent_by_axes(self) -> dict[str, dict[MeshAxes, int] | None]:
+        """For each strategy that was compiled the bytes that one device sends, by mesh axes.
+
+        None if that is unknown.
+        """
+        return {
+            name: None if report.collectives is None else report.collectives.by_axes()
+            for name, report in self.compiled.items()
+        }
 
     @property
     def fitting(self) -> tuple[str, ...]:
@@ -200,9 +206,9 @@ class Comparison(JsonForm):
     def _table(self, width: int) -> Any:
         """One row for each strategy; on narrow consoles only the most important columns."""
         marked, sent, compiled = self.marked, self.bytes_sent_by_axes, self.compiled.values()
-        all_axes = {axes for by_axes in sent.values() for axes in by_axes}
+        all_axes = {axes for by_axes in sent.values() for axes in by_axes or ()}
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
-        bound = [r.roofline.bound_by if r.roofline is not None else "" for r in compiled]
+        bound = [(r.roofline and r.roofline.bound_by) or "" for r in compiled]
         fits = {True: "yes", False: text("no", "red"), None: "?"}
 
         def figures(column: Column, show: Any = bytes_text) -> list[Any]:
@@ -220,7 +226,9 @@ class Comparison(JsonForm):
             "arguments  ": figures("arguments"),
             "sent  ": figures("bytes_sent"),
             **{
-                f"over {axes_text(axes)}": [bytes_text(one.get(axes, 0)) for one in sent.values()]
+                f"over {axes_text(axes)}": [
+                    bytes_text(None if one is None else one.get(axes, 0)) for one in sent.values()
+                ]
                 for axes in by_size
             },
             "flops  ": figures("flops", count_text),

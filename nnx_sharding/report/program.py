@@ -90,7 +90,7 @@ class ProgramReport(JsonForm):
       parameters: the argument arrays, in path order.
       memory: what it takes on one device; None if the backend does not report it.
       cost: what it computes.
-      collectives: what the devices exchange.
+      collectives: what the devices exchange; None if the text is not understood.
       activations: what modules return, in the order in which they do.
       roofline: the least time on a device, with the bodies of loops counted as often as they run;
         None if no device was given.
@@ -117,7 +117,7 @@ class ProgramReport(JsonForm):
     parameters: tuple[ParameterRow, ...]
     memory: Memory | None
     cost: Costs
-    collectives: Collectives
+    collectives: Collectives | None
     activations: tuple[ActivationRow, ...]
     roofline: Roofline | None
     hlo: str | None
@@ -144,7 +144,8 @@ class ProgramReport(JsonForm):
           ValueError: there is no device of this name in the table.
           TypeError: it is neither a device nor a name.
         """
-        roofline = roofline_of(self.cost.executed, self.collectives.bytes_sent, device)
+        bytes_sent = None if self.collectives is None else self.collectives.bytes_sent
+        roofline = roofline_of(self.cost.executed, bytes_sent, device)
         return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -158,10 +159,11 @@ class ProgramReport(JsonForm):
             yield from (activations_table(self.activations, most=12), "")
         yield text("memory: unknown") if self.memory is None else self.memory
         yield from ("", self.cost, "", self._sent())
-        if any(sent := self.collectives.by_purpose()):
+        collectives = self.collectives or Collectives()
+        if any(sent := collectives.by_purpose()):
             parts = (f"{purpose} {bytes_text(size)}" for purpose, size in sent.items())
             yield text(f"sent for: {', '.join(parts)}")
-        if resharded := self.collectives.resharded:
+        if resharded := collectives.resharded:
             yield from ("", resharded)
         if self.roofline is not None:
             yield from ("", text(self.roofline))
@@ -169,7 +171,9 @@ class ProgramReport(JsonForm):
     def _sent(self) -> Any:
         """What one device sends, by kind and mesh axes."""
         if not self.collectives:
-            return text("no collectives")
+            return text(
+                "no collectives" if self.collectives is not None else "collectives: unknown"
+            )
         styles = axis_styles(() if self.mesh is None else self.mesh.axes)
         rows = [
             (kind, text(axes_text(axes), styles=styles), str(number), bytes_text(sent))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from ..analysis.collectives import Collective, Collectives
+from ..analysis.hlo import parse
 from ..analysis.parameters import ParameterRow
 from ..analysis.units import bytes_text
 from ..fitting import suggestion
@@ -37,11 +38,19 @@ def collectives_over(
 ) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
     """The report of a program, axes as a set, and the collectives that may run over any of them."""
     report = report_of(program)
-    if report.hlo is None and not report.collectives:
-        raise ValueError(f"the backend does not report the collectives of {report.name}.")
+    if report.collectives is None:
+        raise ValueError(f"the collectives of {report.name} are unknown: {_reason(report.hlo)}.")
     wanted = checked_axes(report, axes)
     some = (x for x in report.collectives if wanted is None or x.axes is None or wanted & {*x.axes})
     return report, wanted, Collectives(some)
+
+
+def _reason(hlo: str | None) -> str:
+    """Why a compiled program is not understood."""
+    if not hlo:
+        return "the backend has no text of the compiled program"
+    lines = "".join(f"\n  {shown[:200]}" for shown in parse(hlo).unread[:_MAX_LINES])
+    return f"in the compiled program these parts are not understood:{lines}\nReport this"
 
 
 def checked_axes(report: ProgramReport, axes: Axes | None) -> frozenset[str] | None:

@@ -33,14 +33,16 @@ function purpose({ purpose, parameters, module }) {
   return [purpose, words && [el("br"), el("small.muted.path", all, words)]];
 }
 
-function runs({ times, in_loop }) {
-  if (isSet(times)) return el("span", { title: in_loop && "in a loop" }, integer(times));
+function runs({ times, in_loop, conditional }) {
+  const title = conditional ? "in a branch, at most" : in_loop && "in a loop";
+  if (isSet(times)) return el("span", { title }, conditional && "≤ ", integer(times));
   return el("span", { title: "in a loop of unknown length" }, "loop");
 }
 
 function collectivesSection(report, showInProgram) {
   const { collectives } = report;
   const [id, name, noun] = ["collectives", "Collectives", "collective"];
+  if (!collectives) return section(id, name, note(NOT_READ));
   if (!collectives.length) return section(id, name, note("The devices exchange nothing."));
   const link = (code, find) => linkButton(code, find, "Find it in the program");
   const instruction = ({ name }) =>

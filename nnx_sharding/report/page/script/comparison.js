@@ -3,7 +3,7 @@
 const linkButton = (text, onclick, title) => el("button.link", { title, onclick }, text);
 
 function bytesSentByAxes({ collectives }) {
-  const byAxes = Map.groupBy(collectives, axesKeyOf).values();
+  const byAxes = Map.groupBy(collectives ?? [], axesKeyOf).values();
   const sums = [...byAxes].map((some) => [sum(some, bytesSent), axesOf(some[0])]);
   return sums.filter(([size]) => size).sort(([a], [b]) => b - a);
 }
@@ -14,7 +14,7 @@ function remark(key, report, limit) {
   if (key === "peak" && isNumber(limit) && isNumber(memory?.peak))
     return memory.peak <= limit ? el("small.muted", "fits") : el("small.bad", "does not fit");
   if (key === "roofline" && roofline)
-    return el("small.muted", `${roofline.bound_by}, ${roofline.device}`);
+    return el("small.muted", `${roofline.bound_by ?? UNKNOWN}, ${roofline.device}`);
   const sums = key === "bytes_sent" ? bytesSentByAxes(report) : [];
   const words = sums.map(([size, axes]) => `${axesText(axes)} ${byteText(size)}`);
   return el("small.muted", words.join(", "));

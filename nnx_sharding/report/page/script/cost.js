@@ -4,9 +4,11 @@ const MEMORY = ["arguments", "outputs", "temporaries", "generated_code", "aliase
 
 const titled = (name) => name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
 
+const NOT_READ = "The compiled program is not understood.";
+
 // How often a collective runs is unknown in some loops; then it counts once.
 const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.times ?? 1);
-const totalSent = ({ collectives }) => sum(collectives, bytesSent);
+const totalSent = ({ collectives }) => collectives && sum(collectives, bytesSent);
 
 const RESOURCES = ["compute", "memory", "interconnect"];
 const rooflineSeconds = ({ roofline }) =>
@@ -22,11 +24,14 @@ const FIGURES = [
 
 function overview(report) {
   const { roofline, parameters, collectives } = report;
-  const inLoop = collectives.some(({ times }) => times === null);
-  const counted = inLoop ? "; some in loops of unknown length, counted once" : "";
-  const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by}`;
+  const inLoop = collectives?.some(({ times }) => times === null);
+  const inBranch = collectives?.some(({ conditional }) => conditional);
+  const counted =
+    (inLoop ? "; some in loops of unknown length, counted once" : "") +
+    (inBranch ? "; each branch of a conditional counted as taken" : "");
+  const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by ?? UNKNOWN}`;
   const notes = {
-    bytes_sent: many(collectives.length, "collective") + counted,
+    bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
     roofline: bound ?? "no device was given",
   };
   const tile = (label, value, note) => el("div", el("dt", label), el("dd", value), el("dd", note));

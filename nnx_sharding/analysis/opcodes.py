@@ -1,0 +1,46 @@
+"""The opcodes of HLO, by what the operations do. One that is not here is not understood."""
+
+from __future__ import annotations
+
+
+def _set(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+COLLECTIVES = _set(
+    "all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all "
+    "reduce-scatter"
+)
+
+# One flop for each element of the result, as XLA counts.
+ELEMENTWISE = _set(
+    "abs add and bitcast-convert ceil clamp compare complex convert count-leading-zeros divide "
+    "floor imag is-finite maximum minimum multiply negate not or popcnt real reduce-precision "
+    "remainder round-nearest-afz round-nearest-even select shift-left shift-right-arithmetic "
+    "shift-right-logical sign stochastic-convert subtract xor"
+)
+TRANSCENDENTAL = _set(
+    "acos acosh asin asinh atan2 atanh cbrt cosh cosine erf exponential exponential-minus-one log "
+    "log-plus-one logistic power rsqrt sine sinh sqrt tan tanh"
+)
+
+# They move no data: names for it, and calls of computations, which count themselves.
+FREE = _set(
+    "add-dependency after-all bitcast call conditional constant domain get-tuple-element iota "
+    "opt-barrier optimization-barrier parameter partition-id replica-id tuple while"
+)
+SLICES = _set("slice dynamic-slice gather")
+
+OPCODES = COLLECTIVES | ELEMENTWISE | TRANSCENDENTAL | FREE | SLICES
+OPCODES |= _set(
+    "async batch-norm-grad batch-norm-inference batch-norm-training broadcast cholesky concatenate "
+    "convolution copy custom-call dot dynamic-reshape dynamic-update-slice fft fusion "
+    "get-dimension-size infeed map outfeed pad ragged-dot recv reduce reduce-window reshape "
+    "reverse rng rng-bit-generator rng-get-and-update-state scaled-dot scan scatter "
+    "select-and-scatter send set-dimension-size sort topk transpose triangular-solve"
+)
+
+
+def base(opcode: str) -> str:
+    """The operation that a pair such as ``all-gather-start`` and ``all-gather-done`` makes."""
+    return opcode.removesuffix("-start").removesuffix("-update").removesuffix("-done")

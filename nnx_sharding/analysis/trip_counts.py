@@ -1,0 +1,194 @@
+"""How often loops run whose length XLA does not write down, as its compiler for TPUs does not.
+
+The condition of such a loop compares a counter with a number, and its body adds a number to it.
+Both are found by evaluating the program as far as its integers do not depend on arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+
+if TYPE_CHECKING:
+    from .hlo import Instruction, Module
+
+_MAX_DEPTH = 16  # of calls within calls; each loop is evaluated twice
+
+
+class _Carried(NamedTuple):
+    """What a loop carries at a position, plus a number."""
+
+    position: int
+    plus: int = 0
+
+
+class _Test(NamedTuple):
+    """A comparison of two values, such as ``LT``."""
+
+    left: _Value
+    right: _Value
+    direction: str
+
+
+# An integer, or what takes the place of one; a tuple of values; None for what is not known.
+_Value: TypeAlias = "int | _Carried | _Test | tuple[_Value, ...] | None"
+
+
+def trip_counts(module: Module) -> dict[str, int]:
+    """How often the body of each ``while`` runs, by the name of the instruction, where known."""
+    loops = [i for c in module.computations for i in c.instructions if i.opcode == "while"]
+    known = {one.name: one.trip_count for one in loops}
+    entry = module.entry
+    if entry is not None and None in known.values():
+        evaluator = _Evaluator(module)
+        evaluator.run(entry.name, [], True, 0)
+        known = evaluator.counts | {n: count for n, count in known.items() if count is not None}
+    return {name: count for name, count in known.items() if count is not None}
+
+
+class _Evaluator:
+    """Evaluates integers that do not depend on arguments."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._known: dict[tuple[str, tuple[_Value, ...], bool], _Value] = {}
+        self.counts: dict[str, int | None] = {}
+
+    def run(self, name: str, arguments: Sequence[_Value], final: bool, depth: int) -> _Value:
+        """What a computation returns; the counts of its loops are kept if it is final."""
+        key = name, tuple(arguments), final
+        computation = self._module.by_name.get(name)
+        if computation is None or depth > _MAX_DEPTH or key in self._known:
+            return self._known.get(key)
+        values: dict[str, _Value] = {}
+        value: _Value = None
+        for one in computation.instructions:
+            value = self._value(one, values, arguments, final, depth + 1)
+            values[one.name] = value
+            if one.is_root:
+                break
+        self._known[key] = value
+        return value
+
+    def _value(
+        self,
+        one: Instruction,
+        values: Mapping[str, _Value],
+        arguments: Sequence[_Value],
+        final: bool,
+        depth: int,
+    ) -> _Value:
+        opcode = one.opcode
+        if opcode == "parameter":
+            number = "".join(one.operands)
+            is_given = number.isdecimal() and int(number) < len(arguments)
+            return arguments[int(number)] if is_given else None
+        if opcode == "constant":
+            text = "".join(one.operands)
+            return int(text) if _INTEGER.fullmatch(text) else None
+        if not (opcode in _CALLS or (opcode in _SCALAR and _IS_SCALAR.match(one.shape_text))):
+            return None
+        operands = [values.get(operand) for operand in one.operand_names]
+        called = dict(one.calls())
+        if opcode == "while":
+            return self._loop(one, called, operands, final, depth)
+        if opcode in ("call", "fusion", "async-start"):
+            return self.run("".join(called.values()), operands, final, depth)
+        if opcode == "conditional":
+            for (_, branch), operand in zip(one.calls(), operands[1:], strict=False):
+                self.run(branch, [operand], final, depth)
+            return None
+        if opcode == "tuple":
+            return tuple(operands)
+        return _computed(one, operands)
+
+    def _loop(
+        self,
+        one: Instruction,
+        called: Mapping[str, str],
+        operands: Sequence[_Value],
+        final: bool,
+        depth: int,
+    ) -> _Value:
+        body, condition = called.get("body", ""), called.get("condition", "")
+        initial = operands[0] if operands else None
+        if not _is_tuple(initial):
+            self.run(body, [None], final, depth)
+            return None
+        carried = tuple(map(_Carried, range(len(initial))))
+        after = self.run(body, [carried], False, depth)
+        if not _is_tuple(after) or len(after) != len(initial):
+            after = (None,) * len(initial)
+        # What the body returns unchanged keeps its first value.
+        kept = [new == was for new, was in zip(after, carried, strict=True)]
+        either = zip(initial, carried, kept, strict=True)
+        state = tuple(value if same else was for value, was, same in either)
+        after = self.run(body, [state], final, depth)
+        test = self.run(condition, [state], final, depth)
+        if final and _is_tuple(after):
+            count = _count(initial, after, test)
+            # It may be called from several places, and run as often as in none of them.
+            is_same = self.counts.setdefault(one.name, count) == count
+            self.counts[one.name] = count if is_same else None
+        return tuple(value if same else None for value, same in zip(initial, kept, strict=True))
+
+
+def _is_tuple(value: Any) -> TypeGuard[tuple[_Value, ...]]:
+    return type(value) is tuple
+
+
+# Those that may run a loop, or return the tuples that loops carry.
+_CALLS = {"while", "call", "async-start", "conditional", "tuple", "get-tuple-element"}
+_SCALAR = {"add", "subtract", "multiply", "compare", "copy", "bitcast", "convert", "reshape"}
+_SCALAR |= {"fusion", "copy-start", "copy-done"}
+_IS_SCALAR = re.compile(r"\(?(?:pred|[su]\d+)\[\]")
+_INTEGER = re.compile(r"-?\d{1,18}")
+
+
+def _computed(one: Instruction, operands: Sequence[_Value]) -> _Value:
+    """The value of an operation on integers."""
+    first, second, *_ = [*operands, None, None]
+    if one.opcode == "get-tuple-element":
+        index = one.attributes.get("index", "")
+        elements = first if _is_tuple(first) and index.isdecimal() else ()
+        return elements[int(index)] if elements and int(index) < len(elements) else None
+    if one.opcode == "compare":
+        return _Test(first, second, one.attributes.get("direction", ""))
+    if len(operands) == 1:
+        return first
+    if one.opcode == "add" and isinstance(first, int) and isinstance(second, _Carried):
+        first, second = second, first
+    if not isinstance(second, int):
+        return None
+    if one.opcode == "multiply":
+        return first * second if isinstance(first, int) else None
+    second = -second if one.opcode == "subtract" else second
+    if isinstance(first, _Carried):
+        return first._replace(plus=first.plus + second)
+    return first + second if isinstance(first, int) else None
+
+
+def _count(initial: Sequence[_Value], after: Sequence[_Value], test: _Value) -> int | None:
+    """How often a loop runs that begins with some values, and makes others of what it carries."""
+    if not isinstance(test, _Test):
+        return None
+    counter, limit, direction = test
+    if isinstance(limit, _Carried):
+        counter, limit, direction = limit, counter, _MIRRORED.get(direction, direction)
+    if not isinstance(counter, _Carried) or not isinstance(limit, int):
+        return None
+    first, next_ = initial[counter.position], after[counter.position]
+    if not isinstance(first, int) or not isinstance(next_, _Carried):
+        return None
+    step, left = next_.plus, limit - first - counter.plus
+    if next_.position != counter.position or not step:
+        return None
+    if step < 0:
+        step, left, direction = -step, -left, _MIRRORED.get(direction, direction)
+    if direction == "NE":
+        return left // step if left >= 0 and not left % step else None
+    return {"LT": max(0, -(-left // step)), "LE": max(0, left // step + 1)}.get(direction)
+
+
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}

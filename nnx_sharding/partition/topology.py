@@ -1,0 +1,83 @@
+"""Devices of TPUs that this machine need not have, for which their real compiler compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+
+# A core of TPU v4 is half of what JAX takes for a device.
+_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
+
+# The library looks for a TPU and asks the network which it is, writes of what it does not find, and
+# lets no second process load it.
+_WITHOUT_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5e-8",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
+    """The devices of a topology such as ``v5e:4x4``, in each of several slices.
+
+    Raises:
+      ImportError: the compiler is not installed.
+      ValueError: the compiler does not know the topology.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f"the topology {name!r} takes the compiler for TPUs, but no TPU: pip install "
+            "'nnx_sharding[tpu]'. Without it planning_mesh({...}) compiles for virtual devices."
+        )
+    options: dict[str, Any] = dict(_OPTIONS.get(name.partition(":")[0], {}))
+    if num_slices > 1:
+        options["num_slices"] = num_slices
+    try:
+        with _environment():
+            topology = topologies.get_topology_desc(name, "tpu", **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"there is no TPU topology {name!r}: {error}. Names are such as 'v5e:4x4', "
+            "'v5p:2x2x2', 'v6e:4x4', 'v4:2x2x1' or 'tpu7x:2x2x1'."
+        ) from None
+    return list(topology.devices)
+
+
+def arranged(sizes: Sequence[int], num_slices: int, devices: Sequence[Any]) -> np.ndarray:
+    """Devices in the shape of a mesh that follows their links; first axes run over the slices."""
+    across: list[int] = []
+    for size in sizes:
+        across.append(math.gcd(size, num_slices // math.prod(across)))
+    within = [size // count for size, count in zip(sizes, across, strict=True)]
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """What the library reads when it is loaded on a machine without a TPU."""
+    has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    added = {} if has_tpu else {k: v for k, v in _WITHOUT_TPU.items() if k not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)

@@ -1,0 +1,1 @@
+"""Programs compiled for TPUs by the real compiler, recorded for machines without it."""

@@ -1,0 +1,63 @@
+"""Compiles the programs for eight TPU v5e and records what the compiler returns.
+
+It takes ``jax[tpu]``, but no TPU: in the folder of tests ``python -m tpu.record [PROGRAM ...]``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+from nnx_sharding.partition.topology import topology_devices
+from tpu.programs import PROGRAMS
+
+FOLDER = Path(__file__).parent / "recorded"
+
+# What of the configuration of an instruction is read; the rest is most of the text.
+_KEPT = ("known_trip_count", "async_collective_fusion_config", "custom_call_config")
+
+
+def compiled(name):
+    """The text of a program, and the estimates of the compiler."""
+    program = PROGRAMS[name](topology_devices("v5e:2x4")).compile()
+    cost = program.cost_analysis()
+    return program.as_text(), {key: cost.get(key, 0.0) for key in ("flops", "transcendentals")}
+
+
+def trimmed(text):
+    """The text without the tables of source lines, and without most of the configuration."""
+    head, tables, rest = text.partition("\n\nFileNames\n")
+    text = head + rest[rest.index("\n\n\n") :] if tables else text
+    return re.sub(r"backend_config=\{.*", _short, text)
+
+
+def _short(match):
+    text = match[0].removeprefix("backend_config=")
+    config, end = json.JSONDecoder().raw_decode(text)
+    kept = {key: config[key] for key in _KEPT if key in config}
+    kept.get("custom_call_config", {}).pop("body", None)
+    return f"backend_config={json.dumps(kept, separators=(',', ':'))}{text[end:]}"
+
+
+def recorded(name):
+    """What :func:`compiled` returned when it was recorded."""
+    text = gzip.decompress((FOLDER / f"{name}.hlo.gz").read_bytes()).decode()
+    return text, json.loads((FOLDER / "costs.json").read_text())[name]
+
+
+def main(names):
+    file = FOLDER / "costs.json"
+    costs = json.loads(file.read_text()) if file.exists() else {}
+    for name in names or PROGRAMS:
+        text, costs[name] = compiled(name)
+        data = gzip.compress(trimmed(text).encode(), mtime=0)
+        (FOLDER / f"{name}.hlo.gz").write_bytes(data)
+        print(f"{name}: {len(text)} characters, {len(data)} bytes")
+    file.write_text(json.dumps(costs, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
