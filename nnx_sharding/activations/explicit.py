@@ -92,7 +92,7 @@ def _output_specs(
     Its first dimensions are those of the input that are not summed over, its last one that of the
     kernel.
     """
-    first = next((x for x in _arrays((args, kwargs)) if type_spec(x) is not None), None)
+    first = _first_typed((args, kwargs))
     if first is None:
         return
     values = (_compat.get_value(variable) for _, variable in own_variables(module))
@@ -139,11 +139,11 @@ def with_auto_axes(
       args: its arguments.
       kwargs: its keyword arguments.
     """
-    first = next((x for x in _arrays((args, kwargs)) if type_spec(x) is not None), None)
+    first = _first_typed((args, kwargs))
     mesh = jax.sharding.get_abstract_mesh()
     flat = flatten((module, args, kwargs))
     retyping = Retyping.of(mesh, None, AxisType.Auto, name="auto_axes")
-    arrays = Retyped.of(retyping, flat.leaves, _summed_axes(module, first))
+    arrays = Retyped.of(retyping, flat.leaves, summed_axes(module, (args, kwargs)))
     after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))
     left, untyped = arrays.leave(flat.structure, after)
     for slot, x in untyped.items():
@@ -166,13 +166,21 @@ _BY_ROWS = (
 )
 
 
-def _summed_axes(module: Any, first: Any) -> frozenset[Any]:
-    """The axes over which the gradients of a layer are sums over rows: those of its first input."""
-    owner = next((kind for kind in type(module).__mro__ if "__call__" in vars(kind)), None)
-    spec = type_spec(first)
-    if owner not in _BY_ROWS or not spec:
+def summed_axes(module: Any, inputs: Any) -> frozenset[Any]:
+    """The axes over which the gradients of a layer are sums over rows: those of its first input.
+
+    Parameters of reduced type are safe there. Elsewhere JAX may count their gradients once for each
+    device: where axes become Auto, and where an embedding looks up replicated indices.
+    """
+    spec = type_spec(_first_typed(inputs))
+    if spec is None or not spec.partitions or not isinstance(module, _BY_ROWS):
         return frozenset()
-    return frozenset(axes_of(spec.partitions[0]))
+    owner = next((kind for kind in type(module).__mro__ if "__call__" in vars(kind)), None)
+    return frozenset(axes_of(spec.partitions[0])) if owner in _BY_ROWS else frozenset()
+
+
+def _first_typed(inputs: Any) -> Any:
+    return next((x for x in _arrays(inputs) if type_spec(x) is not None), None)
 
 
 def _as_input(x: jax.Array, first: Any) -> PartitionSpec:

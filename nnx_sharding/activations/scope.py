@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..apply import apply_shardings, mesh_here, without_unconstrained
-from ..core.axis_types import type_spec
+from ..core.axis_types import type_spec, with_reduced
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
@@ -32,6 +32,7 @@ from .explicit import (
     Untyped,
     as_inputs,
     inferred,
+    summed_axes,
     takes_out_sharding,
     without_open,
 )
@@ -153,7 +154,7 @@ class Scope:
             args = (self._constrained(args[0], activation.input, tag, "input", strict), *args[1:])
         self._depth += 1
         try:
-            with Replaced(self._gathered(tag, module)):
+            with Replaced(self._gathered(tag, module, (args, kwargs))):
                 out = self._typed(tag, activation.output, module, call, args, kwargs)
         finally:
             self._depth -= 1
@@ -189,10 +190,11 @@ class Scope:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
         return choices[0] if choices else (_NOTHING, False)
 
-    def _gathered(self, tag: Tag, module: Any) -> list[tuple[Any, Any]]:
+    def _gathered(self, tag: Tag, module: Any, inputs: Any) -> list[tuple[Any, Any]]:
         """The own Variables of a module with their values gathered."""
         axes = tag.axes
-        if not axes or not (tag.gathered or self._is_explicit):
+        is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
+        if not is_explicit and not (axes and tag.gathered):
             return []
         changes: list[tuple[Any, Any]] = []
         for path, variable in own_variables(module):
@@ -201,10 +203,13 @@ class Scope:
                 continue
             spec = type_spec(value)
             if spec is not None:
+                kept = spec
                 if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
-                    kept = only_axes(spec, self._axes - axes).partitions
-                    # Reduced axes stay, so that gradients are not reduced before they have to be.
-                    goal = NamedSharding(jax.typeof(value).sharding.mesh, with_entries(spec, kept))
+                    kept = with_entries(spec, only_axes(spec, self._axes - axes).partitions)
+                if spec.reduced:  # stays, if it can, for gradients that are reduced only once
+                    kept = with_reduced(kept, spec.reduced & summed_axes(module, inputs))
+                if kept != spec:
+                    goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
                     changes.append((variable, jax.sharding.reshard(value, goal)))
             elif path in tag.gathered and self._mesh is not None:
                 # In a loop over layers the first dimension is gone.

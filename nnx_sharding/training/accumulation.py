@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..activations.intercept import handler_here
 from ..core.axis_types import type_spec
 from ..errors import raise_listed
 from ..fitting import axes_of, suggestion
@@ -103,7 +104,8 @@ def accumulate_gradients(
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
             def loop(rest: Any, microbatches: Any) -> Any:
-                axes = _axes_of_batch(microbatches)
+                # Without it, nothing keeps JAX from what it gets wrong with reduced parameters.
+                axes = _axes_of_batch(microbatches) if handler_here() else frozenset[Any]()
                 zero = functools.partial(_zeros, axes=axes, dtype=dtype)
                 totals, treedef = jax.tree.flatten(gradient.zeros(args, kwargs, zero))
 
