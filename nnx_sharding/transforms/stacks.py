@@ -166,9 +166,7 @@ def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _loop(
     step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: int | bool
 ) -> Any:
-    return scan(
-        step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **_OPTIONS
-    )
+    return scan(step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **_OPTIONS)
 
 
 def _sliced(array: Any, index: int | slice) -> Any:
