@@ -351,7 +351,28 @@ def scan_of_vmap(t):
     return t.scan(t.vmap(lambda m, x: m(x)), **axes)(blocks(t, MLP), jnp.stack([X] * 3))
 
 
+def inside_flax_transforms(t):
+    models = blocks(t, MLP)
+    run = t.scan(lambda x, m: m(x), in_axes=(t.Carry, 0), out_axes=t.Carry)
+    mapped = nnx.vmap(run, in_axes=(0, None), **FULL)(jnp.stack([X, X + 1]), models)
+    either = nnx.cond(True, lambda m: run(X, m), lambda m: X, models)
+    again = nnx.fori_loop(0, 2, lambda i, carry: (run(*carry), carry[1]), (X, models))[0]
+    return mapped, either, again, nnx.grad(lambda m: run(X, m).sum(), **FULL)(models)
+
+
+def around_flax_transforms(t):
+    models = blocks(t, MLP)
+
+    def step(x, m):
+        x = nnx.remat(lambda m, x: m(x), **FULL)(m, x)
+        return nnx.vmap(lambda m, x: m(x), in_axes=(None, 0), **FULL)(m, x)
+
+    return t.scan(step, in_axes=(t.Carry, 0), out_axes=t.Carry)(X, models)
+
+
 PROGRAMS = (
+    inside_flax_transforms,
+    around_flax_transforms,
     make_models,
     make_models_along_other_axes,
     make_models_with_axes_of_flax,

@@ -72,7 +72,7 @@ def vmap(
         :class:`~nnx_sharding.StateAxes`. Other keyword-only parameters are not mapped.
       out_axes: likewise for the result.
       axis_name: a name for the axis, for collectives.
-      axis_size: its size, if no argument shows it.
+      axis_size: its size, if nothing is mapped.
       spmd_axis_name: the mesh axis over which it is sharded, for constraints inside.
       transform_metadata: metadata of Variables for the axis, as ``flax.nnx.vmap`` takes them:
         ``{nnx.PARTITION_NAME: "layers"}`` names it in their logical axes.

@@ -167,6 +167,8 @@ class Stack(nnx.Module):
 
 
 _METADATA = {nnx.PARTITION_NAME: None}
+# Layers may share Variables, whatever the mode of Flax is.
+_OPTIONS: Any = {"transform_metadata": _METADATA, "graph": True, "graph_updates": True}
 
 
 def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,8 +181,7 @@ def _loop(
 ) -> Any:
     if policy is not False:
         step = remat_(step, policy=None if policy is True else policy, prevent_cse=False)
-    options: dict[str, Any] = {"transform_metadata": _METADATA, "length": length}
-    return scan(step, in_axes=in_axes, out_axes=out_axes, unroll=unroll, **options)
+    return scan(step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **_OPTIONS)
 
 
 def _sliced(array: Any, index: int | slice) -> Any:
@@ -262,7 +263,8 @@ def stack(
       unroll: how many layers one iteration of the loop runs.
       remat: whether the backward pass computes each layer again: True, or a policy of
         :func:`~nnx_sharding.remat`, whose paths start at the layer.
-      **kwargs: keyword arguments of what makes a layer. An ``nnx.Rngs`` among them is split.
+      **kwargs: keyword arguments of what makes a layer. An ``nnx.Rngs`` among the arguments is
+        split.
 
     Returns:
       The stack. It has copies of the values in the list; what all modules of the list share stays
@@ -270,7 +272,8 @@ def stack(
 
     Raises:
       TypeError: ``layers`` is neither a list of modules nor a callable with a ``length``.
-      ValueError: the modules differ in more than the values of arrays; the message says in what.
+      ValueError: there is no layer; or the modules differ in more than the values of arrays: the
+        message says in what.
 
     Example:
       >>> import jax.numpy as jnp
@@ -283,7 +286,9 @@ def stack(
       (2, 4)
     """
     if callable(layers) and isinstance(length, int):
-        layer, shared = _made(functools.partial(layers, *args), length, kwargs)
+        if length < 1:
+            raise ValueError(f"stack: there has to be a layer, got a length of {length}.")
+        layer, shared = _made(layers, length, args, kwargs)
         return Stack(layer, length, shared, unroll=unroll, remat=remat)
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
@@ -328,18 +333,19 @@ def stack(
 
 
 def _made(
-    make: Callable[..., Any], length: int, kwargs: dict[str, Any]
+    make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Sequence[Path]]:
     """Layers that are made at once, and the paths of what they share."""
-    streams = {name: x for name, x in kwargs.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
-    others = {name: x for name, x in kwargs.items() if name not in streams}
+    given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+    streams = {name: x for name, x in given.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
 
     def make_one(streams: dict[str, Any]) -> Any:
-        return make(**others, **streams)
+        every = given | streams
+        return make(*(every[str(i)] for i in range(len(args))), **{k: every[k] for k in kwargs})
 
     # Masks and other arrays outside of Variables are the same in all layers.
     out_axes = StateAxes({_is_array: None, ...: 0})
-    run = vmap(make_one, out_axes=out_axes, axis_size=length, transform_metadata=_METADATA)
+    run = vmap(make_one, out_axes=out_axes, axis_size=length, **_OPTIONS)
     layer = run({name: x.split(length) for name, x in streams.items()})
     flat = _flat(layer)
     entries, owners = flat.structure.entries, flat.structure.slots
