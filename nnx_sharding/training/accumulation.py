@@ -20,7 +20,7 @@ from ..fitting import axes_of, suggestion
 from ..partition.axis_types import explicit_axes
 from ..paths import accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
-from ..transforms.gradients import ValueAndGrad, as_reduced
+from ..transforms.differentiation import ValueAndGrad, as_reduced
 
 
 @_compat.api_boundary

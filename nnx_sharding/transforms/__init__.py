@@ -6,7 +6,8 @@ from .gradients import grad, value_and_grad
 from .loops import scan
 from .recompute import remat
 from .residuals import Residual, SavedResiduals, saved_residuals
-from .stacks import Stack, stack
+from .stacking import stack
+from .stacks import Stack
 
 __all__ = [
     "Carry",

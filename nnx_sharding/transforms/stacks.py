@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from ..core.flatten import Flat, flatten
@@ -20,7 +19,6 @@ from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, accessor
 from .axes import Carry, StateAxes
-from .batching import vmap
 from .loops import scan
 from .recompute import remat as remat_
 
@@ -120,8 +118,8 @@ class Stack(nnx.Module):
             return Stack(layers, length, self.shared, remat=self.remat, **options)
         number = range(self.length)[operator.index(index)]
         layer = self._map(lambda array: _sliced(array, number))
-        for variable in _own_variables(layer, self.shared):
-            nnx.spmd.remove_axis(variable, 0, _METADATA)
+        for variable in stacked_variables(layer, self.shared):
+            nnx.spmd.remove_axis(variable, 0, METADATA)
         return layer
 
     def __setitem__(self, index: int, layer: Any) -> None:
@@ -131,9 +129,9 @@ class Stack(nnx.Module):
           ValueError: its structure differs.
         """
         number = range(self.length)[operator.index(index)]
-        new, old = _flat(layer), _flat(self[number])
-        _check_equal([old, new], lambda i: f"[{number}]" if i else "the layers")
-        flat = _flat(self.layers)
+        new, old = flat_layer(layer), flat_layer(self[number])
+        check_equal([old, new], lambda i: f"[{number}]" if i else "the layers")
+        flat = flat_layer(self.layers)
         leaves = [*flat.leaves]
         for slot in self._stacked_slots(flat):
             leaves[slot] = leaves[slot].at[number].set(new.leaves[slot])
@@ -151,24 +149,21 @@ class Stack(nnx.Module):
 
     def _map(self, function: Callable[[Any], Any]) -> Any:
         """A copy of the layers with a function of each stacked array."""
-        flat = _flat(self.layers)
+        flat = flat_layer(self.layers)
         leaves, stacked = [*flat.leaves], self._stacked_slots(flat)
         for slot in stacked:
             leaves[slot] = function(leaves[slot])
-        return _built(flat, leaves, stacked)
+        return built_layer(flat, leaves, stacked)
 
     def _stacked_slots(self, flat: Flat) -> set[int]:
         return {
-            slot
-            for path, slots in _slots_by_path(flat)
-            if path not in self.shared
-            for slot in slots
+            slot for path, slots in slots_by_path(flat) if path not in self.shared for slot in slots
         }
 
 
-_METADATA = {nnx.PARTITION_NAME: None}
+METADATA = {nnx.PARTITION_NAME: None}
 # Layers may share Variables, whatever the mode of Flax is.
-_OPTIONS: Any = {"transform_metadata": _METADATA, "graph": True, "graph_updates": True}
+OPTIONS: Any = {"transform_metadata": METADATA, "graph": True, "graph_updates": True}
 
 
 def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,7 +176,7 @@ def _loop(
 ) -> Any:
     if policy is not False:
         step = remat_(step, policy=None if policy is True else policy, prevent_cse=False)
-    return scan(step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **_OPTIONS)
+    return scan(step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **OPTIONS)
 
 
 def _sliced(array: Any, index: int | slice) -> Any:
@@ -191,18 +186,19 @@ def _sliced(array: Any, index: int | slice) -> Any:
     return array[index]
 
 
-def _flat(layer: Any) -> Flat:
+def flat_layer(layer: Any) -> Flat:
+    """A layer, flattened like the only argument of a call."""
     return flatten(((layer,), {}))
 
 
-def _slots_by_path(flat: Flat) -> Iterator[tuple[Path, tuple[int, ...]]]:
+def slots_by_path(flat: Flat) -> Iterator[tuple[Path, tuple[int, ...]]]:
     """The paths in a layer, each with its slots."""
     root: Any = flat.structure.root
     for location in flat.structure.walk(root.children[0], iter(())):
         yield location.path, location.slots
 
 
-def _built(flat: Flat, leaves: Sequence[Any], stacked: set[int]) -> Any:
+def built_layer(flat: Flat, leaves: Sequence[Any], stacked: set[int]) -> Any:
     """A layer with other arrays, and the same shared Variables."""
     entries = flat.structure.entries
     same = {
@@ -214,9 +210,9 @@ def _built(flat: Flat, leaves: Sequence[Any], stacked: set[int]) -> Any:
     return layer
 
 
-def _own_variables(layer: Any, shared: Iterable[Path]) -> Iterator[Any]:
+def stacked_variables(layer: Any, shared: Iterable[Path]) -> Iterator[Any]:
     """The Variables of a layer, or of all, that are not shared."""
-    flat = _flat(layer)
+    flat = flat_layer(layer)
     root: Any = flat.structure.root
     for path, index, _ in flat.structure.walk(root.children[0], iter(())):
         if index is not None and path not in shared:
@@ -239,138 +235,7 @@ def layer_dimensions(flat: Flat) -> dict[int, int]:
     return counts
 
 
-def stack(
-    layers: Any,
-    length: int | None = None,
-    /,
-    *args: Any,
-    unroll: int | bool = 1,
-    remat: Any = False,
-    **kwargs: Any,
-) -> Stack:
-    """Makes a :class:`Stack` of layers: from a list of modules, or by making them.
-
-    ``stack(Block, 24, config, rngs=rngs)`` makes 24 layers as ``Block(config, rngs=rngs)`` makes
-    one, at once, by ``vmap``. Each layer has random streams of its own, split from ``rngs``.
-    ``stack(blocks)`` takes modules that exist, and gives exactly their results. For a pattern that
-    repeats, such as two layers of local attention and one of global attention, let one layer be a
-    module that holds these three.
-
-    Args:
-      layers: a list of modules, or what makes one.
-      length: the number of layers, if they are to be made.
-      *args: positional arguments of what makes a layer.
-      unroll: how many layers one iteration of the loop runs.
-      remat: whether the backward pass computes each layer again: True, or a policy of
-        :func:`~nnx_sharding.remat`, whose paths start at the layer.
-      **kwargs: keyword arguments of what makes a layer. An ``nnx.Rngs`` among the arguments is
-        split.
-
-    Returns:
-      The stack. It has copies of the values in the list; what all modules of the list share stays
-      shared.
-
-    Raises:
-      TypeError: ``layers`` is neither a list of modules nor a callable with a ``length``.
-      ValueError: there is no layer; or the modules differ in more than the values of arrays: the
-        message says in what.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from nnx_sharding import stack
-      >>> layers = stack(nnx.Linear, 3, 4, 4, rngs=nnx.Rngs(0))
-      >>> layers.layers.kernel.shape, layers[0].kernel.shape
-      ((3, 4, 4), (4, 4))
-      >>> layers(jnp.ones((2, 4))).shape
-      (2, 4)
-    """
-    if callable(layers) and isinstance(length, int):
-        if length < 1:
-            raise ValueError(f"stack: there has to be a layer, got a length of {length}.")
-        layer, shared = _made(layers, length, args, kwargs)
-        return Stack(layer, length, shared, unroll=unroll, remat=remat)
-    if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
-        raise TypeError(
-            "stack takes a list of modules, as in stack(blocks), or what makes one and their "
-            f"number, as in stack(Block, 24, rngs=rngs), got {layers!r}"
-            + ("." if length is None else f" and {length!r}.")
-        )
-    blocks = [*layers]
-    wrong = [f"  [{i}]: {b!r}" for i, b in enumerate(blocks) if not isinstance(b, nnx.Module)]
-    raise_listed(TypeError, "stack: expected modules, got:", wrong)
-    if not blocks:
-        raise ValueError("stack: there has to be a layer.")
-    flats = [_flat(block) for block in blocks]
-    _check_equal(flats, lambda i: f"layer {i}")
-    first = flats[0]
-    leaves, stacked, shared = [*first.leaves], set[int](), list[Path]()
-    entries = first.structure.entries
-    same = {
-        slot
-        for index, slots in enumerate(first.structure.slots)
-        for slot in slots
-        if all(
-            flat.objects[index] is first.objects[index]
-            if isinstance(entries[index], VariableEntry)
-            else flat.leaves[slot] is first.leaves[slot]
-            for flat in flats[1:]
-        )
-    }
-    if len(flats) == 1:
-        same = set()
-    for path, slots in _slots_by_path(first):
-        if slots and same.issuperset(slots):
-            shared.append(path)
-            continue
-        stacked.update(slots)
-        for slot in slots:
-            leaves[slot] = _stacked([flat.leaves[slot] for flat in flats])
-    layer = _built(first, leaves, stacked)
-    for variable in _own_variables(layer, shared):
-        nnx.spmd.add_axis(variable, 0, _METADATA)
-    return Stack(layer, len(blocks), shared, unroll=unroll, remat=remat)
-
-
-def _made(
-    make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Sequence[Path]]:
-    """Layers that are made at once, and the paths of what they share."""
-    given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-    streams = {name: x for name, x in given.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
-
-    def make_one(streams: dict[str, Any]) -> Any:
-        every = given | streams
-        return make(*(every[str(i)] for i in range(len(args))), **{k: every[k] for k in kwargs})
-
-    # Masks and other arrays outside of Variables are the same in all layers.
-    out_axes = StateAxes({_is_array: None, ...: 0})
-    run = vmap(make_one, out_axes=out_axes, axis_size=length, **_OPTIONS)
-    layer = run({name: x.split(length) for name, x in streams.items()})
-    flat = _flat(layer)
-    entries, owners = flat.structure.entries, flat.structure.slots
-    arrays = {
-        slot
-        for entry, slots in zip(entries, owners, strict=True)
-        if not isinstance(entry, VariableEntry)
-        for slot in slots
-    }
-    paths = _slots_by_path(flat)
-    return layer, [path for path, slots in paths if slots and arrays.issuperset(slots)]
-
-
-def _is_array(path: Path, value: Any) -> bool:
-    return not isinstance(value, nnx.Variable)
-
-
-def _stacked(arrays: Sequence[Any]) -> Any:
-    first = arrays[0]
-    if isinstance(first, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(arrays), *first.shape), first.dtype)
-    return jnp.stack(arrays)
-
-
-def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
+def check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
     """Checks that layers differ only in the values of arrays.
 
     Raises:
@@ -386,7 +251,7 @@ def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
         types = [[jax.typeof(x).str_short() for x in each.leaves] for each in (first, flat)]
         lines += [
             f"  {name_of(number)}: {accessor('layer', path)}: {types[0][slot]} → {types[1][slot]}"
-            for path, slots in _slots_by_path(flat)
+            for path, slots in slots_by_path(flat)
             for slot in slots
             if types[0][slot] != types[1][slot]
         ]

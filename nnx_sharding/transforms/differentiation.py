@@ -1,0 +1,319 @@
+"""How ``grad`` and ``value_and_grad`` call JAX: flat arrays in, gradients by path out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+
+from .. import _compat
+from ..activations.tracing import inherited
+from ..core.axis_types import type_spec, with_reduced
+from ..core.call import run
+from ..core.caller import Caller
+from ..core.flatten import Flat
+from ..core.naming import name_of
+from ..core.outcome import Outcome
+from ..core.plan import Plan
+from ..core.resolve import NamedLocation, locate
+from ..core.signature import Call
+from ..core.specs import Part, Target
+from ..core.transform import Program
+from ..core.unflatten import Built, pytree_of, value_at
+from ..filters import to_predicate
+from ..fitting import axes_of_type, spec_axes, suggestion
+from ..lifted_function import LiftedFunction, P, R
+from .inner import InnerTransform
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Differentiation(InnerTransform):
+    """What ``grad`` decides: what it differentiates, and how.
+
+    Attributes:
+      wrt: for each differentiated argument its position or name, and the filter for its Variables.
+      is_single: whether the gradient is that of one argument, not a tuple.
+    """
+
+    returns_any: ClassVar[bool] = True  # auxiliary data
+
+    in_name: str = "argnums"
+    wrt: tuple[tuple[int | str, Any], ...]
+    is_single: bool
+    has_aux: bool
+    holomorphic: bool
+    allow_int: bool
+
+    @contextlib.contextmanager
+    def tracing(  # noqa: D102
+        self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
+    ) -> Iterator[Callable[..., Any]]:
+        with super().tracing(pure, caller, built, leaves) as fun:
+
+            def checked(*args: Any, **kwargs: Any) -> Any:
+                out = fun(*args, **kwargs)
+                self._check_output(name_of(caller.fun), out)
+                return out
+
+            yield checked
+
+    def _check_output(self, fun_name: str, out: Any) -> None:
+        if self.has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+            raise TypeError(
+                f"{self.name}: with has_aux=True {fun_name} returns a pair (loss, aux), "
+                f"got {_described(out)}."
+            )
+        loss = out[0] if self.has_aux else out
+        if not _is_array(loss) or jnp.shape(loss) != ():
+            hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
+            raise TypeError(
+                f"{self.name}: {fun_name} returns a scalar loss, got {_described(loss)}.{hint}"
+            )
+
+    def compile(  # noqa: D102
+        self,
+        pure: Any,
+        function: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+        donated: tuple[int, ...],
+    ) -> Program:
+        return self.program(function)
+
+
+def _is_array(x: Any) -> bool:
+    return _compat.is_array_like(x) and not _compat.is_graph_object(x)
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return jax.typeof(value).str_short() if _is_array(value) else f"a {kind}"
+
+
+class _Wanted(NamedTuple):
+    """One differentiated argument: its target, its value, and what is differentiated in it."""
+
+    target: Target
+    value: Any
+    locations: list[NamedLocation]
+
+
+class ValueAndGrad(LiftedFunction[P, R]):
+    """A function that returns the value of another one and its gradient."""
+
+    _transform: Differentiation
+
+    @_compat.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The value and the gradient; objects that the function changes are the caller's own."""
+        return self.of(args, kwargs)
+
+    def of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], unreduced: frozenset[Any] = frozenset()
+    ) -> Any:
+        """The value and the gradient.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          unreduced: Explicit mesh axes over which the gradients of arrays that are replicated over
+            them are left unreduced.
+        """
+        flat, plan, wanted, slots = self._prepared(args, kwargs)
+        transform = self._transform
+        if not transform.allow_int:
+            _check_dtypes(transform.name, plan.names, flat.leaves, slots)
+        value_and_grad = jax.value_and_grad(
+            _loss_of(plan, slots),
+            has_aux=True,
+            holomorphic=transform.holomorphic,
+            allow_int=transform.allow_int,
+        )
+        gradients: dict[int, Any] = {}
+
+        def execute(*leaves: Any) -> Any:
+            some = [as_reduced(leaves[slot], unreduced) for slot in slots]
+            (_, outputs), arrays = value_and_grad(some, leaves)
+            gradients.update(zip(slots, arrays, strict=True))
+            return outputs
+
+        with inherited(flat.objects):
+            value = run(plan, flat, execute, self._fun, nested=True)
+        return value, self._in_form(wanted, flat, gradients)
+
+    def zeros(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], zero: Callable[[Any], Any]
+    ) -> Any:
+        """What has the form of the gradient: for each array the result of ``zero``."""
+        flat, _, wanted, slots = self._prepared(args, kwargs)
+        return self._in_form(wanted, flat, {slot: zero(flat.leaves[slot]) for slot in slots})
+
+    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+        """The names of the arguments that are differentiated."""
+        return {one.target.name for one in self._prepared(args, kwargs)[2]}
+
+    def _prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Flat, Plan, list[_Wanted], list[int]]:
+        """The arguments of a call, flattened, its plan, what is differentiated, and its slots."""
+        call, flat = self._split((*self._bound, *args), kwargs)
+        plan, _ = self._plan(call, flat)
+        wanted = self._wanted(plan, call, flat)
+        slots = (slot for w in wanted for x in w.locations for slot in x.location.slots)
+        return flat, plan, wanted, list(dict.fromkeys(slots))
+
+    def _in_form(self, wanted: Sequence[_Wanted], flat: Flat, gradients: Mapping[int, Any]) -> Any:
+        parts = tuple(_gradient_of(one, flat, gradients) for one in wanted)
+        return parts[0] if self._transform.is_single else parts
+
+    def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[_Wanted]:
+        """What is differentiated in a call.
+
+        Raises:
+          ValueError: an argument does not exist, or no Variable in it matches its filter.
+        """
+        name = self._transform.name
+        targets = {target.name: target for target in plan.targets}
+        chosen = {self._name_of(which, call): filter_ for which, filter_ in self._transform.wrt}
+        if len(chosen) < len(self._transform.wrt):
+            which = [x for x, _ in self._transform.wrt]
+            raise ValueError(f"{name}: argnums names an argument more than once: {which!r}.")
+        if unknown := [repr(x) + suggestion(x, targets) for x in chosen if x not in targets]:
+            raise ValueError(
+                f"{name}: argnums names what is not an argument of this call: "
+                f"{', '.join(unknown)}. The arguments: {', '.join(targets)}."
+            )
+        predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
+        locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
+        differentiable, seen = set[str](), set[int]()
+        for found in locate(flat.structure, plan.targets):
+            argument, (_, entry, slots) = found.target.name, found.location
+            predicate = predicates.get(argument)
+            # A Variable without arrays, such as one of None, has a gradient without arrays.
+            if predicate is None or not (slots or pytree_of(flat.structure.entries[entry])):  # type: ignore[index]
+                continue
+            subject = found.subject(flat.objects, flat.leaves)
+            # What is not in a module was named itself.
+            if not found.location.path or any(predicate(path, subject) for path in found.paths):
+                differentiable.update([argument] if slots else [])
+                # As in Flax, what is shared has its gradient in the first place only.
+                if entry is None or entry not in seen:
+                    locations[argument].append(found)
+                    seen.update([] if entry is None else [entry])
+        if empty := [f"{x} (filter {chosen[x]!r})" for x in chosen if x not in differentiable]:
+            raise ValueError(
+                f"{name}: nothing to differentiate in {', '.join(empty)}. Give argnums the "
+                "position or name of another argument, or wrt a filter that matches its Variables."
+            )
+        values = _values_by_name(call)
+        return [_Wanted(targets[x], values[x], found) for x, found in locations.items()]
+
+    def _name_of(self, which: int | str, call: Call) -> str:
+        if isinstance(which, str):
+            return which
+        names = call.signature.names
+        position = which + self._implicit if which >= 0 else which + len(names)
+        if not 0 <= position < len(names):  # perhaps passed by keyword
+            names = self._parameters.positional
+        return names[position] if 0 <= position < len(names) else f"position {which}"
+
+
+class Grad(ValueAndGrad[P, R]):
+    """A function that returns the gradient of another one."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """The gradient, with ``has_aux`` also the auxiliary data."""
+        value, gradient = super().__call__(*args, **kwargs)
+        return (gradient, value[1]) if self._transform.has_aux else gradient
+
+
+def as_reduced(x: Any, axes: frozenset[Any]) -> Any:
+    """An array of reduced type over those axes that are Explicit and over which it is replicated.
+
+    Its gradient is then unreduced over them.
+    """
+    spec = type_spec(x)
+    if spec is None:
+        return x
+    mesh = jax.typeof(x).sharding.mesh
+    free = axes & axes_of_type(mesh, AxisType.Explicit) - {*spec_axes(spec)}
+    if not free:
+        return x
+    new = with_reduced(spec, spec.reduced | free)
+    return jax.sharding.reshard(x, NamedSharding(mesh, new))
+
+
+def _values_by_name(call: Call) -> dict[str, Any]:
+    names = [call.signature.names[i] for i in call.signature.dynamic]
+    return {**dict(zip(names, call.tree[0], strict=True)), **call.tree[1]}
+
+
+def _check_dtypes(
+    name: str, names: Sequence[str], leaves: Sequence[Any], slots: Sequence[int]
+) -> None:
+    wrong = [
+        f"  {names[slot]}: {_described(leaves[slot])}"
+        for slot in slots
+        if not _compat.is_array_like(leaves[slot])
+        or not jnp.issubdtype(jax.typeof(leaves[slot]).dtype, jnp.inexact)
+    ]
+    if wrong:
+        raise TypeError(
+            f"{name}: these cannot be differentiated, which takes floating-point or complex "
+            "arrays:\n" + "\n".join(wrong) + "\nLeave them out with a filter (wrt=...), or give "
+            "allow_int=True, with which their gradients have dtype float0."
+        )
+
+
+def _loss_of(plan: Plan, slots: Sequence[int]) -> Callable[..., Any]:
+    """The function that JAX differentiates: of the arrays in some slots, and of all."""
+
+    def loss_of(some: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        every = [*leaves]
+        for slot, array in zip(slots, some, strict=True):
+            every[slot] = array
+        *groups, outcome = outputs = plan.program.inline(*every)
+        return _loss(outcome, every, groups), outputs
+
+    return loss_of
+
+
+def _loss(outcome: Outcome, leaves: Sequence[Any], groups: Sequence[Any]) -> Any:
+    """The first array that the function returned."""
+    return outcome.arrays(leaves, groups)[outcome.structure.root_slots[0]]
+
+
+def _gradient_of(wanted: _Wanted, flat: Flat, gradients: Mapping[int, Any]) -> Any:
+    """The gradient of one argument, in its form: for each module a state."""
+    by_part: dict[Any, list[NamedLocation]] = {}
+    for found in wanted.locations:
+        by_part.setdefault(found.part.keys, []).append(found)
+    parts = [
+        _gradient_of_part(part, by_part.get(part.keys, ()), flat, gradients)
+        for part in wanted.target.parts
+    ]
+    if _compat.is_graph_object(wanted.value):
+        return parts[0]
+    treedef = jax.tree_util.tree_structure(wanted.value, is_leaf=_compat.is_graph_object)
+    return jax.tree_util.tree_unflatten(treedef, parts)
+
+
+def _gradient_of_part(
+    part: Part, locations: Sequence[NamedLocation], flat: Flat, gradients: Mapping[int, Any]
+) -> Any:
+    by_path: dict[Any, Any] = {}
+    for _, _, location, _, _ in locations:
+        arrays = {slot: gradients[slot] for slot in location.slots}
+        gradient = value_at(flat.structure, location, arrays)  # type: ignore[arg-type]
+        if location.entry is not None:
+            old = flat.objects[location.entry]
+            value, gradient = gradient, _compat.new_variable(type(old), _compat.get_metadata(old))
+            _compat.set_value(gradient, value)
+        by_path[location.path] = gradient
+    return by_path[()] if () in by_path else nnx.from_flat_state(by_path)
