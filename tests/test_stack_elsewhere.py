@@ -1,0 +1,102 @@
+"""A ``Stack`` in what is not a transform: checkpoints, exports, reports and placing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from nnx_sharding import Stack, export, jit, place, stack
+from nnx_sharding.checkpoint import restore, save
+from nnx_sharding.partition import fsdp, sharded_init
+from nnx_sharding.report import check_sharding
+
+P = PartitionSpec
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(16, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, *, stacked: bool, rngs: nnx.Rngs):
+        blocks = [Block(rngs=rngs) for _ in range(4)]
+        self.blocks = stack(blocks) if stacked else nnx.List(blocks)
+
+    def __call__(self, x):
+        if isinstance(self.blocks, Stack):
+            return self.blocks(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make(stacked=True, seed=0):
+    return Model(stacked=stacked, rngs=nnx.Rngs(seed))
+
+
+X = np.linspace(-1, 1, 8 * 16, dtype=np.float32).reshape(8, 16)
+
+
+def test_checkpoint(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",))
+    model = make()
+    save(tmp_path / "model", model)
+    abstract = nnx.eval_shape(make)
+    sharding = fsdp(abstract, mesh, min_size=0)
+    restored = restore(tmp_path / "model", abstract, sharding, mesh)
+    np.testing.assert_array_equal(restored.blocks.layers.up.kernel, model.blocks.layers.up.kernel)
+    assert restored.blocks.layers.up.kernel.sharding.spec == P(None, None, "data")
+    forward = jit(Model.__call__, in_shardings=(sharding, P("data")), mesh=mesh)
+    np.testing.assert_allclose(forward(restored, X), model(X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_checkpoint_in_the_other_form(tmp_path, stacked):
+    model, other = make(stacked), make(not stacked, seed=1)
+    save(tmp_path / "model", model)
+    # Written in the form of one, and read into that of the other.
+    read = restore(tmp_path / "model", nnx.eval_shape(lambda: make(stacked)))
+    blocks = read.blocks.unstack() if stacked else read.blocks
+    other.blocks = nnx.List(blocks) if stacked else stack(blocks)
+    np.testing.assert_allclose(other(X), model(X), rtol=1e-5, atol=1e-6)
+
+
+def test_export(tmp_path):
+    model = make()
+    export.export(jit(Model.__call__))(model, X).save(tmp_path / "program.zip")
+    output, _ = export.load(tmp_path / "program.zip").call(nnx.state(model), X)
+    np.testing.assert_allclose(output, model(X), rtol=1e-5, atol=1e-6)
+
+
+def test_placed_initialized_and_checked():
+    mesh = jax.make_mesh((8,), ("data",))
+    abstract = nnx.eval_shape(make)
+    sharding = fsdp(abstract, mesh, min_size=0)
+    created = sharded_init(make, sharding, mesh)
+    placed = place(make(), sharding, mesh)
+    for model in (created, placed):
+        kernel = model.blocks.layers.up.kernel
+        assert kernel.sharding.spec == P(None, None, "data")
+        np.testing.assert_allclose(kernel, make().blocks.layers.up.kernel, rtol=1e-6)
+    report = check_sharding(abstract, sharding, mesh)
+    assert "blocks/layers/up/kernel" in str(report)
+
+
+def test_report_of_a_program():
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    compiled = jit(loss).lower(make(), X).compile()
+    assert compiled.memory().by_path["model.blocks.layers.up.kernel"] == 4 * 16 * 64 * 4
+    flops = compiled.cost(loops=True).flops
+    of_list = jit(loss).lower(make(stacked=False), X).compile().cost(loops=True).flops
+    assert flops == pytest.approx(of_list, rel=0.05)
