@@ -185,12 +185,13 @@ def train_alone(config: Config, steps: int) -> list[float]:
     return train(nnx.jit(train_step), model, optimizer, batches(config, steps))
 
 
-def main() -> None:
-    """Trains, and prints the losses."""
+def main(size: Config | None = None) -> None:
+    """Trains a model of a size, and prints the losses."""
+    size = size or Config()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--check", action="store_true", help="compare with one device")
-    parser.add_argument("--layers", type=int, default=Config.layers)
+    parser.add_argument("--layers", type=int, default=size.layers)
     parser.add_argument("--stack", action="store_true", help="run the blocks in one loop")
     parser.add_argument("--remat", metavar="POLICY", help="such as dots_saveable: what is kept")
     parser.add_argument("--microbatches", type=int, default=1, help="into which to cut a batch")
@@ -200,7 +201,8 @@ def main() -> None:
         jax.distributed.initialize()
     log = print if jax.process_index() == 0 else lambda *_: None
 
-    config = Config(
+    config = dataclasses.replace(
+        size,
         layers=options.layers,
         stacked=options.stack,
         remat=options.remat,

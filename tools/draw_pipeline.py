@@ -32,7 +32,7 @@ FIRST = Stage("call", ("lifted.py",))
 GUARD_FILES = ("store.py", "record.py", "builder.py", "row.py", "recipe.py", "walk.py", "_walk.c")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (
-    Stage("signature", ("signature.py",)),
+    Stage("signature", ("signature.py", "static_arguments.py")),
     Stage(
         "flatten",
         ("flatten.py", "structure.py", "statics.py", "static_forms.py", "snapshot.py"),

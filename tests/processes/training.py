@@ -35,8 +35,7 @@ def losses_of_demo():
 
 
 if __name__ == "__main__":
-    transformer.Config = lambda: CONFIG
     sys.argv[1:] = ["--steps", str(STEPS)]
-    transformer.main()  # joins the other processes
+    transformer.main(CONFIG)  # joins the other processes
     assert jax.process_count() == 2
     print(json.dumps({"demo": losses_of_demo()}), flush=True)
