@@ -59,11 +59,12 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 
 # What a release of JAX or Flax may break: calls, states and specs.
 CORE := arguments composition guard modes plain_jax references shard_map shardings split_merge stages
-CORE += state_sharding statics activations explicit_meshes
+CORE += state_sharding statics activations explicit_meshes gradients mapping recompute stack accumulation
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
 # Options of Flax change graphs, those of JAX change numbers.
 GRAPHS := arguments composition guard modes references shard_map state_sharding statics
+GRAPHS += gradients mapping recompute stack accumulation
 NUMBERS := arguments plain_jax shardings stages
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
 test-modes: $(VENV)/.installed-tests  ## run the core tests with other options of JAX and Flax

@@ -194,7 +194,7 @@ def main(size: Config | None = None) -> None:
     parser.add_argument("--layers", type=int, default=size.layers)
     parser.add_argument("--stack", action="store_true", help="run the blocks in one loop")
     parser.add_argument("--remat", metavar="POLICY", help="such as dots_saveable: what is kept")
-    parser.add_argument("--microbatches", type=int, default=1, help="into which to cut a batch")
+    parser.add_argument("--microbatches", type=int, default=1, help="for each batch")
     options = parser.parse_args()
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ:  # the launcher sets it

@@ -66,7 +66,7 @@ def test_equals_a_loop_over_microbatches():
     value, gradient = accumulate_gradients(loss, steps=4)(one, batch())
     # Each microbatch takes every fourth row.
     parts = [jax.tree.map(lambda x, i=i: x[i::4], batch()) for i in range(4)]
-    found = [nnx.value_and_grad(loss)(other, part) for part in parts]
+    found = [value_and_grad(loss)(other, part) for part in parts]
     mean = jax.tree.map(lambda *x: sum(x) / 4, *found)
     assert_close((value, gradient), mean)
     assert_close(nnx.state(one, nnx.BatchStat), nnx.state(other, nnx.BatchStat))
