@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from nnx_sharding import Stack, export, jit, place, stack
+from nnx_sharding import Carry, Stack, export, jit, place, scan, stack
 from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.partition import fsdp, sharded_init
 from nnx_sharding.report import check_sharding
@@ -100,3 +103,33 @@ def test_report_of_a_program():
     flops = compiled.cost(loops=True).flops
     of_list = jit(loss).lower(make(stacked=False), X).compile().cost(loops=True).flops
     assert flops == pytest.approx(of_list, rel=0.05)
+
+
+class Anything:
+    """What a function may hold, or get as an argument."""
+
+
+def scanned(blocks, held):
+    blocks.scan(lambda block, x: ((block(x), held)[0], None), X)
+
+
+def passed(blocks, held):
+    def step(block, x, held):
+        return block(x)
+
+    scan(step, in_axes=(0, Carry, None), out_axes=Carry)(blocks.layers, X, held)
+
+
+STEP = scan(lambda block, x, held: block(x), in_axes=(0, Carry, None), out_axes=Carry)
+
+
+@pytest.mark.parametrize(
+    "use", [scanned, passed, lambda blocks, held: STEP(blocks.layers, X, held)]
+)
+def test_nothing_is_kept(use):
+    held = Anything()
+    reference = weakref.ref(held)
+    use(make().blocks, held)
+    del held
+    gc.collect()
+    assert reference() is None

@@ -12,7 +12,7 @@ from .signature import Parameters, Signature, align_specs
 from .specs import is_spec
 from .statics import Static
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def with_static_values(
@@ -37,7 +37,7 @@ def with_static_values(
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
     found: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    plain = {which for which, s in found.items() if s is None and isinstance(values[which], _PLAIN)}
+    plain = {which for which, s in found.items() if s is None and isinstance(values[which], PLAIN)}
     signature = signature._replace(
         static=signature.static.union(plain.intersection(signature.dynamic)),
         static_keywords=signature.static_keywords.union(plain.intersection(named)),
@@ -61,7 +61,5 @@ def _fixed(spec: Any, value: Any) -> Any:
 
 
 def _if_no_array(x: Any) -> Any:
-    is_array = _compat.is_graph_object(x) or (
-        not isinstance(x, _PLAIN) and _compat.is_array_like(x)
-    )
+    is_array = _compat.is_graph_object(x) or (not isinstance(x, PLAIN) and _compat.is_array_like(x))
     return x if is_array else Static.of(x)

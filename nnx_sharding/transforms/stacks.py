@@ -71,8 +71,8 @@ class Stack(nnx.Module):
         Returns:
           What the last layer returned.
         """
-        run = self._loop(_call, (self._axes, Carry, None, None), Carry)
-        return run(self.layers, x, args, kwargs)
+        options = (self._axes, self.length, self.unroll, self.remat)
+        return _loop_of_calls(*options)(self.layers, x, args, kwargs)
 
     def scan(self, step: Callable[..., Any], carry: Any, /, *xs: Any) -> tuple[Any, Any]:
         """Runs a function of each layer, a carry and slices of arrays.
@@ -97,11 +97,9 @@ class Stack(nnx.Module):
           >>> x.shape, means.shape
           ((2, 4), (3,))
         """
-        run = self._loop(step, (self._axes, Carry, *[0] * len(xs)), (Carry, 0))
+        in_axes = (self._axes, Carry, *[0] * len(xs))
+        run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll, self.remat)
         return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
-
-    def _loop(self, step: Callable[..., Any], in_axes: Any, out_axes: Any) -> Any:
-        return _loop(step, in_axes, out_axes, self.length, self.unroll, self.remat)
 
     @property
     def _axes(self) -> StateAxes:
@@ -171,6 +169,10 @@ def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @functools.lru_cache(maxsize=256)  # so that JAX finds what it traced before
+def _loop_of_calls(axes: StateAxes, length: int, unroll: Any, policy: Any) -> Any:
+    return _loop(_call, (axes, Carry, None, None), Carry, length, unroll, policy)
+
+
 def _loop(
     step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: Any, policy: Any
 ) -> Any:

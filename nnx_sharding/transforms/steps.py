@@ -13,6 +13,7 @@ from .. import _compat
 from ..axes import BROADCAST, CARRY
 from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
+from ..core.static_arguments import PLAIN
 from ..core.statics import Static
 from ..core.structure import NodeEntry, RefEntry, VariableEntry
 from ..paths import accessor
@@ -74,8 +75,10 @@ class Loop:
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _is_carried(leaves[slot])]
         fixed = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
-        # At top level JAX compiles the loop again for each new function.
+        # At top level JAX compiles the loop again for each new function. A function that is kept
+        # must not keep objects of the user's.
         is_kept = _compat.trace_is_clean() and not self._has_refs
+        is_kept = is_kept and all(isinstance(leaves[s], PLAIN) for s, _ in fixed)
         step = (self._kept_step if is_kept else self._step)(fixed)
         carry = self._labelled([*self._carried, *others], leaves)
         mapped = [jnp.moveaxis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
