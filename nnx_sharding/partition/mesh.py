@@ -159,7 +159,8 @@ def planning_mesh(
     Raises:
       TypeError: it is something else, or a size is not an integer.
       ValueError: a size is not positive, or the mesh has more than 10,000 devices. One size may be
-        -1 for the devices of this machine. Or there is no such topology, or the axes do not fit it.
+        -1, to use all devices of this machine. Or the topology is unknown, or the axes do not
+        fit it.
       ImportError: the compiler for TPUs is not installed.
       RuntimeError: there are too few devices, and this release of JAX cannot make more.
 

@@ -51,7 +51,7 @@ def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
             topology = topologies.get_topology_desc(name, "tpu", **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"there is no TPU topology {name!r}: {error}. Names are such as 'v5e:4x4', "
+            f"unknown TPU topology {name!r}: {error}. Examples are 'v5e:4x4', "
             "'v5p:2x2x2', 'v6e:4x4', 'v4:2x2x1' or 'tpu7x:2x2x1'."
         ) from None
     return list(topology.devices)

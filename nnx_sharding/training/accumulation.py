@@ -71,8 +71,8 @@ def accumulate_gradients(
 
     Raises:
       TypeError: ``steps`` is not a positive integer; at a call, as ``value_and_grad``.
-      ValueError: at a call, there is no batch, ``steps`` does not divide it, or ``batch`` names
-        what is not an argument.
+      ValueError: at a call, no argument is a batch, ``steps`` does not divide it, or ``batch``
+        names what is not an argument.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,8 +106,8 @@ def accumulate_gradients(
             def loop(rest: Any, microbatches: Any) -> Any:
                 # Without it, nothing keeps JAX from what it gets wrong with reduced parameters.
                 axes = _axes_of_batch(microbatches) if handler_here() else frozenset[Any]()
-                zero = functools.partial(_zeros, axes=axes, dtype=dtype)
-                totals, treedef = jax.tree.flatten(gradient.zeros(args, kwargs, zero))
+                likes, treedef = jax.tree.flatten(gradient.differentiated(args, kwargs))
+                totals = [_zeros(like, axes, dtype) for like in likes]
 
                 def step(totals: Any, rest: Any, microbatch: Any) -> Any:
                     given.arguments.update(rest | microbatch)
@@ -118,7 +118,6 @@ def accumulate_gradients(
                 in_axes = (Carry, None, 1)
                 run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **options)
                 totals, values = run(totals, rest, microbatches)
-                likes = jax.tree.leaves(gradient.zeros(args, kwargs, lambda x: x))
                 means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
                 value = (values[0].mean(), values[1]) if has_aux else values.mean()
                 return value, jax.tree.unflatten(treedef, means)

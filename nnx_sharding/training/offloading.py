@@ -44,7 +44,7 @@ def offload(
       The shardings.
 
     Raises:
-      NoMeshError: there is no mesh.
+      NoMeshError: ``mesh`` is None, and no mesh is set.
       TypeError: something has a wrong type.
       ValueError: no Variable matches the filter.
 

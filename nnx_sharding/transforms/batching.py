@@ -10,11 +10,11 @@ import jax
 
 from .. import _compat
 from ..axes import CARRY
+from ..core.pure import Pure
 from ..core.signature import Roles
-from ..core.transform import Program
 from ..lifted_function import lift
 from .axes import Mapped, axes_specs, frozen_metadata
-from .inner import Inner
+from .inner import Function, Inner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,10 @@ class _Vmap(Mapped):
     axis_size: int | None = None
     spmd_axis_name: Hashable = None
 
-    def compile(
-        self,
-        pure: Any,
-        function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
-        donated: tuple[int, ...],
-    ) -> Program:
-        mapped = jax.vmap(
+    def applied(
+        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        return jax.vmap(
             function,
             in_axes=tuple(axis.index for axis in in_specs),
             out_axes=(*(axis.index for axis in out_specs), None),
@@ -42,7 +37,6 @@ class _Vmap(Mapped):
             axis_size=self.axis_size,
             spmd_axis_name=self.spmd_axis_name,
         )
-        return self.program(mapped)
 
 
 @_compat.api_boundary

@@ -19,12 +19,10 @@ from ..core.call import run
 from ..core.caller import Caller
 from ..core.flatten import Flat
 from ..core.naming import name_of
-from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.resolve import NamedLocation, locate
 from ..core.signature import Call
 from ..core.specs import Part, Target
-from ..core.transform import Program
 from ..core.unflatten import Built, pytree_of, value_at
 from ..filters import to_predicate
 from ..fitting import axes_of_type, spec_axes, suggestion
@@ -75,16 +73,6 @@ class Differentiation(InnerTransform):
             raise TypeError(
                 f"{self.name}: {fun_name} returns a scalar loss, got {_described(loss)}.{hint}"
             )
-
-    def compile(  # noqa: D102
-        self,
-        pure: Any,
-        function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
-        donated: tuple[int, ...],
-    ) -> Program:
-        return self.program(function)
 
 
 def _is_array(x: Any) -> bool:
@@ -147,12 +135,10 @@ class ValueAndGrad(LiftedFunction[P, R]):
             value = run(plan, flat, execute, self._fun, nested=True)
         return value, self._in_form(wanted, flat, gradients)
 
-    def zeros(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], zero: Callable[[Any], Any]
-    ) -> Any:
-        """What has the form of the gradient: for each array the result of ``zero``."""
+    def differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What is differentiated, in the form of the gradient."""
         flat, _, wanted, slots = self._prepared(args, kwargs)
-        return self._in_form(wanted, flat, {slot: zero(flat.leaves[slot]) for slot in slots})
+        return self._in_form(wanted, flat, {slot: flat.leaves[slot] for slot in slots})
 
     def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
         """The names of the arguments that are differentiated."""
@@ -279,14 +265,10 @@ def _loss_of(plan: Plan, slots: Sequence[int]) -> Callable[..., Any]:
         for slot, array in zip(slots, some, strict=True):
             every[slot] = array
         *groups, outcome = outputs = plan.program.inline(*every)
-        return _loss(outcome, every, groups), outputs
+        # The loss is the first array that the function returned.
+        return outcome.arrays(every, groups)[outcome.structure.root_slots[0]], outputs
 
     return loss_of
-
-
-def _loss(outcome: Outcome, leaves: Sequence[Any], groups: Sequence[Any]) -> Any:
-    """The first array that the function returned."""
-    return outcome.arrays(leaves, groups)[outcome.structure.root_slots[0]]
 
 
 def _gradient_of(wanted: _Wanted, flat: Flat, gradients: Mapping[int, Any]) -> Any:

@@ -11,6 +11,7 @@ from .. import _compat
 from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
 from ..core.caller import Caller
+from ..core.pure import Pure
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..lifted_function import LiftedFunction, P, R
@@ -21,6 +22,9 @@ Known: TypeAlias = dict[int, tuple[Path, Any]]
 KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
 
+Function: TypeAlias = Callable[..., Any]
+
+
 class InnerTransform(Transform):
     """What these transforms decide: no shardings, and anything may be an argument."""
 
@@ -29,7 +33,7 @@ class InnerTransform(Transform):
 
     @contextlib.contextmanager
     def tracing(  # noqa: D102
-        self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
+        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> Iterator[Callable[..., Any]]:
         pass_tags(caller, built)
         for known in KNOWN.get():
@@ -38,10 +42,22 @@ class InnerTransform(Transform):
                     known[id(new)] = known[id(old)][0], new
         yield caller.fun
 
-    @staticmethod
-    def program(function: Any) -> Program:
-        """The program of a function of arrays, which is called as it is."""
-        return Program(staged=None, top_level=function, inline=function)
+    def compile(  # noqa: D102
+        self,
+        pure: Pure,
+        function: Function,
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+        donated: tuple[int, ...],
+    ) -> Program:
+        call = self.applied(pure, function, in_specs, out_specs)
+        return Program(staged=None, top_level=call, inline=call)
+
+    def applied(
+        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        """What is called for a pure function, with the arguments of :meth:`compile`."""
+        return function
 
 
 class Inner(LiftedFunction[P, R]):

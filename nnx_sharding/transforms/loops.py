@@ -17,12 +17,11 @@ from ..core.caller import Caller
 from ..core.naming import name_of
 from ..core.pure import Pure
 from ..core.signature import Roles
-from ..core.transform import Program
 from ..core.unflatten import Built
 from ..lifted_function import lift, unbind
 from ..paths import accessor, path_key
 from .axes import Carry, Mapped, axes_specs, frozen_metadata
-from .inner import Inner
+from .inner import Function, Inner
 from .steps import Loop
 
 
@@ -89,15 +88,10 @@ class _Scan(Mapped):
                 + "\nChange the module that it was given, and return that."
             )
 
-    def compile(
-        self,
-        pure: Pure,
-        function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
-        donated: tuple[int, ...],
-    ) -> Program:
-        return self.program(Loop(self.options, pure, function, in_specs, out_specs))
+    def applied(
+        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
+        return Loop(self.options, pure, function, in_specs, out_specs)
 
 
 def _argument(fun: Any, which: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -16,13 +16,12 @@ from ..core.caller import Caller
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
-from ..core.transform import Program
 from ..core.unflatten import Built
 from ..filters import PathGlob, Predicate, to_predicate
 from ..fitting import suggestion
 from ..lifted_function import lift
 from ..paths import Path, path_string
-from .inner import KNOWN, Inner, InnerTransform, Known
+from .inner import KNOWN, Function, Inner, InnerTransform, Known
 from .residuals import equations
 
 # What becomes of the values that a filter chooses, between the forward and the backward pass.
@@ -153,14 +152,9 @@ class _Remat(InnerTransform):
             finally:
                 KNOWN.reset(token)
 
-    def compile(
-        self,
-        pure: Pure,
-        function: Callable[..., Any],
-        in_specs: Sequence[Any],
-        out_specs: Sequence[Any],
-        donated: tuple[int, ...],
-    ) -> Program:
+    def applied(
+        self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
+    ) -> Function:
         rules = self.policy if isinstance(self.policy, _Rules) else None
         policy: Any = self.policy if rules is None else rules.policy()
         options: dict[str, Any] = {"policy": policy, "prevent_cse": self.prevent_cse}
@@ -178,7 +172,7 @@ class _Remat(InnerTransform):
                 rules.check(lambda: _names_in(function, leaves))
             return out
 
-        return self.program(call)
+        return call
 
 
 def _is_array(x: Any) -> bool:
@@ -236,7 +230,7 @@ def remat(
 
         - ``"recompute"``: not kept;
         - ``"save"``: kept on the device;
-        - ``"offload"``: kept in the memory of the host (``pinned_host``), if there is one.
+        - ``"offload"``: kept in the memory of the host (``pinned_host``), if the backend has it.
 
         A filter is a string, which is the pattern of a :class:`~nnx_sharding.filters.PathGlob` for
         the path of a module in its argument, or a name that ``jax.ad_checkpoint.checkpoint_name``
@@ -255,8 +249,8 @@ def remat(
 
     Raises:
       TypeError: ``policy`` is of another type.
-      ValueError: there is no policy of this name; at a call, a filter matches no module that is
-        called, and no name.
+      ValueError: ``jax.checkpoint_policies`` has no such policy; at a call, a filter matches
+        neither a module that is called nor a name.
 
     Example:
       >>> import jax.numpy as jnp

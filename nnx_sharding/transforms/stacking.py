@@ -59,8 +59,8 @@ def stack(
 
     Raises:
       TypeError: ``layers`` is neither a list of modules nor a callable with a ``length``.
-      ValueError: there is no layer; or the modules differ in more than the values of arrays: the
-        message says in what.
+      ValueError: the list is empty, ``length`` is not positive, or the modules differ in more than
+        the values of arrays; the message lists the differences.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,7 +74,7 @@ def stack(
     """
     if callable(layers) and isinstance(length, int):
         if length < 1:
-            raise ValueError(f"stack: there has to be a layer, got a length of {length}.")
+            raise ValueError(f"stack: expected a positive length, got {length}.")
         layer, shared = _made(layers, length, args, kwargs)
         return Stack(layer, length, shared, unroll=unroll, remat=remat)
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
@@ -87,7 +87,7 @@ def stack(
     wrong = [f"  [{i}]: {b!r}" for i, b in enumerate(blocks) if not isinstance(b, nnx.Module)]
     raise_listed(TypeError, "stack: expected modules, got:", wrong)
     if not blocks:
-        raise ValueError("stack: there has to be a layer.")
+        raise ValueError("stack: expected at least one module, got an empty list.")
     flats = [flat_layer(block) for block in blocks]
     check_equal(flats, lambda i: f"layer {i}")
     first = flats[0]
