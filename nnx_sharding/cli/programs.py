@@ -18,9 +18,10 @@ from ..jit import jit
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
 from ..report.comparison import Comparison, Failure
+from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.program import ProgramReport
-from ..report.strategies import attempt, compare
+from ..report.strategies import compare
 from ..report.terminal import show_report
 from ..stages import Compiled, Lowered, Traced
 from .options import UsageError, UserError, count, mesh_sizes, option, say, say_error, user_code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,9 +21,11 @@ from ..graph import merge, split
 from ..jit import jit
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
+from ..progress import progress
+from ..stages import Lowered
 from ..state_sharding import StateSharding
-from .comparison import Comparison, Failure
-from .program import ProgramReport
+from .comparison import Comparison
+from .compiling import Compilers, Finished
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -51,6 +53,8 @@ def compare(
     mesh: AnyMesh | None = None,
     memory_limit: int | str | None = None,
     device: Device | str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
     **options: Any,
 ) -> Comparison:
     """Compiles a function once for each strategy and shows what each takes.
@@ -69,6 +73,9 @@ def compare(
       memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None takes
         that of ``device``.
       device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``.
+      cache_dir: a folder for reports. A program that has been compiled before, with the same
+        versions, is not compiled again.
+      quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
@@ -109,39 +116,52 @@ def compare(
     device = device_named(device) if isinstance(device, str) else device
     limit = None if memory_limit is None else read_bytes(memory_limit)
     mesh = _compat.context_mesh() if mesh is None else mesh
-    structure, arrays = split(args)
-    abstract = merge(structure, jax.tree_util.tree_map(_abstract, arrays))
-    reports: dict[str, ProgramReport | Failure] = {}
-    seconds: dict[str, float] = {}
-    for name, entry in strategies.items():
-        strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
-        if strategy.mesh is None:
-            strategy = dataclasses.replace(strategy, mesh=mesh)
-        start = time.perf_counter()
-        reports[str(name)] = attempt(functools.partial(_planned, strategy, fun, abstract, options))
-        seconds[str(name)] = round(time.perf_counter() - start, 3)
+    abstract = abstract_of(args)
+    finished: dict[str, Finished] = {}
+    with (
+        Compilers(cache_dir=cache_dir) as compilers,
+        progress("compare", len(strategies), quiet=quiet) as advance,
+    ):
+
+        def collect() -> None:
+            one = compilers.next()
+            finished[one.key] = one
+            advance(one.key)
+
+        for name, entry in strategies.items():
+            strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
+            if strategy.mesh is None:
+                strategy = dataclasses.replace(strategy, mesh=mesh)
+            compilers.submit(
+                str(name), functools.partial(lowered, strategy, fun, abstract, options)
+            )
+            while compilers.is_busy:
+                collect()
+        while not compilers.is_idle:
+            collect()
+    ordered = [finished[str(name)] for name in strategies]
+    reports = {one.key: one.report for one in ordered}
+    seconds = {one.key: round(one.seconds, 3) for one in ordered}
     return Comparison(reports, None, seconds).judged(memory_limit=limit, device=device)
 
 
+def abstract_of(args: Sequence[Any]) -> Any:
+    """The arguments with shapes and dtypes in the place of arrays."""
+    structure, arrays = split(args)
+    return merge(structure, jax.tree_util.tree_map(_abstract, arrays))
+
+
 def _abstract(leaf: Any) -> Any:
-    """The shape and dtype in the place of an array."""
     if isinstance(leaf, jax.Array | np.ndarray):
         aval = jax.typeof(leaf)  # with the dtype that a call gives a NumPy array
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     return leaf
 
 
-def attempt(make: Callable[[], ProgramReport]) -> ProgramReport | Failure:
-    """The report, or the error that was raised instead."""
-    try:
-        return make()
-    except Exception as error:
-        return Failure(f"{type(error).__name__}: {error}")
-
-
-def _planned(
+def lowered(
     strategy: Strategy, fun: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
-) -> ProgramReport:
+) -> tuple[Lowered, Mesh | None]:
+    """The program of a strategy, and the mesh that it is for."""
     mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings
@@ -149,7 +169,7 @@ def _planned(
             in_shardings = in_shardings(*args)
         options = {"out_shardings": strategy.out_shardings, **options}
         wrapped = jit(fun, in_shardings=in_shardings, mesh=mesh, **options)
-        return wrapped.lower(*args).compile().report()
+        return wrapped.lower(*args), mesh
 
 
 _SPECS = (PartitionSpec, Sharding, StateSharding, Mapping)

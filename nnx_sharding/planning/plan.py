@@ -1,0 +1,297 @@
+"""The planner: which mesh and strategy a step should run with, before there are devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import Mesh
+
+from ..analysis.hardware import Device, known
+from ..analysis.hardware import device as device_named
+from ..analysis.tables import Pictured, text
+from ..analysis.units import bytes_text, read_bytes
+from ..fitting import suggestion
+from ..lifted import Lifted
+from ..partition.mesh import planning_mesh
+from ..partition.topology import topology_devices
+from ..progress import progress
+from ..report.comparison import Comparison, Failure
+from ..report.compiling import Compilers, Finished
+from ..report.strategies import Strategy, abstract_of, lowered
+from .candidates import STRATEGIES, Candidate, applies, in_shardings_of, mesh_sizes
+from .predict import predict
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Pictured):
+    """What :func:`plan` found. ``print`` shows the compiled candidates, best first, and the others.
+
+    Attributes:
+      comparison: the reports of the candidates that were compiled, best first.
+      candidates: these candidates by name.
+      ruled_out: why each of the others was not compiled, by name.
+    """
+
+    comparison: Comparison
+    candidates: Mapping[str, Candidate]
+    ruled_out: Mapping[str, str]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best of the candidates that fit; None if none does."""
+        fitting = self.comparison.fitting
+        return self.candidates[fitting[0]] if fitting else None
+
+    def _pictures(self, width: int) -> Iterable[Any]:
+        best = self.best
+        if self.candidates:
+            yield from self.comparison._pictures(width)
+        yield text(f"best: {'none fits' if best is None else best.name}", "bold")
+        if self.ruled_out:
+            yield text(f"not compiled: {len(self.ruled_out)}")
+        yield from (text(f"  {name}: {reason}") for name, reason in self.ruled_out.items())
+
+
+@dataclasses.dataclass
+class _Group:
+    """The variants of a step with one strategy on one mesh, and the bytes that they may send."""
+
+    variants: list[Candidate]
+    sent: float
+
+
+def plan(
+    step: Callable[..., Any] | Mapping[str, Any],
+    *args: Any,
+    devices: int | str | None = None,
+    num_slices: int = 1,
+    meshes: Iterable[Mapping[str, int]] | None = None,
+    strategies: Iterable[str] | Mapping[str, Any] = STRATEGIES,
+    memory_limit: int | str | None = None,
+    device: Device | str | None = None,
+    most: int | None = 16,
+    cache_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Plan:
+    """Searches the mesh and the strategy with which a step fits the memory and is fastest.
+
+    Each strategy is tried on each mesh that the devices can form. What can be ruled out is not
+    compiled: candidates whose arguments alone exceed the memory, those that shard everything as
+    another one does, and those that raise an error. The others are compiled side by side, first
+    those that are predicted to send the least.
+
+    The strategies have names such as ``"fsdp + tensor"``. Over the axes ``data`` and ``replica``:
+
+    * ``dp``: data parallelism, parameters are replicated;
+    * ``zero1``: the state of the optimizer is sharded;
+    * ``fsdp``: parameters, gradients and the state of the optimizer are sharded;
+    * ``hsdp``: the same over ``data`` only; over ``replica``, which are slices, it is ``dp``.
+
+    Over the axis ``model``, ``+ tensor`` is :func:`~nnx_sharding.partition.tensor_parallel`, and
+    ``+ sequence`` the same with ``sequence=True``.
+
+    Args:
+      step: the function to run, not yet wrapped by ``jit``. Or variants of it by name, in the order
+        of preference, such as without and with ``remat``, or with more and more microbatches: a
+        variant is compiled only if those before it do not fit. A variant is a function, or a tuple
+        of a function and arguments of its own.
+      *args: its arguments, abstract or not. Modules are sharded by the strategy; an optimizer
+        belongs to the model in front of it. Arrays outside of modules with the most frequent first
+        dimension are the batch, others are replicated.
+      devices: the number of devices, or a TPU topology such as ``"v5e:16x16"``, as in
+        :func:`~nnx_sharding.partition.planning_mesh`; None for the devices of this process.
+      num_slices: the number of slices, over which the axis ``replica`` runs.
+      meshes: the sizes of the axes ``replica``, ``data`` and ``model`` of each mesh to try; None
+        for all.
+      strategies: the names of those to try; or by name functions from the abstract arguments to
+        ``in_shardings``, called with the mesh in context.
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None for that
+        of ``device``.
+      device: the device for the roofline; None for that of the topology.
+      most: how many programs are compiled at most; None for all.
+      cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
+      quiet: whether to show no progress on terminals.
+      **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
+
+    Returns:
+      The candidates, ranked by the roofline of the device, then by the bytes sent, then by memory;
+      without a device by the latter two. Those that do not fit, or failed, come last.
+
+    Raises:
+      TypeError: ``step`` is no function, or one that is already wrapped.
+      ValueError: a strategy is unknown, the devices do not form a mesh, there is nothing to try, a
+        limit cannot be read, or the device or the topology is not known.
+      ImportError: the compiler for the topology is not installed.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding.planning import plan
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
+      >>> x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+      >>> found = plan(lambda model, x: model(x), model, x, devices=8, memory_limit="4 MiB")
+      >>> found.best.name
+      'dp + tensor, data 2 × model 4'
+    """
+    variants = _variants(step, args)
+    strategies = _strategies(strategies)
+    if meshes is None:
+        meshes = mesh_sizes(_count(devices, num_slices), num_slices, list(strategies))
+    built = [_mesh(devices, num_slices, sizes) for sizes in meshes]
+    if device is None and built:
+        device = known(built[0].devices.flat[0].device_kind)
+    device = device_named(device) if isinstance(device, str) else device
+    limit = getattr(device, "memory_bytes", None)
+    limit = limit if memory_limit is None else read_bytes(memory_limit)
+
+    groups, ruled_out = _groups(variants, strategies, built, limit)
+    if not groups:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in ruled_out.items())
+        raise ValueError(f"plan: expected a candidate that could fit, got none:{reasons}")
+    tried: dict[str, Candidate] = {}
+    finished: list[Finished] = []
+    left = len(groups) if most is None else most
+    with (
+        Compilers(cache_dir=cache_dir) as compilers,
+        progress("plan", min(left, len(groups)), quiet=quiet) as advance,
+    ):
+        while True:
+            while groups and left and not compilers.is_busy:
+                group = groups.pop(0)
+                candidate = group.variants.pop(0)
+                tried[candidate.name] = candidate
+                left -= most is not None
+                fun, arguments = variants[candidate.variant]
+                strategy = Strategy(candidate.in_shardings, candidate.mesh)
+                lower = functools.partial(lowered, strategy, fun, arguments, options)
+                compilers.submit((candidate.name, group), lower)
+            if compilers.is_idle:
+                break
+            one = compilers.next()
+            name, group = one.key
+            finished.append(one._replace(key=name))
+            advance(name)
+            if group.variants and not _fits(one.report, limit):
+                groups.insert(0, group)
+            else:
+                ruled_out.update({rest.name: f"{name} fits" for rest in group.variants})
+    for group in groups:
+        reason = f"predicted to send {bytes_text(group.sent)}, more than the {most} compiled first"
+        ruled_out.update({rest.name: reason for rest in group.variants})
+    reports = {one.key: one.report for one in finished}
+    seconds = {one.key: round(one.seconds, 3) for one in finished}
+    comparison = Comparison(reports, None, seconds).judged(memory_limit=limit, device=device)
+    order = sorted(reports, key=functools.partial(_rank, comparison))
+    ranked = dataclasses.replace(comparison, reports={n: comparison.reports[n] for n in order})
+    return Plan(ranked, {name: tried[name] for name in order}, ruled_out)
+
+
+_Variants: TypeAlias = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
+
+
+def _variants(step: Any, args: Sequence[Any]) -> _Variants:
+    """By name the functions and their abstract arguments."""
+    entries = step if isinstance(step, Mapping) else {"": step}
+    variants = {}
+    for name, entry in entries.items():
+        fun, *own = entry if isinstance(entry, tuple) else (entry, *args)
+        if isinstance(fun, Lifted) or not callable(fun):
+            raise TypeError(f"plan: expected a function that is not wrapped by jit, got {fun!r}.")
+        variants[str(name)] = (fun, abstract_of(own))
+    if not variants:
+        raise ValueError("plan: expected at least one variant of the step, got none.")
+    return variants
+
+
+def _strategies(strategies: Any) -> dict[str, Any]:
+    """By name the functions of the user, or None for our own strategies."""
+    if isinstance(strategies, Mapping):
+        return {str(name): function for name, function in strategies.items()}
+    names = [strategies] if isinstance(strategies, str) else list(strategies)
+    unknown = [
+        f"{name!r}{suggestion(name, STRATEGIES)}" for name in names if name not in STRATEGIES
+    ]
+    if unknown:
+        raise ValueError(f"plan: unknown strategies: {', '.join(unknown)}.")
+    return dict.fromkeys(names)
+
+
+def _count(devices: int | str | None, num_slices: int) -> int:
+    if isinstance(devices, str):
+        return len(topology_devices(devices, num_slices))
+    return jax.device_count() if devices is None else devices
+
+
+def _mesh(devices: int | str | None, num_slices: int, sizes: Mapping[str, int]) -> Mesh:
+    if isinstance(devices, str):
+        return planning_mesh(devices, sizes, num_slices=num_slices)
+    return planning_mesh(sizes)
+
+
+def _groups(
+    variants: _Variants, strategies: Mapping[str, Any], meshes: Sequence[Mesh], limit: int | None
+) -> tuple[list[_Group], dict[str, str]]:
+    """What to compile, the least bytes sent first, and what is ruled out without compiling."""
+    groups: list[_Group] = []
+    ruled_out: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for mesh, (strategy, function) in itertools.product(meshes, strategies.items()):
+        if function is None and not applies(strategy, mesh.shape):
+            continue
+        group = _Group([], math.inf)
+        for variant, (_, args) in variants.items():
+            candidate = Candidate(strategy, dict(mesh.shape), variant, (), mesh)
+            try:
+                candidate = _with_shardings(candidate, function, args)
+                prediction = predict(candidate, args)
+            except Exception as error:
+                ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
+                continue
+            same = seen.setdefault((variant, prediction.key), candidate.name)
+            if same != candidate.name:
+                ruled_out[candidate.name] = f"shards everything as {same}"
+            elif limit is not None and prediction.arguments > limit:
+                taken = bytes_text(prediction.arguments)
+                ruled_out[candidate.name] = f"the arguments take {taken} on each device"
+            else:
+                group.variants.append(candidate)
+                group.sent = min(group.sent, prediction.sent)
+        if group.variants:
+            groups.append(group)
+    return sorted(groups, key=lambda group: group.sent), ruled_out
+
+
+def _with_shardings(candidate: Candidate, function: Any, args: Sequence[Any]) -> Candidate:
+    mesh = candidate.mesh
+    if function is None:
+        shardings = in_shardings_of(candidate.strategy, mesh, args)
+    else:
+        with jax.set_mesh(mesh):
+            shardings = function(*args)
+    return dataclasses.replace(candidate, in_shardings=shardings)
+
+
+def _fits(report: Any, limit: int | None) -> bool:
+    """Whether a program fits, as far as its memory is known."""
+    if isinstance(report, Failure):
+        return False
+    peak = None if report.memory is None else report.memory.peak
+    return limit is None or peak is None or peak <= limit
+
+
+def _rank(comparison: Comparison, name: str) -> tuple[Any, ...]:
+    """What candidates are sorted by; what is unknown comes last."""
+    if not comparison.fits(name):
+        return (True,)
+    figures = comparison.figures[name]
+    columns = [figures["roofline"], figures["bytes_sent"], figures["peak"]]
+    return (False, *(math.inf if figure is None else figure for figure in columns))
