@@ -61,10 +61,11 @@ class Plan(Pictured):
 
 @dataclasses.dataclass
 class _Group:
-    """The variants of a step with one strategy on one mesh, and the bytes that they may send."""
+    """The variants of a step with one strategy on one mesh, and what is predicted of the first."""
 
     variants: list[Candidate]
-    sent: float
+    arguments: int
+    seconds: float
 
 
 def plan(
@@ -153,23 +154,26 @@ def plan(
     limit = getattr(device, "memory_bytes", None)
     limit = limit if memory_limit is None else read_bytes(memory_limit)
 
-    groups, ruled_out = _groups(variants, strategies, built, limit)
+    groups, ruled_out = _groups(variants, strategies, built, limit, device)
     if not groups:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in ruled_out.items())
         raise ValueError(f"plan: expected a candidate that could fit, got none:{reasons}")
     tried: dict[str, Candidate] = {}
     finished: list[Finished] = []
-    left = len(groups) if most is None else most
+    most = len(groups) * len(variants) if most is None else most
+    fits = False
     with (
         Compilers(cache_dir=cache_dir) as compilers,
-        progress("plan", min(left, len(groups)), quiet=quiet) as advance,
+        progress("plan", most, quiet=quiet) as advance,
     ):
         while True:
-            while groups and left and not compilers.is_busy:
-                group = groups.pop(0)
+            while groups and len(tried) < most and not compilers.is_busy:
+                # As long as nothing fits, the second half goes to those with the least arguments.
+                by_memory = not fits and 2 * len(tried) >= most
+                group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
+                groups.remove(group)
                 candidate = group.variants.pop(0)
                 tried[candidate.name] = candidate
-                left -= most is not None
                 fun, arguments = variants[candidate.variant]
                 strategy = Strategy(candidate.in_shardings, candidate.mesh)
                 lower = functools.partial(lowered, strategy, fun, arguments, options)
@@ -180,12 +184,13 @@ def plan(
             name, group = one.key
             finished.append(one._replace(key=name))
             advance(name)
-            if group.variants and not _fits(one.report, limit):
-                groups.insert(0, group)
-            else:
-                ruled_out.update({rest.name: f"{name} fits" for rest in group.variants})
+            if not _fits(one.report, limit):
+                groups += [group] if group.variants else []
+                continue
+            fits = True
+            ruled_out.update({rest.name: f"{name} fits" for rest in group.variants})
     for group in groups:
-        reason = f"predicted to send {bytes_text(group.sent)}, more than the {most} compiled first"
+        reason = f"the {most} compiled are predicted to be better"
         ruled_out.update({rest.name: reason for rest in group.variants})
     reports = {one.key: one.report for one in finished}
     seconds = {one.key: round(one.seconds, 3) for one in finished}
@@ -238,16 +243,20 @@ def _mesh(devices: int | str | None, num_slices: int, sizes: Mapping[str, int]) 
 
 
 def _groups(
-    variants: _Variants, strategies: Mapping[str, Any], meshes: Sequence[Mesh], limit: int | None
+    variants: _Variants,
+    strategies: Mapping[str, Any],
+    meshes: Sequence[Mesh],
+    limit: int | None,
+    device: Device | None,
 ) -> tuple[list[_Group], dict[str, str]]:
-    """What to compile, the least bytes sent first, and what is ruled out without compiling."""
+    """What may be compiled, and what is ruled out without that."""
     groups: list[_Group] = []
     ruled_out: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for mesh, (strategy, function) in itertools.product(meshes, strategies.items()):
         if function is None and not applies(strategy, mesh.shape):
             continue
-        group = _Group([], math.inf)
+        group = _Group([], 0, 0.0)
         for variant, (_, args) in variants.items():
             candidate = Candidate(strategy, dict(mesh.shape), variant, (), mesh)
             try:
@@ -263,11 +272,15 @@ def _groups(
                 taken = bytes_text(prediction.arguments)
                 ruled_out[candidate.name] = f"the arguments take {taken} on each device"
             else:
+                if not group.variants:
+                    group.arguments, group.seconds = (
+                        prediction.arguments,
+                        prediction.seconds(device),
+                    )
                 group.variants.append(candidate)
-                group.sent = min(group.sent, prediction.sent)
         if group.variants:
             groups.append(group)
-    return sorted(groups, key=lambda group: group.sent), ruled_out
+    return groups, ruled_out
 
 
 def _with_shardings(candidate: Candidate, function: Any, args: Sequence[Any]) -> Candidate:

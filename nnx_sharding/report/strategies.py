@@ -74,7 +74,7 @@ def compare(
         that of ``device``.
       device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``.
       cache_dir: a folder for reports. A program that has been compiled before, with the same
-        versions, is not compiled again.
+        versions, is not compiled again; its report has the line numbers of then.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
