@@ -121,8 +121,8 @@ def test_title():
         (5, TypeError, "got 5"),
         ([], TypeError, "expected a ProgramReport"),
         ({}, ValueError, "it has no format"),
-        ({"format": "nnx_sharding.report", "version": 2}, ValueError, "the version 2"),
-        ({"format": "nnx_sharding.report", "version": 1}, ValueError, "name: missing"),
+        ({"format": "nnx_sharding.report", "version": 1}, ValueError, "the version 1"),
+        ({"format": "nnx_sharding.report", "version": 2}, ValueError, "name: missing"),
         ({**reports.comparison(), "reports": {}}, ValueError, "nothing to compare"),
         ({"format": "other", "version": 1}, ValueError, "'other'"),
     ],
@@ -425,7 +425,7 @@ def test_branches_count_as_taken(browser, tmp_path):
 
 def test_meshes_of_other_ranks(browser, tmp_path):
     for axes in ({"x": 4}, {"x": 2, "y": 2, "z": 2}, {"x": 64, "y": 64}):
-        mesh = {"axes": axes, "axis_types": {}, "device_ids": None}
+        mesh = {"axes": axes, "axis_types": {}, "device_ids": None, "coordinates": {}}
         rows = [reports.parameter("w", (64, 64), [list(axes)], axes | {"y": axes.get("y", 1)})]
         count = 1
         for size in axes.values():
@@ -495,7 +495,7 @@ CONTRAST = """() => {
 def test_contrast(browser, tmp_path, scheme):
     """At least 4.5, as in https://www.w3.org/TR/WCAG22/#contrast-minimum."""
     axes = {f"axis{i}": 1 for i in range(8)}
-    mesh = {"axes": axes, "axis_types": {}, "device_ids": None}
+    mesh = {"axes": axes, "axis_types": {}, "device_ids": None, "coordinates": {}}
     rows = [reports.parameter(axis, (2,), [axis], axes) for axis in axes]
     comparison = reports.comparison()
     comparison["reports"]["tp"] |= {"mesh": mesh, "parameters": rows}

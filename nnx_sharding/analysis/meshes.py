@@ -20,8 +20,8 @@ class MeshDescription:
       device_ids: the ids of the devices in lists that are nested like the mesh; None for an
         abstract mesh.
       coordinates: where the devices are, in the order of the mesh: the ``slice``, which a slower
-        network connects to others, and for TPUs ``x``, ``y`` and ``z`` in the torus and the ``core``
-        of the chip, as far as devices differ in them. Empty if that is unknown.
+        network connects to others, and for TPUs ``x``, ``y`` and ``z`` in the torus and the
+        ``core`` of the chip, as far as devices differ in them. Empty if that is unknown.
     """
 
     axes: Mapping[str, int]
