@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import math
 import types
 from collections import Counter
 
@@ -175,6 +176,9 @@ def test_where_devices_are_unknown():
     # Coordinates of a torus with more dimensions than the device has.
     cube = recorded_mesh("v5p:4x4x4")
     assert traffic(cube, ("data",), "all-gather")[0].links == "all links"
+    alone = dataclasses.replace(device("H200"), interconnect_bandwidth=math.inf, domain=None)
+    [row] = traffic(mesh, ("model",), "all-reduce", on=alone)
+    assert (row.bandwidth, row.seconds) == (None, 0.0)
     no_network = Device("mine", 1e12, 2**30, 1e11, 1e10, 2)
     rows = traffic(recorded_mesh("v5e:2x4 slices"), ("data", "model"), "all-gather", on=no_network)
     assert [row.seconds is None for row in rows] == [False, True]

@@ -367,6 +367,25 @@ def test_injection(browser, tmp_path):
         assert page.tab.locator("#comparison tbody > tr").count() == len(named) + 1
 
 
+def test_roofline(browser, tmp_path):
+    with Page(browser, tmp_path, reports.report()) as page:
+        lines = page.tab.locator("#roofline tbody tr").all_inner_texts()
+        for line, words in zip(
+            lines,
+            (
+                ("ICI x (line of 2) + y (line of 2)", "model", "100 GB/s", "1.00 KiB", "140 ns"),
+                ("ICI y (line of 2, 2 apart)", "data", "25.0 GB/s", "6.00 KiB", "130 ns"),
+                ("DCN", "no axes fit", "50 B"),
+            ),
+            strict=True,
+        ):
+            assert all(word in line for word in words), line
+        text = page.tab.locator("#roofline").inner_text()
+        assert "Without overlap, one after another: 2.09 µs." in text
+        assert "The compiler's own estimate: 1.90 µs" in text and "a book" in text
+        assert page.tab.locator("#roofline a").all_inner_texts() == ["https://example.org/v5e"]
+
+
 def test_content_security_policy(browser, tmp_path):
     page = Page(browser, tmp_path, reports.report())
     refused = page.tab.evaluate(

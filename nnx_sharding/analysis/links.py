@@ -27,7 +27,7 @@ class Traffic:
         or, for GPUs, ``network`` between slices or nodes; ``chip`` between two devices in one chip;
         ``all links`` if it is not known which ones are used.
       bandwidth: bytes per second that one device, at the end of a line, can send over them; None if
-        that is unknown.
+        that is unknown or unlimited.
       bytes_sent: what one device sends over them in one call.
       seconds: the least time for that, 0 within a chip; None if the bandwidth is unknown.
     """
@@ -66,14 +66,20 @@ def traffic_of(
     for axes in collectives.by_axes():
         some = [one for one in collectives if one.axes == axes and one.bytes_sent]
         route = _route(axes, mesh, device) if some else _UNKNOWN
-        within = device.link_bandwidth * route.count or device.interconnect_bandwidth
-        bandwidths = {route.links: within, _network(device): device.network_bandwidth, _CHIP: None}
+        bandwidths = {
+            route.links: device.interconnect_bandwidth,
+            _network(device): device.network_bandwidth,
+            _CHIP: math.inf,
+        }
+        if route.torus:
+            bandwidths[route.links] = route.count * device.link_bandwidth
         parts = [_parts(one, route) for one in some]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
             sent, even = (sum(part[i][j] for part in parts) for j in range(2))
             if sent:
-                seconds = 0.0 if links == _CHIP else bandwidth and even / bandwidth
-                rows.append(Traffic(axes, links, bandwidth, round(sent), seconds))
+                seconds = bandwidth and even / bandwidth
+                finite = None if bandwidth == math.inf else bandwidth
+                rows.append(Traffic(axes, links, finite, round(sent), seconds))
     return tuple(rows)
 
 
@@ -142,7 +148,9 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Rou
         fits = sum(extent > 1 for extent in extents) <= device.torus_dimensions
         if not known.keys() - {"slice"} or not fits:
             return _UNKNOWN
-        routes = {_torus_route(at[:, group], extents, device) for group in groups}
+        placed = np.moveaxis(at[:, groups], 1, 0)
+        shapes = np.unique(placed - placed.min(2, keepdims=True), axis=0)  # far fewer than groups
+        routes = {_torus_route(shape, extents, device) for shape in shapes}
         return min(routes, key=lambda route: (-route.slices, route.count))
     links = "NVLink" if device.domain else _UNKNOWN.links
     nodes = known.get("slice")

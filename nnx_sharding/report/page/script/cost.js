@@ -70,10 +70,11 @@ function costSection({ cost }) {
 
 /** What collectives send over which links. */
 function trafficTable(rows) {
+  const speed = figure((n) => `${countText(n)}B/s`, "bytes per second");
   const columns = [
     { label: "Links", cell: ({ links }) => links },
     { label: "Axes", cell: (row) => axesNode(axesOf(row)) },
-    { label: "Bandwidth", value: (row) => row.bandwidth, number: figure(countText, "B/s") },
+    { label: "Bandwidth", value: (row) => row.bandwidth, number: speed },
     { label: "Bytes sent", value: (row) => row.bytes_sent, number: bytes },
     { label: "At least", value: (row) => row.seconds, number: time },
   ];
