@@ -19,7 +19,7 @@ class Device:
       interconnect_bandwidth: bytes per second that it can send to others of its kind over all
         of its links together, in one direction; ``math.inf`` for a single device.
       torus_dimensions: the dimensions of the torus that its links form, two links in each: 2 or 3;
-        0 if each device reaches all others with all of its links, as through switches.
+        0 if each device can send to all others over all of its links, as through switches.
       domain: how many devices the links connect where switches do so, such as the 8 GPUs of a node
         with NVLink; None for any number.
       network_bandwidth: bytes per second that it can send to devices out of its slice or domain;
@@ -70,7 +70,7 @@ class Device:
         """Whether links close a dimension of a slice to a ring.
 
         In two dimensions they do where it is as long as a pod, 16 chips; in three dimensions where
-        the slice consists of whole cubes of 4 × 4 × 4 chips
+        the slice consists of cubes of 4 × 4 × 4 chips
         (https://jax-ml.github.io/scaling-book/tpus/,
         https://docs.cloud.google.com/tpu/docs/v5p).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class _Route(NamedTuple):
     is_open: bool = False  # whether a dimension is a line
 
     @property
-    def count(self) -> float:
+    def num_links(self) -> float:
         return sum(links for _, links in self.torus)
 
 
@@ -65,14 +65,14 @@ def traffic_of(
     rows = []
     for axes in collectives.by_axes():
         some = [one for one in collectives if one.axes == axes and one.bytes_sent]
-        route = _route(axes, mesh, device) if some else _UNKNOWN
+        route = _route(axes, mesh, device)
         bandwidths = {
             route.links: device.interconnect_bandwidth,
             _network(device): device.network_bandwidth,
             _CHIP: math.inf,
         }
         if route.torus:
-            bandwidths[route.links] = route.count * device.link_bandwidth
+            bandwidths[route.links] = route.num_links * device.link_bandwidth
         parts = [_parts(one, route) for one in some]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
             sent, even = (sum(part[i][j] for part in parts) for j in range(2))
@@ -85,7 +85,7 @@ def traffic_of(
 
 def interconnect_seconds(traffic: Iterable[Traffic], device: Device) -> float:
     """The least time for all traffic: over the same links in turn, over others at once."""
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     sent = 0
     for row in traffic:
         times[row.links] += row.seconds or 0.0
@@ -118,13 +118,13 @@ def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
     if one.kind == "collective-permute":
         shares = np.eye(3)[1 if slices > 1 else 0 if chips > 1 else 2] * others
         if route.torus:  # some devices send up, and some down
-            factor = route.count / (2 * len(route.torus))
+            factor = route.num_links / (2 * len(route.torus))
     elif one.kind == "all-to-all":  # nothing is needed twice
         slice_, chip = devices // slices, devices // chips
         shares = np.array([slice_ - chip, devices - slice_, chip - 1])
         if route.torus and shares[0]:  # of all bytes in a line or ring, half cross its middle
             crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
-            factor = crossing * route.count * slice_ / shares[0]
+            factor = crossing * route.num_links * slice_ / shares[0]
     else:
         shares = np.array([chips - slices, slices - 1, devices - chips])
         if one.kind == "all-reduce" and route.is_open and shares[0]:
@@ -135,7 +135,7 @@ def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
 
 def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Route:
     """The links between the devices of a group over mesh axes; of groups that differ the worst."""
-    if mesh is None or axes is None or not {*axes} <= {*mesh.axes}:
+    if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
         return _UNKNOWN
     positions = np.arange(math.prod(mesh.axes.values())).reshape(*mesh.axes.values())
     over = [[*mesh.axes].index(axis) for axis in axes]
@@ -151,7 +151,7 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Rou
         placed = np.moveaxis(at[:, groups], 1, 0)
         shapes = np.unique(placed - placed.min(2, keepdims=True), axis=0)  # far fewer than groups
         routes = {_torus_route(shape, extents, device) for shape in shapes}
-        return min(routes, key=lambda route: (-route.slices, route.count))
+        return min(routes, key=lambda route: (-route.slices, route.num_links))
     links = "NVLink" if device.domain else _UNKNOWN.links
     nodes = known.get("slice")
     if nodes is None or len(known) > 1:  # of no GPUs
