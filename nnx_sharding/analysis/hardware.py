@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,22 +65,6 @@ class Device:
     def link_bandwidth(self) -> float:
         """Bytes per second over one link in one direction; over all if there is no torus."""
         return self.interconnect_bandwidth / (2 * self.torus_dimensions or 1)
-
-    def has_ring(self, extents: Sequence[int], dimension: int) -> bool:
-        """Whether links close a dimension of a slice to a ring.
-
-        In two dimensions they do where it is as long as a pod, 16 chips; in three dimensions where
-        the slice consists of cubes of 4 × 4 × 4 chips
-        (https://jax-ml.github.io/scaling-book/tpus/,
-        https://docs.cloud.google.com/tpu/docs/v5p).
-
-        Args:
-          extents: the length of each dimension of the slice in chips.
-          dimension: the index of the dimension.
-        """
-        if self.torus_dimensions == 2:
-            return extents[dimension] == 16
-        return all(extent % 4 == 0 for extent in extents)
 
 
 _FIGURES = tuple(field.name for field in dataclasses.fields(Device))[1:-1]

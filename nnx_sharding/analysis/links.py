@@ -161,6 +161,17 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Rou
     return _Route(links, size, size, max(len({*nodes[group].tolist()}) for group in groups))
 
 
+def _is_closed(dimension: int, extents: Sequence[int], device: Device) -> bool:
+    """Whether links close a dimension of a slice to a ring.
+
+    In two dimensions if it is as long as a pod, in three if the slice consists of full cubes:
+    https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
+    """
+    if device.torus_dimensions == 2:
+        return extents[dimension] == 16
+    return all(extent % 4 == 0 for extent in extents)
+
+
 def _torus_route(at: np.ndarray, extents: Sequence[int], device: Device) -> _Route:
     """The links between TPUs whose slices and coordinates are the rows of an array."""
     torus, words, is_open = [], [], False
@@ -169,7 +180,7 @@ def _torus_route(at: np.ndarray, extents: Sequence[int], device: Device) -> _Rou
         if (size := len(values)) < 2:
             continue
         gap = int(np.diff(values).min())  # the groups in between use the same links
-        is_ring = size * gap == extents[i] and device.has_ring(extents, i)
+        is_ring = size * gap == extents[i] and _is_closed(i, extents, device)
         is_open |= not is_ring
         torus.append((size, (2 if is_ring else 1) / gap))
         shape = f"{'ring' if is_ring else 'line'} of {size}"
