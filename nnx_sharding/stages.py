@@ -24,6 +24,7 @@ from .analysis.hardware import Device
 from .analysis.hlo import parse
 from .analysis.loops import with_loops
 from .analysis.memory import Memory, memory_of
+from .analysis.meshes import MeshDescription
 from .analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
 from .analysis.roofline import Roofline, roofline_of
 from .core.guard.store import Guards
@@ -278,9 +279,9 @@ class Compiled(Stage):
           device: the peak figures of the device, or its name, such as ``"TPU v5e"``, in
             :data:`nnx_sharding.analysis.DEVICES`; a ValueError if it is not there.
         """
-        found = self.collectives()
-        bytes_sent = None if found is None else found.bytes_sent
-        return roofline_of(self.cost(loops=True), bytes_sent, device)
+        mesh = mesh_of(self.shardings())
+        described = None if mesh is None else MeshDescription.of(mesh)
+        return roofline_of(self.cost(loops=True), self.collectives(), device, described)
 
     def report(
         self, name: str | None = None, *, device: Device | str | None = None

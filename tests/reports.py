@@ -91,6 +91,12 @@ def collective(kind, name, axes, size, **more):
     }
 
 
+def traffic(axes, links, bandwidth, size, seconds):
+    """The JSON form of what is sent over some links."""
+    row = {"axes": axes, "links": links, "bandwidth": bandwidth}
+    return {**row, "bytes_sent": size, "seconds": seconds}
+
+
 def activation(path, shape, spec, mesh, **more):
     """The JSON form of one row; the compiler chooses where there is no spec."""
     row = parameter(path, shape, spec, mesh)
@@ -120,9 +126,10 @@ def report(layers=3, **more):
     sizes = {"arguments": 90_000, "outputs": 4096, "temporaries": 200_000, "aliased": 2048}
     host = {f"host_{name}": 0 for name in (*sizes, "generated_code")}
     cost = {"flops": 4.2e6, "bytes_accessed": 1.5e6, "transcendentals": None}
+    cost["optimal_seconds"] = 1.9e-6
     return {
         "format": "nnx_sharding.report",
-        "version": 1,
+        "version": 2,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -132,6 +139,7 @@ def report(layers=3, **more):
             "axes": mesh,
             "axis_types": dict.fromkeys(mesh, "Auto"),
             "device_ids": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "coordinates": {"slice": [0] * 8, "x": [0, 1] * 4, "y": [0, 0, 1, 1, 2, 2, 3, 3]},
         },
         "parameters": rows,
         "memory": {**sizes, "generated_code": 0, "peak": 292_048, **host},
@@ -157,7 +165,12 @@ def report(layers=3, **more):
             "interconnect_s": 1.4e-7,
             "bound_by": "memory",
             "arithmetic_intensity": 2.8,
-            "source": "https://example.org/v5e",
+            "traffic": [
+                traffic(["model"], "ICI x (line of 2) + y (line of 2)", 1e11, 1024, 1.4e-7),
+                traffic(["data"], "ICI y (line of 2, 2 apart)", 2.5e10, 6144, 1.3e-7),
+                traffic(None, "DCN", None, 50, None),
+            ],
+            "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
         },
         "hlo": HLO,
         **more,
@@ -198,7 +211,12 @@ def nasty():
         "name": NASTY[1],
         "made_with": dict.fromkeys(found["made_with"], NASTY[0]),
         "device_kind": NASTY[2],
-        "mesh": {"axes": mesh, "axis_types": {NASTY[0]: NASTY[3]}, "device_ids": None},
+        "mesh": {
+            "axes": mesh,
+            "axis_types": {NASTY[0]: NASTY[3]},
+            "device_ids": None,
+            "coordinates": {},
+        },
         "parameters": rows,
         "collectives": [
             collective(
@@ -216,7 +234,12 @@ def nasty():
         "activations": [
             activation(text, (8,), [NASTY[0]], mesh, module=text, output=text) for text in NASTY
         ],
-        "roofline": {**found["roofline"], "device": NASTY[2], "source": NASTY[9]},
+        "roofline": {
+            **found["roofline"],
+            "device": NASTY[2],
+            "traffic": [traffic([text], text, 1.0, 1, 1.0) for text in NASTY],
+            "sources": {text: text for text in NASTY},
+        },
         "hlo": "\n".join(f"%{text} () -> f32[] {{\n  %x = {text}\n}}" for text in NASTY),
     }
     return found

@@ -28,6 +28,7 @@ from nnx_sharding.analysis import (
     Device,
     Memory,
     Roofline,
+    Traffic,
     collectives_of,
     cost_of,
     device,
@@ -471,30 +472,36 @@ class MemoryTest(parameterized.TestCase):
 class RooflineTest(parameterized.TestCase):
     def test_by_hand(self):
         own = Device("own", 1e12, 2**30, 1e11, 1e10)
-        found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), 1e10, own)
-        expected = Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, "")
-        assert found == expected and found.seconds == 4.0
-        assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), 0, own).bound_by == "memory"
-        assert roofline_of(None, 1e10, own).bound_by == "interconnect"
-        assert roofline_of(None, 1e10, own).compute_s is None
-        assert "bound by compute" in str(found)
+        hlo = "%p = u8[10000000000]{0} collective-permute(%x), source_target_pairs={{0,1}}"
+        sent = collectives_of(hlo)
+        found = roofline_of(Cost(4e12, 1e11, 0.0, "s"), sent, own)
+        traffic = (Traffic(None, "all links", 1e10, 10**10, 1.0),)
+        assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, {})
+        assert (found.seconds, found.seconds_without_overlap) == (4.0, 6.0)
+        assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), sent, own).bound_by == "memory"
+        assert roofline_of(None, sent, own).bound_by == "interconnect"
+        assert roofline_of(None, sent, own).compute_s is None
+        assert "bound by compute; 6.00 s without overlap" in str(found)
 
     def test_of_a_program(self):
         result = compiled(jnp.matmul, abstract(64, 32), abstract(32, 48))
         found = result.roofline("tpu v5e")
         assert found.compute_s == 2 * 64 * 32 * 48 / 197e12
         assert found.interconnect_s == 0
-        assert found.source == DEVICES["TPU v5e"].source
+        assert found.sources == DEVICES["TPU v5e"].sources
         assert result.report(device="H200").roofline.device == "H200"
         assert result.report().roofline is None
 
     def test_table(self):
         for name, found in DEVICES.items():
-            assert found.name == name and found.source.startswith("https://")
+            figures = {field.name for field in dataclasses.fields(Device)} - {"name", "sources"}
+            assert found.name == name and found.sources.keys() == figures
+            assert all(url.startswith("https://") for url in found.sources.values())
             assert device(name.upper()) is found
             # The ridge point is between 50 and 1000 flops per byte on all of them.
             assert 50 < found.flops / found.memory_bandwidth < 1000
             assert found.interconnect_bandwidth < found.memory_bandwidth
+            assert found.network_bandwidth < found.link_bandwidth
         assert device("NVIDIA H100 80GB HBM3").name == "H100 SXM"
 
     def test_mistakes(self):
@@ -504,8 +511,12 @@ class RooflineTest(parameterized.TestCase):
             device("abacus")
         with self.assertRaisesRegex(ValueError, "not positive: flops = 0, memory_bandwidth = nan"):
             Device("own", 0, 1, math.nan, 1.0)
+        with self.assertRaisesRegex(ValueError, "not positive: domain = 0"):
+            Device("own", 1, 1, 1, 1.0, domain=0)
+        with self.assertRaisesRegex(ValueError, "expected torus_dimensions of 0, 2 or 3, got 1"):
+            Device("own", 1, 1, 1, 1.0, 1)
         with self.assertRaisesRegex(TypeError, "a Device or the name of one, not 3"):
-            roofline_of(None, 0, 3)
+            roofline_of(None, None, 3)
 
 
 def small_report():
@@ -535,11 +546,12 @@ class ReportTest(parameterized.TestCase):
     def test_content(self):
         report = self.report
         data = json.loads(report.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.report", 1)
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 2)
         assert data["mesh"] == {
             "axes": {"data": 2, "model": 4},
             "axis_types": {"data": "Auto", "model": "Auto"},
             "device_ids": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "coordinates": {},
         }
         [row] = data["parameters"]
         assert (row["path"], row["shape"], row["spec"]) == ("x", [8, 4], ["data", None])
@@ -569,11 +581,11 @@ class ReportTest(parameterized.TestCase):
         ("[]", "it has no format, expected 'nnx_sharding.report'"),
         ('{"format": "x"}', "its format is 'x'"),
         (
-            '{"format": "nnx_sharding.report", "version": 2}',
-            "has the version 2; .* version 1",
+            '{"format": "nnx_sharding.report", "version": 1}',
+            "has the version 1; .* version 2",
         ),
         ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
-        ('{"format": "nnx_sharding.report", "version": 1}', "hlo: missing"),
+        ('{"format": "nnx_sharding.report", "version": 2}', "hlo: missing"),
     )
     def test_other_text(self, text, message):
         with self.assertRaisesRegex(ValueError, message):
@@ -611,7 +623,10 @@ class ReportTest(parameterized.TestCase):
         data["mesh"]["device_ids"] = ids
         with self.assertRaisesRegex(ValueError, "device_ids"):
             ProgramReport.from_dict(data)
-        data["mesh"]["device_ids"] = None
+        data["mesh"] |= {"device_ids": [[0, 1, 2, 3], [4, 5, 6, 7]], "coordinates": {"slice": [0]}}
+        with self.assertRaisesRegex(ValueError, "mesh: coordinates are not one for each device"):
+            ProgramReport.from_dict(data)
+        data["mesh"] |= {"device_ids": None, "coordinates": {}}
         assert ProgramReport.from_dict(data).mesh.device_ids is None
 
     def test_file_in_the_message(self):

@@ -237,7 +237,7 @@ class CompareTest(parameterized.TestCase):
             '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": null, '
             '"seconds": {}, "best": {}, '
             '"reports": {"dp": {"format": "nnx_sharding.report", "version": 1}}}',
-            "reports.dp: ",
+            "reports.dp: this report of a program has the version 1",
         ),
     )
     def test_bad_json(self, text, message):

@@ -121,8 +121,8 @@ def test_title():
         (5, TypeError, "got 5"),
         ([], TypeError, "expected a ProgramReport"),
         ({}, ValueError, "it has no format"),
-        ({"format": "nnx_sharding.report", "version": 2}, ValueError, "the version 2"),
-        ({"format": "nnx_sharding.report", "version": 1}, ValueError, "name: missing"),
+        ({"format": "nnx_sharding.report", "version": 1}, ValueError, "the version 1"),
+        ({"format": "nnx_sharding.report", "version": 2}, ValueError, "name: missing"),
         ({**reports.comparison(), "reports": {}}, ValueError, "nothing to compare"),
         ({"format": "other", "version": 1}, ValueError, "'other'"),
     ],
@@ -367,6 +367,25 @@ def test_injection(browser, tmp_path):
         assert page.tab.locator("#comparison tbody > tr").count() == len(named) + 1
 
 
+def test_roofline(browser, tmp_path):
+    with Page(browser, tmp_path, reports.report()) as page:
+        lines = page.tab.locator("#roofline tbody tr").all_inner_texts()
+        for line, words in zip(
+            lines,
+            (
+                ("ICI x (line of 2) + y (line of 2)", "model", "100 GB/s", "1.00 KiB", "140 ns"),
+                ("ICI y (line of 2, 2 apart)", "data", "25.0 GB/s", "6.00 KiB", "130 ns"),
+                ("DCN", "no axes fit", "50 B"),
+            ),
+            strict=True,
+        ):
+            assert all(word in line for word in words), line
+        text = page.tab.locator("#roofline").inner_text()
+        assert "Without overlap, one after another: 2.09 µs." in text
+        assert "The compiler's own estimate: 1.90 µs" in text and "a book" in text
+        assert page.tab.locator("#roofline a").all_inner_texts() == ["https://example.org/v5e"]
+
+
 def test_content_security_policy(browser, tmp_path):
     page = Page(browser, tmp_path, reports.report())
     refused = page.tab.evaluate(
@@ -425,7 +444,7 @@ def test_branches_count_as_taken(browser, tmp_path):
 
 def test_meshes_of_other_ranks(browser, tmp_path):
     for axes in ({"x": 4}, {"x": 2, "y": 2, "z": 2}, {"x": 64, "y": 64}):
-        mesh = {"axes": axes, "axis_types": {}, "device_ids": None}
+        mesh = {"axes": axes, "axis_types": {}, "device_ids": None, "coordinates": {}}
         rows = [reports.parameter("w", (64, 64), [list(axes)], axes | {"y": axes.get("y", 1)})]
         count = 1
         for size in axes.values():
@@ -495,7 +514,7 @@ CONTRAST = """() => {
 def test_contrast(browser, tmp_path, scheme):
     """At least 4.5, as in https://www.w3.org/TR/WCAG22/#contrast-minimum."""
     axes = {f"axis{i}": 1 for i in range(8)}
-    mesh = {"axes": axes, "axis_types": {}, "device_ids": None}
+    mesh = {"axes": axes, "axis_types": {}, "device_ids": None, "coordinates": {}}
     rows = [reports.parameter(axis, (2,), [axis], axes) for axis in axes]
     comparison = reports.comparison()
     comparison["reports"]["tp"] |= {"mesh": mesh, "parameters": rows}

@@ -88,6 +88,11 @@ def test_the_real_compiler_compiles():
     assert report.roofline.device == "TPU v5e"
     assert report.memory.arguments == 1024 * 256 * 4 // 8
     assert report.collectives.bytes_sent == 2 * 256 * 4 * 7 // 8
+    [row] = report.roofline.traffic
+    assert row.links == "ICI x (line of 2) + y (line of 4)"
+    assert row.seconds == pytest.approx(256 * 4 / 2 / 50e9)  # the chip in the corner has two links
+    assert report.cost.compiled.optimal_seconds > 0
+    assert "the compiler's own estimate" in str(report)
 
 
 @needs_compiler

@@ -215,5 +215,6 @@ def test_changes():
 
 def test_roofline_of_nothing():
     assert roofline_of(None, None, "TPU v5e").bound_by is None
-    assert roofline_of(None, 1.0, "TPU v5e").bound_by == "interconnect"
+    sent = compiled().collectives()
+    assert roofline_of(None, sent, "TPU v5e").bound_by == "interconnect"
     assert "bound by" in str(roofline_of(None, None, "TPU v5e"))

@@ -4,6 +4,7 @@ from .activations import ActivationRow, ActivationTable
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device
+from .links import Traffic
 from .memory import Memory, memory_of
 from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
 from .roofline import Roofline, roofline_of
@@ -22,6 +23,7 @@ __all__ = [
     "ParameterRow",
     "ParameterTable",
     "Roofline",
+    "Traffic",
     "collectives_of",
     "cost_of",
     "device",

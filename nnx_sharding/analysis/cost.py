@@ -28,12 +28,15 @@ class Cost(Pictured):
       bytes_accessed: the bytes that operations read and write.
       transcendentals: exponentials, logarithms, roots and the like, which are not in ``flops``.
       stage: what the figures are for.
+      optimal_seconds: the compiler's own estimate of the time of a call, for the device that it
+        compiles for. Only the compiler for TPUs makes one.
     """
 
     flops: float | None
     bytes_accessed: float | None
     transcendentals: float | None
     stage: str
+    optimal_seconds: float | None = None
 
     @property
     def arithmetic_intensity(self) -> float | None:
@@ -85,14 +88,17 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
 
     Example:
       >>> from nnx_sharding.analysis import cost_of
-      >>> cost_of({"flops": 8.0, "bytes accessed": -1.0}, "one device")
-      Cost(flops=8.0, bytes_accessed=None, transcendentals=0.0, stage='one device')
+      >>> cost = cost_of({"flops": 8.0, "bytes accessed": -1.0}, "one device")
+      >>> cost.flops, cost.bytes_accessed, cost.transcendentals
+      (8.0, None, 0.0)
     """
     figures = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
     if not isinstance(figures, Mapping) or not figures:
         return None
     flops, accessed, transcendentals = (_figure(figures, name) for name in _NAMES)
-    return Cost(flops, accessed, transcendentals, stage)
+    return Cost(
+        flops, accessed, transcendentals, stage, _figure(figures, "optimal_seconds") or None
+    )
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:

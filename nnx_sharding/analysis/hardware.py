@@ -18,15 +18,22 @@ class Device:
       memory_bandwidth: bytes per second from and to its memory.
       interconnect_bandwidth: bytes per second that it can send to others of its kind over all
         of its links together, in one direction; ``math.inf`` for a single device.
-      source: the source of the figures.
+      torus_dimensions: the dimensions of the torus that its links form, two links in each: 2 or 3;
+        0 if each device can send to all others over all of its links, as through switches.
+      domain: how many devices the links connect where switches do so, such as the 8 GPUs of a node
+        with NVLink; None for any number.
+      network_bandwidth: bytes per second that it can send to devices out of its slice or domain;
+        None if that is unknown.
+      sources: for each figure the page that it is from.
 
     Raises:
-      ValueError: a figure is not positive.
+      ValueError: a figure is not positive, or ``torus_dimensions`` is none of 0, 2 and 3.
 
     Example:
       >>> from nnx_sharding.analysis import Device
-      >>> Device("mine", 1e12, 16 * 2**30, 1e11, 1e10).flops
-      1000000000000.0
+      >>> mine = Device("mine", 1e12, 16 * 2**30, 1e11, 1e10, torus_dimensions=2)
+      >>> mine.link_bandwidth
+      2500000000.0
     """
 
     name: str
@@ -34,13 +41,33 @@ class Device:
     memory_bytes: int
     memory_bandwidth: float
     interconnect_bandwidth: float
-    source: str = ""
+    torus_dimensions: int = 0
+    domain: int | None = None
+    network_bandwidth: float | None = None
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _, *figures, _ = dataclasses.asdict(self).items()
-        wrong = [f"{name} = {n!r}" for name, n in figures if not n > 0]  # or is NaN
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        wrong = [  # "not n > 0" is also true of NaN
+            f"{name} = {n!r}"
+            for name, n in figures.items()
+            if name != "torus_dimensions" and n is not None and not n > 0
+        ]
         if wrong:
             raise ValueError(f"Device {self.name!r}: not positive: {', '.join(wrong)}.")
+        if self.torus_dimensions not in (0, 2, 3):
+            raise ValueError(
+                f"Device {self.name!r}: expected torus_dimensions of 0, 2 or 3, got "
+                f"{self.torus_dimensions!r}."
+            )
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes per second over one link in one direction; over all if there is no torus."""
+        return self.interconnect_bandwidth / (2 * self.torus_dimensions or 1)
+
+
+_FIGURES = tuple(field.name for field in dataclasses.fields(Device))[1:-1]
 
 
 def device(name: str) -> Device:
@@ -81,22 +108,38 @@ def known(name: str) -> Device | None:
 _GIB = 2**30
 _TPU = "https://docs.cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_BOOK = "https://jax-ml.github.io/scaling-book/"
+
+
+def _sources(page: str, **others: str) -> dict[str, str]:
+    """One page for all figures but some."""
+    return dict.fromkeys(_FIGURES, page) | others
+
+
+def _gpu(page: str, network: str = _BOOK + "gpus/") -> dict[str, str]:
+    return _sources(_NVIDIA + page, domain=_BOOK + "gpus/", network_bandwidth=network)
+
+
+_V4 = _sources("https://arxiv.org/abs/2304.01433", network_bandwidth=_BOOK + "tpus/")
+_V5E, _TPU7X = _sources(_TPU + "v5e"), _sources(_TPU + "tpu7x")
+_V5P, _V6E = (_sources(_TPU + "tpu7x", torus_dimensions=_TPU + page) for page in ("v5p", "v6e"))
+_A100 = _gpu("a100/", "https://developer.nvidia.com/blog/defining-ai-innovation-with-dgx-a100/")
 
 # Halved are bandwidths that a vendor gives for both directions together, and flops that it gives
 # with sparsity. A chip of TPU7x is two devices to JAX, each with half of its figures.
 DEVICES: Mapping[str, Device] = {
     one.name: one
     for one in (
-        Device("TPU v4", 275e12, 32 * _GIB, 1200e9, 300e9, "https://arxiv.org/abs/2304.01433"),
-        Device("TPU v5e", 197e12, 16 * 10**9, 819e9, 200e9, _TPU + "v5e"),
-        Device("TPU v5p", 459e12, 95 * _GIB, 2765e9, 600e9, _TPU + "tpu7x"),
-        Device("TPU v6e", 918e12, 32 * _GIB, 1638e9, 400e9, _TPU + "tpu7x"),
-        Device("TPU7x", 2307e12 / 2, 96 * _GIB, 7380e9 / 2, 300e9, _TPU + "tpu7x"),
-        Device("A100 40GB", 312e12, 40 * 10**9, 1555e9, 300e9, _NVIDIA + "a100/"),
-        Device("A100 80GB", 312e12, 80 * 10**9, 2039e9, 300e9, _NVIDIA + "a100/"),
-        Device("H100 SXM", 1979e12 / 2, 80 * 10**9, 3350e9, 450e9, _NVIDIA + "h100/"),
-        Device("H200", 1979e12 / 2, 141 * 10**9, 4800e9, 450e9, _NVIDIA + "h200/"),
-        Device("B200", 2250e12, 180 * 10**9, 8000e9, 900e9, _NVIDIA + "dgx-b200/"),
+        Device("TPU v4", 275e12, 32 * _GIB, 1200e9, 300e9, 3, None, 6.25e9, _V4),
+        Device("TPU v5e", 197e12, 16 * 10**9, 819e9, 200e9, 2, None, 3.125e9, _V5E),
+        Device("TPU v5p", 459e12, 95 * _GIB, 2765e9, 600e9, 3, None, 6.25e9, _V5P),
+        Device("TPU v6e", 918e12, 32 * _GIB, 1638e9, 400e9, 2, None, 12.5e9, _V6E),
+        Device("TPU7x", 2307e12 / 2, 96 * _GIB, 7380e9 / 2, 300e9, 3, None, 6.25e9, _TPU7X),
+        Device("A100 40GB", 312e12, 40 * 10**9, 1555e9, 300e9, 0, 8, 25e9, _A100),
+        Device("A100 80GB", 312e12, 80 * 10**9, 2039e9, 300e9, 0, 8, 25e9, _A100),
+        Device("H100 SXM", 1979e12 / 2, 80 * 10**9, 3350e9, 450e9, 0, 8, 50e9, _gpu("h100/")),
+        Device("H200", 1979e12 / 2, 141 * 10**9, 4800e9, 450e9, 0, 8, 50e9, _gpu("h200/")),
+        Device("B200", 2250e12, 180 * 10**9, 8000e9, 900e9, 0, 8, 50e9, _gpu("dgx-b200/")),
     )
 }
 

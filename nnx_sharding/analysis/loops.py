@@ -40,7 +40,8 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     if module.is_for_tpu and cost.bytes_accessed is not None:
         figures["bytes_accessed"] = float(executed.bytes_accessed)
     stage = ", ".join([WITH_LOOPS, *_remarks(module)])
-    return dataclasses.replace(cost, **figures, stage=stage)
+    seconds = cost.optimal_seconds if executed == once else None
+    return dataclasses.replace(cost, **figures, stage=stage, optimal_seconds=seconds)
 
 
 def _plus(figure: float | None, more: int) -> float | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from .collectives import Collectives
 from .cost import Cost
 from .hardware import Device, device
+from .links import Traffic, interconnect_seconds, traffic_of
+from .meshes import MeshDescription
 from .units import UNKNOWN, printable, time_text
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
@@ -18,16 +22,20 @@ class Roofline:
 
     The largest of the three is a lower bound, for a device whose parts work at once and at their
     peak all the time: the roofline model (Williams, Waterman and Patterson, 2009,
-    https://doi.org/10.1145/1498765.1498785). A time is None if its figure is unknown.
+    https://doi.org/10.1145/1498765.1498785). Compilers overlap collectives with computation in
+    part (``async-start`` and ``async-done`` in the program), so a device at its peak takes between
+    ``seconds`` and ``seconds_without_overlap``. A time is None if its figure is unknown.
 
     Attributes:
       device: the name of the device.
       compute_s: seconds for the flops, at the peak of dense bfloat16.
       memory_s: seconds for the bytes that operations read and write.
-      interconnect_s: seconds for the bytes that collectives send, over all links at once.
+      interconnect_s: seconds for the bytes that collectives send: those over the same links one
+        after another, those over different links at once.
       bound_by: the largest of them; None if none is known.
       arithmetic_intensity: flops for each byte of memory.
-      source: the source of the figures of the device.
+      traffic: what collectives send over which links, and in what time.
+      sources: for each figure of the device the page that it is from.
     """
 
     device: str
@@ -36,7 +44,8 @@ class Roofline:
     interconnect_s: float | None
     bound_by: Resource | None
     arithmetic_intensity: float | None
-    source: str
+    traffic: tuple[Traffic, ...]
+    sources: Mapping[str, str]
 
     @property
     def times(self) -> dict[Resource, float | None]:
@@ -46,33 +55,51 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The largest of the three times."""
+        """The largest of the three times: all parts of the device work at once."""
         return max(time or 0.0 for time in self.times.values())
+
+    @property
+    def seconds_without_overlap(self) -> float:
+        """Computation, memory and the traffic over each of the links, one after another."""
+        over_links = sum(row.seconds or 0.0 for row in self.traffic)
+        return (self.compute_s or 0.0) + (self.memory_s or 0.0) + over_links
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
-        return printable(f"{self.device}: at least {times}; bound by {self.bound_by or UNKNOWN}")
+        bound = f"bound by {self.bound_by or UNKNOWN}"
+        most = f"{time_text(self.seconds_without_overlap)} without overlap"
+        return printable(f"{self.device}: at least {times}; {bound}; {most}")
 
 
 def roofline_of(
-    cost: Cost | None, bytes_sent: float | None, device_or_name: Device | str
+    cost: Cost | None,
+    collectives: Collectives | None,
+    device_or_name: Device | str,
+    mesh: MeshDescription | None = None,
 ) -> Roofline:
     """The roofline of a program.
 
     Args:
       cost: what one device does in one call; None if it is unknown.
-      bytes_sent: the bytes that one device sends in one call; None if they are unknown.
+      collectives: what the devices exchange in one call; None if that is unknown.
       device_or_name: the peak figures of the device, or its name in the table.
+      mesh: where the devices are. Where that is unknown, as for virtual CPU devices, a TPU sends
+        everything over all of its links, which is the least time for any placement; and GPUs are in
+        nodes of ``Device.domain`` in the order of the mesh.
 
     Raises:
       ValueError: there is no device of this name in the table.
       TypeError: it is neither a device nor a name.
 
     Example:
-      >>> from nnx_sharding.analysis import Cost, roofline_of
-      >>> roofline = roofline_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), 2e10, "TPU v5e")
-      >>> roofline.compute_s, roofline.memory_s, roofline.interconnect_s, roofline.bound_by
-      (1.0, 0.1, 0.1, 'compute')
+      >>> from nnx_sharding.analysis import Cost, collectives_of, roofline_of
+      >>> hlo = "%a = f32[262144]{0} all-reduce(%x), replica_groups=[2,2]<=[4], to_apply=%add"
+      >>> sent = collectives_of(hlo, {"data": 2, "model": 2})
+      >>> roofline = roofline_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), sent, "TPU v5e")
+      >>> roofline.compute_s, roofline.memory_s, roofline.bound_by
+      (1.0, 0.1, 'compute')
+      >>> roofline.interconnect_s == 262144 * 4 / 200e9
+      True
     """
     if not isinstance(device_or_name, Device | str):
         raise TypeError(f"the device is a Device or the name of one, not {device_or_name!r}.")
@@ -80,7 +107,8 @@ def roofline_of(
     flops, accessed = (None, None) if cost is None else (cost.flops, cost.bytes_accessed)
     compute = None if flops is None else flops / peak.flops
     memory = None if accessed is None else accessed / peak.memory_bandwidth
-    interconnect = None if bytes_sent is None else bytes_sent / peak.interconnect_bandwidth
+    traffic = () if collectives is None else traffic_of(collectives, mesh, peak)
+    interconnect = None if collectives is None else interconnect_seconds(traffic, peak)
     times: dict[Resource, float | None]
     times = {"compute": compute, "memory": memory, "interconnect": interconnect}
     known = [(name, time) for name, time in times.items() if time is not None]
@@ -91,5 +119,6 @@ def roofline_of(
         interconnect_s=interconnect,
         bound_by=max(known, key=lambda pair: pair[1])[0] if known else None,
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
-        source=peak.source,
+        traffic=traffic,
+        sources=peak.sources,
     )

@@ -1,9 +1,10 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
+from ..analysis.meshes import MeshDescription
 from .activations import ActivationReport, check_activations
 from .changes import Change, Changes, diff
 from .comparison import Comparison, Failure
-from .program import MeshDescription, ProgramReport, Versions
+from .program import ProgramReport, Versions
 from .sharding import ShardingReport, ShardingRow, check_sharding
 from .strategies import Strategy, compare
 

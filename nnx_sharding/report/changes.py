@@ -225,17 +225,22 @@ def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
     if report.roofline is not None:
         roofline[f"least time on {report.roofline.device}"] = report.roofline.seconds
         roofline["bound by"] = report.roofline.bound_by
+    own = getattr(report.cost.compiled, "optimal_seconds", None)
+    roofline["the compiler's own estimate"] = own
     return {
         "program": {
             "devices": f"{report.num_devices} × {report.device_kind}",
             "mesh": None if report.mesh is None else str(report.mesh),
         },
         "memory": {name: size for name, size in memory.items() if size is not None},
-        "cost": {name: figure for name, figure in cost.items() if name != "stage"},
+        "cost": {name: figure for name, figure in cost.items() if name in _COST},
         "roofline": roofline,
         "collective": collectives,
         "parameter": {row.path: _described(row) for row in report.parameters},
     }
+
+
+_COST = ("flops", "bytes_accessed", "transcendentals")
 
 
 def _described(row: ParameterRow) -> str:

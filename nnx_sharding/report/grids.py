@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from ..analysis.meshes import MeshDescription
 from ..analysis.tables import COLOURS, axis_styles, grid, table, text
 from ..fitting import axes_of, fit_sharding
-from .program import MeshDescription
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import flax
 import jax
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.sharding import Sharding
 
 from .._version import __version__
 from ..analysis.activations import ActivationRow, activations_table
@@ -19,12 +18,14 @@ from ..analysis.cost import Costs
 from ..analysis.hardware import Device, known
 from ..analysis.hlo import parse
 from ..analysis.json_codec import as_data
+from ..analysis.links import traffic_table
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory
+from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterRow, mesh_of, rows_table
 from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
-from ..analysis.units import bytes_text
+from ..analysis.units import bytes_text, time_text
 from .json_form import JsonForm
 
 
@@ -36,44 +37,6 @@ class Versions:
     jax: str
     flax: str
     python: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MeshDescription:
-    """A mesh without its devices.
-
-    Attributes:
-      axes: the sizes of the axes by name, major first.
-      axis_types: their types, such as ``Auto``.
-      device_ids: the ids of the devices in lists that are nested like the mesh; None for an
-        abstract mesh.
-    """
-
-    axes: Mapping[str, int]
-    axis_types: Mapping[str, str]
-    device_ids: Any
-
-    def __post_init__(self) -> None:
-        if self.device_ids is None:
-            return
-        ids = np.array(self.device_ids, object)  # keeps ragged lists and types apart
-        is_nested = ids.shape == (*self.axes.values(),)
-        if not is_nested or any(type(number) is not int for number in ids.flat):
-            raise ValueError(f"device_ids are not integers nested like the mesh {self.axes}.")
-
-    @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh) -> MeshDescription:
-        """The description of a mesh."""
-        names = tuple(map(str, mesh.axis_names))
-        types = [getattr(kind, "name", str(kind)) for kind in mesh.axis_types]
-        ids = None
-        if isinstance(mesh, Mesh):
-            ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
-        axes, axis_types = (zip(names, of, strict=True) for of in (mesh.axis_sizes, types))
-        return cls(dict(axes), dict(axis_types), ids)
-
-    def __str__(self) -> str:
-        return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +86,7 @@ class ProgramReport(JsonForm):
     hlo: str | None
 
     _FORMAT = "nnx_sharding.report"
+    _VERSION = 2
     _NOUN = "report of a program"
 
     @classmethod
@@ -144,8 +108,7 @@ class ProgramReport(JsonForm):
           ValueError: there is no device of this name in the table.
           TypeError: it is neither a device nor a name.
         """
-        bytes_sent = None if self.collectives is None else self.collectives.bytes_sent
-        roofline = roofline_of(self.cost.executed, bytes_sent, device)
+        roofline = roofline_of(self.cost.executed, self.collectives, device, self.mesh)
         return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -167,6 +130,11 @@ class ProgramReport(JsonForm):
             yield from ("", resharded)
         if self.roofline is not None:
             yield from ("", text(self.roofline))
+            if self.roofline.traffic:
+                yield from ("", traffic_table(self.roofline.traffic))
+        if (cost := self.cost.compiled) is not None and cost.optimal_seconds is not None:
+            estimate = time_text(cost.optimal_seconds)
+            yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")
 
     def _sent(self) -> Any:
         """What one device sends, by kind and mesh axes."""

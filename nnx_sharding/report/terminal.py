@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterRow, ParameterTable, parameter_table
 from .comparison import load
 from .grids import array_pictures, mesh_pictures
-from .program import MeshDescription, ProgramReport
+from .program import ProgramReport
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Compiles the programs for eight TPU v5e and records what the compiler returns.
+"""Compiles the programs for eight TPU v5e and records what the compiler returns, and meshes.
 
 It takes ``jax[tpu]``, but no TPU: in the folder of tests ``python -m tpu.record [PROGRAM ...]``.
 """
@@ -11,10 +11,24 @@ import re
 import sys
 from pathlib import Path
 
+from nnx_sharding.analysis.json_codec import as_data, read
+from nnx_sharding.analysis.meshes import MeshDescription
+from nnx_sharding.partition import planning_mesh
 from nnx_sharding.partition.topology import topology_devices
 from tpu.programs import PROGRAMS
 
 FOLDER = Path(__file__).parent / "recorded"
+
+# Topologies, with the axes of a mesh and the number of slices.
+MESHES = {
+    "v5e:16x16": ({"data": 16, "model": 16}, 1),
+    "v5e:16x16 strided": ({"data": 32, "model": 8}, 1),
+    "v5e:4x4": ({"data": 4, "model": 4}, 1),
+    "v5e:2x4 slices": ({"data": 4, "model": 4}, 2),
+    "v4:2x2x1": ({"data": 4}, 1),
+    "v5p:4x4x4": ({"data": 16, "model": 4}, 1),
+    "tpu7x:4x4x4": ({"data": 16, "model": 8}, 1),
+}
 
 # What of the configuration of an instruction is read; the rest is most of the text.
 _KEPT = ("known_trip_count", "async_collective_fusion_config", "custom_call_config")
@@ -48,7 +62,21 @@ def recorded(name):
     return text, json.loads((FOLDER / "costs.json").read_text())[name]
 
 
+def mesh_of(name):
+    """The description of a mesh over the devices of a topology."""
+    axes, num_slices = MESHES[name]
+    return MeshDescription.of(planning_mesh(name.split()[0], axes, num_slices=num_slices))
+
+
+def recorded_mesh(name):
+    """What :func:`mesh_of` returned when it was recorded."""
+    data = json.loads((FOLDER / "meshes.json").read_text())[name]
+    return read(MeshDescription, data, "mesh")
+
+
 def main(names):
+    meshes = (f'"{name}": {json.dumps(as_data(mesh_of(name)))}' for name in MESHES)
+    (FOLDER / "meshes.json").write_text("{\n" + ",\n".join(meshes) + "\n}\n")
     file = FOLDER / "costs.json"
     costs = json.loads(file.read_text()) if file.exists() else {}
     for name in names or PROGRAMS:

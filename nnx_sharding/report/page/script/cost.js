@@ -68,7 +68,20 @@ function costSection({ cost }) {
   return section("cost", "Cost", table.node, note(notes.join(" ")));
 }
 
-function rooflineSection({ roofline }) {
+/** What collectives send over which links. */
+function trafficTable(rows) {
+  const speed = figure((n) => `${countText(n)}B/s`, "bytes per second");
+  const columns = [
+    { label: "Links", cell: ({ links }) => links },
+    { label: "Axes", cell: (row) => axesNode(axesOf(row)) },
+    { label: "Bandwidth", value: (row) => row.bandwidth, number: speed },
+    { label: "Bytes sent", value: (row) => row.bytes_sent, number: bytes },
+    { label: "At least", value: (row) => row.seconds, number: time },
+  ];
+  return rows.length > 0 && tableOf({ name: "Traffic by links", columns, rows }).node;
+}
+
+function rooflineSection({ roofline, cost }) {
   if (!roofline) return null;
   const entries = RESOURCES.map((kind) => {
     const isBound = kind === roofline.bound_by;
@@ -76,9 +89,18 @@ function rooflineSection({ roofline }) {
     return [label, roofline[`${kind}_s`], isBound && "strong"];
   });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
-  const [href, text] = [roofline.source, "Figures of the device"];
-  const link = el("a", { href, rel: "noopener noreferrer" }, text);
-  const source = /^https?:\/\//i.test(href) ? link : href && `${text}: ${href}`;
-  const words = note("Arithmetic intensity ", intensity, " flops per byte. ", source);
-  return section("roofline", `Roofline of ${roofline.device}`, bars(entries, time), words);
+  const { compute_s, memory_s, traffic, sources, device } = roofline;
+  const most = (compute_s ?? 0) + (memory_s ?? 0) + sum(traffic, (row) => row.seconds ?? 0);
+  const overlap = note("Without overlap, one after another: ", time(most), ".");
+  const own = cost.compiled?.optimal_seconds;
+  const loops = ", with the bodies of loops counted once.";
+  const estimate = isNumber(own) && note("The compiler's own estimate: ", time(own), loops);
+  const links = [...new Set(Object.values(sources))].map((href) => {
+    const link = el("a", { href, rel: "noopener noreferrer" }, href);
+    return [" ", /^https?:\/\//i.test(href) ? link : href];
+  });
+  const words = note("Arithmetic intensity ", intensity, " flops per byte. ");
+  const cited = links.length > 0 && note("Figures of the device:", links);
+  const nodes = [bars(entries, time), trafficTable(traffic), overlap, estimate, words, cited];
+  return section("roofline", `Roofline of ${device}`, nodes);
 }

@@ -1,0 +1,66 @@
+"""What reports keep of a mesh: its axes, and where its devices are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshDescription:
+    """A mesh without its devices.
+
+    Attributes:
+      axes: the sizes of the axes by name, major first.
+      axis_types: their types, such as ``Auto``.
+      device_ids: the ids of the devices in lists that are nested like the mesh; None for an
+        abstract mesh.
+      coordinates: where the devices are, in the order of the mesh: the ``slice``, which a slower
+        network connects to others, and for TPUs ``x``, ``y`` and ``z`` in the torus and the
+        ``core`` of the chip, as far as devices differ in them. Empty if that is unknown.
+    """
+
+    axes: Mapping[str, int]
+    axis_types: Mapping[str, str]
+    device_ids: Any
+    coordinates: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ids = np.array(self.device_ids, object)  # keeps ragged lists and types apart
+        shape = (*self.axes.values(),)
+        if self.device_ids is not None and (
+            ids.shape != shape or any(type(number) is not int for number in ids.flat)
+        ):
+            raise ValueError(f"device_ids are not integers nested like the mesh {self.axes}.")
+        if any(len(column) != ids.size for column in self.coordinates.values()):
+            raise ValueError(f"coordinates are not one for each device of the mesh {self.axes}.")
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh) -> MeshDescription:
+        """The description of a mesh."""
+        names = tuple(map(str, mesh.axis_names))
+        types = [getattr(kind, "name", str(kind)) for kind in mesh.axis_types]
+        ids, coordinates = None, {}
+        if isinstance(mesh, Mesh):
+            ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
+            coordinates = _coordinates(list(mesh.devices.flat))
+        axes, axis_types = (zip(names, of, strict=True) for of in (mesh.axis_sizes, types))
+        return cls(dict(axes), dict(axis_types), ids, coordinates)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {size}" for axis, size in self.axes.items())
+
+
+def _coordinates(devices: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    if devices[0].platform == "tpu":  # a topology of one slice has no slice_index
+        rows = [(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in devices]
+    elif hasattr(devices[0], "slice_index"):
+        rows = [(d.slice_index,) for d in devices]
+    else:
+        return {}
+    columns = zip(("slice", "x", "y", "z", "core"), zip(*rows, strict=True), strict=False)
+    return {name: column for name, column in columns if name == "slice" or len({*column}) > 1}
