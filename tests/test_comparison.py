@@ -188,7 +188,7 @@ class CompareTest(parameterized.TestCase):
         again = Comparison.from_json(found.to_json())
         assert again == found
         data = json.loads(found.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.comparison", 1)
+        assert (data["format"], data["version"]) == ("nnx_sharding.comparison", 2)
         assert data["reports"]["typo"] == {"error": found.reports["typo"].error}
         file = folder_of(self) / "plan.json"
         found.save(file)
@@ -224,18 +224,18 @@ class CompareTest(parameterized.TestCase):
         ("no_json", "{", "not JSON"),
         ("no_object", "[]", "it has no format"),
         ("report", '{"format": "nnx_sharding.report"}', "its format is 'nnx_sharding.report'"),
-        ("version", '{"format": "nnx_sharding.comparison", "version": 2}', "reads version 1"),
+        ("version", '{"format": "nnx_sharding.comparison", "version": 3}', "reads version 2"),
         ("bool", '{"format": "nnx_sharding.comparison", "version": true}', "version True"),
         (
             "parts",
-            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": "x", "more": 1, '
+            '{"format": "nnx_sharding.comparison", "version": 2, "memory_limit": "x", "more": 1, '
             '"seconds": {}}',
             "best: missing\n  reports: missing\n  more: unknown\n  memory_limit: 'x' is not an int",
         ),
         (
             "damaged",
-            '{"format": "nnx_sharding.comparison", "version": 1, "memory_limit": null, '
-            '"seconds": {}, "best": {}, '
+            '{"format": "nnx_sharding.comparison", "version": 2, "memory_limit": null, '
+            '"seconds": {}, "ruled_out": {}, "best": {}, '
             '"reports": {"dp": {"format": "nnx_sharding.report", "version": 1}}}',
             "reports.dp: this report of a program has the version 1",
         ),

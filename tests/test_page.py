@@ -569,14 +569,16 @@ def test_large_program(browser, tmp_path):
 
 
 def test_comparison_of_real_reports(browser, tmp_path):
-    comparison = Comparison(
-        {"tp": real_report(), "pp": Failure("ValueError: <b>")}, 2**30, {"tp": 1.5}
-    )
+    reports = {"tp": real_report(), "pp": Failure("ValueError: <b>")}
+    comparison = Comparison(reports, 2**30, {"tp": 1.5}, {"dp": "the arguments take 2 <GiB>"})
     assert "&lt;b&gt;" in comparison._repr_html_()
     with Page(browser, tmp_path, comparison) as page:
         text = page.tab.locator("#comparison").inner_text()
-        for part in ("fits", "1.50 s", "TPU v5e", "ValueError: <b>"):
+        for part in ("fits", "1.50 s", "TPU v5e", "ValueError: <b>", "1 not compiled"):
             assert part in text
+        page.tab.locator("#comparison summary").click()
+        shown = page.tab.locator("#comparison details").inner_text()
+        assert "dp: the arguments take 2 <GiB>" in shown
 
 
 def test_activations(browser, tmp_path):

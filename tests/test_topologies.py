@@ -71,9 +71,11 @@ def test_slices_are_along_the_first_axes():
 
 @needs_compiler
 def test_names_and_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"no TPU topology 'v9:2x2': .* such as 'v5e:4x4'"):
+    with pytest.raises(
+        ValueError, match=r"unknown TPU topology 'v9:2x2': .* Examples are 'v5e:4x4'"
+    ):
         planning_mesh("v9:2x2", {"data": 4})
-    with pytest.raises(ValueError, match="no TPU topology 'v5e:3x5'"):
+    with pytest.raises(ValueError, match="unknown TPU topology 'v5e:3x5'"):
         planning_mesh("v5e:3x5", {"data": 15})
     with pytest.raises(ValueError, match="is not the number of devices, 8"):
         planning_mesh("v5e:2x4", {"data": 3})

@@ -31,17 +31,16 @@ from .predict import predict
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Pictured):
-    """What :func:`plan` found. ``print`` shows the compiled candidates, best first, and the others.
+    """What :func:`plan` found. ``print`` shows all candidates, best first.
 
     Attributes:
-      comparison: the reports of the candidates that were compiled, best first.
-      candidates: these candidates by name.
-      ruled_out: why each of the others was not compiled, by name.
+      comparison: the reports of the candidates that were compiled, best first, and why the others
+        were not. It can be saved, and shown as a page.
+      candidates: the candidates that were compiled, by name.
     """
 
     comparison: Comparison
     candidates: Mapping[str, Candidate]
-    ruled_out: Mapping[str, str]
 
     @property
     def best(self) -> Candidate | None:
@@ -49,14 +48,14 @@ class Plan(Pictured):
         fitting = self.comparison.fitting
         return self.candidates[fitting[0]] if fitting else None
 
+    @property
+    def ruled_out(self) -> Mapping[str, str]:
+        """Why each of the other candidates was not compiled, by name."""
+        return self.comparison.ruled_out
+
     def _pictures(self, width: int) -> Iterable[Any]:
-        best = self.best
-        if self.candidates:
-            yield from self.comparison._pictures(width)
-        yield text(f"best: {'none fits' if best is None else best.name}", "bold")
-        if self.ruled_out:
-            yield text(f"not compiled: {len(self.ruled_out)}")
-        yield from (text(f"  {name}: {reason}") for name, reason in self.ruled_out.items())
+        yield from self.comparison._pictures(width)
+        yield text(f"best: {'none fits' if self.best is None else self.best.name}", "bold")
 
 
 @dataclasses.dataclass
@@ -194,10 +193,11 @@ def plan(
         ruled_out.update({rest.name: reason for rest in group.variants})
     reports = {one.key: one.report for one in finished}
     seconds = {one.key: round(one.seconds, 3) for one in finished}
-    comparison = Comparison(reports, None, seconds).judged(memory_limit=limit, device=device)
+    comparison = Comparison(reports, None, seconds, ruled_out)
+    comparison = comparison.judged(memory_limit=limit, device=device)
     order = sorted(reports, key=functools.partial(_rank, comparison))
     ranked = dataclasses.replace(comparison, reports={n: comparison.reports[n] for n in order})
-    return Plan(ranked, {name: tried[name] for name in order}, ruled_out)
+    return Plan(ranked, {name: tried[name] for name in order})
 
 
 _Variants: TypeAlias = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]

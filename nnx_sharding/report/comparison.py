@@ -41,6 +41,7 @@ class Comparison(JsonForm):
       reports: for each strategy its report, or why there is none.
       memory_limit: the bytes that a device has; None if that was not given.
       seconds: how long it took to trace, lower and compile each strategy, as far as it is known.
+      ruled_out: why others were not compiled, by name.
 
     Raises:
       TypeError: an entry is not a report.
@@ -50,7 +51,9 @@ class Comparison(JsonForm):
     reports: Mapping[str, ProgramReport | Failure]
     memory_limit: int | None = None
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    ruled_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    _VERSION = 2
     _FORMAT = "nnx_sharding.comparison"
     _NOUN = "comparison"
 
@@ -162,15 +165,20 @@ class Comparison(JsonForm):
         device = device_named(device) if isinstance(device, str) else device
         limit = device.memory_bytes if memory_limit is None else limit
         compiled = {name: r.with_roofline(device) for name, r in self.compiled.items()}
-        return Comparison({**self.reports, **compiled}, limit, self.seconds)
+        return dataclasses.replace(self, reports={**self.reports, **compiled}, memory_limit=limit)
 
     def _parts(self) -> dict[str, Any]:
         reports = {
             name: as_data(report) if isinstance(report, Failure) else report.as_dict()
             for name, report in self.reports.items()
         }
-        limits = {"memory_limit": self.memory_limit, "seconds": dict(self.seconds)}
-        return {**limits, "best": self.marked, "reports": reports}
+        return {
+            "memory_limit": self.memory_limit,
+            "seconds": dict(self.seconds),
+            "ruled_out": dict(self.ruled_out),
+            "best": self.marked,
+            "reports": reports,
+        }
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
@@ -184,7 +192,7 @@ class Comparison(JsonForm):
                 reports[name] = ProgramReport.from_dict(report)
             except ValueError as error:
                 raise ValueError(f"reports.{name}: {error}") from None
-        return cls(reports, data.memory_limit, data.seconds)
+        return cls(reports, data.memory_limit, data.seconds, data.ruled_out)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         if self.compiled:
@@ -202,6 +210,10 @@ class Comparison(JsonForm):
                 first, *rest = report.error.splitlines() or [""]
                 yield text(f"{name} failed: {first}", "red")
                 yield from (text(f"  {line}") for line in rest[:12])
+        if self.ruled_out:
+            yield text(f"{len(self.ruled_out)} not compiled:")
+            rows = self.ruled_out.items()
+            yield from (text(f"  {name}: {reason}") for name, reason in rows)
 
     def _table(self, width: int) -> Any:
         """One row for each strategy; on narrow consoles only the most important columns."""
@@ -253,6 +265,7 @@ class _Parts:
 
     memory_limit: int | None
     seconds: dict[str, float]
+    ruled_out: dict[str, str]
     best: dict[str, str]
     reports: dict[str, Any]
 

@@ -16,9 +16,10 @@ import jax
 from jax.sharding import Mesh
 
 from .._version import __version__
+from ..analysis.meshes import MeshDescription
 from ..stages import Lowered
 from .comparison import Failure
-from .program import MeshDescription, ProgramReport
+from .program import ProgramReport
 
 
 class Finished(NamedTuple):

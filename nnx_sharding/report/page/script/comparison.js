@@ -69,6 +69,14 @@ function comparisonNodes(data, navigate) {
   const limit = isNumber(data.memory_limit) && ["A device has ", bytes(data.memory_limit), "."];
   const figures = note("All figures are for one device. ", limit);
   if (names.length) show(names[0]);
-  const nodes = [section("comparison", name, figures, table.node)];
+  const nodes = [section("comparison", name, figures, table.node, ...ruledOutNodes(data))];
   return names.length ? [...nodes, head, detail] : nodes;
+}
+
+/** The strategies that were not compiled, folded. */
+function ruledOutNodes({ ruled_out: reasons }) {
+  const names = Object.keys(reasons);
+  if (!names.length) return [];
+  const items = names.map((name) => el("li", el("strong", name), `: ${reasons[name]}`));
+  return [el("details", el("summary", `${names.length} not compiled`), el("ul", ...items))];
 }
