@@ -184,7 +184,8 @@ def comparison(**more):
     large["collectives"] = large["collectives"][:1]
     return {
         "format": "nnx_sharding.comparison",
-        "version": 1,
+        "version": 2,
+        "ruled_out": {},
         "memory_limit": 2**20,
         "seconds": {},
         "best": dict.fromkeys(("peak", "arguments", "bytes_sent", "flops", "roofline"), "tp"),
