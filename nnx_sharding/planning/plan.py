@@ -162,7 +162,7 @@ def plan(
     most = len(groups) * len(variants) if most is None else most
     fits = False
     with (
-        Compilers(cache_dir=cache_dir) as compilers,
+        Compilers(cache_dir, _processes_for(devices, num_slices, built)) as compilers,
         progress("plan", most, quiet=quiet) as advance,
     ):
         while True:
@@ -234,6 +234,16 @@ def _count(devices: int | str | None, num_slices: int) -> int:
     if isinstance(devices, str):
         return len(topology_devices(devices, num_slices))
     return jax.device_count() if devices is None else devices
+
+
+def _processes_for(
+    devices: int | str | None, num_slices: int, meshes: Sequence[Mesh]
+) -> int | tuple[str, int] | None:
+    """What processes compile for; None if the devices are there: this process has them."""
+    if isinstance(devices, str):
+        return devices, num_slices
+    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in meshes)
+    return max(mesh.size for mesh in meshes) if is_cpu else None
 
 
 def _mesh(devices: int | str | None, num_slices: int, sizes: Mapping[str, int]) -> Mesh:

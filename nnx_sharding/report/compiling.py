@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 
 from .._version import __version__
 from ..analysis.meshes import MeshDescription
-from ..stages import Lowered
+from ..stages import Compiled, Lowered
 from .comparison import Failure
+from .compiler_process import CompilerProcess, Devices
 from .program import ProgramReport
 
 
@@ -31,22 +32,34 @@ class Finished(NamedTuple):
 
 
 class Compilers:
-    """Compiles programs in threads; each is traced and lowered in the thread of the caller.
+    """Compiles programs in threads, each of which may use a process.
 
-    JAX and XLA hold no lock of Python while they compile, and what a user's function depends on,
+    Programs are traced and lowered in the thread of the caller: what a user's function depends on,
     such as ``jax.default_matmul_precision``, holds for one thread only.
+
+    Args:
+      cache_dir: a folder for reports; None to keep none.
+      devices: what the processes compile for; None to compile in this process.
     """
 
-    def __init__(self, workers: int | None = None, cache_dir: str | os.PathLike[str] | None = None):
-        self.workers = workers or min(os.cpu_count() or 1, 4)
+    def __init__(
+        self, cache_dir: str | os.PathLike[str] | None = None, devices: Devices | None = None
+    ):
+        self.workers = min(os.cpu_count() or 1, 4)
         self._cache = None if cache_dir is None else Path(cache_dir)
         self._executor = concurrent.futures.ThreadPoolExecutor(self.workers)
         self._running: set[concurrent.futures.Future[Finished]] = set()
+        self._processes: list[CompilerProcess] = []
+        if devices is not None:
+            self._processes = [CompilerProcess(devices) for _ in range(self.workers)]
+        self._free = self._processes.copy()
 
     def __enter__(self) -> Compilers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self._processes:  # what still runs is not waited for
+            process.close()
         self._executor.shutdown(cancel_futures=True)
 
     @property
@@ -94,18 +107,27 @@ class Compilers:
         on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
         if self._cache is None:
-            return lowered.compile(options).report()
+            return self._compile(lowered, options).report()
         path = self._cache / f"{fingerprint(lowered, mesh)}.json"
         try:
             return ProgramReport.load(path)
         except (OSError, ValueError):  # not compiled before, or by another release
-            report = lowered.compile(options).report()
+            report = self._compile(lowered, options).report()
         self._cache.mkdir(parents=True, exist_ok=True)
         # Renamed when it is complete: other processes may plan the same.
         partial = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
         report.save(partial)
         partial.replace(path)
         return report
+
+    def _compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
+        if not self._processes:
+            return lowered.compile(options)
+        process = self._free.pop()  # there are as many as threads
+        try:
+            return process.compile(lowered, options)
+        finally:
+            self._free.append(process)
 
 
 def attempt(make: Callable[[], ProgramReport]) -> ProgramReport | Failure:

@@ -1,0 +1,83 @@
+"""Compiling in another process what JAX has lowered in this one."""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from .jax_names import private_name
+
+_xla_client: Any = private_name("jax._src.lib", "xla_client")
+
+# Compiles a module with options for the devices with these ids; returns what is read of the result.
+Compile: TypeAlias = Callable[[bytes, bytes, Sequence[int]], Mapping[str, Any]]
+
+# What JAX and reports read of an executable, but for the text and the memory.
+_READ = (
+    "get_parameter_shardings",
+    "get_output_shardings",
+    "get_output_memory_kinds",
+    "cost_analysis",
+)
+
+
+def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:
+    """What ``stage.compile(options)`` returns for a stage of JAX: its figures, it does not run."""
+    arguments = stage._lowering.compile_args
+    backend = arguments["backend"]
+    arguments["backend"] = _Backend(backend, compile)
+    try:
+        return stage.compile(dict(options or {}))  # with options JAX does not keep the result
+    finally:
+        arguments["backend"] = backend
+
+
+class _Backend:
+    """A client of JAX that compiles elsewhere."""
+
+    def __init__(self, backend: Any, compile: Compile):
+        self._backend, self._compile = backend, compile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def compile_and_load(
+        self, module: Any, executable_devices: Any, compile_options: Any
+    ) -> types.SimpleNamespace:
+        code = io.BytesIO()
+        module.operation.write_bytecode(code)
+        ids = [device.id for device in executable_devices]
+        parts = dict(self._compile(code.getvalue(), compile_options.SerializeAsString(), ids))
+        parts["get_compiled_memory_stats"] = types.SimpleNamespace(**parts["memory"])
+        found = {name: _returning(parts[name]) for name in parts}
+        return types.SimpleNamespace(**found)
+
+
+def _returning(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def compile_module(
+    devices: Mapping[int, jax.Device], module: bytes, options: bytes, ids: Sequence[int]
+) -> dict[str, Any]:
+    """Compiles for some of these devices, and returns what is read of the executable."""
+    chosen = [devices[i] for i in ids]
+    client: Any = chosen[0].client
+    compile = getattr(client, "compile_and_load", None) or client.compile
+    executable = compile(
+        module,
+        executable_devices=_xla_client.DeviceList(tuple(chosen)),
+        compile_options=_xla_client.CompileOptions.ParseFromString(options),
+    )
+    parts = {name: getattr(executable, name)() for name in _READ}
+    memory = executable.get_compiled_memory_stats()
+    sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("in_bytes")}
+    if hasattr(executable, "get_hlo_text"):
+        text = executable.get_hlo_text()
+    else:
+        text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
+    return {**parts, "memory": sizes, "get_hlo_text": text}
