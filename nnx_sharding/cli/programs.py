@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _INSPECT = """\
 Calls a function, compiles the program that it returns, and shows the shardings of the arguments,
-the memory, the cost and the collectives. Nothing is run, and neither the devices nor the memory
+the memory, the cost and the collectives. Nothing is run, so neither the devices nor their memory
 have to be available."""
 
 _INSPECT_EPILOG = """\
@@ -39,13 +39,14 @@ the result of its trace, lower or compile. Arguments may be abstract. For exampl
 
   python -m nnx_sharding inspect plan.py:forward --mesh data=64 --html report.html
   python -m nnx_sharding inspect plan.py:forward --mesh data=64 --memory-limit 2GiB   # in CI
+  python -m nnx_sharding inspect plan.py:forward --topology v5e:8x8 --mesh data=-1
 
 exit code: 0; 1 if more than the memory limit is needed or the function failed; 2 if the command
 line is wrong"""
 
 _COMPARE = """\
 Calls a function, compiles each strategy that it returns, and shows in one table what they need.
-Nothing is run, and neither the devices nor the memory have to be available."""
+Nothing is run, so neither the devices nor their memory have to be available."""
 
 _COMPARE_EPILOG = """\
 The function returns (strategies, function, *arguments), which are the arguments of
@@ -54,6 +55,7 @@ for the command inspect. For example:
 
   python -m nnx_sharding compare plan.py:strategies --mesh data=256 --memory-limit 16GiB
   python -m nnx_sharding compare plan.py:strategies --mesh data=256 --device "TPU v5e"
+  python -m nnx_sharding compare plan.py:strategies --topology v5e:16x16 --mesh data=256
 
 exit code: 0; 1 if a strategy failed, none fits the memory or the function failed; 2 if the
 command line is wrong"""
@@ -77,12 +79,18 @@ def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namesp
     mesh = "the mesh in context, such as data=2,model=4, passed to the function if it has a "
     mesh += "parameter `mesh`; virtual CPU devices are used for one larger than the machine"
     add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help=mesh)
+    topology = "compile for TPUs of a topology such as v5e:16x16, with sizes from --mesh; needs no "
+    topology += "TPU, but pip install 'nnx_sharding[tpu]'"
+    add("--topology", metavar="NAME", help=topology)
+    slices = "number of slices, each of this topology (default: %(default)s)"
+    add("--slices", type=count, default=1, metavar="N", help=slices)
     devices = "let JAX have N virtual CPU devices, for functions that make a mesh of "
     devices += "jax.devices() themselves"
     add("--devices", type=count, metavar="N", help=devices)
     roofline = 'show the roofline of a device, such as "TPU v5e"'
     add("--device", type=option(device), metavar="NAME", help=roofline)
-    limit = "the memory of a device, such as 16GiB (default: that of --device)"
+    limit = "the memory of a device, such as 16GiB (default: that of --device, else of the devices "
+    limit += "compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
     add_outputs(parser)
 
@@ -124,7 +132,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Shows the comparison; returns the exit code."""
-    comparison = _called(arguments, _comparison)
+    on_topology = {"topology": arguments.topology, "num_slices": arguments.slices}
+    comparison = _called(arguments, functools.partial(_comparison, **on_topology))
     comparison = comparison.judged(memory_limit=arguments.memory_limit, device=arguments.device)
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
@@ -141,8 +150,12 @@ def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
     function = find(arguments.target)
+    sizes, topology, slices = arguments.mesh, arguments.topology, arguments.slices
+    if (topology and sizes is None) or (slices > 1 and topology is None):
+        raise UsageError("--topology needs --mesh, such as --mesh data=-1, and --slices needs both")
+    on_topology = () if topology is None else (topology,)
     try:
-        mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
+        mesh = None if sizes is None else planning_mesh(*on_topology, sizes, num_slices=slices)
     except ValueError as error:
         raise UsageError(str(error)) from None
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -186,7 +199,7 @@ def _report(target: str, value: Any, named: Device | None = None) -> ProgramRepo
         return report
 
 
-def _comparison(target: str, value: Any) -> Comparison:
+def _comparison(target: str, value: Any, **on_topology: Any) -> Comparison:
     """The comparison of strategies that a function returned."""
     if isinstance(value, Comparison):
         return value
@@ -202,4 +215,4 @@ def _comparison(target: str, value: Any) -> Comparison:
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        return compare(*value)
+        return compare(*value, **on_topology)
