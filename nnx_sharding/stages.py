@@ -215,6 +215,7 @@ class Compiled(Stage):
         Raises:
           TypeError: structure, static arguments, static attributes, shapes or dtypes differ from
             those that were lowered.
+          ValueError: arrays are committed to other shardings than those that were lowered.
         """
         return call_stage(self._stage, self._origin, self._guards, "compiled", args, kwargs)
 

@@ -70,7 +70,9 @@ def test_the_compiler_is_missing(plan, capsys):
     assert line.startswith("inspect: the topology 'v5e:4x4' needs the TPU compiler")
 
 
-@pytest.mark.parametrize("words", [["--topology", "v5e:4x4"], ["--slices", "2", "--mesh", "data=8"]])
+@pytest.mark.parametrize(
+    "words", [["--topology", "v5e:4x4"], ["--slices", "2", "--mesh", "data=8"]]
+)
 def test_options_that_need_others(words, plan, capsys):
     assert main(["compare", f"{plan}:ways", *words]) == 2
     assert "--topology needs --mesh" in capsys.readouterr().err
@@ -138,7 +140,9 @@ def test_slices_are_along_the_first_axes():
 
 @needs_compiler
 def test_names_and_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"unknown TPU topology 'v9:2x2': .* Examples are 'v5e:4x4'"):
+    with pytest.raises(
+        ValueError, match=r"unknown TPU topology 'v9:2x2': .* Examples are 'v5e:4x4'"
+    ):
         planning_mesh("v9:2x2", {"data": 4})
     with pytest.raises(ValueError, match="unknown TPU topology 'v5e:3x5'"):
         planning_mesh("v5e:3x5", {"data": 15})
@@ -199,9 +203,8 @@ def test_command_lines_side_by_side(plan):
 
 @needs_compiler
 def test_command_lines_that_do_not_fit(plan, capsys):
-    for words in (("v9:2x2", "data=4"), ("v5e:2x4", "data=3")):
-        options = zip(("--topology", "--mesh"), words, strict=True)
-        assert main(["inspect", f"{plan}:forward", *(word for pair in options for word in pair)]) == 2
+    for name, sizes in (("v9:2x2", "data=4"), ("v5e:2x4", "data=3")):
+        assert main(["inspect", f"{plan}:forward", "--topology", name, "--mesh", sizes]) == 2
     error = capsys.readouterr().err
     assert "unknown TPU topology 'v9:2x2'" in error and "is not the number of devices, 8" in error
     words = ["--topology", "v5e:2x4", "--mesh", "data=8", "--memory-limit", "1KiB"]

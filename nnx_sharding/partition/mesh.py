@@ -185,9 +185,9 @@ def planning_mesh(
         return Mesh(array, tuple(sizes), axis_types=_types(tuple(sizes), types))
     if axes is not None or isinstance(mesh, str) or num_slices != 1:
         raise TypeError(
-            "a topology needs the sizes of axes, and only a topology takes them and num_slices, as in "
-            f"planning_mesh('v5e:4x4', {{'data': 16}}); got {mesh!r}, {axes!r}, "
-            f"num_slices={num_slices!r}."
+            "a topology needs the sizes of axes, as in planning_mesh('v5e:4x4', {'data': 16}), and "
+            "these and num_slices are for a topology only; got "
+            f"{mesh!r}, {axes!r}, num_slices={num_slices!r}."
         )
     if isinstance(mesh, Mesh):
         return mesh

@@ -18,8 +18,8 @@ from jax.experimental import mesh_utils, topologies
 # A core of TPU v4 is half of what JAX takes for a device.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
-# Without these libtpu looks for a TPU, asks the network for its kind, logs what it does not find, and
-# locks out other processes.
+# Without these libtpu looks for a TPU, asks the network for its kind, logs what it does not find,
+# and locks out other processes.
 _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5e-8",
