@@ -153,9 +153,12 @@ def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
     sizes, topology, slices = arguments.mesh, arguments.topology, arguments.slices
     if (topology and sizes is None) or (slices > 1 and topology is None):
         raise UsageError("--topology needs --mesh, such as --mesh data=-1, and --slices needs both")
-    on_topology = () if topology is None else (topology,)
+    mesh = None
     try:
-        mesh = None if sizes is None else planning_mesh(*on_topology, sizes, num_slices=slices)
+        if topology is not None:
+            mesh = planning_mesh(topology, sizes, num_slices=slices)
+        elif sizes is not None:
+            mesh = planning_mesh(sizes)
     except ValueError as error:
         raise UsageError(str(error)) from None
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):

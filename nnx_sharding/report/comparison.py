@@ -158,8 +158,9 @@ class Comparison(JsonForm):
         """
         kinds = {report.device_kind for report in self.compiled.values()}
         of_kind = known(kinds.pop()) if len(kinds) == 1 else None
-        default = self.memory_limit or (of_kind and of_kind.memory_bytes)
-        limit = default if memory_limit is None else read_bytes(memory_limit)
+        limit = self.memory_limit if memory_limit is None else read_bytes(memory_limit)
+        if limit is None and of_kind is not None:
+            limit = of_kind.memory_bytes
         if device is None:
             return dataclasses.replace(self, memory_limit=limit)
         device = device_named(device) if isinstance(device, str) else device
