@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import zipfile
 
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit
+from nnx_sharding import errors, export, jit
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import planning_mesh
 from nnx_sharding.report import Comparison, Strategy, compare
@@ -178,6 +180,24 @@ def test_strategies_on_a_topology():
     found = Comparison({"sizes": found.compiled["sizes"]}).judged()
     assert found.memory_limit == 16 * 10**9 and found.figures["sizes"]["roofline"] > 0
     assert found.judged(memory_limit="1 KiB").fitting == ()
+
+
+@needs_compiler
+def test_executables(tmp_path):
+    mesh = planning_mesh("v5e:2x4", {"data": 16}, num_slices=2)
+    fun = jit(lambda x: x.sum(0), in_shardings=P("data"), out_shardings=P(), mesh=mesh)
+    stage = fun.lower(jax.ShapeDtypeStruct((1024, 256), "float32"))
+    export.save_executable(tmp_path / "f.zip", stage.compile())
+    with zipfile.ZipFile(tmp_path / "f.zip") as archive:
+        manifest = json.loads(archive.read("manifest.json"))
+        assert len(archive.read("program.bin")) > 10_000
+    assert (manifest["platform"], manifest["device_kind"]) == ("tpu", "TPU v5 lite")
+    places = [(d["coords"], d["slice"]) for d in manifest["devices"]]
+    assert places == [([*d.coords], d.slice_index) for d in mesh.devices.flat]
+    here = f"here {jax.default_backend()}\n"
+    with pytest.raises(errors.ExportError, match=f"platform: tpu, {here}") as caught:
+        export.load_executable(tmp_path / "f.zip", stage)
+    assert "device kind: TPU v5 lite, here cpu" in str(caught.value)
 
 
 @needs_compiler

@@ -15,14 +15,13 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
 from .. import _compat
+from .._version import __version__
 from ..analysis.json_codec import as_data, read
 from ..analysis.parameters import spec_text
 from ..errors import ExportError
 from ..stages import Compiled, Lowered
 from . import files
 from .manifest import MeshInfo, meshes_of
-
-_PACKAGES = ("jax", "jaxlib", "flax", "nnx_sharding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,12 @@ class _Manifest:
             device_kind=devices[0].device_kind,
             compiler=devices[0].client.platform_version,
             devices=tuple(map(_Device.of, devices)),
-            versions={name: metadata.version(name) for name in _PACKAGES},
+            versions={
+                "flax": metadata.version("flax"),
+                "jax": jax.__version__,
+                "jaxlib": metadata.version("jaxlib"),
+                "nnx_sharding": __version__,
+            },
         )
 
 
@@ -95,16 +99,16 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
     if not isinstance(compiled, Compiled):
         raise TypeError(f"expected the result of fun.lower(...).compile(), got {compiled!r:.200}.")
     name = compiled._plan.fun_name
+    assigned = filter(None, map(_compat.device_assignment, compiled.shardings()))
+    devices = next(assigned, None) or jax.devices()[:1]
     try:
         program, _, _ = serialize_executable.serialize(compiled._stage)
     except Exception as error:  # of JAX, XLA or pickle
         raise ValueError(
-            f"{name} cannot be saved: jax {jax.__version__} on {jax.default_backend()} cannot "
-            f"serialize it ({type(error).__name__}: {error}). Leave out what calls Python or "
-            "captures a jax.Ref, or use the persistent compilation cache."
+            f"{name} cannot be saved: jax {jax.__version__} cannot serialize this program for "
+            f"{devices[0].platform} ({type(error).__name__}: {error}). Leave out what calls Python "
+            "or captures a jax.Ref, or use JAX's persistent compilation cache instead."
         ) from error
-    assigned = filter(None, map(_compat.device_assignment, compiled.shardings()))
-    devices = next(assigned, (jax.devices()[0],))
     manifest = _Manifest.of(compiled._lowered, compiled._origin, devices)
     files.write(path, as_data(manifest), program, files.EXECUTABLE)
 
@@ -112,14 +116,13 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
 def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     """Reads what :func:`save_executable` wrote, instead of ``lowered.compile()``.
 
-    The function is traced and lowered, which takes seconds where compiling takes minutes. So the
-    program takes and returns modules as the function itself does, and a file of another function,
-    or of an older version of it, is refused.
+    Because the function is traced and lowered, the program takes and returns modules as the
+    function itself does, and a file of another function, or of an older version of it, is refused.
 
     Warning:
-      Reading an executable runs code of the file: JAX keeps it as a pickle. Load only files that
-      you, or someone whom you would let run code here, wrote. The digest in the file detects
-      damage, not forgery.
+      Loading an executable runs code of the file, which JAX keeps as a pickle. Load only files
+      written by yourself, or by someone whom you would let run code here. The digest in the file
+      detects damage, not forgery.
 
     Args:
       path: the file.
@@ -168,7 +171,7 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     lines = lines or [*_other_function(saved, here)]
     if lines:
         raise ExportError(
-            f"{path} has {saved.function}, compiled for something else than this:\n  "
+            f"{path} has an executable of {saved.function} that does not fit:\n  "
             + "\n  ".join(lines)
             + "\nLoad it with the versions, devices and function that it was compiled for, or "
             "compile and save it again."
