@@ -602,6 +602,39 @@ class AheadOfTimeTest(parameterized.TestCase):
                 fun(model, batch)
                 self.assertNotIn("jit(ahead)", self.compiled)  # placing arrays may compile
 
+    def assert_compiled_ahead(self, transform, model, x):
+        def ahead(model, x):
+            return model(x)
+
+        fun = transform(ahead)
+        compiled = fun.lower(model, x).compile()
+        self.compiled.clear()
+        y = fun(model, x)
+        self.assertNotIn("jit(ahead)", self.compiled)
+        np.testing.assert_array_equal(compiled(model, x), y)
+
+    @parameterized.product(
+        kind=("auto", "explicit"),
+        batch=("uncommitted", "one_device", "rows", "replicated", "numpy", "other_mesh"),
+    )
+    def test_arrays_that_a_call_moves(self, kind, batch):
+        mesh, other = mesh_of((2, 2), ("data", "model"), kind), mesh_of((4,), ("d",), kind)
+        elsewhere = jax.device_put(X, NamedSharding(other, P("d")))
+        x = {**batches(mesh), "other_mesh": elsewhere}[batch]
+        options = {"in_shardings": (P(), P("data")), "mesh": mesh, "on_committed": "move"}
+        model = MLP()
+        kernel = jax.device_put(model.up.kernel[...], NamedSharding(other, P("d")))
+        model.up.kernel.set_value(kernel)
+        self.assert_compiled_ahead(jit(**options), model, x)
+
+    @parameterized.product(
+        kind=("auto", "explicit"), batch=("uncommitted", "rows", "numpy", "numpy_of_64_bits")
+    )
+    def test_shard_map(self, kind, batch):
+        mesh = mesh_of((2, 2), ("data", "model"), kind)
+        transform = shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+        self.assert_compiled_ahead(transform, MLP(), batches(mesh)[batch])
+
     def test_abstract_arguments_with_declared_shardings(self):
         mesh = mesh_of((2, 4), ("data", "model"))
         fun = jit(apply, in_shardings=(P(), P("data")), mesh=mesh)
