@@ -33,7 +33,7 @@ PLAN = """
 import jax
 from jax.sharding import PartitionSpec as P
 from nnx_sharding import jit
-from nnx_sharding.report import Strategy
+from nnx_sharding.report import Strategy, compare
 
 
 def apply(w, x):
@@ -45,6 +45,10 @@ ARGUMENTS = (jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((25
 
 def forward(mesh):
     return jit(apply, in_shardings=(P(), P("data")), mesh=mesh), *ARGUMENTS
+
+
+def own():
+    return compare({"dp": (P(), P("data"))}, apply, *ARGUMENTS, mesh={"data": 8})
 
 
 def ways(mesh):
@@ -72,12 +76,9 @@ def test_the_compiler_is_missing(plan, capsys):
     assert line.startswith("inspect: the topology 'v5e:4x4' needs the TPU compiler")
 
 
-@pytest.mark.parametrize(
-    "words", [["--topology", "v5e:4x4"], ["--slices", "2", "--mesh", "data=8"]]
-)
-def test_options_that_need_others(words, plan, capsys):
-    assert main(["compare", f"{plan}:ways", *words]) == 2
-    assert "--topology needs --mesh" in capsys.readouterr().err
+def test_slices_need_a_topology(plan, capsys):
+    assert main(["compare", f"{plan}:ways", "--slices", "2", "--mesh", "data=8"]) == 2
+    assert "--slices needs --topology" in capsys.readouterr().err
     with pytest.raises(TypeError, match="num_slices needs a topology"):
         compare({"dp": P()}, abs, 1.0, num_slices=2)
 
@@ -219,6 +220,13 @@ def test_command_lines_side_by_side(plan):
     assert [process.returncode for process in processes] == [0, 0]
     assert "16 × TPU v5 lite" in outputs[0][0] and "16 × TPU v5 lite" in outputs[1][0]
     assert "data 8 × model 2" in outputs[1][0]
+
+
+@needs_compiler
+def test_a_comparison_that_a_function_makes(plan, capsys):
+    assert main(["compare", f"{plan}:own", "--topology", "v5e:2x4"]) == 0
+    assert "compiled for 8 × TPU v5 lite" in capsys.readouterr().out
+    assert planning_mesh({"data": 8}).devices.flat[0].platform == "cpu"
 
 
 @needs_compiler

@@ -17,6 +17,7 @@ from ..analysis.units import bytes_text, read_bytes
 from ..jit import jit
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
+from ..partition.topology import on_topology
 from ..report.comparison import Comparison, Failure
 from ..report.page import write_html
 from ..report.program import ProgramReport
@@ -79,8 +80,8 @@ def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namesp
     mesh = "the mesh in context, such as data=2,model=4, passed to the function if it has a "
     mesh += "parameter `mesh`; virtual CPU devices are used for one larger than the machine"
     add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help=mesh)
-    topology = "compile for TPUs of a topology such as v5e:16x16, with sizes from --mesh; needs no "
-    topology += "TPU, but pip install 'nnx_sharding[tpu]'"
+    topology = "compile for TPUs of a topology such as v5e:16x16 instead, wherever a mesh is given "
+    topology += "by its sizes; needs no TPU, but pip install 'nnx_sharding[tpu]'"
     add("--topology", metavar="NAME", help=topology)
     slices = "number of slices, each of this topology (default: %(default)s)"
     add("--slices", type=count, default=1, metavar="N", help=slices)
@@ -132,8 +133,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Shows the comparison; returns the exit code."""
-    on_topology = {"topology": arguments.topology, "num_slices": arguments.slices}
-    comparison = _called(arguments, functools.partial(_comparison, **on_topology))
+    comparison = _called(arguments, _comparison)
     comparison = comparison.judged(memory_limit=arguments.memory_limit, device=arguments.device)
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
@@ -150,18 +150,16 @@ def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
     function = find(arguments.target)
-    sizes, topology, slices = arguments.mesh, arguments.topology, arguments.slices
-    if (topology and sizes is None) or (slices > 1 and topology is None):
-        raise UsageError("--topology needs --mesh, such as --mesh data=-1, and --slices needs both")
-    mesh = None
-    try:
-        if topology is not None:
-            mesh = planning_mesh(topology, sizes, num_slices=slices)
-        elif sizes is not None:
-            mesh = planning_mesh(sizes)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    if arguments.topology is None and arguments.slices > 1:
+        raise UsageError("--slices needs --topology, such as --topology v5e:16x16")
+    with contextlib.ExitStack() as context:
+        try:
+            context.enter_context(on_topology(arguments.topology, arguments.slices))
+            mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if mesh is not None:
+            context.enter_context(jax.set_mesh(mesh))
         with user_code(f"{arguments.target} failed"):
             takes_mesh = "mesh" in inspect.signature(function).parameters
             value = function(mesh=mesh) if takes_mesh else function()
@@ -202,7 +200,7 @@ def _report(target: str, value: Any, named: Device | None = None) -> ProgramRepo
         return report
 
 
-def _comparison(target: str, value: Any, **on_topology: Any) -> Comparison:
+def _comparison(target: str, value: Any) -> Comparison:
     """The comparison of strategies that a function returned."""
     if isinstance(value, Comparison):
         return value
@@ -218,4 +216,4 @@ def _comparison(target: str, value: Any, **on_topology: Any) -> Comparison:
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        return compare(*value, **on_topology)
+        return compare(*value)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
 from ..fitting import suggestion
-from .topology import arranged, topology_devices
+from .topology import DEFAULT, arranged, topology_devices
 
 # Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
 MOST_DEVICES = 10_000
@@ -195,6 +195,8 @@ def planning_mesh(
         raise TypeError(
             f"mesh is a mesh, or the sizes of its axes by name as in {{'data': 8}}, not {mesh!r}."
         )
+    if (default := DEFAULT.get()) is not None:
+        return planning_mesh(default[0], mesh, num_slices=default[1])
     sizes, types = _shape(mesh)
     return make_mesh(sizes, axis_types=types, devices=_planning_devices(list(sizes.values())))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import glob
 import importlib.util
@@ -57,6 +58,26 @@ def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
             "'v5p:2x2x2', 'v6e:4x4', 'v4:2x2x1' or 'tpu7x:2x2x1'."
         ) from None
     return tuple(topology.devices)
+
+
+# The topology and the number of slices for meshes that are made of sizes alone.
+DEFAULT: contextvars.ContextVar[tuple[str, int] | None] = contextvars.ContextVar(
+    "topology", default=None
+)
+
+
+@contextlib.contextmanager
+def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
+    """Within the block, ``planning_mesh`` places sizes on this topology; None changes nothing."""
+    if name is None:
+        yield
+        return
+    topology_devices(name, num_slices)  # fails here if it is unknown
+    token = DEFAULT.set((name, num_slices))
+    try:
+        yield
+    finally:
+        DEFAULT.reset(token)
 
 
 def arranged(sizes: Sequence[int], num_slices: int, devices: Sequence[Any]) -> np.ndarray:

@@ -21,7 +21,7 @@ from ..graph import merge, split
 from ..jit import jit
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
-from ..partition.topology import topology_devices
+from ..partition.topology import on_topology
 from ..state_sharding import StateSharding
 from .comparison import Comparison, Failure
 from .program import ProgramReport
@@ -119,11 +119,8 @@ def compare(
     device = device_named(device) if isinstance(device, str) else device
     limit = None if memory_limit is None else read_bytes(memory_limit)
     mesh = _compat.context_mesh() if mesh is None else mesh
-    if topology is not None:
-        topology_devices(topology, num_slices)  # an error of the comparison, not of each strategy
-    elif num_slices != 1:
+    if topology is None and num_slices != 1:
         raise TypeError("num_slices needs a topology, such as topology='v5e:16x16'.")
-    place = functools.partial(_on_topology, topology, num_slices)
     structure, arrays = split(args)
     abstract = merge(structure, jax.tree_util.tree_map(_abstract, arrays))
     reports: dict[str, ProgramReport | Failure] = {}
@@ -133,8 +130,9 @@ def compare(
         if strategy.mesh is None:
             strategy = dataclasses.replace(strategy, mesh=mesh)
         start = time.perf_counter()
-        plan = functools.partial(_planned, strategy, place, fun, abstract, options)
-        reports[str(name)] = attempt(plan)
+        plan = functools.partial(_planned, strategy, fun, abstract, options)
+        with on_topology(topology, num_slices):
+            reports[str(name)] = attempt(plan)
         seconds[str(name)] = round(time.perf_counter() - start, 3)
     return Comparison(reports, None, seconds).judged(memory_limit=limit, device=device)
 
@@ -156,20 +154,10 @@ def attempt(make: Callable[[], ProgramReport]) -> ProgramReport | Failure:
         return Failure(f"{type(error).__name__}: {error}")
 
 
-def _on_topology(topology: str | None, num_slices: int, mesh: AnyMesh) -> Mesh:
-    if topology is None or isinstance(mesh, Mesh):
-        return planning_mesh(mesh)
-    return planning_mesh(topology, mesh, num_slices=num_slices)
-
-
 def _planned(
-    strategy: Strategy,
-    place: Callable[[AnyMesh], Mesh],
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    options: Mapping[str, Any],
+    strategy: Strategy, fun: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
 ) -> ProgramReport:
-    mesh = None if strategy.mesh is None else place(strategy.mesh)
+    mesh = None if strategy.mesh is None else planning_mesh(strategy.mesh)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings
         if callable(in_shardings) and not isinstance(in_shardings, _SPECS):
