@@ -275,7 +275,8 @@ def main() -> None:
             found = plan(
                 train_step,
                 *case.arguments(),
-                devices=int(devices) if on_cpu else devices,
+                devices=int(devices) if on_cpu else None,
+                topology=None if on_cpu else devices,
                 strategies=options.strategies,
                 device=DEVICES["TPU v5p"] if on_cpu else None,
                 most=options.most,

@@ -43,7 +43,7 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class ExportError(ValueError):
-    """A file has no exported function, is damaged, or does not fit this machine or release."""
+    """A file has no program, is damaged, or does not fit this machine, release or function."""
 
 
 class ShardingWarning(UserWarning):

@@ -13,6 +13,7 @@ from .core.guard.store import Guards
 from .core.plan import Plan
 from .core.signature import Call
 from .diagnostics.differences import arguments_of, differences
+from .diagnostics.failures import explain_shardings
 
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 
@@ -39,6 +40,7 @@ def call_stage(
 
     Raises:
       TypeError: they have another structure than those that the function was ``kind`` for.
+      ValueError: they have other shardings than those that it was compiled for.
     """
     plan = origin.plan
     args, kwargs = _with_statics(origin, args, kwargs)
@@ -51,7 +53,12 @@ def call_stage(
         guards.add(plan, call, flat, args, kwargs, is_new=True)
     else:
         _, flat = found
-    return run(plan, flat, stage)
+    try:
+        return run(plan, flat, stage)
+    except ValueError as error:
+        if kind == "compiled":
+            explain_shardings(plan, flat.leaves, stage.input_shardings[0], error)
+        raise
 
 
 def _split_as_planned(

@@ -214,8 +214,8 @@ class Compiled(Stage):
         """Runs the program. Static arguments may be given, or left out.
 
         Raises:
-          TypeError: structure, static arguments, static attributes, shapes or dtypes differ from
-            those that were lowered.
+          TypeError: structure, statics, shapes or dtypes differ from those that were lowered.
+          ValueError: arrays are committed to other shardings than those that were lowered.
         """
         return call_stage(self._stage, self._origin, self._guards, "compiled", args, kwargs)
 

@@ -533,6 +533,148 @@ class CallTest(parameterized.TestCase):
         self.assertEqual(float(type(compiled).call(compiled, 3.0)), 6.0)
 
 
+def batches(mesh):
+    """Batches of every kind that a function may be called with."""
+    rows = NamedSharding(mesh, P("data"))
+    return {
+        "uncommitted": jnp.asarray(X),
+        "one_device": jax.device_put(X, mesh.devices.flat[0]),
+        "rows": jax.device_put(X, rows),
+        "replicated": jax.device_put(X, NamedSharding(mesh, P())),
+        "numpy": X,
+        "numpy_of_64_bits": X.astype(np.float64),
+        "number": 2.0,
+        "weak": jnp.asarray(2.0),
+        "abstract_rows": jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=rows),
+    }
+
+
+class AheadOfTimeTest(parameterized.TestCase):
+    """What ``lower(...).compile()`` compiles is what a call with these arguments runs."""
+
+    def setUp(self):
+        super().setUp()
+        self.compiled = []
+
+        def listen(event, _, fun_name="", **__):
+            if event == "/jax/core/compile/backend_compile_duration":
+                self.compiled.append(fun_name)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        self.addCleanup(jax.monitoring.unregister_event_duration_listener, listen)
+
+    @parameterized.product(
+        kind=(jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit),
+        specs=("none", "model", "all", "auto_axes"),
+        donated=(None, (0, 1)),
+    )
+    def test_a_call_compiles_nothing_more(self, kind, specs, donated):
+        mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])
+        model_specs = StateSharding(
+            {nnx.PathContains("up"): P(None, "model"), nnx.PathContains("down"): P("model", None)}
+        )
+        options = {"none": {}, "model": {"in_shardings": (model_specs, None), "mesh": mesh}}
+        options["all"] = {"in_shardings": (model_specs, P("data")), "mesh": mesh}
+        options["auto_axes"] = {**options["all"], "auto_axes": True, "out_shardings": P()}
+        activations = {} if specs in ("none", "auto_axes") else {"down": P()}
+        for name, batch in batches(mesh).items():
+            if np.ndim(batch) == 0 and specs in ("all", "auto_axes"):
+                continue  # a scalar has no rows
+            if (name == "one_device" and specs != "none") or (
+                name == "replicated" and specs in ("all", "auto_axes")
+            ):
+                continue  # refused
+            with self.subTest(name), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # some donated buffers have no use
+                model = MLP()
+                self.compiled.clear()
+
+                def ahead(model, x):
+                    return model(jnp.ones((8, 4)) * x)
+
+                common = {"donate_argnums": donated, "activation_shardings": activations}
+                fun = jit(ahead, **common, **options[specs])
+                fun.lower(model, batch).compile()
+                self.assertEqual(self.compiled.count("jit(ahead)"), 1)
+                if isinstance(batch, jax.ShapeDtypeStruct):
+                    batch = jax.device_put(X, batch.sharding)
+                self.compiled.clear()
+                fun(model, batch)
+                self.assertNotIn("jit(ahead)", self.compiled)  # placing arrays may compile
+
+    def assert_compiled_ahead(self, transform, model, x):
+        def ahead(model, x):
+            return model(x)
+
+        fun = transform(ahead)
+        compiled = fun.lower(model, x).compile()
+        self.compiled.clear()
+        y = fun(model, x)
+        self.assertNotIn("jit(ahead)", self.compiled)
+        np.testing.assert_array_equal(compiled(model, x), y)
+
+    @parameterized.product(
+        kind=("auto", "explicit"),
+        batch=("uncommitted", "one_device", "rows", "replicated", "numpy", "other_mesh"),
+    )
+    def test_arrays_that_a_call_moves(self, kind, batch):
+        mesh, other = mesh_of((2, 2), ("data", "model"), kind), mesh_of((4,), ("d",), kind)
+        elsewhere = jax.device_put(X, NamedSharding(other, P("d")))
+        x = {**batches(mesh), "other_mesh": elsewhere}[batch]
+        options = {"in_shardings": (P(), P("data")), "mesh": mesh, "on_committed": "move"}
+        model = MLP()
+        kernel = jax.device_put(model.up.kernel[...], NamedSharding(other, P("d")))
+        model.up.kernel.set_value(kernel)
+        self.assert_compiled_ahead(jit(**options), model, x)
+
+    @parameterized.product(
+        kind=("auto", "explicit"), batch=("uncommitted", "rows", "numpy", "numpy_of_64_bits")
+    )
+    def test_shard_map(self, kind, batch):
+        mesh = mesh_of((2, 2), ("data", "model"), kind)
+        transform = shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+        self.assert_compiled_ahead(transform, MLP(), batches(mesh)[batch])
+
+    def test_abstract_arguments_with_declared_shardings(self):
+        mesh = mesh_of((2, 4), ("data", "model"))
+        fun = jit(apply, in_shardings=(P(), P("data")), mesh=mesh)
+        abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
+        one, other = (
+            fun.lower(MLP(), x)
+            for x in (abstract, jax.device_put(X, NamedSharding(mesh, P("data"))))
+        )
+        self.assertEqual(one.as_text(), other.as_text())
+        one, other = one.compile(), other.compile()
+        self.assertEqual(one.input_shardings, other.input_shardings)
+        self.assertEqual(one.output_shardings, other.output_shardings)
+
+    @parameterized.parameters("Auto", "Explicit")
+    def test_other_shardings_than_compiled(self, kind):
+        kinds = (jax.sharding.AxisType[kind],) * 2
+        mesh = jax.make_mesh((2, 4), ("data", "model"), kinds)
+        x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+        rows = {f"x{i}": x for i in range(7)}
+        compiled = jit(lambda model, rows: model(sum(rows.values()))).lower(MLP(), rows).compile()
+        moved = jax.device_put(X, NamedSharding(mesh, P(("data", "model"))))
+        with self.assertRaises(ValueError) as caught:
+            compiled(MLP(), dict.fromkeys(rows, moved))
+        text = str(caught.exception)
+        self.assertIn("was compiled for other shardings than these arguments have:", text)
+        for name in rows:
+            self.assertRegex(
+                text,
+                rf"rows\['{name}'\], .*: is P\(\('data', 'model'\),\), compiled for P\('data',\)",
+            )
+        np.testing.assert_allclose(compiled(MLP(), dict.fromkeys(rows, X)), MLP()(7 * X), 1e-3)
+
+    def test_another_sharding_than_declared(self):
+        mesh = mesh_of((2, 4), ("data", "model"))
+        fun = jit(apply, in_shardings=(P(), P("data")), mesh=mesh)
+        compiled = fun.lower(MLP(), jax.ShapeDtypeStruct(X.shape, X.dtype)).compile()
+        with self.assertRaisesRegex(ValueError, r"x, .*: is P\('model',\), declared P\('data',\)"):
+            compiled(MLP(), jax.device_put(X, NamedSharding(mesh, P("model"))))
+
+
 class BoundTest(parameterized.TestCase):
     def test_bound_method(self):
         model = Counter()

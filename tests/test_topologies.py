@@ -1,18 +1,23 @@
-"""Meshes of TPUs that are not there, from the names of topologies."""
+"""Programs for TPU topologies: meshes, comparisons and the command line."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import zipfile
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit
+from nnx_sharding import errors, export, jit
+from nnx_sharding.cli.main import main
 from nnx_sharding.partition import planning_mesh
+from nnx_sharding.report import Comparison, Strategy, compare
 from nnx_sharding.testing import assert_no_collective
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -24,18 +29,77 @@ def compiled(mesh):
     return fun.lower(jax.ShapeDtypeStruct((1024, 256), "float32")).compile()
 
 
+PLAN = """
+import jax
+from jax.sharding import PartitionSpec as P
+from nnx_sharding import jit
+from nnx_sharding.report import Strategy, compare
+
+
+def apply(w, x):
+    return x @ w
+
+
+ARGUMENTS = (jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32"))
+
+
+def forward(mesh):
+    return jit(apply, in_shardings=(P(), P("data")), mesh=mesh), *ARGUMENTS
+
+
+def own():
+    return compare({"dp": (P(), P("data"))}, apply, *ARGUMENTS, mesh={"data": 8})
+
+
+def ways(mesh):
+    sizes = {"data": mesh.size // 2, "model": 2}
+    split = Strategy((P(None, "model"), P("data")), mesh=sizes)
+    return {"dp": (P(), P("data")), "tp": split}, apply, *ARGUMENTS
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "topology_plan.py"
+    path.write_text(PLAN)
+    return path
+
+
 @pytest.mark.skipif(HAS_COMPILER, reason="libtpu is installed")
-def test_the_compiler_is_missing():
+def test_the_compiler_is_missing(plan, capsys):
     with pytest.raises(ImportError, match=r"'v5e:4x4' .* pip install 'nnx_sharding\[tpu\]'"):
         planning_mesh("v5e:4x4", {"data": 16})
+    with pytest.raises(ImportError, match="needs the TPU compiler"):
+        compare({"dp": P()}, abs, 1.0, mesh={"data": 16}, topology="v5e:4x4")
+    assert main(["inspect", f"{plan}:forward", "--topology", "v5e:4x4", "--mesh", "data=16"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("inspect: the topology 'v5e:4x4' needs the TPU compiler")
+
+
+def test_slices_need_a_topology(plan, capsys):
+    assert main(["compare", f"{plan}:ways", "--slices", "2", "--mesh", "data=8"]) == 2
+    assert "--slices needs --topology" in capsys.readouterr().err
+    with pytest.raises(TypeError, match="num_slices needs a topology"):
+        compare({"dp": P()}, abs, 1.0, num_slices=2)
 
 
 def test_topologies_and_axes_come_together():
     for wrong in (("v5e:4x4",), ({"data": 8}, {"data": 8}), ("v5e:4x4", (4, 4))):
-        with pytest.raises(TypeError, match="a topology and axes are given together"):
+        with pytest.raises(TypeError, match="a topology needs the sizes of axes"):
             planning_mesh(*wrong)
-    with pytest.raises(TypeError, match="a topology and axes are given together"):
+    with pytest.raises(TypeError, match="a topology needs the sizes of axes"):
         planning_mesh({"data": 8}, num_slices=2)
+    with pytest.raises(ValueError, match="num_slices of at least 1, got 0"):
+        planning_mesh("v5e:4x4", {"data": 16}, num_slices=0)
+
+
+def test_shardings_of_abstract_arguments_are_left_to_the_strategies():
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+    x = jax.ShapeDtypeStruct((16, 4), "float32", sharding=sharding, weak_type=True)
+    way = Strategy(P("rows"), mesh={"rows": 4})
+    found = compare({"rows": way}, lambda x: x * jax.numpy.ones((), "bfloat16"), x)
+    assert "->bf16[4,4]" in found.compiled["rows"].hlo  # the type is still weak
+    assert found.compiled["rows"].mesh.axes == {"rows": 4}
 
 
 @needs_compiler
@@ -54,6 +118,14 @@ def test_devices(name, kind, count):
     assert mesh.shape == {"data": count // 2, "model": 2}
     assert mesh.devices.flat[0].device_kind == kind
     assert len({*mesh.devices.flat}) == count
+
+
+@needs_compiler
+def test_equal_meshes():
+    mesh = planning_mesh("v5e:2x4", {"data": 8})
+    assert mesh == planning_mesh("v5e:2x4", {"data": -1}) != planning_mesh("v6e:2x4", {"data": 8})
+    like = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    assert planning_mesh("v5e:2x4", like).abstract_mesh.axis_types == like.axis_types
 
 
 @needs_compiler
@@ -98,21 +170,75 @@ def test_the_real_compiler_compiles():
 
 
 @needs_compiler
-def test_processes_side_by_side_write_nothing():
-    code = (
-        "import time; from nnx_sharding.partition import planning_mesh\n"
-        "mesh = planning_mesh('v5e:2x4', {'data': 8}); time.sleep(5)"
-    )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "JAX_"))}
+def test_strategies_on_a_topology():
+    x = jax.ShapeDtypeStruct((256, 64), "float32")
+    ways = {
+        "sizes": P("data"),
+        "own sizes": Strategy(P(("data", "model")), mesh={"data": -1, "model": 2}),
+        "own mesh": Strategy(P("data"), mesh=jax.make_mesh((8,), ("data",))),
+    }
+    options = {"mesh": {"data": 16}, "topology": "v5e:2x4", "num_slices": 2}
+    found = compare(ways, lambda x: x * 2, x, **options)
+    kinds = {name: (r.num_devices, r.platform) for name, r in found.compiled.items()}
+    assert kinds == {"sizes": (16, "tpu"), "own sizes": (16, "tpu"), "own mesh": (8, "cpu")}
+    assert found.memory_limit is None  # the devices differ
+    assert "compiled for 16 × TPU v5 lite, 8 × cpu" in str(found)
+    found = Comparison({"sizes": found.compiled["sizes"]}).judged()
+    assert found.memory_limit == 16 * 10**9 and found.figures["sizes"]["roofline"] > 0
+    assert found.judged(memory_limit="1 KiB").fitting == ()
+
+
+@needs_compiler
+def test_executables(tmp_path):
+    mesh = planning_mesh("v5e:2x4", {"data": 16}, num_slices=2)
+    fun = jit(lambda x: x.sum(0), in_shardings=P("data"), out_shardings=P(), mesh=mesh)
+    stage = fun.lower(jax.ShapeDtypeStruct((1024, 256), "float32"))
+    export.save_executable(tmp_path / "f.zip", stage.compile())
+    with zipfile.ZipFile(tmp_path / "f.zip") as archive:
+        manifest = json.loads(archive.read("manifest.json"))
+        assert len(archive.read("program.bin")) > 10_000
+    assert (manifest["platform"], manifest["device_kind"]) == ("tpu", "TPU v5 lite")
+    places = [(d["coords"], d["slice"]) for d in manifest["devices"]]
+    assert places == [([*d.coords], d.slice_index) for d in mesh.devices.flat]
+    here = f"here {jax.default_backend()}\n"
+    with pytest.raises(errors.ExportError, match=f"platform: tpu, {here}") as caught:
+        export.load_executable(tmp_path / "f.zip", stage)
+    assert "device kind: TPU v5 lite, here cpu" in str(caught.value)
+
+
+@needs_compiler
+def test_command_lines_side_by_side(plan):
+    words = ["--topology", "v5e:2x4", "--mesh", "data=-1", "--slices", "2"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TPU_", "JAX_", "XLA"))}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-m", "nnx_sharding", command, f"{plan}:{function}", *words],
             env=environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(2)
+        for command, function in (("inspect", "forward"), ("compare", "ways"))
     ]
-    assert [process.communicate()[0] for process in processes] == ["", ""]
+    outputs = [process.communicate() for process in processes]
+    assert [error for _, error in outputs] == ["", ""]  # nothing of the TPU library either
     assert [process.returncode for process in processes] == [0, 0]
+    assert "16 × TPU v5 lite" in outputs[0][0] and "16 × TPU v5 lite" in outputs[1][0]
+    assert "data 8 × model 2" in outputs[1][0]
+
+
+@needs_compiler
+def test_a_comparison_that_a_function_makes(plan, capsys):
+    assert main(["compare", f"{plan}:own", "--topology", "v5e:2x4"]) == 0
+    assert "compiled for 8 × TPU v5 lite" in capsys.readouterr().out
+    assert planning_mesh({"data": 8}).devices.flat[0].platform == "cpu"
+
+
+@needs_compiler
+def test_command_lines_that_do_not_fit(plan, capsys):
+    for name, sizes in (("v9:2x2", "data=4"), ("v5e:2x4", "data=3")):
+        assert main(["inspect", f"{plan}:forward", "--topology", name, "--mesh", sizes]) == 2
+    error = capsys.readouterr().err
+    assert "unknown TPU topology 'v9:2x2'" in error and "is not the number of devices, 8" in error
+    words = ["--topology", "v5e:2x4", "--mesh", "data=8", "--memory-limit", "1KiB"]
+    assert main(["inspect", f"{plan}:forward", *words]) == 1

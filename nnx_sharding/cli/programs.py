@@ -17,6 +17,7 @@ from ..analysis.units import bytes_text, read_bytes
 from ..jit import jit
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
+from ..partition.topology import on_topology
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import attempt
 from ..report.page import write_html
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 _INSPECT = """\
 Calls a function, compiles the program that it returns, and shows the shardings of the arguments,
-the memory, the cost and the collectives. Nothing is run, and neither the devices nor the memory
+the memory, the cost and the collectives. Nothing is run, so neither the devices nor their memory
 have to be available."""
 
 _INSPECT_EPILOG = """\
@@ -40,13 +41,14 @@ the result of its trace, lower or compile. Arguments may be abstract. For exampl
 
   python -m nnx_sharding inspect plan.py:forward --mesh data=64 --html report.html
   python -m nnx_sharding inspect plan.py:forward --mesh data=64 --memory-limit 2GiB   # in CI
+  python -m nnx_sharding inspect plan.py:forward --topology v5e:8x8 --mesh data=-1
 
 exit code: 0; 1 if more than the memory limit is needed or the function failed; 2 if the command
 line is wrong"""
 
 _COMPARE = """\
 Calls a function, compiles each strategy that it returns, and shows in one table what they need.
-Nothing is run, and neither the devices nor the memory have to be available."""
+Nothing is run, so neither the devices nor their memory have to be available."""
 
 _COMPARE_EPILOG = """\
 The function returns (strategies, function, *arguments), which are the arguments of
@@ -55,6 +57,7 @@ for the command inspect. For example:
 
   python -m nnx_sharding compare plan.py:strategies --mesh data=256 --memory-limit 16GiB
   python -m nnx_sharding compare plan.py:strategies --mesh data=256 --device "TPU v5e"
+  python -m nnx_sharding compare plan.py:strategies --topology v5e:16x16 --mesh data=256
 
 exit code: 0; 1 if a strategy failed, none fits the memory or the function failed; 2 if the
 command line is wrong"""
@@ -78,12 +81,18 @@ def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namesp
     mesh = "the mesh in context, such as data=2,model=4, passed to the function if it has a "
     mesh += "parameter `mesh`; virtual CPU devices are used for one larger than the machine"
     add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help=mesh)
+    topology = "compile for TPUs of a topology such as v5e:16x16 instead, wherever a mesh is given "
+    topology += "by its sizes; needs no TPU, but pip install 'nnx_sharding[tpu]'"
+    add("--topology", metavar="NAME", help=topology)
+    slices = "number of slices, each of this topology (default: %(default)s)"
+    add("--slices", type=count, default=1, metavar="N", help=slices)
     devices = "let JAX have N virtual CPU devices, for functions that make a mesh of "
     devices += "jax.devices() themselves"
     add("--devices", type=count, metavar="N", help=devices)
     roofline = 'show the roofline of a device, such as "TPU v5e"'
     add("--device", type=option(device), metavar="NAME", help=roofline)
-    limit = "the memory of a device, such as 16GiB (default: that of --device)"
+    limit = "the memory of a device, such as 16GiB (default: that of --device, else of the devices "
+    limit += "compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
     add_outputs(parser)
 
@@ -142,11 +151,16 @@ def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
     function = find(arguments.target)
-    try:
-        mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+    if arguments.topology is None and arguments.slices > 1:
+        raise UsageError("--slices needs --topology, such as --topology v5e:16x16")
+    with contextlib.ExitStack() as context:
+        try:
+            context.enter_context(on_topology(arguments.topology, arguments.slices))
+            mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if mesh is not None:
+            context.enter_context(jax.set_mesh(mesh))
         with user_code(f"{arguments.target} failed"):
             takes_mesh = "mesh" in inspect.signature(function).parameters
             value = function(mesh=mesh) if takes_mesh else function()

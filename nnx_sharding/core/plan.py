@@ -21,7 +21,7 @@ from .resolve import NamedLocation, locate, resolve, slot_names
 from .signature import Call, Parameters, Signature, align_specs
 from .specs import Target, argument_targets
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
-from .transform import Program, Transform
+from .transform import OnCommitted, Program, Transform
 from .unflatten import parts, picker
 
 
@@ -39,7 +39,6 @@ class Plan(NamedTuple):
       shardings: for each slot the sharding that is declared for it, or None.
       out_specs: all specs that outputs can have.
       donated: the slots whose arrays are donated.
-      declared: the slots whose arrays need the declared sharding in their type to be traced.
       attributes: the slots of arrays that are attributes of modules, each with the index of the
         module and the name. Empty where attributes of the caller's modules are not updated.
       placed_slots: the slots that are brought to their sharding before the function runs: those of
@@ -60,7 +59,6 @@ class Plan(NamedTuple):
     shardings: tuple[jax.sharding.Sharding | None, ...]
     out_specs: tuple[Any, ...]
     donated: frozenset[int]
-    declared: frozenset[int]
     attributes: Mapping[int, tuple[int, Any]]
     placed_slots: tuple[int, ...]
     placed_shardings: list[jax.sharding.Sharding]
@@ -154,8 +152,7 @@ def make_plan(
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = _attributes(structure, leaves) if graph and updates else {}
     kept = structure.slots_of(VariableEntry).union(attributes)
-    every_slot = frozenset(range(len(leaves)))
-    may_move = every_slot if transform.on_committed == "move" else kept
+    may_move = range(len(leaves)) if transform.on_committed == "move" else kept
     placed = {s: x for s, x in enumerate(shardings) if x is not None and s in may_move}
     return Plan(
         transform=transform,
@@ -168,7 +165,6 @@ def make_plan(
         shardings=shardings,
         out_specs=groups,
         donated=donated,
-        declared=kept if transform.passes_shardings else every_slot,
         attributes=attributes,
         placed_slots=tuple(placed),
         placed_shardings=list(placed.values()),
@@ -232,10 +228,16 @@ def known_variables(
 
 
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
-    """Arrays to trace with: those that a call gives the declared sharding have it."""
+    """Arrays to trace with: those that a call gives the declared sharding have it.
+
+    So do abstract ones, where JAX does not get the declared shardings as an option.
+    """
+    placed, by_type = frozenset(plan.placed_slots), not plan.transform.passes_shardings
     return [
         abstract(leaf, sharding)
-        if sharding and slot in plan.declared and _is_open(leaf, sharding)
+        if sharding
+        and (slot in placed or (by_type and isinstance(leaf, jax.ShapeDtypeStruct)))
+        and _is_open(leaf, sharding, plan.transform.on_committed)
         else leaf
         for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True))
     ]
@@ -258,15 +260,19 @@ def is_committed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
 
-def _is_open(leaf: Any, declared: jax.sharding.Sharding) -> bool:
+def _is_open(leaf: Any, declared: jax.sharding.Sharding, on_committed: OnCommitted) -> bool:
+    """Whether a call brings an array to its declared sharding."""
     if isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return False
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding is None
     if not is_committed(leaf):
         return isinstance(leaf, _DATA)
-    has_other_type = not is_equivalent(leaf.sharding, declared, leaf.ndim)
-    return has_other_type and leaf.sharding.is_equivalent_to(declared, leaf.ndim)
+    if on_committed == "leave" or is_equivalent(leaf.sharding, declared, leaf.ndim):
+        return False
+    if on_committed == "reshard":
+        return leaf.sharding.device_set == declared.device_set  # type: ignore[no-any-return]
+    return on_committed == "move" or leaf.sharding.is_equivalent_to(declared, leaf.ndim)
 
 
 def _weak(fun: Any) -> Callable[[], Any]:

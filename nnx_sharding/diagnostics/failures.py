@@ -204,13 +204,45 @@ def _other_shardings(
     plan: Plan, leaves: Sequence[Any], is_wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     """The names, shapes, shardings and declared shardings of arrays where the latter differ."""
-    for name, leaf, declared in _declared(plan, leaves):
+    for slot, leaf, declared in _declared(plan, leaves):
         if not is_wanted(leaf):
             continue
         # Arrays on other devices are left to _check_devices.
         is_meant = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
         if is_meant and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
-            yield name, leaf.shape, leaf.sharding, declared
+            yield plan.names[slot], leaf.shape, leaf.sharding, declared
+
+
+def explain_shardings(
+    plan: Plan, leaves: Sequence[Any], shardings: Sequence[Any], error: Exception
+) -> None:
+    """Raises an error if arguments have other shardings than a program was compiled for.
+
+    Args:
+      plan: the plan of the call.
+      leaves: the arrays.
+      shardings: for each of them the sharding that the program takes; None if it is not used.
+      error: what JAX raised.
+    """
+    # What a spec is declared for is moved there, or refused because of that.
+    done = {*plan.placed_slots, *(slot for slot, *_ in _declared(plan, leaves))}
+    lines = []
+    for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
+        if slot in done or compiled is None or not is_committed(leaf):
+            continue
+        if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
+            actual, expected = describe_both(leaf.sharding, compiled)
+            lines.append(
+                f"  {plan.names[slot]}, {jax.typeof(leaf).str_short()}: is {actual}, compiled for "
+                f"{expected}"
+            )
+    if lines:
+        raise ValueError(
+            f"{plan.fun_name} was compiled for other shardings than these arguments have:\n"
+            + "\n".join(lines)
+            + "\nMove them with jax.device_put, or lower it for such arrays: abstract ones too can "
+            "have a sharding, jax.ShapeDtypeStruct(..., sharding=...)."
+        ) from error
 
 
 @_check(
@@ -220,18 +252,18 @@ def _other_shardings(
     "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
 )
 def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    for name, leaf, sharding in _declared(plan, leaves):
+    for slot, leaf, sharding in _declared(plan, leaves):
         is_local = sharding.is_fully_addressable or sharding.is_fully_replicated
         if isinstance(leaf, np.ndarray) and not is_local:
-            yield f"{name}, shape {leaf.shape}, {describe(sharding)}"
+            yield f"{plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
 
 
-def _declared(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The names, arrays and shardings for which the transform gives JAX a sharding."""
+def _declared(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+    """The slots, arrays and shardings for which the transform gives JAX a sharding."""
     if plan.transform.passes_shardings:
-        for name, leaf, sharding in zip(plan.names, leaves, plan.shardings, strict=True):
+        for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
             if sharding is not None:
-                yield name, leaf, sharding
+                yield slot, leaf, sharding
 
 
 @_check(

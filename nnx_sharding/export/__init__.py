@@ -1,5 +1,6 @@
-"""Programs in files: a function is exported once, and called without its code."""
+"""Programs in files: exported ones, called without their code, and compiled ones."""
 
+from .executable import load_executable, save_executable
 from .export import export
 from .exported import Exported, Result, load
 from .manifest import Argument, ArrayInfo, LeafInfo, Manifest, MeshInfo
@@ -14,4 +15,6 @@ __all__ = [
     "Result",
     "export",
     "load",
+    "load_executable",
+    "save_executable",
 ]

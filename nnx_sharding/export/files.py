@@ -17,8 +17,9 @@ from typing import Any
 
 from ..errors import ExportError
 
-FORMAT = "nnx_sharding export"
+EXPORT, EXECUTABLE = "nnx_sharding export", "nnx_sharding executable"
 VERSION = 1
+_READERS = {EXPORT: "load", EXECUTABLE: "load_executable"}
 # Bytes, enough for 40,000 arrays. Parsed JSON may take 20 times as much memory.
 MAX_MANIFEST = 32 * 1024 * 1024
 
@@ -27,9 +28,11 @@ _START = b"PK\x03\x04"
 _DIGEST = 64  # hexadecimal digits of SHA-256
 
 
-def write(path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes) -> None:
+def write(
+    path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes, kind: str = EXPORT
+) -> None:
     """Writes a file; a ValueError if the manifest is larger than what is read."""
-    head = {"format": FORMAT, "version": VERSION, "program": _description(program)}
+    head = {"format": kind, "version": VERSION, "program": _description(program)}
     text = json.dumps({**head, **manifest}, indent=1, sort_keys=True).encode()
     if len(text) > MAX_MANIFEST:
         raise ValueError(
@@ -56,7 +59,7 @@ def _description(program: bytes) -> dict[str, Any]:
     return {"sha256": _digest(program).decode(), "bytes": len(program)}
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
+def read(path: str | os.PathLike[str], kind: str = EXPORT) -> tuple[dict[str, Any], bytes]:
     """Reads the manifest as JSON data, and the program.
 
     Raises:
@@ -73,14 +76,14 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bytes]:
             "again."
         )
     try:
-        return _unpacked(path, data)
+        return _unpacked(path, data, kind)
     except ExportError:
         raise
     except Exception as error:  # zipfile raises errors of many kinds
         raise ExportError(f"{path} is not a file of nnx_sharding.export: {error}.") from None
 
 
-def _unpacked(path: str | os.PathLike[str], data: bytes) -> tuple[dict[str, Any], bytes]:
+def _unpacked(path: str | os.PathLike[str], data: bytes, kind: str) -> tuple[dict[str, Any], bytes]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         size = entries[0].file_size if entries else 0
@@ -96,8 +99,11 @@ def _unpacked(path: str | os.PathLike[str], data: bytes) -> tuple[dict[str, Any]
         if any(faults.values()):
             raise ValueError(next(fault for fault, is_present in faults.items() if is_present))
         manifest, program = json.loads(archive.read(_MANIFEST)), archive.read(_PROGRAM)
-    if not isinstance(manifest, dict) or manifest.pop("format", None) != FORMAT:
-        raise ValueError("its manifest is of another kind")
+    found = manifest.pop("format", None) if isinstance(manifest, dict) else None
+    if found != kind:
+        reader = _READERS.get(found) if isinstance(found, str) else None
+        hint = f"; nnx_sharding.export.{reader} reads it" if reader else ""
+        raise ValueError(f"its manifest is of another kind{hint}")
     version, described = manifest.pop("version", None), manifest.pop("program", None)
     if version != VERSION:
         raise ExportError(

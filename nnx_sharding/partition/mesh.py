@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
 from ..fitting import suggestion
-from .topology import arranged, topology_devices
+from .topology import DEFAULT, arranged, topology_devices
 
 # Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
 MOST_DEVICES = 10_000
@@ -102,10 +102,10 @@ def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> tuple[int, ...]:
     if count % known or not (rest or count == known):
         product = " × ".join(f"{name!r} ({size})" for name, size in pairs if size != -1)
         relation = "does not divide" if rest else "is not"
-        hint = "other sizes" if rest else "one axis with -1"
+        hint = "other sizes" if rest else "-1 for one axis"
         raise ValueError(
             f"make_mesh: {product or 'no axis'} = {known} {relation} the number of devices, "
-            f"{count}. Use {hint}, or choose the devices: devices=jax.devices()[:n]."
+            f"{count}. Use {hint}, or other devices."
         )
     return tuple(int(count // known if size == -1 else size) for _, size in pairs)
 
@@ -132,37 +132,39 @@ def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
 
 def planning_mesh(
     mesh: Mesh | AbstractMesh | Mapping[str, int] | str,
-    axes: Mapping[str, int] | None = None,
+    axes: AbstractMesh | Mapping[str, int] | None = None,
     *,
     num_slices: int = 1,
 ) -> Mesh:
-    """A mesh to compile for, of devices that this machine need not have.
+    """Makes a mesh to compile for, of devices that need not be attached to this machine.
 
-    For a topology of TPUs, as in ``planning_mesh("v5e:4x4", {"data": 4, "model": 4})``, the real
-    compiler for TPUs compiles, which takes ``pip install 'nnx_sharding[tpu]'`` but no TPU. The mesh
-    follows the links between the devices.
+    For a TPU topology, as in ``planning_mesh("v5e:4x4", {"data": 4, "model": 4})``, programs are
+    compiled by the TPU compiler, which needs ``pip install 'nnx_sharding[tpu]'`` but no TPU. The
+    mesh follows the links between the devices. Equal topologies and axes make equal meshes.
 
-    From sizes alone: if there are enough devices, the mesh consists of them, otherwise of virtual
-    CPU devices: XLA partitions a program for them as for any others, and the memory that it reports
-    is that of its CPU compiler.
+    From sizes alone, the mesh consists of the devices of this machine if there are enough of them,
+    and of virtual CPU devices otherwise: XLA partitions a program for those as for any others, and
+    reports the memory that its CPU compiler needs.
 
-    Devices that this machine has not hold no arrays, and programs for them cannot be run.
+    Devices that this machine does not have cannot hold arrays or run programs.
 
     Args:
-      mesh: the sizes of the axes by name, major first; the axes are then Explicit, as in
-        :func:`make_mesh`. Or an abstract mesh. A mesh of devices is returned as it is. Or the name
-        of a TPU topology.
-      axes: for a topology the sizes of the axes by name; one may be -1.
-      num_slices: the number of slices, each of this topology, which a slower network connects.
-        The first axes run over them.
+      mesh: the sizes of the axes by name, major first, which makes Explicit axes, as in
+        :func:`make_mesh`; an abstract mesh; a mesh of devices, which is returned as it is; or the
+        name of a TPU topology.
+      axes: for a topology, the sizes of the axes by name, of which one may be -1, or an abstract
+        mesh.
+      num_slices: for a topology, the number of slices. Each has this topology, and a slower network
+        connects them. They are along the first axes.
 
     Raises:
-      TypeError: it is something else, or a size is not an integer.
-      ValueError: a size is not positive, or the mesh has more than 10,000 devices. One size may be
-        -1, to use all devices of this machine. Or the topology is unknown, or the axes do not
-        fit it.
-      ImportError: the compiler for TPUs is not installed.
-      RuntimeError: there are too few devices, and this release of JAX cannot make more.
+      TypeError: ``mesh`` or ``axes`` is something else, a size is not an integer, or one of
+        topology and ``axes`` is given without the other.
+      ValueError: a size is neither positive nor, for one axis, -1 (the devices that the others
+        leave); the mesh has more than 10,000 virtual devices; the topology is unknown, or the axes
+        do not fit it.
+      ImportError: the TPU compiler is not installed.
+      RuntimeError: there are too few devices, and this release of JAX cannot make virtual ones.
 
     Example:
       >>> import jax
@@ -174,15 +176,18 @@ def planning_mesh(
       >>> double.lower(jax.ShapeDtypeStruct((256, 64), "float32")).compile().memory().arguments
       256
     """
-    if isinstance(mesh, str) and isinstance(axes, Mapping):
-        devices, pairs = topology_devices(mesh, num_slices), _pairs(axes, None)
-        array = arranged(_sizes(pairs, len(devices)), num_slices, devices)
-        names = tuple(name for name, _ in pairs)
-        return Mesh(array, names, axis_types=_types(names, None))
+    if num_slices < 1:
+        raise ValueError(f"planning_mesh: expected num_slices of at least 1, got {num_slices}.")
+    if isinstance(mesh, str) and isinstance(axes, AbstractMesh | Mapping):
+        sizes, types = _shape(axes)
+        devices = topology_devices(mesh, num_slices)
+        array = arranged(_sizes([*sizes.items()], len(devices)), num_slices, devices)
+        return Mesh(array, tuple(sizes), axis_types=_types(tuple(sizes), types))
     if axes is not None or isinstance(mesh, str) or num_slices != 1:
         raise TypeError(
-            "a topology and axes are given together, as in planning_mesh('v5e:4x4', {'data': 16}), "
-            f"not {mesh!r}, {axes!r}."
+            "a topology needs the sizes of axes, as in planning_mesh('v5e:4x4', {'data': 16}), and "
+            "these and num_slices are for a topology only; got "
+            f"{mesh!r}, {axes!r}, num_slices={num_slices!r}."
         )
     if isinstance(mesh, Mesh):
         return mesh
@@ -190,9 +195,15 @@ def planning_mesh(
         raise TypeError(
             f"mesh is a mesh, or the sizes of its axes by name as in {{'data': 8}}, not {mesh!r}."
         )
-    axes = mesh.shape if isinstance(mesh, AbstractMesh) else mesh
-    types = mesh.axis_types if isinstance(mesh, AbstractMesh) else None
-    return make_mesh(axes, axis_types=types, devices=_planning_devices(list(axes.values())))
+    if (default := DEFAULT.get()) is not None:
+        return planning_mesh(default[0], mesh, num_slices=default[1])
+    sizes, types = _shape(mesh)
+    return make_mesh(sizes, axis_types=types, devices=_planning_devices(list(sizes.values())))
+
+
+def _shape(mesh: AbstractMesh | Mapping[str, int]) -> tuple[Mapping[str, int], Any]:
+    """The sizes of axes and, if they are known, their types."""
+    return (mesh.shape, mesh.axis_types) if isinstance(mesh, AbstractMesh) else (mesh, None)
 
 
 def _planning_devices(sizes: list[Any]) -> list[jax.Device]:

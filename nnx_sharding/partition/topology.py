@@ -1,8 +1,10 @@
-"""Devices of TPUs that this machine need not have, for which their real compiler compiles."""
+"""TPU devices to compile for, which need not be attached to this machine."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import glob
 import importlib.util
 import math
@@ -17,8 +19,8 @@ from jax.experimental import mesh_utils, topologies
 # A core of TPU v4 is half of what JAX takes for a device.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
-# The library looks for a TPU and asks the network which it is, writes of what it does not find, and
-# lets no second process load it.
+# Without these libtpu looks for a TPU, asks the network for its kind, logs what it does not find,
+# and locks out other processes.
 _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5e-8",
@@ -31,17 +33,18 @@ _WITHOUT_TPU = {
 }
 
 
-def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
+@functools.lru_cache(maxsize=8)  # devices of two descriptions are never equal
+def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
     """The devices of a topology such as ``v5e:4x4``, in each of several slices.
 
     Raises:
-      ImportError: the compiler is not installed.
-      ValueError: the compiler does not know the topology.
+      ImportError: the TPU compiler is not installed.
+      ValueError: the TPU compiler does not know the topology.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
-            f"the topology {name!r} takes the compiler for TPUs, but no TPU: pip install "
-            "'nnx_sharding[tpu]'. Without it planning_mesh({...}) compiles for virtual devices."
+            f"the topology {name!r} needs the TPU compiler, which needs no TPU: pip install "
+            "'nnx_sharding[tpu]'. A mesh of sizes alone compiles for virtual CPU devices."
         )
     options: dict[str, Any] = dict(_OPTIONS.get(name.partition(":")[0], {}))
     if num_slices > 1:
@@ -54,11 +57,31 @@ def topology_devices(name: str, num_slices: int = 1) -> list[Any]:
             f"unknown TPU topology {name!r}: {error}. Examples are 'v5e:4x4', "
             "'v5p:2x2x2', 'v6e:4x4', 'v4:2x2x1' or 'tpu7x:2x2x1'."
         ) from None
-    return list(topology.devices)
+    return tuple(topology.devices)
+
+
+# The topology and the number of slices for meshes that are made of sizes alone.
+DEFAULT: contextvars.ContextVar[tuple[str, int] | None] = contextvars.ContextVar(
+    "topology", default=None
+)
+
+
+@contextlib.contextmanager
+def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
+    """Within the block, ``planning_mesh`` places sizes on this topology; None changes nothing."""
+    if name is None:
+        yield
+        return
+    topology_devices(name, num_slices)  # fails here if it is unknown
+    token = DEFAULT.set((name, num_slices))
+    try:
+        yield
+    finally:
+        DEFAULT.reset(token)
 
 
 def arranged(sizes: Sequence[int], num_slices: int, devices: Sequence[Any]) -> np.ndarray:
-    """Devices in the shape of a mesh that follows their links; first axes run over the slices."""
+    """The devices as a mesh along their links, with the slices along the first axes."""
     across: list[int] = []
     for size in sizes:
         across.append(math.gcd(size, num_slices // math.prod(across)))
@@ -72,7 +95,7 @@ def arranged(sizes: Sequence[int], num_slices: int, devices: Sequence[Any]) -> n
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """What the library reads when it is loaded on a machine without a TPU."""
+    """Sets what libtpu reads when it is loaded on a machine without a TPU."""
     has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
     added = {} if has_tpu else {k: v for k, v in _WITHOUT_TPU.items() if k not in os.environ}
     os.environ.update(added)

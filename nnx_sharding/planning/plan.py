@@ -20,7 +20,7 @@ from ..analysis.units import bytes_text, read_bytes
 from ..fitting import suggestion
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
-from ..partition.topology import topology_devices
+from ..partition.topology import DEFAULT, on_topology, topology_devices
 from ..progress import progress
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import Compilers, Finished
@@ -70,7 +70,8 @@ class _Group:
 def plan(
     step: Callable[..., Any] | Mapping[str, Any],
     *args: Any,
-    devices: int | str | None = None,
+    devices: int | None = None,
+    topology: str | None = None,
     num_slices: int = 1,
     meshes: Iterable[Mapping[str, int]] | None = None,
     strategies: Iterable[str] | Mapping[str, Any] = STRATEGIES,
@@ -106,9 +107,10 @@ def plan(
       *args: its arguments, abstract or not. Modules are sharded by the strategy; an optimizer
         belongs to the model in front of it. Arrays outside of modules with the most frequent first
         dimension are the batch, others are replicated.
-      devices: the number of devices, or a TPU topology such as ``"v5e:16x16"``, as in
-        :func:`~nnx_sharding.partition.planning_mesh`; None for the devices of this process.
-      num_slices: the number of slices, over which the axis ``replica`` runs.
+      devices: the number of devices; None for those of the topology, or of this process.
+      topology: a TPU topology, such as ``"v5e:16x16"``, for which the TPU compiler compiles; None
+        for the devices of this machine, or virtual ones.
+      num_slices: the number of slices of the topology, over which the axis ``replica`` runs.
       meshes: the sizes of the axes ``replica``, ``data`` and ``model`` of each mesh to try; None
         for all.
       strategies: the names of those to try; or by name functions from the abstract arguments to
@@ -144,9 +146,14 @@ def plan(
     """
     variants = _variants(step, args)
     strategies = _strategies(strategies)
-    if meshes is None:
-        meshes = mesh_sizes(_count(devices, num_slices), num_slices, list(strategies))
-    built = [_mesh(devices, num_slices, sizes) for sizes in meshes]
+    with on_topology(topology, num_slices):
+        on = DEFAULT.get()
+        if meshes is None:
+            count = jax.device_count() if on is None else len(topology_devices(*on))
+            meshes = mesh_sizes(devices or count, num_slices, list(strategies))
+        built = [planning_mesh(sizes) for sizes in meshes]
+    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in built)
+    compiled_for = max((mesh.size for mesh in built), default=0) if on is None and is_cpu else on
     if device is None and built:
         device = known(built[0].devices.flat[0].device_kind)
     device = device_named(device) if isinstance(device, str) else device
@@ -162,7 +169,7 @@ def plan(
     most = len(groups) * len(variants) if most is None else most
     fits = False
     with (
-        Compilers(cache_dir, _processes_for(devices, num_slices, built)) as compilers,
+        Compilers(cache_dir, compiled_for) as compilers,
         progress("plan", most, quiet=quiet) as advance,
     ):
         while True:
@@ -228,28 +235,6 @@ def _strategies(strategies: Any) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"plan: unknown strategies: {', '.join(unknown)}.")
     return dict.fromkeys(names)
-
-
-def _count(devices: int | str | None, num_slices: int) -> int:
-    if isinstance(devices, str):
-        return len(topology_devices(devices, num_slices))
-    return jax.device_count() if devices is None else devices
-
-
-def _processes_for(
-    devices: int | str | None, num_slices: int, meshes: Sequence[Mesh]
-) -> int | tuple[str, int] | None:
-    """What processes compile for; None if the devices are there: this process has them."""
-    if isinstance(devices, str):
-        return devices, num_slices
-    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in meshes)
-    return max(mesh.size for mesh in meshes) if is_cpu else None
-
-
-def _mesh(devices: int | str | None, num_slices: int, sizes: Mapping[str, int]) -> Mesh:
-    if isinstance(devices, str):
-        return planning_mesh(devices, sizes, num_slices=num_slices)
-    return planning_mesh(sizes)
 
 
 def _groups(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
-from ..analysis.hardware import Device
+from ..analysis.hardware import Device, known
 from ..analysis.hardware import device as device_named
 from ..analysis.json_codec import as_data, read
 from ..analysis.tables import table, text
@@ -39,7 +39,7 @@ class Comparison(JsonForm):
 
     Attributes:
       reports: for each strategy its report, or why there is none.
-      memory_limit: the bytes that a device has; None if that was not given.
+      memory_limit: the bytes that a device has; None if that is not known.
       seconds: how long it took to trace, lower and compile each strategy, as far as it is known.
       ruled_out: why others were not compiled, by name.
 
@@ -151,15 +151,19 @@ class Comparison(JsonForm):
         """The same programs for another device, without compiling them again.
 
         Args:
-          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None takes
-            that of ``device``, else the old one.
+          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None for that
+            of ``device``, else the old one, else that of the devices compiled for if it is known.
           device: for the roofline; None leaves it as it is.
 
         Raises:
           ValueError: the limit cannot be read, or there is no such device in the table.
           TypeError: they are something else.
         """
+        kinds = {report.device_kind for report in self.compiled.values()}
+        of_kind = known(kinds.pop()) if len(kinds) == 1 else None
         limit = self.memory_limit if memory_limit is None else read_bytes(memory_limit)
+        if limit is None and of_kind is not None:
+            limit = of_kind.memory_bytes
         if device is None:
             return dataclasses.replace(self, memory_limit=limit)
         device = device_named(device) if isinstance(device, str) else device
@@ -201,6 +205,8 @@ class Comparison(JsonForm):
             fits = "" if limit is None else f"; a device has {bytes_text(limit)}"
             note = "; * is the least of those that fit" if self.marked else ""
             yield text(f"for one device and one call{fits}{note}")
+            kinds = sorted({f"{r.num_devices} × {r.device_kind}" for r in self.compiled.values()})
+            yield text(f"compiled for {', '.join(kinds)}")
         rooflines = (report.roofline for report in self.compiled.values())
         devices = {roofline.device for roofline in rooflines if roofline is not None}
         if devices:

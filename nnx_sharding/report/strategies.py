@@ -1,4 +1,4 @@
-"""Strategies compiled side by side, before any device is there."""
+"""Strategies compiled side by side, before the devices are there."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ..graph import merge, split
 from ..jit import jit
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
+from ..partition.topology import on_topology
 from ..progress import progress
 from ..stages import Lowered
 from ..state_sharding import StateSharding
@@ -37,7 +38,7 @@ class Strategy:
     Attributes:
       in_shardings: as for :func:`~nnx_sharding.jit`; or a function that is called with the
         abstract arguments, with the mesh in context, and returns that.
-      mesh: the mesh of this strategy; None for that of the comparison.
+      mesh: the mesh of this strategy, as for :func:`compare`; None for that of the comparison.
       out_shardings: as for :func:`~nnx_sharding.jit`.
     """
 
@@ -51,17 +52,19 @@ def compare(
     fun: Callable[..., Any],
     *args: Any,
     mesh: AnyMesh | None = None,
+    topology: str | None = None,
+    num_slices: int = 1,
     memory_limit: int | str | None = None,
     device: Device | str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Comparison:
-    """Compiles a function once for each strategy and shows what each takes.
+    """Compiles a function once for each strategy and shows what each needs.
 
     Nothing is run, and no array is made: arguments may be abstract and far larger than the memory,
-    the mesh larger than the machine (see :func:`planning_mesh`). A strategy that fails keeps its
-    error, and the others go on.
+    and meshes larger than the machine (see :func:`~nnx_sharding.partition.planning_mesh`). If a
+    strategy fails, its error is kept and the others are still compared.
 
     Args:
       strategies: by name the ``in_shardings`` for :func:`~nnx_sharding.jit`; a function that makes
@@ -70,22 +73,29 @@ def compare(
       *args: its arguments, abstract or not. Of arrays only shapes and dtypes are used.
       mesh: the mesh, an abstract one, or the sizes of its axes by name; None for the one in
         context.
-      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None takes
-        that of ``device``.
-      device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``.
+      topology: a TPU topology, such as ``"v5e:16x16"``, on which abstract meshes and sizes are
+        placed; None for the devices of this machine, or virtual ones.
+      num_slices: the number of slices of this topology.
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None for that
+        of ``device``, or of the devices compiled for where it is known.
+      device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``;
+        None for those of the devices compiled for where they are known.
       cache_dir: a folder for reports. A program that has been compiled before, with the same
         versions, is not compiled again; its report has the line numbers of then.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
-      The comparison. If the mesh is larger than the machine its figures are those of XLA for CPUs,
-      which computes bfloat16 in float32; take temporaries and the bytes sent as upper bounds.
+      The comparison. Without a topology, the figures of a mesh larger than the machine are those of
+      XLA for CPUs, which computes bfloat16 in float32: take temporaries and the bytes sent as upper
+      bounds.
 
     Raises:
       TypeError: ``strategies`` is not a mapping, ``fun`` is not a function or is already wrapped,
-        or ``in_shardings`` is given, which each strategy has.
-      ValueError: there are no strategies, the limit cannot be read, or the device is not known.
+        ``in_shardings`` is given, which each strategy has, or ``num_slices`` without a topology.
+      ValueError: there are no strategies, the limit cannot be read, or the device or the topology
+        is unknown.
+      ImportError: there is a topology, and the TPU compiler is not installed.
 
     Example:
       >>> import jax
@@ -116,6 +126,8 @@ def compare(
     device = device_named(device) if isinstance(device, str) else device
     limit = None if memory_limit is None else read_bytes(memory_limit)
     mesh = _compat.context_mesh() if mesh is None else mesh
+    if topology is None and num_slices != 1:
+        raise TypeError("num_slices needs a topology, such as topology='v5e:16x16'.")
     abstract = abstract_of(args)
     finished: dict[str, Finished] = {}
     with (
@@ -132,9 +144,9 @@ def compare(
             strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
             if strategy.mesh is None:
                 strategy = dataclasses.replace(strategy, mesh=mesh)
-            compilers.submit(
-                str(name), functools.partial(lowered, strategy, fun, abstract, options)
-            )
+            lower = functools.partial(lowered, strategy, fun, abstract, options)
+            with on_topology(topology, num_slices):
+                compilers.submit(str(name), lower)
             while compilers.is_busy:
                 collect()
         while not compilers.is_idle:
@@ -146,15 +158,16 @@ def compare(
 
 
 def abstract_of(args: Sequence[Any]) -> Any:
-    """The arguments with shapes and dtypes in the place of arrays."""
+    """The arguments with shapes and dtypes for arrays; shardings are left to strategies."""
     structure, arrays = split(args)
     return merge(structure, jax.tree_util.tree_map(_abstract, arrays))
 
 
 def _abstract(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array | np.ndarray):
+    if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         aval = jax.typeof(leaf)  # with the dtype that a call gives a NumPy array
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        weak_type = getattr(aval, "weak_type", False)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
     return leaf
 
 
