@@ -14,6 +14,7 @@ import os
 from benchmarks.checkpoints import Model, held, measured, shared_folder, warm_up
 
 import jax  # isort: skip  (after the number of its devices is set)
+from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
@@ -41,6 +42,7 @@ def main() -> None:
     with shared_folder() as folder:
         warm_up(folder / "small", mesh)
         model = sharded_init(make, StateSharding({...: SPECS["rows"]}), mesh)
+        jax.block_until_ready(nnx.state(model))
         with measured("save", functools.partial(held, model)):
             save_safetensors(folder / "model", model, RULES["as stored"])
         del model

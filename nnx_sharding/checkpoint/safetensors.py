@@ -27,6 +27,7 @@ from .tensor_files import (
     NAMES,
     Region,
     StoredTensor,
+    empty,
     read_region,
     stored_tensors,
 )
@@ -215,7 +216,8 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
     if sharding is None:
         return jnp.asarray(read(everything))
     array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
-    return transfer([array], [sharding])[0]
+    # What is read for the next array would otherwise be there at the same time.
+    return transfer([array], [sharding])[0].block_until_ready()
 
 
 def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Region) -> Any:
@@ -225,13 +227,12 @@ def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Regio
     result = None
     for placement, tensor in parts:
         for piece in placement.pieces(bounds):
-            file, axes = files[tensor.file], placement.tensor_axes
-            data = read_region(file, tensor, axes, piece.tensor).astype(leaf.dtype, copy=False)
-            data = placement.to_array(data)
-            if list(data.shape) == shape:
-                return np.ascontiguousarray(data)
+            box = read_region(files[tensor.file], tensor, placement.tensor_axes, piece.tensor)
+            data = placement.to_array(box)
+            if list(data.shape) == shape and data.flags.c_contiguous and data.dtype == leaf.dtype:
+                return data
             if result is None:
-                result = np.empty(shape, leaf.dtype)
+                result = empty(shape, leaf.dtype)
             moved = zip(piece.array, starts, strict=True)
             result[tuple(slice(s.start - first, s.stop - first) for s, first in moved)] = data
-    return np.empty(shape, leaf.dtype) if result is None else result
+    return empty(shape, leaf.dtype) if result is None else result

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 NAMES = {name: code for code, name in DTYPES.items()}
+
+_LARGE = 2**20  # bytes; the number of mappings that a process may have is limited
 
 # A range of each dimension: where it begins and ends.
 Region: TypeAlias = Sequence[tuple[int, int]]
@@ -133,12 +136,25 @@ def read_region(
     """Reads the bytes of a region of a tensor, seen in this shape, and no others."""
     run, starts = _runs(shape, region)
     size = tensor.dtype.itemsize
-    data = np.empty((math.prod(last - first for first, last in region) // run, run * size), "u1")
-    for row, start in zip(data, starts, strict=True):
+    data = empty([last - first for first, last in region], tensor.dtype)
+    if not data.size:
+        return data
+    for row, start in zip(data.reshape(-1).view("u1").reshape(-1, run * size), starts, strict=True):
         file.seek(tensor.offset + start * size)
         if file.readinto(row.data) != run * size:  # type: ignore[attr-defined]
             raise CheckpointError(f"{tensor.file} became shorter while it was read.")
-    return data.reshape(-1).view(tensor.dtype).reshape([last - first for first, last in region])
+    return data
+
+
+def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+    """An array without values, in memory that the system gets back once it is not used.
+
+    What ``malloc`` gives for one array after the other leaves holes between those that are kept.
+    """
+    size = math.prod(shape)
+    if size * dtype.itemsize < _LARGE:
+        return np.empty(shape, dtype)
+    return np.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype, size).reshape(shape)
 
 
 def write_region(
@@ -150,6 +166,8 @@ def write_region(
 ) -> None:
     """Writes a region of a tensor, seen in this shape."""
     run, starts = _runs(shape, region)
+    if not data.size:
+        return
     rows = np.ascontiguousarray(data).reshape(-1).view("u1").reshape(-1, run * data.itemsize)
     for row, start in zip(rows, starts, strict=True):
         file.seek(tensor.offset + start * data.itemsize)
