@@ -86,7 +86,8 @@ def shard_batches(
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import shard_batches
       >>> loader = [{"x": np.ones((8, 3))}, {"x": np.ones((5, 3))}]
-      >>> for batch, mask in shard_batches(loader, P("data"), make_mesh({"data": -1}), uneven="pad"):
+      >>> mesh = make_mesh({"data": -1})
+      >>> for batch, mask in shard_batches(loader, P("data"), mesh, uneven="pad"):
       ...     print(batch["x"].shape, batch["x"].sharding.spec, int(mask.sum()))
       (8, 3) P('data',) 8
       (8, 3) P('data',) 5
