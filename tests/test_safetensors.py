@@ -253,7 +253,7 @@ class DimensionsTest(TestCase):
 
     @given(st.data())
     def test_any_region(self, data):
-        """Shards that cut through the axes of merged dimensions, compared with NumPy."""
+        """Shards whose edges are within merged dimensions, compared with NumPy."""
         from nnx_sharding.checkpoint.tensor_files import read_region, stored_tensors
 
         sizes = dict(zip("abcd", data.draw(st.tuples(*[st.integers(1, 4)] * 4)), strict=True))
@@ -316,9 +316,9 @@ class DtypesTest(TestCase):
         load_safetensors(path, model, {"w": "w", "n": "n"}, cast=True)
         np.testing.assert_array_equal(model.w, x.astype(np.float32))
         assert type(model.n.get_raw_value()) is np.ndarray and model.n.dtype == np.float16
-        whole = nnx.Dict(w=nnx.Param(jnp.zeros((4, 4), jnp.int32)))
+        integers = nnx.Dict(w=nnx.Param(jnp.zeros((4, 4), jnp.int32)))
         with self.assertRaisesRegex(CheckpointError, "bfloat16, w: int32"):
-            load_safetensors(self.write({"w": x}), whole, {"w": "w"}, cast=True)
+            load_safetensors(self.write({"w": x}), integers, {"w": "w"}, cast=True)
 
     def test_empty_and_scalar(self):
         tensors = {"e": np.zeros((0, 3), np.float32), "s": np.array(2.5, np.float32)}

@@ -61,9 +61,9 @@ def load_safetensors(
       path: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
       model: what to fill, with arrays or abstract (:func:`~nnx_sharding.partition.abstract_init`).
         Modules and Variables are changed in place: all of them or, after an error, none.
-      rules: where each tensor belongs: regular expressions that match whole names of tensors, each
-        with the path of an array, a :class:`Tensor`, a list of these, or None for tensors to
-        ignore. The first that matches applies. Every tensor needs a rule.
+      rules: where each tensor belongs: regular expressions for complete names of tensors, each with
+        the path of an array, a :class:`Tensor`, a list of these, or None for tensors to ignore. The
+        first that matches applies. Every tensor needs a rule.
       cast: whether to convert floating-point tensors of another dtype to that of the model.
       only: an NNX filter for what to load. The rest of the model is left as it is, and tensors
         that belong there are ignored. The default is all but the state of random numbers.

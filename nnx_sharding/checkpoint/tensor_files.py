@@ -1,8 +1,8 @@
 """Files in the format of safetensors: their tensors, and the bytes of a region of one.
 
-The ``safetensors`` library reads a whole tensor for a slice of its columns, and has no NumPy dtype
-for float8, so the ranges are read here. The format is a length of 8 bytes, a JSON header of that
-length, and the tensors.
+The ``safetensors`` library reads a complete tensor for a slice of its columns, and has no NumPy
+dtype for float8, so the ranges are read here. The format is a length of 8 bytes, a JSON header of
+that length, and the tensors.
 """
 
 from __future__ import annotations
