@@ -320,6 +320,32 @@ class DtypesTest(TestCase):
         with self.assertRaisesRegex(CheckpointError, "bfloat16, w: int32"):
             load_safetensors(self.write({"w": x}), integers, {"w": "w"}, cast=True)
 
+    def test_references_and_memory_of_the_host(self):
+        """A reference keeps its identity; a shard that several devices hold is read once."""
+        x = numbers(512, 1024)  # large enough for memory that JAX shares
+        path = self.write({"w": x})
+        for options in {"ref": True}, {"hijax": True}:
+            model = nnx.Dict(w=nnx.Param(jnp.zeros(x.shape), **options))
+            before = model.w.get_raw_value()
+            load_safetensors(path, model, {"w": "w"})
+            assert "hijax" in options or model.w.get_raw_value() is before
+            np.testing.assert_array_equal(model.w[...], x)
+            written = self.folder / next(iter(options))
+            save_safetensors(written, model, {"w": "w"})
+            read = safetensors.load_file(written / "model.safetensors")
+            np.testing.assert_array_equal(read["w"], x)
+        for spec, kind in (P("data"), "pinned_host"), (P("data"), "device"), (P(), "device"):
+            sharding = jax.NamedSharding(MESH, spec, memory_kind=kind)
+            model = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)))
+            load_safetensors(path, model, {"w": "w"})
+            array = model.w.get_raw_value()
+            assert array.sharding == sharding
+            np.testing.assert_array_equal(array, x)
+            if kind == "device":
+                increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+                for shard in increment(increment(array)).addressable_shards:
+                    np.testing.assert_allclose(shard.data, x[shard.index] + 2, rtol=1e-6)
+
     def test_empty_and_scalar(self):
         tensors = {"e": np.zeros((0, 3), np.float32), "s": np.array(2.5, np.float32)}
         model = zeros(e=(0, 3), s=())

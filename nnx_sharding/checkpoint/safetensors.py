@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -205,14 +206,19 @@ def _files(parts: Mapping[str, Parts]) -> set[Path]:
 def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
     """The array that a leaf becomes, in its sharding."""
 
-    def read(index: Any) -> Any:
-        bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
+    @functools.cache  # devices may hold the same shard
+    def read_once(bounds: Region) -> Any:
         return _read(leaf, parts, files, bounds)
+
+    def read(index: Any) -> Any:
+        pairs = zip(index, leaf.shape, strict=True)
+        return read_once(tuple(part.indices(size)[:2] for part, size in pairs))
 
     everything = (slice(None),) * len(leaf.shape)
     if isinstance(leaf, np.ndarray):
         return read(everything)
-    sharding = None if isinstance(leaf, jax.Array) and not leaf.committed else sharding_of(leaf)
+    is_free = isinstance(leaf, jax.Array) and not is_reference(leaf) and not leaf.committed
+    sharding = None if is_free else sharding_of(leaf)
     if sharding is None:
         return jnp.asarray(read(everything))
     array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
