@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -39,6 +40,7 @@ _NAME = "load_safetensors"
 # What files of weights have: all but the state of random numbers.
 WEIGHTS = nnx.Not(nnx.RngState)
 
+_CHUNK = 2**24  # bytes
 _SUGGESTIONS = 40  # comparing each name with each takes too long for a model of thousands
 
 Parts: TypeAlias = list[tuple[Placement, StoredTensor]]
@@ -232,13 +234,29 @@ def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Regio
     shape = [last - first for first, last in bounds]
     result = None
     for placement, tensor in parts:
-        for piece in placement.pieces(bounds):
-            box = read_region(files[tensor.file], tensor, placement.tensor_axes, piece.tensor)
-            data = placement.to_array(box)
-            if list(data.shape) == shape and data.flags.c_contiguous and data.dtype == leaf.dtype:
-                return data
-            if result is None:
-                result = empty(shape, leaf.dtype)
-            moved = zip(piece.array, starts, strict=True)
-            result[tuple(slice(s.start - first, s.stop - first) for s, first in moved)] = data
+        is_plain = placement.left == placement.right and tensor.dtype == leaf.dtype
+        for part in [bounds] if is_plain else _chunks(bounds, leaf.dtype.itemsize):
+            for piece in placement.pieces(part):
+                box = read_region(files[tensor.file], tensor, placement.tensor_axes, piece.tensor)
+                data = placement.to_array(box)
+                if is_plain and list(data.shape) == shape:
+                    return data
+                if result is None:
+                    result = empty(shape, leaf.dtype)
+                moved = zip(piece.array, starts, strict=True)
+                result[tuple(slice(s.start - first, s.stop - first) for s, first in moved)] = data
     return empty(shape, leaf.dtype) if result is None else result
+
+
+def _chunks(bounds: Region, itemsize: int) -> Iterator[Region]:
+    """A region in parts, so that what is converted or transposed takes little memory beside it."""
+    lengths = [last - first for first, last in bounds]
+    size = math.prod(lengths) * itemsize
+    if size <= _CHUNK:
+        yield bounds
+        return
+    longest = lengths.index(max(lengths))
+    first, last = bounds[longest]
+    step = max(1, lengths[longest] * _CHUNK // size)
+    for start in range(first, last, step):
+        yield (*bounds[:longest], (start, min(start + step, last)), *bounds[longest + 1 :])
