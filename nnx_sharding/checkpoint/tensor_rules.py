@@ -26,16 +26,13 @@ class Tensor:
     ``dimensions`` is written as for ``einops.rearrange``: first the dimensions of the tensor, then
     those of the array, by names of axes; parentheses make one dimension of several axes.
 
-    ========================================== ================================================
-    ``"out in -> in out"``                     transposes
-    ``"(h d) e -> e h d", h=32``               splits rows into heads
-    ``"(h d two) e -> (h two d) e", h=32, …``  permutes rows within each head
-    ``"out in -> {1} in out"``                 stacks: group 1 of the pattern is the first index
-    ``"(h d) e -> e h d", h=48, take={"h":     splits a fused tensor: 32 of its 48 heads
-    slice(0, 32)}``
-    ``"out in -> in out", put={"out":          concatenates: the tensor is the first 64 columns
-    slice(0, 64)}``                            of the array
-    ========================================== ================================================
+    - ``"out in -> in out"`` transposes.
+    - ``"(h d) e -> e h d", h=32`` splits rows into heads.
+    - ``"(h d two) e -> (h two d) e", h=32, two=2`` permutes the rows of each head.
+    - ``"out in -> {1} in out"`` stacks; the second group of the pattern is the first index.
+    - ``"(h d) e -> e h d", h=48, take={"h": slice(0, 32)}`` takes 32 heads of a fused tensor of 48.
+    - ``"out in -> in out", put={"out": slice(0, 64)}`` fills 64 columns of an array that several
+      tensors share.
 
     Args:
       path: the path of the array, such as ``blocks/{0}/up/kernel``, where ``{0}`` is the first
@@ -46,8 +43,8 @@ class Tensor:
         axes that the array does not have.
       put: for axes of which the tensor has only a part, a slice of the array; or an index, for axes
         that the tensor does not have. Of several axes in one dimension, only the first can be one.
-      **sizes: the sizes of axes, in the tensor if there they are larger. One axis of each dimension
-        of the array needs none; axes of ``take`` do.
+      **sizes: the sizes of axes in the tensor. One axis of each dimension of the array may be left
+        out, unless ``take`` has it.
 
     Raises:
       ValueError: ``dimensions``, ``take`` or ``put`` cannot be understood, or do not fit together.
