@@ -135,7 +135,7 @@ def _sharded(prefetch: int) -> Way:
     def way(batches: Iterable[Any], setting: Setting) -> None:
         from nnx_sharding.placement import shard_batches
 
-        pairs = shard_batches(batches, setting.sharding, prefetch=prefetch)
+        pairs = shard_batches(batches, setting.sharding, prefetch=prefetch, uneven="pad")
         _loop((batch for batch, _ in pairs), setting)
 
     return way

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import pickle
+import json
 import threading
 import time
 import traceback
@@ -37,6 +37,7 @@ except ImportError:
     grain = None
 
 MESH = mesh_of((4, 2), ("data", "model"))
+padded = functools.partial(shard_batches, uneven="pad")
 
 
 def rows(start, end):
@@ -140,7 +141,7 @@ class ShardedTest(TestCase):
     def test_as_device_put(self, spec):
         specs = {"id": P("data"), "x": P("data", "model")}
         shardings = {name: NamedSharding(MESH, each) for name, each in specs.items()}
-        found = list(shard_batches(loader(16, 8), spec, MESH))
+        found = list(padded(loader(16, 8), spec, MESH))
         self.assertLen(found, 2)
         for (batch, mask), plain in zip(found, loader(16, 8), strict=True):
             expected = jax.device_put(plain, shardings)
@@ -154,7 +155,7 @@ class ShardedTest(TestCase):
 
     def test_one_spec_for_all(self):
         batch = {"x": np.ones((8, 3)), "deep": [np.ones((8, 2, 2), np.int64)], "scale": 2.5, "n": 3}
-        [(found, _)] = shard_batches([batch], P("data"), MESH)
+        [(found, _)] = padded([batch], P("data"), MESH)
         specs = [array.sharding.spec for array in jax.tree.leaves(found)]
         self.assertEqual(specs, [P("data"), P(), P(), P("data")])
         self.assertEqual(
@@ -167,17 +168,17 @@ class ShardedTest(TestCase):
         for kind in ("auto", "explicit"):
             mesh = mesh_of((4, 2), ("data", "model"), kind)
             with jax.set_mesh(mesh):
-                batches = shard_batches(loader(8, 8), P("data"))
+                batches = padded(loader(8, 8), P("data"))
             [(batch, _)] = batches
             self.assertEqual(batch["x"].sharding, NamedSharding(mesh, P("data")))
 
     def test_other_shardings(self):
         one = SingleDeviceSharding(jax.devices()[3])
-        found = list(shard_batches(loader(5, 3), one))
+        found = list(padded(loader(5, 3), one))
         self.assertEqual(ids(found), [0, 1, 2, 3, 4])
         self.assertEqual(found[0][1].sharding, one)
         host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
-        [(batch, _)] = shard_batches(loader(4, 4), host)
+        [(batch, _)] = padded(loader(4, 4), host)
         self.assertEqual(batch["x"].sharding, host)
 
     def test_foreign_arrays(self):
@@ -193,7 +194,7 @@ class ShardedTest(TestCase):
     def test_foreign_arrays_are_padded(self):
         short = np.arange(3).astype(ml_dtypes.bfloat16)
         batch = [Tensor(np.arange(3)), jnp.arange(3), Bfloat16Tensor(short)]
-        [(found, mask)] = shard_batches([batch], P("data"), MESH, batch_size=4)
+        [(found, mask)] = padded([batch], P("data"), MESH, batch_size=4)
         for array in found:
             np.testing.assert_array_equal(array, [0, 1, 2, 2])
         np.testing.assert_array_equal(mask, [True, True, True, False])
@@ -203,20 +204,20 @@ class ShardedTest(TestCase):
         thing = object()
         batch = {"x": np.ones(4), "names": names, "thing": thing, "empty": None}
         specs = {"x": P("data"), "names": None, "thing": None, "empty": None}
-        [(found, _)] = shard_batches([batch], specs, MESH)
+        [(found, _)] = padded([batch], specs, MESH)
         self.assertIs(found["names"], names)
         self.assertIs(found["thing"], thing)
         self.assertIsNone(found["empty"])
 
     def test_x64_of_the_users_thread(self):
         with jax.enable_x64(True):
-            [(batch, _)] = shard_batches([np.ones(4)], P("data"), MESH)
+            [(batch, _)] = padded([np.ones(4)], P("data"), MESH)
             self.assertEqual(batch.dtype, np.float64)
 
     def test_masks_and_batches_can_be_donated(self):
         step = jax.jit(lambda x, mask: (x + 1, ~mask), donate_argnums=(0, 1))
         total = 0
-        for batch, mask in shard_batches([np.ones(8, np.float32)] * 5, P("data"), MESH):
+        for batch, mask in padded([np.ones(8, np.float32)] * 5, P("data"), MESH):
             total += int(step(batch, mask)[0].sum())
         self.assertEqual(total, 80)
 
@@ -244,14 +245,14 @@ class UnevenTest(TestCase):
             self.assertEqual([b["id"].tolist() for b in found], [b.tolist() for b in full])
 
     def test_padding_repeats_loaded_rows(self):
-        *_, (batch, mask) = shard_batches(loader(10, 8), P("data"), MESH)
+        *_, (batch, mask) = padded(loader(10, 8), P("data"), MESH)
         np.testing.assert_array_equal(batch["id"], [8, 9, 9, 9, 9, 9, 9, 9])
         np.testing.assert_array_equal(mask, [True] * 2 + [False] * 6)
 
     def test_mean_over_loaded_rows(self):
         """With the mask, the loss over all batches equals the loss over all rows."""
         total, count = 0.0, 0
-        for batch, mask in shard_batches(loader(21, 8), P("data"), MESH):
+        for batch, mask in padded(loader(21, 8), P("data"), MESH):
             total += float(jnp.where(mask, batch["x"].sum(1), 0).sum())
             count += int(mask.sum())
         self.assertEqual((total, count), (float(rows(0, 21)["x"].sum()), 21))
@@ -271,7 +272,7 @@ class UnevenTest(TestCase):
 
     def test_the_mask_is_sharded_like_the_leaf_with_the_most_shards(self):
         spec = {"id": P(), "x": P(("data", "model"))}
-        [(batch, mask)] = shard_batches(loader(5, 5), spec, MESH, batch_size=8)
+        [(batch, mask)] = padded(loader(5, 5), spec, MESH, batch_size=8)
         self.assertEqual(mask.sharding, NamedSharding(MESH, P(("data", "model"))))
         self.assertEqual(batch["id"].sharding, NamedSharding(MESH, P()))
 
@@ -285,7 +286,7 @@ class ErrorTest(TestCase):
         """Iterating raises an error with all of these parts, with a thread and without."""
         for prefetch in (0, 2):
             with self.assertRaises(error) as caught:
-                list(shard_batches(batches, spec, mesh, prefetch=prefetch, **options))
+                list(padded(batches, spec, mesh, prefetch=prefetch, **options))
             for part in parts:
                 self.assertIn(part, str(caught.exception))
 
@@ -370,7 +371,7 @@ class ErrorTest(TestCase):
     def test_options(self):
         def refused(error, text, *args, **options):
             with self.assertRaisesRegex(error, text):
-                shard_batches(*args, **options)
+                padded(*args, **options)
 
         refused(NoMeshError, "no mesh", [], P("data"))
         refused(ValueError, "abstract", [], P("data"), AbstractMesh((4,), ("data",)))
@@ -393,7 +394,7 @@ class LoaderFailureTest(TestCase):
             yield from loader(16, 8)
             raise OSError("disk")
 
-        batches = iter(shard_batches(broken_loader(), P("data"), MESH, prefetch=prefetch))
+        batches = iter(padded(broken_loader(), P("data"), MESH, prefetch=prefetch))
         self.assertEqual([int(next(batches)[0]["id"][0]) for _ in range(2)], [0, 8])
         frames = []
         try:
@@ -409,7 +410,7 @@ class LoaderFailureTest(TestCase):
             yield rows(0, 8)
             raise KeyboardInterrupt
 
-        batches = iter(shard_batches(interrupted(), P("data"), MESH))
+        batches = iter(padded(interrupted(), P("data"), MESH))
         next(batches)
         with self.assertRaises(KeyboardInterrupt):
             next(batches)
@@ -419,7 +420,7 @@ class ThreadTest(TestCase):
     @parameterized.parameters(0, 1, 2, 4)
     def test_depth_is_bounded(self, prefetch):
         source = Counted([rows(0, 8)] * 12)
-        batches = iter(shard_batches(source, P("data"), MESH, prefetch=prefetch))
+        batches = iter(padded(source, P("data"), MESH, prefetch=prefetch))
         self.assertEqual(source.taken, 0)
         for used in range(1, 9):
             next(batches)
@@ -431,7 +432,7 @@ class ThreadTest(TestCase):
         self.assertEqual(threads(), [])
 
     def test_ends_when_exhausted_closed_or_dropped(self):
-        batches = shard_batches(loader(80, 8), P("data"), MESH)
+        batches = padded(loader(80, 8), P("data"), MESH)
         list(batches)
         self.assertTrue(wait_for(lambda: not threads()))
         for _ in batches:
@@ -451,7 +452,7 @@ class ThreadTest(TestCase):
     def test_the_loader_is_released(self):
         source = Counted(loader(80, 8))
         alive = weakref.ref(source)
-        batches = iter(shard_batches(source, P("data"), MESH))
+        batches = iter(padded(source, P("data"), MESH))
         next(batches)
         del source
         batches.close()
@@ -466,7 +467,7 @@ class ThreadTest(TestCase):
             yield rows(0, 8)
             go.wait()
 
-        batches = iter(shard_batches(stuck(), P("data"), MESH))
+        batches = iter(padded(stuck(), P("data"), MESH))
         next(batches)
         rest = []
         waiting = threading.Thread(target=lambda: rest.extend(batches))
@@ -480,7 +481,7 @@ class ThreadTest(TestCase):
         self.assertEqual(rest, [])
 
     def test_a_second_loop_continues_a_generator(self):
-        batches = shard_batches((b for b in loader(40, 8)), P("data"), MESH)
+        batches = padded((b for b in loader(40, 8)), P("data"), MESH)
         first = [b for b, _ in zip(batches, range(2), strict=False)]
         # `zip` has taken one more.
         self.assertEqual(ids(first) + ids(batches), [*range(16), *range(24, 40)])
@@ -492,7 +493,7 @@ class ThreadTest(TestCase):
                 yield batch
 
         def seconds(prefetch):
-            batches = iter(shard_batches(slow(), P("data"), MESH, prefetch=prefetch))
+            batches = iter(padded(slow(), P("data"), MESH, prefetch=prefetch))
             next(batches)
             start = time.perf_counter()
             for _ in batches:
@@ -504,49 +505,123 @@ class ThreadTest(TestCase):
         self.assertTrue(any(seconds(2) < 0.24 for _ in range(5)))
 
 
+def grain_loaders():
+    """Loaders of Grain over 44 rows, 8 at a time: iterators with a dict and with bytes as state."""
+    numbers = grain.MapDataset.source(np.arange(44)).map(lambda i: rows(i, i + 1))
+    numbers = numbers.map(lambda row: jax.tree.map(lambda x: x[0], row))
+    even = numbers.seed(1).shuffle().to_iter_dataset().filter(lambda row: row["id"] % 2 == 0)
+    sampler = grain.samplers.IndexSampler(44, shuffle=True, seed=1, num_epochs=2)
+
+    class Row(grain.transforms.Map):
+        def map(self, i):
+            return jax.tree.map(lambda x: x[0], rows(i, i + 1))
+
+    source = grain.sources.RangeDataSource(0, 44, 1)
+    operations = [Row(), grain.transforms.Batch(8)]
+    return {
+        "MapDataset": numbers.seed(1).shuffle().repeat(2).batch(8),
+        "IterDataset": even.batch(8),
+        "mixed": grain.MapDataset.mix([numbers, numbers.shuffle(seed=2)], [1, 3]).batch(8),
+        "DataLoader": grain.DataLoader(data_source=source, sampler=sampler, operations=operations),
+    }
+
+
 class StateTest(TestCase):
     @parameterized.parameters(0, 1, 3)
     def test_state_after_the_yielded_batches(self, prefetch):
         source = Stateful(loader(44, 8))
-        batches = iter(shard_batches(source, P("data"), MESH, prefetch=prefetch))
-        self.assertEqual(batches.get_state(), {"next": 0})
+        batches = iter(padded(source, P("data"), MESH, prefetch=prefetch))
+        start = batches.get_state()
         seen = [next(batches) for _ in range(2)]
         wait_for(lambda: source.state["next"] == 2 + prefetch)
-        state = pickle.loads(pickle.dumps(batches.get_state()))
-        self.assertEqual(state, {"next": 2})
+        state = batches.get_state()
+        self.assertEqual(json.loads(state), {"batch_size": 8, "loader": {"next": 2}})
         seen += list(batches)
         self.assertEqual(ids(seen), list(range(44)))
-        self.assertEqual(batches.get_state(), {"next": 6})
 
         batches.set_state(state)
         self.assertEqual(batches.get_state(), state)
         self.assertEqual(ids(batches), list(range(16, 44)))
-        other = iter(shard_batches(Stateful(loader(44, 8)), P("data"), MESH, prefetch=prefetch))
+        other = iter(padded(Stateful(loader(44, 8)), P("data"), MESH, prefetch=prefetch))
         next(other)
-        other.set_state({"next": 1})  # while its thread runs
-        self.assertEqual(ids(other), list(range(8, 44)))
+        other.set_state(start)  # while its thread runs
+        self.assertEqual(ids(other), list(range(44)))
 
-    def test_loader_without_state(self):
-        batches = iter(shard_batches(loader(8, 8), P("data"), MESH))
+    @parameterized.product(
+        name=("MapDataset", "IterDataset", "mixed", "DataLoader"),
+        uneven=("pad", "drop"),
+        prefetch=(0, 3),
+    )
+    def test_grain(self, name, uneven, prefetch):
+        """A new iterator yields what the dropped one would have: no row is lost or comes twice."""
+        if grain is None:
+            self.skipTest("grain is not installed")
+
+        def begin():
+            options = {"uneven": uneven, "prefetch": prefetch}
+            return iter(shard_batches(grain_loaders()[name], P("data"), MESH, **options))
+
+        uninterrupted = list(begin())
+        for stop in {1, 2, len(uninterrupted) - 1, len(uninterrupted)}:
+            killed = begin()
+            for _ in range(stop):
+                next(killed)
+            time.sleep(0.01)  # while more is loaded ahead
+            state = killed.get_state()
+            killed.close()
+            resumed = begin()
+            resumed.set_state(state)
+            for ours, theirs in zip(resumed, uninterrupted[stop:], strict=True):
+                jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        if uneven == "pad":
+            expected = {"IterDataset": list(range(0, 44, 2))}.get(name, sorted([*range(44)] * 2))
+            if name != "mixed":
+                self.assertEqual(sorted(ids(uninterrupted)), expected)
+
+    def test_the_last_batch_alone_is_as_small_as_before(self):
+        """What is full is known from the state, not from the first batch that comes."""
+        for uneven, expected in (("drop", []), ("pad", [(8, 2)])):
+            batches = iter(shard_batches(Stateful(loader(20, 8)), P("data"), MESH, uneven=uneven))
+            next(batches), next(batches)
+            other = iter(shard_batches(Stateful(loader(20, 8)), P("data"), MESH, uneven=uneven))
+            other.set_state(batches.get_state())
+            self.assertEqual([batch[0]["x"].shape for batch in other], expected)
+
+    def test_errors(self):
+        batches = iter(padded(loader(8, 8), P("data"), MESH))
         with self.assertRaisesRegex(TypeError, "list_iterator has no get_state"):
             batches.get_state()
         with self.assertRaisesRegex(TypeError, "no set_state"):
-            batches.set_state({})
+            batches.set_state(b"")
+        batches = iter(padded(Stateful(loader(16, 8)), P("data"), MESH))
+        next(batches)
+        for state in (b"", b"[]", b"{}", b'{"batch_size": 8}', {"next": 0}, None):
+            with self.assertRaisesRegex(ValueError, "expected a state of get_state, got"):
+                batches.set_state(state)
+        self.assertEqual(ids(batches), list(range(8, 16)))
 
-    def test_grain(self):
-        if grain is None:
-            self.skipTest("grain is not installed")
-        data = grain.MapDataset.source(np.arange(20)).to_iter_dataset().batch(8)
-        batches = iter(shard_batches(data, P("data"), MESH))
-        first = next(batches)
-        state = batches.get_state()
-        rest = list(batches)
-        real = [int(i) for b, m in [first, *rest] for i in np.asarray(b)[np.asarray(m)]]
-        self.assertEqual(real, list(range(20)))
-        again = iter(shard_batches(data, P("data"), MESH))
-        again.set_state(state)
-        for (ours, _), (theirs, _) in zip(again, rest, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+
+class PaddingTest(TestCase):
+    def test_batch_norm(self):
+        """With the mask the statistics are those of the loaded rows; by default none are padded."""
+        x = np.arange(9, dtype=np.float32)[:, None] * np.ones(4, np.float32)
+
+        def statistics(norm, x, **options):
+            out = norm(x, **options)
+            return out, norm.mean[...], norm.var[...]
+
+        def norm():
+            return nnx.BatchNorm(4, momentum=0, rngs=nnx.Rngs(0))
+
+        expected, mean, variance = statistics(norm(), x)
+        np.testing.assert_allclose(mean, 4)
+        [(batch, mask)] = padded([x], P("data"), MESH, batch_size=16)
+        found, *masked = statistics(norm(), batch, mask=mask[:, None])
+        np.testing.assert_allclose(masked[0], mean, rtol=1e-6)
+        np.testing.assert_allclose(masked[1], variance, rtol=1e-6)
+        np.testing.assert_allclose(found[:9], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(statistics(norm(), batch)[1], 5.75)
+        self.assertEqual(list(shard_batches([x], P("data"), MESH, batch_size=16)), [])
 
 
 class AgreementTest(TestCase):
@@ -588,7 +663,7 @@ class CopiesTest(TestCase):
                 memory[:] = number
                 yield memory
 
-        found = list(shard_batches(reusing(), P("data"), MESH, copy=True))
+        found = list(padded(reusing(), P("data"), MESH, copy=True))
         self.assertEqual([float(batch.min()) for batch, _ in found], [0, 1, 2, 3])
 
 

@@ -154,12 +154,16 @@ class BatchSharding:
             local.append(mask[self.held[jax.process_index()]])
         places = [i for i, leaf in enumerate(leaves) if leaf.sharding is not None]
         shapes = [(self.size, *local[i].shape[1:]) if leaves[i].has_rows else () for i in places]
-        placed = _placed([local[i] for i in places], [leaves[i].sharding for i in places], shapes)
+        placed = jax.make_array_from_process_local_data(
+            [leaves[i].sharding for i in places], [local[i] for i in places], shapes
+        )
         for i, array in zip(places, placed, strict=True):
             local[i] = array
-        if mask is None:
-            return self._treedef.unflatten(local)
-        return self._treedef.unflatten(local[:-1]), local[-1]
+        return self.unflatten(local) if mask is None else (self.unflatten(local[:-1]), local[-1])
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """A batch of these leaves."""
+        return self._treedef.unflatten(leaves)
 
 
 def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
@@ -184,21 +188,6 @@ def _names(paths: Sequence[Any]) -> list[str]:
 def _check_arrays(wrong: Sequence[str]) -> None:
     remedy = "Leave them out, or give them the spec None, which passes them through."
     raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
-
-
-def _placed(
-    arrays: list[Any], shardings: Sequence[Any], shapes: Sequence[tuple[int, ...]]
-) -> list[Any]:
-    """Global arrays of what this process holds of them."""
-    if all(sharding.is_fully_addressable for sharding in shardings):
-        # One call for all, and a copy only where devices have memory of their own.
-        placed: list[Any] = jax.device_put(arrays, list(shardings))
-        return placed
-    # device_put would compare replicated arrays across processes with a collective.
-    return [
-        jax.make_array_from_process_local_data(sharding, np.asarray(array), shape)
-        for array, sharding, shape in zip(arrays, shardings, shapes, strict=True)
-    ]
 
 
 def _host_arrays(

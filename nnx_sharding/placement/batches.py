@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from ..errors import NoMeshError
 from .agreement import Agreement
 from .feed import Consumer, Feed
 from .place import mesh_for
-from .rounds import UNEVEN, BatchOptions, Round, Rounds, Uneven
+from .rounds import UNEVEN, BatchOptions, Round, Rounds, State, Uneven
 from .rows import check_has_devices, check_integer, check_process
 
 _NAME = "shard_batches"
@@ -32,7 +33,7 @@ def shard_batches(
     sharding: Any,
     mesh: Mesh | None = None,
     *,
-    uneven: Uneven = "pad",
+    uneven: Uneven = "drop",
     batch_size: int | None = None,
     prefetch: int = 2,
     timeout: float = 600.0,
@@ -55,10 +56,12 @@ def shard_batches(
         pytree prefix of a batch with these as leaves. A leaf with None may be anything and is
         passed through.
       mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
-      uneven: what to do with a batch that has fewer rows than a full one, such as the last:
-        ``"pad"`` it with copies of its last row, with a mask of the loaded rows, ``"drop"`` it, or
-        raise an ``"error"``. With several processes, a batch is full if it is full on each, and
-        ``"drop"`` ends with the first process that ends.
+      uneven: what to do with a batch that has fewer rows than a full one, such as the last.
+        ``"drop"`` leaves it out: the default, for training, since layers that compute statistics
+        over rows, such as ``nnx.BatchNorm``, would count padding. ``"pad"`` fills it with copies
+        of its last row and yields a mask of the loaded rows with each batch: for evaluation, where
+        each row has to count once. ``"error"`` raises an error. With several processes, a batch
+        is full if it is full on each, and ``"drop"`` ends with the first process that ends.
       batch_size: the number of rows of a full global batch; None for that of the first batch.
       prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
         in the thread of the loop.
@@ -83,7 +86,8 @@ def shard_batches(
       >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.placement import shard_batches
       >>> loader = [{"x": np.ones((8, 3))}, {"x": np.ones((5, 3))}]
-      >>> for batch, mask in shard_batches(loader, P("data"), make_mesh({"data": -1})):
+      >>> mesh = make_mesh({"data": -1})
+      >>> for batch, mask in shard_batches(loader, P("data"), mesh, uneven="pad"):
       ...     print(batch["x"].shape, batch["x"].sharding.spec, int(mask.sum()))
       (8, 3) P('data',) 8
       (8, 3) P('data',) 5
@@ -159,7 +163,8 @@ class BatchIterator(Iterator[Any]):
 
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
-        self._state: Any = source.get_state() if hasattr(source, "get_state") else None
+        loader = source.get_state() if hasattr(source, "get_state") else None
+        self._state = State(options.batch_size, loader)
         self._begin()
 
     def _begin(self) -> None:
@@ -183,29 +188,49 @@ class BatchIterator(Iterator[Any]):
         """
         self._feed.stop(_CLOSE_SECONDS)
 
-    def get_state(self) -> Any:
-        """Returns the state of the loader after the last batch that this iterator yielded.
+    def get_state(self) -> bytes:
+        """Returns the state of the iteration after the last batch that it yielded, to be stored.
 
         It does not include batches that were loaded ahead: an iterator that continues from it
-        yields them again.
+        yields them again. Each process has a state of its own.
+
+        Returns:
+          JSON text with the state of the loader's iterator, and the number of rows of full batches.
 
         Raises:
-          TypeError: the loader's iterator has no ``get_state``; those of Grain have.
+          TypeError: the loader's iterator has no ``get_state``, as those of Grain have, or its
+            state is neither bytes of text nor something that JSON can hold.
         """
         self._method("get_state")
-        return self._state
+        size, loader = self._state
+        kind = "text" if isinstance(loader, bytes) else "loader"
+        state = {"batch_size": size, kind: loader.decode() if kind == "text" else loader}
+        return json.dumps(state).encode()
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: bytes) -> None:
         """Continues from a state of :meth:`get_state`; to be called on all processes alike.
+
+        Args:
+          state: what ``get_state`` returned on this process, of an iteration over the same loader
+            with the same number of processes.
 
         Raises:
           TypeError: the loader's iterator has no ``set_state``.
+          ValueError: ``state`` is not one of ``get_state``.
         """
         set_state = self._method("set_state")
+        try:
+            found = json.loads(state)
+            size = found["batch_size"]
+            loader = found["text"].encode() if "text" in found else found["loader"]
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"{_NAME}: expected a state of get_state, got {state!r}.") from error
         self._feed.stop(None)  # its thread uses the loader
         self._finalizer.detach()
-        set_state(state)
-        self._state = state
+        set_state(loader)
+        self._state = State(size, loader)
+        # The first batch from here on may be an uneven one.
+        self._options = self._options._replace(batch_size=self._options.batch_size or size)
         self._begin()
 
     def _method(self, name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -38,11 +40,18 @@ class BatchOptions(NamedTuple):
     copy: bool
 
 
+class State(NamedTuple):
+    """Where an iteration is: the number of rows of a full batch, if known, and the loader."""
+
+    batch_size: int | None
+    loader: Any
+
+
 class Round(NamedTuple):
-    """A global batch, and the state of the loader after it."""
+    """A global batch, and the state of the iteration after it."""
 
     value: Any
-    state: Any
+    state: State
 
 
 class Rounds(Iterator[Round]):
@@ -71,7 +80,8 @@ class Rounds(Iterator[Round]):
                 counts = self._exchange(rows)
                 self._count += 1
                 if self._makes_batch(counts):
-                    return Round(self._global(arrays, counts), self._state)
+                    state = State(self._sharding.size, self._state)
+                    return Round(self._global(arrays, counts), state)
         except StopIteration:
             self._agreement.end()
             raise
@@ -148,13 +158,8 @@ class Rounds(Iterator[Round]):
             raise StopIteration
         if not any(counts.values()):
             return False  # batches without rows
-        unknown = [p for p in ended if p not in self._known]
-        if unknown:
-            raise ValueError(
-                f"{_NAME}: process {', '.join(map(str, unknown))} has no batch at all, so it "
-                "cannot know what to fill its rows with. Give each process at least one batch, "
-                "or use uneven='drop'."
-            )
+        if not self._known.keys() >= set(ended):
+            self._share_row(counts)
         if not self._sharding.size:
             self._sharding.set_size(self._options.batch_size, counts)
         missing = [len(self._sharding.held[p]) - (n or 0) for p, n in counts.items()]
@@ -164,6 +169,21 @@ class Rounds(Iterator[Round]):
             hint = "uneven='pad' fills it and gives a mask, uneven='drop' leaves it out"
             raise ValueError(f"{self._describe(counts, 'fewer')} {hint}.")
         return uneven == "pad" or not any(missing)
+
+    def _share_row(self, counts: Counts) -> None:
+        """Gives processes that end without a batch a row of another one, to fill theirs with."""
+        process, giver = jax.process_index(), next(p for p, n in counts.items() if n)
+        message = {}
+        if process == giver:
+            row = pickle.dumps(self._sharding.unflatten(self._fillers))
+            message["row"] = base64.b64encode(row).decode()
+        answers = self._agreement.exchange(message)
+        if self._sharding is None:
+            row = base64.b64decode(answers[self._agreement.processes.index(giver)]["row"])
+            batch = pickle.loads(row)
+            self._sharding = BatchSharding(batch, self._options.specs, self._options.mesh)
+            self._fillers = self._sharding.arrays(batch)
+        self._known = dict.fromkeys(counts, self._known[giver])
 
     def _describe(self, counts: Counts, what: str) -> str:
         [*others, last] = counts.values()

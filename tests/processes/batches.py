@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,6 +29,7 @@ MESHES = {"by process": BY_PROCESS, "across": ACROSS, "mixed": MIXED}
 SPECS = [P("data"), P("model"), P(), P(("data", "model")), P(("model", "data")), P("data", "model")]
 SIZE = 16
 ROWS = P("data")
+padded = functools.partial(shard_batches, uneven="pad")
 
 
 def of(numbers):
@@ -59,7 +62,7 @@ def rows_are_those_of_jax():
         batch = of(np.arange(SIZE)[rows])
         sharding = NamedSharding(mesh, spec)
         plain = jax.make_array_from_process_local_data(sharding, batch["x"], (SIZE, 2))
-        [(ours, mask)] = shard_batches([batch], specs_of(spec), mesh)
+        [(ours, mask)] = padded([batch], specs_of(spec), mesh)
         assert ours["x"].sharding == plain.sharding == sharding
         expected = of(np.arange(SIZE))
         for found, key in ((plain, "x"), (ours["x"], "x"), (ours["id"], "id")):
@@ -76,7 +79,7 @@ def every_row_once(counts, *, prefetch=2, mesh=BY_PROCESS, spec=ROWS):
     mine = [np.arange(i, min(i + 8, counts[RANK])) + offset for i in range(0, counts[RANK], 8)]
     seen = []
     number = 0
-    for batch, mask in shard_batches(map(of, mine), spec, mesh, prefetch=prefetch):
+    for batch, mask in padded(map(of, mine), spec, mesh, prefetch=prefetch):
         real = everywhere(mask)
         ids, x = everywhere(batch["id"])[real], everywhere(batch["x"])[real]
         np.testing.assert_array_equal(x[:, 0], ids)
@@ -92,20 +95,75 @@ def every_row_once(counts, *, prefetch=2, mesh=BY_PROCESS, spec=ROWS):
 def replicas():
     """Processes that hold the same rows load the same; other numbers of them are an error."""
     same = [of(np.arange(16)), of(np.arange(16, 21))]
-    pairs = list(shard_batches(same, P("model"), BY_PROCESS))
+    pairs = list(padded(same, P("model"), BY_PROCESS))
     found = [everywhere(b["id"])[everywhere(m)].tolist() for b, m in pairs]
     assert found == [list(range(16)), list(range(16, 21))]
     differing = [of(np.arange(16)), of(np.arange(5 + RANK))]
-    text = raised(ValueError, lambda: list(shard_batches(differing, P("model"), BY_PROCESS)))
+    text = raised(ValueError, lambda: list(padded(differing, P("model"), BY_PROCESS)))
     assert "5 on process 0, 6 on process 1" in text, text
 
 
 def one_without_rows():
     """Its batches are there, but empty: all that it adds is masked."""
     mine = [of(np.arange(8 - 8 * RANK)), of(np.arange(5 - 5 * RANK))]
-    pairs = list(shard_batches(mine, ROWS, BY_PROCESS))
+    pairs = list(padded(mine, ROWS, BY_PROCESS))
     found = [everywhere(b["id"])[everywhere(m)].tolist() for b, m in pairs]
     assert found == [list(range(8)), list(range(5))], found
+
+
+class Counting:
+    """An iterator with a state, over batches of 8 rows."""
+
+    def __init__(self, count):
+        self.count, self.state = count, {"next": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        first = self.state["next"]
+        if first >= self.count:
+            raise StopIteration
+        self.state["next"] = min(first + 8, self.count)
+        return of(np.arange(first, self.state["next"]) + 1000 * RANK)
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = dict(state)
+
+
+def exact_evaluation(counts):
+    """Each row of each process counts once, also where a process ends first or has none."""
+
+    @jax.jit
+    def evaluate(batch, mask):
+        return jnp.where(mask, batch["id"] % 3 == 0, False).sum(), mask.sum()
+
+    right = total = 0
+    for batch, mask in padded(Counting(counts[RANK]), ROWS, BY_PROCESS):
+        found = evaluate(batch, mask)
+        right, total = right + int(found[0]), total + int(found[1])
+    all_ids = np.concatenate([np.arange(n) + 1000 * p for p, n in enumerate(counts)])
+    assert (right, total) == ((all_ids % 3 == 0).sum(), sum(counts)), (right, total)
+
+
+def resuming():
+    """A new iterator continues where the states of both processes are, also if one has ended."""
+
+    def collect(batches):
+        return [everywhere(b["id"])[everywhere(m)].tolist() for b, m in batches]
+
+    batches = iter(padded(Counting(21 - 13 * RANK), ROWS, BY_PROCESS))
+    shapes = {next(batches)[0]["x"].shape for _ in range(2)}
+    state = batches.get_state()
+    rest = collect(batches)
+    resumed = iter(padded(Counting(21 - 13 * RANK), ROWS, BY_PROCESS))
+    resumed.set_state(state)
+    found = list(resumed)
+    assert collect(found) == rest == [[16, 17, 18, 19, 20]], rest
+    assert shapes == {batch["x"].shape for batch, _ in found}
 
 
 def drop_stops_together():
@@ -122,21 +180,18 @@ def errors_are_everywhere():
     text = raised(ValueError, lambda: list(batches))
     assert "0 on process 0, 8 on process 1" in text, text
 
-    nothing = shard_batches([of(np.arange(8))] * RANK, P("data"), BY_PROCESS)
-    assert "process 0 has no batch at all" in raised(ValueError, lambda: list(nothing))
-
-    other = shard_batches([{"x": np.ones((8, 2 + RANK))}], P("data"), BY_PROCESS)
+    other = padded([{"x": np.ones((8, 2 + RANK))}], P("data"), BY_PROCESS)
     text = raised(ValueError, lambda: list(other))
     assert "float64[rows, 2]" in text and "float64[rows, 3]" in text, text
 
-    options = shard_batches([of(np.arange(8))], ROWS, BY_PROCESS, batch_size=16 + 16 * RANK)
+    options = padded([of(np.arange(8))], ROWS, BY_PROCESS, batch_size=16 + 16 * RANK)
     assert "batch_size=32" in raised(ValueError, lambda: list(options))
 
     mixed = {"id": P("data"), "x": P()}
-    text = raised(ValueError, lambda: list(shard_batches([of(np.arange(8))], mixed, BY_PROCESS)))
+    text = raised(ValueError, lambda: list(padded([of(np.arange(8))], mixed, BY_PROCESS)))
     assert "batch['x'], by no axis" in text, text
 
-    indivisible = shard_batches([of(np.arange(7))], P("data"), BY_PROCESS)
+    indivisible = padded([of(np.arange(7))], P("data"), BY_PROCESS)
     assert "batch_size=16" in raised(ValueError, lambda: list(indivisible))
 
 
@@ -152,7 +207,7 @@ def a_loader_that_fails(process):
     seen = []
     start = time.monotonic()
     kind = OSError if process == RANK else RuntimeError
-    batches = shard_batches(loader(), P("data"), BY_PROCESS)
+    batches = padded(loader(), P("data"), BY_PROCESS)
     text = raised(kind, lambda: seen.extend(batches))
     assert len(seen) == 2, len(seen)
     assert time.monotonic() - start < 20
@@ -162,7 +217,7 @@ def a_loader_that_fails(process):
 
 def one_that_stops_early(process):
     """Batches that both agreed on still come, then the other process gets an error."""
-    batches = iter(shard_batches([of(np.arange(8))] * 20, P("data"), BY_PROCESS))
+    batches = iter(padded([of(np.arange(8))] * 20, P("data"), BY_PROCESS))
     next(batches)
     if process == RANK:
         batches.close()
@@ -180,7 +235,7 @@ def one_that_leaves_while_it_waits():
         while True:
             yield of(np.arange(8))
 
-    batches = iter(shard_batches(loader(), P("data"), BY_PROCESS, timeout=20.0))
+    batches = iter(padded(loader(), P("data"), BY_PROCESS, timeout=20.0))
     next(batches)
     if RANK == 1:
         time.sleep(1)  # its thread then waits for process 0
@@ -191,7 +246,7 @@ def one_that_leaves_while_it_waits():
 
 
 def one_that_does_not_come():
-    batches = shard_batches([of(np.arange(8))], P("data"), BY_PROCESS, timeout=1.0)
+    batches = padded([of(np.arange(8))], P("data"), BY_PROCESS, timeout=1.0)
     iterator = iter(batches)
     if RANK == 0:
         time.sleep(3)
@@ -203,7 +258,7 @@ def one_that_does_not_come():
 def a_pause_is_no_fault():
     """A consumer that computes for longer than the timeout is not late."""
     seen = []
-    for batch, _ in shard_batches([of(np.arange(8))] * 4, P("data"), BY_PROCESS, timeout=1.0):
+    for batch, _ in padded([of(np.arange(8))] * 4, P("data"), BY_PROCESS, timeout=1.0):
         time.sleep(1.5 if not seen else 0)
         seen.append(float(everywhere(batch["x"]).sum()))
     assert len(seen) == 4
@@ -212,12 +267,12 @@ def a_pause_is_no_fault():
 def training():
     """Two loops at a time with a collective in each step, in the order of the program."""
     step = jax.jit(lambda x, mask: (x.sum(1) * mask).sum())
-    train = shard_batches([of(np.arange(8) + 8 * RANK)] * 6, P("data"), BY_PROCESS, prefetch=3)
+    train = padded([of(np.arange(8) + 8 * RANK)] * 6, P("data"), BY_PROCESS, prefetch=3)
     check = [of(np.arange(8))]
     losses = []
     for batch, mask in train:
         losses.append(float(step(batch["x"], mask)))
-        for other, real in shard_batches(check, P("data"), BY_PROCESS):
+        for other, real in padded(check, P("data"), BY_PROCESS):
             assert float(step(other["x"], real)) == 2 * 1.5 * sum(range(8))
     assert losses == [1.5 * sum(range(16))] * 6, losses
 
@@ -225,10 +280,10 @@ def training():
 def own_devices_only():
     """A mesh of this process's devices needs no agreement: the others do not take part."""
     mesh = Mesh(np.array(jax.local_devices()), ("data",))
-    found = list(shard_batches([of(np.arange(8))] * (1 + RANK), P("data"), mesh))
+    found = list(padded([of(np.arange(8))] * (1 + RANK), P("data"), mesh))
     assert len(found) == 1 + RANK
     theirs = Mesh(np.array([d for d in jax.devices() if d.process_index != RANK]), ("data",))
-    text = raised(ValueError, lambda: shard_batches([], P("data"), theirs))
+    text = raised(ValueError, lambda: padded([], P("data"), theirs))
     assert f"process {RANK} has none of the devices" in text
 
 
@@ -243,6 +298,10 @@ def main():
     every_row_once((13, 24), mesh=MIXED, spec=P("data"))
     replicas()
     one_without_rows()
+    for counts in (21, 4), (0, 13), (9, 0), (0, 0):
+        exact_evaluation(counts)
+    every_row_once((0, 20), mesh=MIXED)
+    resuming()
     drop_stops_together()
     errors_are_everywhere()
     for process in (0, 1):

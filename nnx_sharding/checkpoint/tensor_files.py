@@ -1,0 +1,188 @@
+"""Files in the format of safetensors: their tensors, and the bytes of a region of one.
+
+The ``safetensors`` library reads a complete tensor for a slice of its columns, and has no NumPy
+dtype for float8, so the ranges are read here. The format is a length of 8 bytes, a JSON header of
+that length, and the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import CheckpointError, NoCheckpointError, raise_listed
+
+INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
+
+DTYPES = {
+    "BOOL": "bool",
+    **{f"{sign}{bits}": f"{kind}{bits}" for sign, kind in (("I", "int"), ("U", "uint"))
+       for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+NAMES = {name: code for code, name in DTYPES.items()}
+
+_LARGE = 2**20  # bytes; the number of mappings that a process may have is limited
+
+# A range of each dimension: where it begins and ends.
+Region: TypeAlias = Sequence[tuple[int, int]]
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a file: where its bytes begin, its shape and dtype."""
+
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """The tensors of a file, or of the files in a folder, by name.
+
+    Raises:
+      NoCheckpointError: there is no such file.
+      CheckpointError: a file is damaged, or lacks a tensor that the index of the folder names.
+    """
+    path = Path(path)
+    if (path / INDEX_FILE).is_file():
+        try:
+            located = dict(json.loads((path / INDEX_FILE).read_bytes())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{caller}: {path / INDEX_FILE} is damaged: {error!r}") from error
+        inside = {name: _header(caller, path / name) for name in sorted(set(located.values()))}
+        raise_listed(
+            CheckpointError,
+            f"{caller}: these tensors are not in the file that {path / INDEX_FILE} names:",
+            [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]],
+        )
+        return {name: inside[file][name] for name, file in located.items()}
+    return _header(caller, path / MODEL_FILE if path.is_dir() else path)
+
+
+def _header(caller: str, path: Path) -> dict[str, StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            end = os.fstat(file.fileno()).st_size
+            if not 8 < start <= end:
+                raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
+            entries: dict[str, Any] = json.loads(file.read(start - 8))
+    except OSError as error:
+        raise NoCheckpointError(f"{caller}: cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise _damaged(caller, path, error) from error
+    tensors, wrong = {}, []
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype = jnp.dtype(DTYPES.get(entry["dtype"], "void"))
+            shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(caller, path, error) from error
+        if dtype.itemsize == 0:
+            wrong.append(f"  {name}: {entry['dtype']}")
+        elif last - first != math.prod(shape) * dtype.itemsize or start + last > end or first < 0:
+            raise _damaged(caller, path, f"{name} has bytes {first} to {last} of {end - start}")
+        else:
+            tensors[name] = StoredTensor(path, start + first, shape, dtype)
+    raise_listed(CheckpointError, f"{caller}: NumPy has no dtype for tensors of {path}:", wrong)
+    return tensors
+
+
+def _damaged(caller: str, path: Path, reason: object) -> CheckpointError:
+    return CheckpointError(f"{caller}: {path} is damaged, or no safetensors file: {reason}.")
+
+
+def create(path: Path, tensors: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Writes a file without the values of its tensors, which have a shape and a dtype each."""
+    # Transformers only reads files whose metadata says that names and layouts are PyTorch's.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, x in tensors.items():
+        begin, end = end, end + math.prod(x.shape) * x.dtype.itemsize
+        entry = {"dtype": NAMES[x.dtype.name], "shape": x.shape, "data_offsets": (begin, end)}
+        header[name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return {
+        name: StoredTensor(path, 8 + len(text) + header[name]["data_offsets"][0], x.shape, x.dtype)
+        for name, x in tensors.items()
+    }
+
+
+def read_region(
+    file: BinaryIO, tensor: StoredTensor, shape: Sequence[int], region: Region
+) -> np.ndarray[Any, Any]:
+    """Reads the bytes of a region of a tensor, seen in this shape, and no others."""
+    run, starts = _runs(shape, region)
+    size = tensor.dtype.itemsize
+    data = empty([last - first for first, last in region], tensor.dtype)
+    if not data.size:
+        return data
+    for row, start in zip(data.reshape(-1).view("u1").reshape(-1, run * size), starts, strict=True):
+        file.seek(tensor.offset + start * size)
+        if file.readinto(row.data) != run * size:  # type: ignore[attr-defined]
+            raise CheckpointError(f"{tensor.file} became shorter while it was read.")
+    return data
+
+
+def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+    """An array without values, in memory that the system gets back once it is not used.
+
+    What ``malloc`` gives for one array after the other leaves holes between those that are kept.
+    """
+    size = math.prod(shape)
+    if size * dtype.itemsize < _LARGE:
+        return np.empty(shape, dtype)
+    return np.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype, size).reshape(shape)
+
+
+def write_region(
+    file: BinaryIO,
+    tensor: StoredTensor,
+    shape: Sequence[int],
+    region: Region,
+    data: np.ndarray[Any, Any],
+) -> None:
+    """Writes a region of a tensor, seen in this shape."""
+    run, starts = _runs(shape, region)
+    if not data.size:
+        return
+    rows = np.ascontiguousarray(data).reshape(-1).view("u1").reshape(-1, run * data.itemsize)
+    for row, start in zip(rows, starts, strict=True):
+        file.seek(tensor.offset + start * data.itemsize)
+        file.write(row.data)
+
+
+def _runs(shape: Sequence[int], region: Region) -> tuple[int, Iterator[int]]:
+    """The number of elements in each contiguous run of a region, and where the runs begin."""
+    lengths = [last - first for first, last in region]
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    base = sum(first * stride for (first, _), stride in zip(region, strides, strict=True))
+    partial = [i for i, size in enumerate(shape) if lengths[i] != size]
+    outer = partial[-1] if partial else 0
+    starts = (
+        base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        for index in np.ndindex(*lengths[:outer])
+    )
+    return math.prod(lengths[outer:]), starts

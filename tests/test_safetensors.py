@@ -1,0 +1,511 @@
+"""Models in safetensors files, compared with what the ``safetensors`` library reads and writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from absl.testing import parameterized
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from models import mesh_of
+from nnx_sharding import StateSharding, stack
+from nnx_sharding.checkpoint import Tensor, load_safetensors, save_safetensors
+from nnx_sharding.cli.main import main
+from nnx_sharding.errors import CheckpointError, NoCheckpointError
+from nnx_sharding.partition import abstract_init
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+MESH = mesh_of((2, 4), ("data", "model"))
+EMBED, HEADS, KV, DIM, LAYERS = 16, 8, 4, 6, 3
+WORKERS = Path(__file__).with_name("processes")
+RNG = np.random.default_rng(0)
+
+
+def numbers(*shape, dtype=np.float32):
+    return RNG.normal(size=shape).astype(dtype)
+
+
+def zeros(**shapes):
+    """A model of arrays with these names and shapes."""
+    return nnx.Dict({name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes.items()})
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        options = {"use_bias": False, "rngs": rngs}
+        self.q = nnx.LinearGeneral(EMBED, (HEADS, DIM), **options)
+        self.kv = nnx.LinearGeneral(EMBED, (2, KV, DIM), **options)
+        self.out = nnx.LinearGeneral((HEADS, DIM), EMBED, axis=(-2, -1), **options)
+        self.norm = nnx.RMSNorm(EMBED, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+class Model(nnx.Module):
+    def __init__(self, *, stacked):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(32, EMBED, rngs=rngs)
+        one = (Attention, LAYERS)
+        blocks = [Attention(rngs) for _ in range(LAYERS)]
+        self.blocks = stack(*one, rngs=rngs) if stacked else nnx.List(blocks)
+
+
+def rules(*, stacked):
+    """Names as in Llama, with keys and values in one array."""
+
+    def attention(name, dimensions, **options):
+        if stacked:
+            left, right = dimensions.split(" -> ")
+            return Tensor(f"blocks/layers/{name}", f"{left} -> {{0}} {right}", **options)
+        return Tensor(f"blocks/{{0}}/{name}", dimensions, **options)
+
+    layer = r"model\.layers\.(\d+)\."
+    return {
+        r"model\.embed_tokens\.weight": "embed/embedding",
+        layer + r"attn\.q\.weight": attention("q/kernel", "(h d) e -> e h d", h=HEADS),
+        **{
+            rf"{layer}attn\.{name}\.weight": attention(
+                "kv/kernel", "(h d) e -> e two h d", put={"two": i}, h=KV
+            )
+            for i, name in enumerate("kv")
+        },
+        layer + r"attn\.out\.weight": attention("out/kernel", "e (h d) -> h d e", h=HEADS),
+        layer + r"norm\.weight": attention("norm/scale", "e -> e"),
+        r".*rotary.*": None,
+    }
+
+
+def llama(dtype=np.float32):
+    found = {"model.embed_tokens.weight": numbers(32, EMBED, dtype=dtype)}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}."
+        for name, heads in ("q", HEADS), ("k", KV), ("v", KV):
+            found[f"{layer}attn.{name}.weight"] = numbers(heads * DIM, EMBED, dtype=dtype)
+        found[f"{layer}attn.out.weight"] = numbers(EMBED, HEADS * DIM, dtype=dtype)
+        found[f"{layer}norm.weight"] = numbers(EMBED, dtype=dtype)
+        found[f"{layer}rotary.inv_freq"] = numbers(3)
+    return found
+
+
+def arrays_of(tensors, i):
+    """What the arrays of one layer have to be."""
+    layer = f"model.layers.{i}."
+    q, k, v, out = (tensors[f"{layer}attn.{name}.weight"] for name in ("q", "k", "v", "out"))
+    return {
+        "q": q.T.reshape(EMBED, HEADS, DIM),
+        "kv": np.stack([k.T.reshape(EMBED, KV, DIM), v.T.reshape(EMBED, KV, DIM)], 1),
+        "out": out.T.reshape(HEADS, DIM, EMBED),
+        "norm": tensors[f"{layer}norm.weight"],
+    }
+
+
+def sharding(*, stacked):
+    first = (None,) * stacked
+    specs = {"q": P(*first, None, "model"), "out": P(*first, "model", None, "data")}
+    specs |= {"kv": P(*first, "data", None, "model"), "embed": P("model")}
+    return StateSharding({nnx.PathContains(name): s for name, s in specs.items()} | {...: P()})
+
+
+def split_files(folder, tensors, count):
+    """Several files with an index, as Hugging Face writes them."""
+    names = sorted(tensors)
+    located = {name: f"model-{i % count}.safetensors" for i, name in enumerate(names)}
+    for file in set(located.values()):
+        of_file = {name: tensors[name] for name in names if located[name] == file}
+        safetensors.save_file(of_file, folder / file)
+    index = {"metadata": {}, "weight_map": located}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+class TestCase(parameterized.TestCase):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path):
+        self.folder = tmp_path
+
+    def write(self, tensors):
+        path = self.folder / "model.safetensors"
+        safetensors.save_file(tensors, path)
+        return path
+
+
+class LlamaTest(TestCase):
+    @parameterized.product(stacked=(False, True), files=(1, 3))
+    def test_load_and_save(self, stacked, files):
+        tensors = llama()
+        if files == 1:
+            self.write(tensors)
+        else:
+            split_files(self.folder, tensors, files)
+        model = abstract_init(Model, sharding(stacked=stacked), MESH, stacked=stacked)
+        expected = jax.tree.map(lambda x: x.sharding, nnx.state(model, nnx.Param))
+        assert load_safetensors(self.folder, model, rules(stacked=stacked)) is model
+        found = nnx.state(model, nnx.Param)
+        assert jax.tree.map(lambda x: x.sharding, found) == expected
+        for i in range(LAYERS):
+            for name, array in arrays_of(tensors, i).items():
+                layers = model.blocks.layers if stacked else model.blocks[i]
+                [ours] = jax.tree.leaves(nnx.state(getattr(layers, name), nnx.Param))
+                np.testing.assert_array_equal(ours[i] if stacked else ours, array, name)
+        np.testing.assert_array_equal(model.embed.embedding, tensors["model.embed_tokens.weight"])
+
+        written = self.folder / "written"
+        size = 5 * 10**9 if files == 1 else 9000
+        save_safetensors(written, model, rules(stacked=stacked), max_shard_size=size)
+        read = {}
+        for file in written.glob("*.safetensors"):
+            of_file = safetensors.load_file(file)
+            assert files == 1 or sum(x.nbytes for x in of_file.values()) <= size
+            read |= of_file
+        kept = {name: x for name, x in tensors.items() if "rotary" not in name}
+        assert read.keys() == kept.keys()
+        for name, x in kept.items():
+            np.testing.assert_array_equal(read[name], x, name)
+        names = sorted(file.name for file in written.iterdir())
+        if files == 1:
+            assert names == ["model.safetensors"]
+        else:
+            index = json.loads((written / "model.safetensors.index.json").read_text())
+            assert index["metadata"]["total_size"] == sum(x.nbytes for x in kept.values())
+            assert {*index["weight_map"].values(), "model.safetensors.index.json"} == {*names}
+            again = Model(stacked=stacked)
+            load_safetensors(written, again, rules(stacked=stacked))
+            np.testing.assert_array_equal(again.embed.embedding, model.embed.embedding)
+
+
+class DimensionsTest(TestCase):
+    def both_ways(self, tensors, rules, expected, *specs):
+        """Loads and compares, sharded and not, and saves the same file again."""
+        path = self.write(tensors)
+        shapes = {name: array.shape for name, array in expected.items()}
+        for spec in (P(), *specs):
+            for chunk in 2**24, 64:  # the second to read each array in several parts
+                abstract = abstract_init(lambda: zeros(**shapes), StateSharding({...: spec}), MESH)
+                with mock.patch("nnx_sharding.checkpoint.safetensors._CHUNK", chunk):
+                    load_safetensors(path, abstract, rules)
+                for name, array in expected.items():
+                    found = abstract[name].get_raw_value()
+                    np.testing.assert_array_equal(found, array, name)
+            written = self.folder / f"written{spec}"
+            save_safetensors(written, abstract, rules)
+            read = safetensors.load_file(written / "model.safetensors")
+            assert read.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                np.testing.assert_array_equal(read[name], tensor, name)
+
+    def test_permuted_heads(self):
+        """The rows of a head, from pairs to halves, as for rotary embeddings."""
+        x = numbers(4 * 8, 8)
+        halves = x.reshape(4, 4, 2, 8).transpose(0, 2, 1, 3).reshape(32, 8)
+        rule = Tensor("q", "(h d two) e -> (h two d) e", h=4, two=2)
+        specs = (P("model", "data"), P(("model", "data")), P(None, "model"))
+        self.both_ways({"w": x}, {"w": rule}, {"q": halves}, *specs)
+
+    def test_one_tensor_in_three_arrays(self):
+        x = numbers((8 + 2 * 4) * 4, 8)
+        split = {"q": slice(0, 8), "k": slice(8, 12), "v": slice(12, 16)}
+        fused = {
+            "w": [
+                Tensor(n, "(h d) e -> e (h d)", h=16, d=4, take={"h": s}) for n, s in split.items()
+            ]
+        }
+        parts = np.split(x.T, [32, 48], 1)
+        expected = dict(zip("qkv", parts, strict=True))
+        self.both_ways({"w": x}, fused, expected, P("data", "model"), P("model"))
+
+    def test_interleaved_groups(self):
+        """Queries of each group followed by its key and value, as in Falcon and GPT-NeoX."""
+        x = numbers(4 * 4 * 3, 8)
+        grouped = x.reshape(4, 4, 3, 8)
+        dimensions = "(g r d) e -> g r d e", "(g r d) e -> g d e"
+        sizes = {"g": 4, "r": 4}
+        rules = {
+            "w": [
+                Tensor("q", dimensions[0], take={"r": slice(0, 2)}, **sizes),
+                Tensor("k", dimensions[1], take={"r": 2}, **sizes),
+                Tensor("v", dimensions[1], take={"r": 3}, **sizes),
+            ]
+        }
+        expected = {"q": grouped[:, :2], "k": grouped[:, 2], "v": grouped[:, 3]}
+        self.both_ways({"w": x}, rules, expected, P("model"), P("data", None, None))
+
+    def test_three_tensors_in_one_array(self):
+        tensors = {name: numbers(size, 8) for name, size in (("q", 32), ("k", 16), ("v", 16))}
+        ranges = {"q": slice(0, 32), "k": slice(32, 48), "v": slice(48, 64)}
+        rules = {n: Tensor("w", "o i -> i o", put={"o": s}) for n, s in ranges.items()}
+        expected = {"w": np.concatenate(list(tensors.values())).T}
+        specs = (P("data", "model"), P(None, ("model", "data")))
+        self.both_ways(tensors, rules, expected, *specs)
+
+    def test_experts_of_layers(self):
+        tensors = {f"l.{i}.e.{j}": numbers(4, 8) for i in range(2) for j in range(4)}
+        rules = {r"l\.(\d+)\.e\.(\d+)": Tensor("w", "o i -> {0} {1} i o")}
+        expected = np.array([[tensors[f"l.{i}.e.{j}"].T for j in range(4)] for i in range(2)])
+        specs = (P("data", "model"), P(None, None, "model", "data"))
+        self.both_ways(tensors, rules, {"w": expected}, *specs)
+
+    @given(st.data())
+    def test_any_region(self, data):
+        """Shards whose edges are within merged dimensions, compared with NumPy."""
+        from nnx_sharding.checkpoint.tensor_files import read_region, stored_tensors
+
+        sizes = dict(zip("abcd", data.draw(st.tuples(*[st.integers(1, 4)] * 4)), strict=True))
+
+        def grouped(names):
+            ends = sorted(data.draw(st.sets(st.integers(1, 3))) | {4})
+            return [names[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+
+        left, right = (grouped(data.draw(st.permutations("abcd"))) for _ in range(2))
+        text = " -> ".join(" ".join(f"({' '.join(g)})" for g in side) for side in (left, right))
+        x = np.arange(math.prod(sizes.values()), dtype=np.int32)
+        order = [n for g in left for n in g]
+        atoms = x.reshape([sizes[n] for n in order])
+        tensor = atoms.reshape([math.prod(sizes[n] for n in g) for g in left])
+        array = atoms.transpose([order.index(n) for g in right for n in g])
+        array = array.reshape([math.prod(sizes[n] for n in g) for g in right])
+        path = self.write({"w": tensor})
+        placement = Tensor("w", text, **sizes).place("w", (), array.shape)
+        assert placement.tensor_shape == tensor.shape
+        wanted = []
+        for size in array.shape:
+            first = data.draw(st.integers(0, size - 1))
+            wanted.append((first, data.draw(st.integers(first + 1, size))))
+        found, stored = np.full(array.shape, -1), stored_tensors("test", path)["w"]
+        with path.open("rb") as file:
+            for piece in placement.pieces(wanted):
+                box = read_region(file, stored, placement.tensor_axes, piece.tensor)
+                assert (found[piece.array] == -1).all()
+                found[piece.array] = placement.to_array(box)
+        expected = np.full(array.shape, -1)
+        inside = tuple(slice(*bounds) for bounds in wanted)
+        expected[inside] = array[inside]
+        np.testing.assert_array_equal(found, expected)
+
+
+class DtypesTest(TestCase):
+    @parameterized.parameters(
+        *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "int8", "uint32", "bool")
+    )
+    def test_dtypes(self, name):
+        dtype = jnp.dtype(name)
+        x = (np.arange(32).reshape(8, 4) % 3).astype(dtype)
+        model = nnx.Dict(w=nnx.Param(jnp.zeros((8, 4), dtype, device=jax.devices()[1])))
+        load_safetensors(self.write({"w": x}), model, {"w": "w"})
+        assert model.w.dtype == dtype
+        assert model.w.get_raw_value().devices() == {jax.devices()[1]}
+        np.testing.assert_array_equal(np.asarray(model.w).view("u1"), x.view("u1"))
+        save_safetensors(self.folder / "new", model, {"w": "w"})
+        [(_, entry)] = safetensors_entries(self.folder / "new" / "model.safetensors")
+        [(_, expected)] = safetensors_entries(self.folder / "model.safetensors")
+        assert (entry["dtype"], entry["data"]) == (expected["dtype"], expected["data"])
+
+    def test_cast(self):
+        x = numbers(4, 4, dtype=ml_dtypes.bfloat16)
+        model = nnx.Dict(w=nnx.Param(jnp.zeros((4, 4))), n=nnx.Variable(np.zeros(3, np.float16)))
+        n = np.array([1, 2, 3], np.float64)
+        path = self.write({"w": x, "n": n})
+        with self.assertRaisesRegex(CheckpointError, r"w: bfloat16, w: float32"):
+            load_safetensors(path, model, {"w": "w", "n": "n"})
+        load_safetensors(path, model, {"w": "w", "n": "n"}, cast=True)
+        np.testing.assert_array_equal(model.w, x.astype(np.float32))
+        assert type(model.n.get_raw_value()) is np.ndarray and model.n.dtype == np.float16
+        integers = nnx.Dict(w=nnx.Param(jnp.zeros((4, 4), jnp.int32)))
+        with self.assertRaisesRegex(CheckpointError, "bfloat16, w: int32"):
+            load_safetensors(self.write({"w": x}), integers, {"w": "w"}, cast=True)
+
+    def test_references_and_memory_of_the_host(self):
+        """A reference keeps its identity; a shard that several devices hold is read once."""
+        x = numbers(512, 1024)  # large enough for memory that JAX shares
+        path = self.write({"w": x})
+        for options in {"ref": True}, {"hijax": True}:
+            model = nnx.Dict(w=nnx.Param(jnp.zeros(x.shape), **options))
+            before = model.w.get_raw_value()
+            load_safetensors(path, model, {"w": "w"})
+            assert "hijax" in options or model.w.get_raw_value() is before
+            np.testing.assert_array_equal(model.w[...], x)
+            written = self.folder / next(iter(options))
+            save_safetensors(written, model, {"w": "w"})
+            read = safetensors.load_file(written / "model.safetensors")
+            np.testing.assert_array_equal(read["w"], x)
+        for spec, kind in (P("data"), "pinned_host"), (P("data"), "device"), (P(), "device"):
+            sharding = jax.NamedSharding(MESH, spec, memory_kind=kind)
+            model = nnx.Dict(w=nnx.Param(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)))
+            load_safetensors(path, model, {"w": "w"})
+            array = model.w.get_raw_value()
+            assert array.sharding == sharding
+            np.testing.assert_array_equal(array, x)
+            if kind == "device":
+                increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+                for shard in increment(increment(array)).addressable_shards:
+                    np.testing.assert_allclose(shard.data, x[shard.index] + 2, rtol=1e-6)
+
+    def test_empty_and_scalar(self):
+        tensors = {"e": np.zeros((0, 3), np.float32), "s": np.array(2.5, np.float32)}
+        model = zeros(e=(0, 3), s=())
+        load_safetensors(self.write(tensors), model, {"(.)": "{0}"})
+        assert model.e.shape == (0, 3) and model.s[...] == 2.5
+        save_safetensors(self.folder / "new", model, {"(.)": "{0}"})
+        found = safetensors.load_file(self.folder / "new" / "model.safetensors")
+        assert found["e"].shape == (0, 3) and found["s"] == 2.5
+
+
+def safetensors_entries(path):
+    from safetensors import deserialize
+
+    return deserialize(path.read_bytes())
+
+
+class ErrorTest(TestCase):
+    def test_all_differences_in_one_message(self):
+        tensors = {"a.w": numbers(2, 4), "b.w": numbers(3, 3), "l.0": numbers(2), "x": numbers(1)}
+        tensors["c.w"] = numbers(2, 2, dtype=np.float16)
+        tensors["l.5"] = numbers(2)
+        model = zeros(a=(4, 2), b=(3, 4), c=(2, 2), d=(1,), stacked=(3, 2))
+        before = {name: variable.get_raw_value() for name, variable in model.items()}
+        rules = {
+            r"(\w)\.w": Tensor("{0}", "o i -> i o"),
+            r"l\.(\d)": Tensor("stacked", "d -> {0} d"),
+        }
+        with self.assertRaises(CheckpointError) as caught:
+            load_safetensors(self.write(tensors), model, rules)
+        text = str(caught.exception)
+        for part in (
+            "Arrays without a tensor:\n  d, shape (1,)\n  stacked, shape (3, 2): no tensor for "
+            "[1:3, 0:2]",
+            "Tensors without an array:\n  x: no rule matches",
+            "  b.w, shape (3, 3): b, shape (3, 4) needs (4, 3)",
+            "  l.5, shape (2,): stacked, shape (3, 2): {0} has the size 3 in the array, and the "
+            "tensor is 5:6",
+            "  c.w: float16, c: float32",
+        ):
+            assert part in text, text
+        assert {name: variable.get_raw_value() for name, variable in model.items()} == before
+
+    def test_paths_that_are_not_there(self):
+        path = self.write({"a": numbers(2), "b": numbers(2)})
+        with self.assertRaisesRegex(
+            CheckpointError, "b: there is no kernle.*did you mean 'kernel'"
+        ):
+            load_safetensors(path, zeros(kernel=(2,)), {"a": "kernel", "b": "kernle"})
+        with self.assertRaisesRegex(CheckpointError, r"kernel.*several tensors for \[0:2\]"):
+            load_safetensors(path, zeros(kernel=(2,)), {"a|b": "kernel"})
+
+    def test_only(self):
+        path = self.write({"w": numbers(2)})
+        model = nnx.Dict(w=nnx.Param(jnp.zeros(2)), n=nnx.BatchStat(jnp.zeros(1)))
+        with self.assertRaisesRegex(CheckpointError, r"n, shape \(1,\)"):
+            load_safetensors(path, model, {"w": "w"})
+        load_safetensors(path, model, {"w": "w"}, only=nnx.Param)
+        assert model.w[0] != 0
+        load_safetensors(path, model, {"w": "w"} | {"n": "n"}, only=nnx.Param)
+        with self.assertRaisesRegex(ValueError, "matches none"):
+            load_safetensors(path, model, {}, only=nnx.Cache)
+        with self.assertRaisesRegex(TypeError, r"rngs/.*not arrays|not arrays.*\n.*rngs"):
+            load_safetensors(path, nnx.Dict(rngs=nnx.Rngs(0)), {}, only=...)
+
+    def test_a_file_is_damaged_or_missing(self):
+        path = self.write({"w": numbers(64)})
+        model = zeros(w=(64,))
+        content = path.read_bytes()
+        for damaged in (b"", content[:20], content[:-4], b"\xff" * 100, content[:8] + b"{" * 99):
+            path.write_bytes(damaged)
+            with self.assertRaisesRegex(CheckpointError, "is damaged"):
+                load_safetensors(path, model, {"w": "w"})
+        with self.assertRaisesRegex(NoCheckpointError, "none.safetensors: No such file"):
+            load_safetensors(self.folder / "none.safetensors", model, {"w": "w"})
+        split_files(self.folder, {"w": numbers(64), "v": numbers(2)}, 2)
+        (self.folder / "model-1.safetensors").write_bytes(
+            (self.folder / "model-0.safetensors").read_bytes()
+        )
+        with self.assertRaisesRegex(CheckpointError, "w: model-1.safetensors"):
+            load_safetensors(self.folder, model, {"w": "w"})
+        assert not np.any(model.w[...])
+
+    @parameterized.parameters(
+        ("a b", {}, "expected dimensions"),
+        ("(a b -> a b", {}, "expected dimensions"),
+        ("a a -> a", {}, "named twice"),
+        ("a b -> a", {}, "on one side only: b"),
+        ("{0} a -> a", {}, "belongs to the dimensions of the array"),
+        ("a -> a", {"h": 3}, "no axis h"),
+        ("a -> a", {"take": {"a": slice(0, 1)}}, "give the size in the tensor of a"),
+        ("a b -> (a b)", {"put": {"b": slice(0, 1)}}, "only the first axis"),
+        ("a -> a", {"take": {"a": slice(2, 1)}, "a": 4}, "start < stop"),
+        (None, {"take": {"a": 1}}, "names of axes"),
+    )
+    def test_dimensions(self, dimensions, options, text):
+        with self.assertRaisesRegex(ValueError, text):
+            Tensor("w", dimensions, **options)
+
+    def test_rules(self):
+        path, model = self.write({"w": numbers(8)}), zeros(w=(8,))
+        for rules, kind, text in (
+            ({"(": "w"}, ValueError, "unterminated"),
+            ({"w": "{0}"}, ValueError, "Replacement index 0 out of range"),
+            ({"w": 3}, TypeError, "'w': 3"),
+            ({"w": Tensor("w", "(a b) -> (a b)")}, CheckpointError, "give the size of a or b"),
+            ({"w": Tensor("w", "(a b) -> (a b)", a=3)}, CheckpointError, r"8 is not a \(3\)"),
+        ):
+            with self.assertRaisesRegex(kind, text):
+                load_safetensors(path, model, rules)
+
+    def test_save(self):
+        model = zeros(a=(2, 2), b=(2,))
+        for rules, text in (
+            ({"a": "a"}, r"b, shape \(2,\): no rule has this path"),
+            ({"a.*": "a", "b": "b"}, "no name can be made of 'a.*'"),
+            ({r"(\d)x": "a", "b": "b"}, "no name can be made"),
+            ({"a": Tensor("a", "h d -> h d", h=4, take={"h": slice(0, 2)}), "b": "b"}, "not fill"),
+            ({"a": ["a", "b"]}, "these tensors differ"),
+            (
+                {"a": Tensor("a", "o i -> o i", put={"o": slice(0, 1)}), "b": "b"},
+                r"no tensor for \[1:2",
+            ),
+        ):
+            with self.assertRaisesRegex(ValueError, text):
+                save_safetensors(self.folder / "new", model, rules)
+        assert not (self.folder / "new").exists()
+        save_safetensors(self.folder, model, {"a": "a", "old": "a", "b": "b"})
+        with self.assertRaisesRegex(CheckpointError, "has model.safetensors already"):
+            save_safetensors(self.folder, model, {"a": "a", "b": "b"})
+        with self.assertRaisesRegex(TypeError, "abstract"):
+            save_safetensors(self.folder, nnx.eval_shape(lambda: zeros(a=(1,))), {"a": "a"})
+
+
+@pytest.mark.slow
+class ProcessesTest(TestCase):
+    @pytest.fixture(autouse=True)
+    def _surroundings(self, capfd):
+        self.capfd = capfd
+
+    def test_two_processes(self):
+        tensors = np.random.default_rng(0)
+        made = {"norm": tensors.normal(size=8)}
+        for i in range(2):
+            made[f"layers.{i}.up"] = tensors.normal(size=(8, 8))
+            made[f"layers.{i}.down"] = tensors.normal(size=(8, 4))
+        made = {name: x.astype(np.float32) for name, x in made.items()}
+        split_files(self.folder, made, 2)
+        (self.folder / "blocked0").write_text("a file")
+        options = ["--processes", "2", "--devices-per-process", "4", "--timeout", "100"]
+        code = main(["launch", *options, str(WORKERS / "tensors.py"), str(self.folder)])
+        out, err = self.capfd.readouterr()
+        assert code == 0, out + err
+        assert "[0] ok" in out and "[1] ok" in out
+        written = {}
+        for file in (self.folder / "new").glob("*.safetensors"):
+            written |= safetensors.load_file(file)
+        np.testing.assert_array_equal(written.pop("local"), np.arange(3.0))
+        assert written.keys() == made.keys()
+        for name, x in made.items():
+            np.testing.assert_array_equal(written[name], x)
