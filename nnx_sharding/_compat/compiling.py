@@ -12,6 +12,9 @@ import jax
 from .jax_names import private_name
 
 _xla_client: Any = private_name("jax._src.lib", "xla_client")
+_make_ir_context: Any = private_name("jax._src.interpreters.mlir", "make_ir_context")
+_Module: Any = private_name("jax._src.lib.mlir", "ir.Module")
+_CompileOnlyClient: Any = private_name("jax._src.lib", "_jax.CompileOnlyPyClient")
 
 # Compiles a module with options for the devices with these ids; returns what is read of the result.
 Compile: TypeAlias = Callable[[bytes, bytes, Sequence[int]], Mapping[str, Any]]
@@ -67,12 +70,13 @@ def compile_module(
     """Compiles for some of these devices, and returns what is read of the executable."""
     chosen = [devices[i] for i in ids]
     client: Any = chosen[0].client
-    compile = getattr(client, "compile_and_load", None) or client.compile
-    executable = compile(
-        module,
-        executable_devices=_xla_client.DeviceList(tuple(chosen)),
-        compile_options=_xla_client.CompileOptions.ParseFromString(options),
-    )
+    only_compiles = isinstance(client, _CompileOnlyClient)
+    with _make_ir_context():
+        executable = (client.compile if only_compiles else client.compile_and_load)(
+            _Module.parse(module),
+            executable_devices=_xla_client.DeviceList(tuple(chosen)),
+            compile_options=_xla_client.CompileOptions.ParseFromString(options),
+        )
     parts = {name: getattr(executable, name)() for name in _READ}
     memory = executable.get_compiled_memory_stats()
     sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("in_bytes")}

@@ -18,6 +18,8 @@ from ..jit import jit
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
+from ..planning import Plan, plan
+from ..planning.candidates import STRATEGIES
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import attempt
 from ..report.page import write_html
@@ -63,6 +65,21 @@ exit code: 0; 1 if a strategy failed, none fits the memory or the function faile
 command line is wrong"""
 
 
+_PLAN = """\
+Calls a function that returns a step and its arguments, and searches for the mesh and the strategy
+with which the step fits the memory and is fastest. Nothing is run, and neither the devices nor the
+memory have to be available."""
+
+_PLAN_EPILOG = """\
+The function returns (step, *arguments), or a mapping from variants to such tuples in the order of
+preference. The options are those of nnx_sharding.planning.plan. For example:
+
+  python -m nnx_sharding plan plan.py:training --topology v5e:16x16 --html plan.html
+  python -m nnx_sharding plan plan.py:training --devices 256 --device "TPU v5p"
+
+exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the command line is wrong"""
+
+
 def add_commands(subparsers: Any) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
@@ -71,6 +88,15 @@ def add_commands(subparsers: Any) -> None:
     summary = "compile a function with several strategies and show them in one table"
     texts = {"help": summary, "description": _COMPARE, "epilog": _COMPARE_EPILOG}
     _add_options(subparsers.add_parser("compare", **texts), run_compare)
+    summary = "search for the best mesh and strategy for a training step"
+    texts = {"help": summary, "description": _PLAN, "epilog": _PLAN_EPILOG}
+    parser = subparsers.add_parser("plan", **texts)
+    _add_options(parser, run_plan)
+    strategies = f"those to try (default: all of {', '.join(map(repr, STRATEGIES))})"
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help=strategies)
+    most = "how many programs are compiled at most (default: %(default)s)"
+    parser.add_argument("--most", type=count, default=16, metavar="N", help=most)
+    parser.add_argument("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
 
 
 def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -144,6 +170,41 @@ def run_compare(arguments: argparse.Namespace) -> int:
         limit = bytes_text(comparison.memory_limit)
         say_error(f"compare: no strategy fits {limit} on each device")
     return int(bool(failed) or not comparison.fitting)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Shows the plan; returns the exit code."""
+    found: Plan = _called(arguments, functools.partial(_plan, arguments))
+    write(arguments, found.comparison)
+    if found.best is None:
+        say_error("plan: no candidate fits")
+    elif arguments.json != "-":
+        say(f"best: {found.best.name}")
+    return int(found.best is None)
+
+
+def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
+    """The plan for a step, or its variants, that a function returned."""
+    if isinstance(value, Plan):
+        return value
+    if not isinstance(value, tuple | Mapping) or not value:
+        raise UserError(
+            f"{target} returned {value!r:.200}. It has to return (step, *arguments), a mapping "
+            "from variants to such tuples, or a Plan."
+        )
+    step, *args = (value,) if isinstance(value, Mapping) else value
+    with user_code(f"what {target} returned cannot be planned"):
+        return plan(
+            step,
+            *args,
+            meshes=None if arguments.mesh is None else [arguments.mesh],
+            num_slices=arguments.slices,
+            strategies=arguments.strategies or STRATEGIES,
+            memory_limit=arguments.memory_limit,
+            device=arguments.device,
+            most=arguments.most,
+            cache_dir=arguments.cache,
+        )
 
 
 def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:

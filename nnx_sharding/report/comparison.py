@@ -218,8 +218,9 @@ class Comparison(JsonForm):
                 yield from (text(f"  {line}") for line in rest[:12])
         if self.ruled_out:
             yield text(f"{len(self.ruled_out)} not compiled:")
-            rows = self.ruled_out.items()
-            yield from (text(f"  {name}: {reason}") for name, reason in rows)
+            for reason in dict.fromkeys(self.ruled_out.values()):
+                names = [name for name, why in self.ruled_out.items() if why == reason]
+                yield text(f"  {reason}: {'; '.join(names)}")
 
     def _table(self, width: int) -> Any:
         """One row for each strategy; on narrow consoles only the most important columns."""
