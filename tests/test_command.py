@@ -89,6 +89,10 @@ PLAN = textwrap.dedent("""\
             return ways, apply, nnx.eval_shape(make), X
 
 
+    def step():
+        return apply, nnx.eval_shape(make), X
+
+
     def programs(mesh):
         return {"dp": forward(mesh), "again": lowered(mesh)}
 
@@ -233,6 +237,21 @@ class CommandTest(parameterized.TestCase):
         code, out, error = self.compare("one_fails", "--mesh", "data=4")
         assert (code, error) == (1, "compare: failed: bad\n")
         assert "bad failed: UserError: what " in out and "ZeroDivisionError" in out
+
+    def test_plan(self):
+        words = "plan", f"{self.path}:step", "--strategies", "dp", "fsdp"
+        data = self.folder / "plan.json"
+        code, out, error = self.run_command(*words, "--devices", "8", "--json", data)
+        assert (code, error) == (0, "")
+        assert out.endswith("best: dp, data 8\n")
+        assert [*Comparison.load(data).reports] == ["dp, data 8", "fsdp, data 8"]
+        limits = "--mesh", "data=4", "--memory-limit", "100 KiB"
+        code, _, error = self.run_command(*words, *limits)
+        assert (code, error) == (1, "plan: no candidate fits\n")
+        code, _, error = self.run_command("plan", f"{self.path}:nothing")
+        assert code == 1 and "It has to return (step, *arguments)" in error
+        code, _, error = self.run_command(*words[:2], "--strategies", "fdsp")
+        assert code == 2 and "invalid choice: 'fdsp'" in error
 
     def test_diff(self):
         before, after = self.reports()

@@ -10,11 +10,13 @@ import sys
 import zipfile
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import errors, export, jit
+from nnx_sharding import errors, export, jit, planning
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import planning_mesh
 from nnx_sharding.report import Comparison, Strategy, compare
@@ -31,6 +33,7 @@ def compiled(mesh):
 
 PLAN = """
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from nnx_sharding import jit
 from nnx_sharding.report import Strategy, compare
@@ -126,6 +129,19 @@ def test_equal_meshes():
     assert mesh == planning_mesh("v5e:2x4", {"data": -1}) != planning_mesh("v6e:2x4", {"data": 8})
     like = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
     assert planning_mesh("v5e:2x4", like).abstract_mesh.axis_types == like.axis_types
+
+
+@needs_compiler
+def test_plan():
+    x = jax.ShapeDtypeStruct((16, 128), "bfloat16")
+    w = nnx.eval_shape(lambda: nnx.Param(jnp.ones((128, 128), "bfloat16")))
+    options = {"topology": "v5e:2x2", "num_slices": 2, "strategies": "dp"}
+    found = planning.plan(lambda w, x: x @ w[...], w, x, **options)
+    assert found.best.sizes == {"replica": 2, "data": 4}
+    [report] = found.comparison.compiled.values()
+    assert (report.device_kind, report.num_devices) == ("TPU v5 lite", 8)
+    assert report.roofline.device == "TPU v5e"
+    assert report.memory.arguments == 128 * 128 * 2 + 2 * 128 * 2
 
 
 @needs_compiler

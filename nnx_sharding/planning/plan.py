@@ -128,7 +128,7 @@ def plan(
       without a device by the latter two. Those that do not fit, or failed, come last.
 
     Raises:
-      TypeError: ``step`` is no function, or one that is already wrapped.
+      TypeError: ``step`` is not a function, or already wrapped by ``jit``.
       ValueError: a strategy is unknown, the devices do not form a mesh, there is nothing to try, a
         limit cannot be read, or the device or the topology is not known.
       ImportError: the compiler for the topology is not installed.
@@ -140,9 +140,9 @@ def plan(
       >>> from nnx_sharding.planning import plan
       >>> model = nnx.eval_shape(lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0)))
       >>> x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
-      >>> found = plan(lambda model, x: model(x), model, x, devices=8, memory_limit="4 MiB")
+      >>> found = plan(lambda model, x: model(x), model, x, devices=8, memory_limit="5 MiB")
       >>> found.best.name
-      'dp + tensor, data 2 × model 4'
+      'dp + tensor, data 1 × model 8'
     """
     variants = _variants(step, args)
     strategies = _strategies(strategies)
