@@ -31,7 +31,8 @@ def save(
     Args:
       path: the directory to make, with its parents.
       tree: what to save; it is not changed.
-      overwrite: whether to replace an existing checkpoint, after the new one is written.
+      overwrite: whether to replace an existing checkpoint, which is kept until the new one is
+        written.
       checksums: whether to store a checksum of each array, which :func:`restore` compares.
 
     Raises:
@@ -55,22 +56,26 @@ def save(
     args = standard_args(ModelSave(tree, checksums))
     exists = folder.exists()
     if exists and not (overwrite and holds_checkpoint(folder)):
-        hint = (
-            "is not a checkpoint, so it is kept"
-            if overwrite
-            else "exists; overwrite=True replaces it"
-        )
-        raise FileExistsError(f"save: {folder} {hint}.")
-    target = beside(folder, "new") if exists else folder
+        hints = "exists; overwrite=True replaces it", "is not a checkpoint, so it is kept"
+        raise FileExistsError(f"save: {folder} {hints[overwrite]}.")
+    old, is_first = beside(folder, "old"), jax.process_index() == 0
+    if exists and is_first:
+        if old.exists():
+            old.rmtree()
+        folder.rename(old)  # the others wait for the first process when they begin to save
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            checkpointer.save(target, args=args, force=exists)
-        if exists:
-            _replace(folder, target)
+            checkpointer.save(folder, args=args)
     except Exception as error:
+        if exists and is_first:
+            old.rename(folder)
         raise CheckpointError(
             f"save: {folder} could not be written: {first_line(error)}"
         ) from error
+    if exists and is_first:
+        old.rmtree()
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("nnx_sharding: a checkpoint was replaced")
 
 
 @_compat.api_boundary
@@ -106,9 +111,9 @@ def restore(
       cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
         among integer and among complex types. Integers never wrap.
       rename: the paths that arrays of the checkpoint have in ``tree``, if they differ: rules
-        ``{path: new path}``. A path is a regular expression for the whole path in the checkpoint
-        (see :func:`contents`), a new path may refer to its groups: ``{r"encoder/(.*)": r"body/\1"}``.
-        The first rule that matches is applied.
+        ``{path: new path}``. A path is a regular expression for the whole path in the checkpoint,
+        as :func:`contents` lists it; a new path may refer to its groups, as in
+        ``{r"encoder/(.*)": r"body/\1"}``. The first rule that matches is applied.
 
     Returns:
       ``tree``, with arrays outside of modules and Variables in new containers.
@@ -139,22 +144,3 @@ def restore(
     args = ModelRestore(tree, sharding, mesh, only, cast, rename)
     with ocp.Checkpointer(ModelHandler()) as checkpointer:
         return checkpointer.restore(folder, args=args)
-
-
-def _replace(folder: Any, new: Any) -> None:
-    """Replaces an old checkpoint by a finished one, on one process for all."""
-    try:
-        if jax.process_index() == 0:
-            old = beside(folder, "old")
-            if old.exists():
-                old.rmtree()
-            folder.rename(old)
-            try:
-                new.rename(folder)
-            except BaseException:
-                old.rename(folder)
-                raise
-            old.rmtree()
-    finally:  # the others wait, whatever happens
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("nnx_sharding: a checkpoint was replaced")

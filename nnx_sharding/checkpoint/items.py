@@ -110,7 +110,7 @@ class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
 
     def save(self, directory: Any, args: Any) -> None:
         """Writes the state of ``args``, a :class:`DataSave`, of this process."""
-        (directory / _file_name()).write_bytes(_encoded(args.iterator))
+        (directory / _file_name()).write_bytes(encoded(args.iterator))
 
     def restore(self, directory: Any, args: Any) -> Any:
         """Restores ``args``, a :class:`DataRestore`."""
@@ -171,7 +171,8 @@ def _file_name() -> str:
     return f"process_{jax.process_index()}-of-{jax.process_count()}.json"
 
 
-def _encoded(iterator: Any) -> bytes:
+def encoded(iterator: Any) -> bytes:
+    """The state of a data iterator, or a state, as it is written."""
     state = iterator.get_state() if hasattr(iterator, "get_state") else iterator
     if isinstance(state, bytes):
         return state
@@ -184,10 +185,10 @@ def _encoded(iterator: Any) -> bytes:
 
 
 def standard_args(args: ModelSave) -> Any:
-    """The arguments of Orbax: nested dicts of arrays, and in the metadata what it does not store."""
+    """The arguments of Orbax: nested dicts of arrays; what it does not store as metadata."""
     flat = flatten(args.tree)
     arrays = named_arrays(flat)
-    _check_storable(arrays)
+    check_storable(arrays)
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
     summed = [None if unsummed(s) is s else unsummed(s) for s in shardings]
@@ -202,7 +203,9 @@ def standard_args(args: ModelSave) -> Any:
     manifest = {
         "version": 1,
         "checksums": {
-            ".".join(name): total for name, total in zip(stored, sums) if total is not None
+            ".".join(name): total
+            for name, total in zip(stored, sums, strict=False)
+            if total is not None
         },
         "keys": {".".join(array.name): str(array.leaf.dtype) for array in keys},
         "empty": [[list(x.name), list(x.leaf.shape), str(x.leaf.dtype)] for x in empty],
@@ -211,7 +214,8 @@ def standard_args(args: ModelSave) -> Any:
     return ocp.args.StandardSave(nested, custom_metadata={MANIFEST: manifest})
 
 
-def _check_storable(arrays: Sequence[NamedArray]) -> None:
+def check_storable(arrays: Sequence[NamedArray]) -> None:
+    """Raises an error if not all arrays can be saved."""
     wrong, deleted = [], []
     for _, leaf, *_, path, _, _ in arrays:
         if isinstance(leaf, jax.ShapeDtypeStruct) or not is_storable(leaf):

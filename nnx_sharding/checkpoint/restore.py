@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,13 +50,12 @@ def prepare(
     targets = [Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
     check_fit(stored, targets, is_part=only is not ..., cast=cast)
     values = load("restore", stored, _wanted(stored, targets))
-    _check_range(stored, targets, values)
     leaves, references = list(flat.leaves), []
-    for target, value in _filled(targets, values):
-        if is_reference(target.array.leaf):
-            references.append((target.array.leaf, value))
+    for array, value in _converted(targets, values):
+        if is_reference(array.leaf):
+            references.append((array.leaf, value))
         else:
-            leaves[target.array.slot] = value
+            leaves[array.slot] = value
 
     def fill() -> Any:
         restored = rebuilt(flat, leaves, "restore")
@@ -158,36 +157,39 @@ def _may_wrap(stored: Stored, target: Target, piece: Piece) -> bool:
     return bool(old.min < new.min or old.max > new.max)
 
 
-def _check_range(stored: Stored, targets: Sequence[Target], values: Mapping[Name, Any]) -> None:
-    """Raises an error if a conversion would wrap integers."""
-    lines = []
-    for target in targets:
-        for piece, _ in target.pieces():
-            if not np.size(values[piece.name]) or not _may_wrap(stored, target, piece):
-                continue
-            value, dtype = values[piece.name], target.array.leaf.dtype
-            low, high, info = int(np.min(value)), int(np.max(value)), _range_of(dtype)
-            if low < info.min or high > info.max:
-                lines.append(f"  {target.array.path}: {low} to {high}, {dtype}")
-    raise_listed(
-        CheckpointError,
-        "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
-        "this dtype in the model:",
-        lines,
-        "Use a larger dtype in the model.",
-    )
-
-
-def _filled(targets: Sequence[Target], values: dict[Name, Any]) -> Iterator[tuple[Target, Any]]:
-    """Each target with its value; what was read is freed as soon as nothing else needs it."""
+def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
+    """Each array as the model has it; what was read is freed once nothing else needs it."""
     uses = Counter(piece.name for target in targets for piece, _ in target.pieces())
+    converted, wrapping = [], []
     # Layers of one stack come one after the other.
     for target in sorted(targets, key=lambda target: next(target.pieces())[0].name):
-        yield target, _like(_assembled(target, values), target.array.leaf, target.sharding)
+        array, value = target.array, _assembled(target, values)
+        if line := _wrapping(value, array.leaf):
+            wrapping.append(f"  {array.path}: {line}")
+        else:
+            converted.append((array, _like(value, array.leaf, target.sharding)))
         for piece, _ in target.pieces():
             uses[piece.name] -= 1
             if not uses[piece.name]:
                 del values[piece.name]
+    raise_listed(
+        CheckpointError,
+        "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
+        "this dtype in the model:",
+        sorted(wrapping),
+        "Use a larger dtype in the model.",
+    )
+    return converted
+
+
+def _wrapping(value: Any, leaf: Any) -> str:
+    """The range of integers that a smaller dtype cannot hold, which were read to the host."""
+    dtype = getattr(leaf, "dtype", None)
+    is_integer = isinstance(value, np.ndarray) and dtype is not None and value.dtype.kind in "iu"
+    if not is_integer or not value.size or not jnp.issubdtype(dtype, jnp.integer):
+        return ""
+    low, high, info = int(value.min()), int(value.max()), _range_of(dtype)
+    return "" if info.min <= low and high <= info.max else f"{low} to {high}, {dtype}"
 
 
 def _assembled(target: Target, values: Mapping[Name, Any]) -> Any:
@@ -202,7 +204,8 @@ def _assembled(target: Target, values: Mapping[Name, Any]) -> Any:
     if isinstance(source, Piece) and not source.index:
         return values[source.name]
     if all(isinstance(values[piece.name], jax.Array) for piece, _ in target.pieces()):
-        return finished_on_cpu([_assembly(_auto(target.sharding))(found(source))])[0]
+        built = finished_on_cpu([_assembly(_auto(target.sharding))(found(source))])
+        return transfer(built, [unsummed(target.sharding)])[0]
     return _built(found(source), np)
 
 

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import operator
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -15,21 +14,17 @@ from .. import _compat
 from ..core.flatten import flatten
 from ..errors import CheckpointError, NoCheckpointError
 from ..fitting import suggestion
-from .items import DataRestore, DataSave, ModelRestore, ModelSave
+from .items import DataRestore, DataSave, ModelRestore, ModelSave, check_storable, encoded
 from .names import named_arrays
 from .stored import DATA, MODEL, as_folder
-
-T = TypeVar("T")
-
-_TRIES = 20
 
 
 class Checkpoints:
     """The checkpoints of a training run: a model and the state of its data, by step.
 
     A thin layer over Orbax's ``CheckpointManager``, which is :attr:`manager` and decides which
-    steps are saved and kept, also when the job is preempted. Attributes that are not listed here are
-    those of the manager: ``latest_step()``, ``best_step()``, ``all_steps()``, ``delete(step)``,
+    steps are saved and kept, also when the job is preempted. All further attributes are those of
+    the manager: ``latest_step()``, ``best_step()``, ``all_steps()``, ``delete(step)``,
     ``reached_preemption(step)``, ``wait_until_finished()``. As a context manager it waits at its
     end for what is still being written.
 
@@ -54,11 +49,10 @@ class Checkpoints:
     def __init__(self, directory: str | os.PathLike[str] | ocp.CheckpointManager, **options: Any):
         self.manager = directory
         if not isinstance(directory, ocp.CheckpointManager):
-            manager_options = ocp.CheckpointManagerOptions(**options)
-            self.manager = _listed(
-                lambda: ocp.CheckpointManager(
-                    as_folder(directory), options=manager_options, item_names=(MODEL, DATA)
-                )
+            self.manager = ocp.CheckpointManager(
+                as_folder(directory),
+                options=ocp.CheckpointManagerOptions(**options),
+                item_names=(MODEL, DATA),  # so that it expects items in each step
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -101,14 +95,18 @@ class Checkpoints:
             raise ValueError(f"Checkpoints.save: expected a step of 0 or more, got {step}.")
         if latest is not None and step <= latest:
             raise ValueError(
-                f"Checkpoints.save: step {step} does not come after step {latest}, which exists. To "
-                "continue from an earlier step, resume(..., step=...) deletes those after it."
+                f"Checkpoints.save: step {step} does not come after step {latest}, which exists. "
+                "To go back to an earlier step, resume(..., step=...) deletes those after it."
             )
+        if not force and not self.manager.should_save(step):
+            return False
+        # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
+        check_storable(named_arrays(flatten(tree)))
         items = {MODEL: ModelSave(tree, checksums)}
         if data is not None:
-            items[DATA] = DataSave(data)
+            items[DATA] = DataSave(encoded(data))
         args = ocp.args.Composite(**items)
-        return bool(self.manager.save(step, args=args, metrics=metrics, force=force))
+        return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
 
     @_compat.api_boundary
     def restore(
@@ -123,9 +121,6 @@ class Checkpoints:
     ) -> Any:
         """Restores one step, and changes no step.
 
-        If another process deletes the last step while it is read, the step that is the last by
-        then is restored.
-
         Args:
           tree: what to fill, as for :func:`~nnx_sharding.checkpoint.restore`.
           sharding: where to place arrays, likewise.
@@ -139,8 +134,8 @@ class Checkpoints:
 
         Raises:
           NoCheckpointError: there is no step, or not this one.
-          CheckpointError: as for ``restore``, or the step has no state of data. Neither ``tree`` nor
-            ``data`` is changed. The message says which step is intact.
+          CheckpointError: as for ``restore``, or the step has no state of data. Neither ``tree``
+            nor ``data`` is changed. The message says which earlier step is intact.
         """
         args = ModelRestore(tree, sharding, mesh, **options)
         found = self._restored(step, args, data)
@@ -190,28 +185,21 @@ class Checkpoints:
     def _restored(self, step: int | None, args: Any, data: Any) -> tuple[int, Any] | None:
         """The step that was restored and what it holds; None if there is no step."""
         self.manager.wait_until_finished()
-        for _ in range(_TRIES):
-            steps = sorted(self.manager.all_steps())
-            if step is None and not steps:
-                return None
-            wanted = steps[-1] if step is None else operator.index(step)
-            if wanted not in steps:
-                raise NoCheckpointError(
-                    f"Checkpoints: there is no step {wanted} in {self.manager.directory}, only "
-                    f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(wanted, steps)}."
-                )
-            try:
-                return wanted, self._read(wanted, args, data)
-            except (CheckpointError, FileNotFoundError) as error:
-                _listed(self.manager.reload)  # another process may have deleted the step
-                if wanted in self.manager.all_steps():
-                    raise CheckpointError(f"{error}{self._intact(wanted, args)}") from error
-                if not self.manager.all_steps():
-                    raise NoCheckpointError(
-                        f"Checkpoints: step {wanted} in {self.manager.directory} was deleted while "
-                        "it was read, and no other step is left."
-                    ) from error
-        raise _deleted()
+        steps = sorted(self.manager.all_steps())
+        if step is None and not steps:
+            return None
+        step = steps[-1] if step is None else operator.index(step)
+        if step not in steps:
+            raise NoCheckpointError(
+                f"Checkpoints: there is no step {step} in {self.manager.directory}, only "
+                f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps)}."
+            )
+        try:
+            return step, self._read(step, args, data)
+        except KeyError as error:
+            raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
+        except (CheckpointError, FileNotFoundError) as error:
+            raise CheckpointError(f"{error}{self._intact(step, args)}") from error
 
     def _read(self, step: int, args: Any, data: Any) -> Any:
         items, before = {MODEL: args}, None
@@ -219,11 +207,9 @@ class Checkpoints:
             items[DATA], before = DataRestore(data), data.get_state()
         try:
             return self.manager.restore(step, args=ocp.args.Composite(**items))[MODEL]
-        except BaseException as error:
+        except BaseException:
             if data is not None:
                 data.set_state(before)
-            if isinstance(error, KeyError):  # an item is not there
-                raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
             raise
 
     def _intact(self, damaged: int, args: ModelRestore) -> str:
@@ -243,18 +229,3 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.manager.close()
-
-
-def _listed(read: Callable[[], T]) -> T:
-    """What ``read``, which lists the steps, returns; it fails while another process deletes."""
-    for _ in range(_TRIES):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return read()
-    raise _deleted()
-
-
-def _deleted() -> NoCheckpointError:
-    return NoCheckpointError(
-        f"Checkpoints: {_TRIES} times, steps were deleted while they were read. Let the process "
-        "that writes them keep more, by max_to_keep=..."
-    )

@@ -78,7 +78,9 @@ class Entry(NamedTuple):
 
     array: StoredArray  # of PRNG keys, without the words of each
     plain_name: Name  # without the key of the Variable's value
-    position: int | None  # among Orbax's leaves; None if it is empty, which Orbax does not store
+    position: int | None = (
+        None  # among Orbax's leaves; None if it is empty, which Orbax does not store
+    )
     is_number: bool = False  # whether it was a Python number
     checksum: int | None = None
 
@@ -128,8 +130,7 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
     if _UNFINISHED in folder.name:
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
     if not folder.exists():
-        names = [child.name for child in _children(folder.parent)]
-        begun = any(n.startswith(f"{folder.name}.") and _UNFINISHED in n for n in names)
+        begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*"))
         hint = " One with this name was begun, but not written completely." if begun else ""
         old = beside(folder, "old")  # a process died while it replaced it
         hint += f" The checkpoint that was to be replaced is {old}." if old.exists() else ""
@@ -137,7 +138,7 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
     for below in _BELOW:
         if (folder / below / _NAMES_FILE).exists():
             return folder / below
-    inside = sorted(child.name for child in _children(folder) if holds_checkpoint(child))
+    inside = sorted(child.name for child in folder.glob("*") if holds_checkpoint(child))
     hint = f" There are checkpoints in it: {', '.join(inside)}. Name one." if inside else ""
     raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.{hint}")
 
@@ -146,13 +147,6 @@ def _damaged(caller: str, folder: Any, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{caller}: {folder} is damaged, or it is not a checkpoint of a model: {reason}"
     )
-
-
-def _children(folder: Any) -> list[Any]:
-    try:
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # another process may have deleted it
-        return []
 
 
 def _entries(metadata: Any) -> dict[Name, Entry]:
@@ -164,20 +158,23 @@ def _entries(metadata: Any) -> dict[Name, Entry]:
     }
     empty = {tuple(name): (tuple(shape), dtype) for name, shape, dtype in manifest.get("empty", ())}
     variables = _variables([*leaves, *empty])
+
+    def entry(name: Name, shape: Any, dtype: Any, nbytes: int, *more: Any) -> Entry:
+        levels = (i for i, key in enumerate(name) if key == VALUE and name[:i] in variables)
+        level = next(levels, len(name))
+        plain = name[:level] + name[level + 1 :]
+        return Entry(StoredArray(path_string(plain), shape, dtype, nbytes), plain, *more)
+
     entries = {}
     for position, (name, leaf) in enumerate(leaves.items()):
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
-        nbytes = array_bytes(shape, dtype)
+        nbytes, is_number = array_bytes(shape, dtype), isinstance(leaf, ocp.metadata.ScalarMetadata)
         if joined in keys:
             shape, dtype = shape[:-1], _key_dtype(keys[joined])
-        plain = _plain(name, variables)
-        array = StoredArray(path_string(plain), shape, dtype, nbytes)
-        is_number = isinstance(leaf, ocp.metadata.ScalarMetadata)
-        entries[name] = Entry(array, plain, position, is_number, sums.get(joined))
+        entries[name] = entry(name, shape, dtype, nbytes, position, is_number, sums.get(joined))
     for name, (shape, text) in empty.items():
         dtype = _key_dtype(text) if text.startswith("key<") else jax.numpy.dtype(text)
-        plain = _plain(name, variables)
-        entries[name] = Entry(StoredArray(path_string(plain), shape, dtype, 0), plain, None)
+        entries[name] = entry(name, shape, dtype, 0)
     return entries
 
 
@@ -188,12 +185,6 @@ def _variables(names: Iterable[Name]) -> set[Name]:
         for level, key in enumerate(name):
             inside.setdefault(name[:level], set()).add(key)
     return {name for name, keys in inside.items() if keys == {VALUE}}
-
-
-def _plain(name: Name, variables: set[Name]) -> Name:
-    levels = (i for i, key in enumerate(name) if key == VALUE and name[:i] in variables)
-    level = next(levels, len(name))
-    return name[:level] + name[level + 1 :]
 
 
 @functools.cache
