@@ -116,7 +116,7 @@ class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
         """Restores ``args``, a :class:`DataRestore`."""
         file = directory / _file_name()
         if not file.exists():
-            found = ", ".join(sorted(path.name for path in directory.iterdir()))
+            found = ", ".join(sorted(path.name for path in directory.glob("process_*")))
             raise CheckpointError(
                 f"restore: {directory} has no state of data for this process, {file.name}, only "
                 f"{found or 'nothing'}. Restore the model alone, or with as many processes."

@@ -199,7 +199,7 @@ class Checkpoints:
         except KeyError as error:
             raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
         except (CheckpointError, FileNotFoundError) as error:
-            raise CheckpointError(f"{error}{self._intact(step, args)}") from error
+            raise CheckpointError(f"{error}{self._intact(step, args, data)}") from error
 
     def _read(self, step: int, args: Any, data: Any) -> Any:
         items, before = {MODEL: args}, None
@@ -212,12 +212,15 @@ class Checkpoints:
                 data.set_state(before)
             raise
 
-    def _intact(self, damaged: int, args: ModelRestore) -> str:
+    def _intact(self, damaged: int, args: ModelRestore, data: Any) -> str:
         """What to do about a step that cannot be restored: the last one before it that can."""
         earlier = [step for step in self.manager.all_steps() if step < damaged]
+        before = None if data is None else data.get_state()
         for step in sorted(earlier, reverse=True):
             with contextlib.suppress(Exception):
-                self._read(step, dataclasses.replace(args, dry_run=True), None)
+                self._read(step, dataclasses.replace(args, dry_run=True), data)
+                if data is not None:
+                    data.set_state(before)
                 return (
                     f"\nStep {step} is intact: resume(..., step={step}) continues from it and "
                     "deletes those after it; restore(..., step=...) only reads it."
