@@ -1,4 +1,4 @@
-"""Checkpoints in Orbax's own managers: items, data, going back, failures, other forms and versions."""
+"""Checkpoints in Orbax's managers: items, data, going back, failures, other forms and versions."""
 
 from __future__ import annotations
 
@@ -143,6 +143,8 @@ def test_grain(tmp_path, kind):
             assert [next(again) for _ in range(3)] == want
 
 
+# When one read fails, Orbax does not cancel the others, whose event loop is then closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_going_back_and_damage(tmp_path):
     data, tree = Counter(), trained(1)
     with Checkpoints(tmp_path, max_to_keep=4) as checkpoints:
@@ -150,12 +152,12 @@ def test_going_back_and_damage(tmp_path):
         for step in range(1, 6):
             next(data)
             checkpoints.save(step, tree, data=data)
-        with pytest.raises(ValueError, match="after step 5, which exists. To go"):
+        with pytest.raises(ValueError, match=r"after step 5, which exists. To go"):
             checkpoints.save(3, tree)
         checkpoints.wait_until_finished()
         damage(tmp_path / "5")
         other, before = trained(2), contents_of(trained(2))
-        with pytest.raises(CheckpointError, match="5/model is damaged.*\nStep 4 is intact"):
+        with pytest.raises(CheckpointError, match=r"5/model is damaged.*\nStep 4 is intact"):
             checkpoints.resume(other, data=data)
         assert contents_of(other) == before and data.state == {"next": 5}
         checkpoints.restore(other, step=4)
@@ -176,7 +178,7 @@ def test_going_back_and_damage(tmp_path):
         (tmp_path / "5" / "data" / "process_0-of-1.json").rename(
             tmp_path / "5" / "data" / "process_0-of-2.json"
         )
-        with pytest.raises(CheckpointError, match="only process_0-of-2.json"):
+        with pytest.raises(CheckpointError, match=r"only process_0-of-2.json"):
             checkpoints.resume(other, data=data)
         assert contents_of(other) == before and data.state == {"next": 9}
         with pytest.raises(TypeError, match=r"values of JSON, got .*object"):
@@ -192,7 +194,7 @@ def test_a_full_disk(tmp_path):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         try:
-            with pytest.raises(Exception, match="File too large|full|exhausted"):
+            with pytest.raises(Exception, match=r"File too large|full|exhausted"):
                 checkpoints.save(2, tree)
                 checkpoints.wait_until_finished()
             with pytest.raises(CheckpointError, match="could not be written"):
@@ -283,7 +285,9 @@ def test_other_numbers_of_layers(tmp_path):
         restore(tmp_path / "list", Model(2, stacked=True))
     with pytest.raises(CheckpointError, match=r"Missing in the checkpoint:\n  blocks/3/dropout"):
         restore(tmp_path / "stack", Model(4, stacked=False))
-    with pytest.raises(CheckpointError, match="layers/up/kernel: 3 layers in the .*, 2 in the mod"):
+    with pytest.raises(
+        CheckpointError, match=r"layers/up/kernel: 3 layers in the .*, 2 in the mod"
+    ):
         restore(tmp_path / "stack", Model(2, stacked=False))
     model = Model(2, stacked=False)
     want = Model(3, stacked=False, seed=0).blocks[1].up.kernel
@@ -331,6 +335,7 @@ def test_recorded_by_an_older_orbax(tmp_path):
     np.testing.assert_array_equal(model.kernel, np.arange(6.0).reshape(2, 3))
     shutil.copytree(RECORDED, tmp_path / "steps")
     with Checkpoints(tmp_path / "steps") as checkpoints:
-        assert checkpoints.resume(tree := make(2)) == 3
+        tree = make(2)
+        assert checkpoints.resume(tree) == 3
         np.testing.assert_array_equal(tree[0].kernel, model.kernel)
         assert checkpoints.save(4, tree)
