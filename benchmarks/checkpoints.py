@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import math
 import os
 import shutil
@@ -78,12 +79,14 @@ def measure_save(folder: Path, make: Callable[[], Any], mesh: Any, repeats: int)
     total = sum(row.bytes_total for row in parameter_table(model))
     if jax.process_index() == 0:
         print(f"{total / 2**20:.0f} MiB, {jax.process_count()} process(es)", flush=True)
+    paths = (folder.with_name(f"{folder.name}{i}") for i in itertools.count())
     ways = {
-        "orbax": lambda model: orbax_save(folder, nnx.state(model)),
-        "without checksums": lambda model: save(folder, model, overwrite=True, checksums=False),
-        "": lambda model: save(folder, model, overwrite=True),
+        "orbax": lambda model: orbax_save(next(paths), nnx.state(model)),
+        "without checksums": lambda model: save(next(paths), model, checksums=False),
+        "": lambda model: save(next(paths), model),
     }
     measure("save", ways, lambda: model, repeats)
+    save(folder, model)
 
 
 def measure_restore(name: str, folder: Path, target: Callable[[], Any], repeats: int) -> None:
@@ -118,7 +121,7 @@ def measure(
 
 def orbax_save(folder: Path, state: Any) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, state, force=True)
+        checkpointer.save(folder, state)
 
 
 def orbax_restore(folder: Path, state: Any) -> Any:

@@ -519,7 +519,7 @@ class SaveTest(FolderTest):
             save(self.path, MLP(nnx.Rngs(1)))
         with self.assertRaisesRegex(FileExistsError, "is not a checkpoint, so it is kept"):
             save(self.folder, model, overwrite=True)
-        fault = mock.patch.object(ocp.Checkpointer, "save", side_effect=OSError("full"))
+        fault = mock.patch.object(ocp.AsyncCheckpointer, "save", side_effect=OSError("full"))
         with fault, self.assertRaisesRegex(CheckpointError, "could not be written: OSError: full"):
             save(self.path, MLP(nnx.Rngs(1)), overwrite=True)
         self.assertEqual(contents_of(restore(self.path, MLP(nnx.Rngs(2)))), contents_of(model))

@@ -30,10 +30,12 @@ def checksums(arrays: Sequence[Any]) -> list[int | None]:
 def _sum(x: Any) -> Any:
     """The checksum of one array, as a number or as an array that is still being computed."""
     if isinstance(x, jax.Array):
-        if x.nbytes > _SMALL or not (x.is_fully_addressable or x.is_fully_replicated):
+        x = _local(x) if x.is_fully_replicated else x  # one copy is enough
+        if x is None:
+            return None
+        if x.nbytes > _SMALL or not x.is_fully_addressable:
             [total] = finished_on_cpu([_on_devices(x)])
             return _local(total)
-        x = x if x.is_fully_addressable else _local(x)
     words = _words(np.atleast_1d(x), np)
     index = np.arange(words.size, dtype=np.uint32).reshape(words.shape)
     with np.errstate(over="ignore"):

@@ -64,7 +64,7 @@ def save(
             old.rmtree()
         folder.rename(old)  # the others wait for the first process when they begin to save
     try:
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        with ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             checkpointer.save(folder, args=args)
     except Exception as error:
         if exists and is_first:
