@@ -318,7 +318,7 @@ def test_renames(tmp_path):
     restore(tmp_path / "a", two, rename={r"encoder/(.*)": r"body/\1", "out": "head"})
     np.testing.assert_array_equal(two.body.kernel, one.encoder.kernel)
     np.testing.assert_array_equal(two.head, one.out)
-    with pytest.raises(ValueError, match=r"match no whole path in .*\n  'enc'"):
+    with pytest.raises(ValueError, match=r"match no full path in .*\n  'enc'"):
         restore(tmp_path / "a", two, rename={"enc": "body"})
     with pytest.raises(ValueError, match="same path:\n  x: encoder/bias, encoder/kernel"):
         restore(tmp_path / "a", two, rename={"encoder/.*": "x"})

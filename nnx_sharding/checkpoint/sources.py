@@ -81,7 +81,7 @@ class Finder:
         same = [f"  {path}: {', '.join(old)}" for path, old in paths.items() if len(old) > 1]
         raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
         lines = [f"  {rule!r}" for rule in rename or () if rule in unused]
-        head = f"restore: these rules of rename match no whole path in {stored.folder}:"
+        head = f"restore: these rules of rename match no full path in {stored.folder}:"
         raise_listed(ValueError, head, lines)
 
     def source(self, array: NamedArray) -> Source:

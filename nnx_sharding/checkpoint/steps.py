@@ -47,7 +47,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | ocp.CheckpointManager, **options: Any):
-        self.manager = directory
+        self.manager: Any = directory
         if not isinstance(directory, ocp.CheckpointManager):
             self.manager = ocp.CheckpointManager(
                 as_folder(directory),

@@ -1,4 +1,4 @@
-"""Saves steps without end, until it is killed or, with ``preempt``, told that it soon will be."""
+"""Saves steps without end, until it is killed or, with ``preempt``, notified of that."""
 
 import socket
 import sys
