@@ -131,12 +131,12 @@ def _is_global(sharding: Any) -> bool:
 
 def _piece_sharding(target: Target, piece: Piece, levels: int) -> Any:
     """The sharding of what is read for an array, which may have more or fewer dimensions."""
-    if not levels and not piece.index:
+    if not levels and not piece.layer:
         return target.sharding
     if not isinstance(target.sharding, NamedSharding):
         return None
     entries = target.sharding.spec.partitions[levels:]
-    spec = PartitionSpec(*[None] * len(piece.index), *entries)
+    spec = PartitionSpec(*[None] * len(piece.layer), *entries)
     return NamedSharding(_auto(target.sharding).mesh, spec)
 
 
@@ -184,9 +184,9 @@ def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple
 
 def _wrapping(value: Any, leaf: Any) -> str:
     """The range of integers that a smaller dtype cannot hold, which were read to the host."""
-    dtype = getattr(leaf, "dtype", None)
-    is_integer = isinstance(value, np.ndarray) and dtype is not None and value.dtype.kind in "iu"
-    if not is_integer or not value.size or not jnp.issubdtype(dtype, jnp.integer):
+    dtype: Any = getattr(leaf, "dtype", np.dtype(object))
+    is_read = isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu"
+    if not is_read or not jnp.issubdtype(dtype, jnp.integer):
         return ""
     low, high, info = int(value.min()), int(value.max()), _range_of(dtype)
     return "" if info.min <= low and high <= info.max else f"{low} to {high}, {dtype}"
@@ -197,11 +197,11 @@ def _assembled(target: Target, values: Mapping[Name, Any]) -> Any:
 
     def found(source: Any) -> Any:
         if isinstance(source, Piece):
-            return values[source.name], source.index
+            return values[source.name], source.layer
         return [found(part) for part in source]
 
     source = target.source
-    if isinstance(source, Piece) and not source.index:
+    if isinstance(source, Piece) and not source.layer:
         return values[source.name]
     if all(isinstance(values[piece.name], jax.Array) for piece, _ in target.pieces()):
         built = finished_on_cpu([_assembly(_auto(target.sharding))(found(source))])

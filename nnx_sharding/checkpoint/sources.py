@@ -7,6 +7,7 @@ of its layers (``blocks/layers/kernel`` as ``blocks/0/kernel``, …), and a list
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -32,7 +33,7 @@ class Piece(NamedTuple):
     """An array of a checkpoint, or one layer of it."""
 
     name: Name
-    index: tuple[int, ...] = ()
+    layer: tuple[int, ...] = ()
 
 
 Source: TypeAlias = "Piece | list[Source]"  # a list is to be stacked
@@ -116,7 +117,7 @@ class Finder:
         """How many dimensions a piece has beyond those that the model needs of it."""
         entry = self._entries[piece.name]
         shape, _ = type_of(leaf, entry)
-        return len(entry.array.shape) - len(piece.index) - len(shape[levels:])
+        return len(entry.array.shape) - len(piece.layer) - len(shape[levels:])
 
 
 def _with(name: Name, place: int, key: str) -> Name:
@@ -149,14 +150,14 @@ def check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast:
         for piece, levels in target.pieces():
             path = target.array.path if not levels else path_string(piece.name)
             entry = entries.get(piece.name)
-            if entry is None or any(map(int.__ge__, piece.index, entry.array.shape)):
+            if entry is None or any(map(int.__ge__, piece.layer, entry.array.shape)):
                 missing[path] = f"  {path}, shape {np.shape(target.array.leaf)[levels:]}"
                 continue
             if levels:
                 path = entry.array.path
-            layers.setdefault(piece.name, set()).add(piece.index)
+            layers.setdefault(piece.name, set()).add(piece.layer)
             shape, dtype = type_of(target.array.leaf, entry)
-            there, here = entry.array.shape[len(piece.index) :], shape[levels:]
+            there, here = entry.array.shape[len(piece.layer) :], shape[levels:]
             line = f"  {path}: "
             if there != here:
                 shapes.append(f"{line}{there} in the checkpoint, {here} in the model")
@@ -166,12 +167,9 @@ def check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast:
     unknown = [entry.array.path or "the root" for x, entry in entries.items() if x not in layers]
     for name, indices in layers.items():
         shape = entries[name].array.shape[: len(min(indices))]
-        if len(indices) < np.prod(shape, dtype=int) and not is_part:
-            there, here = "×".join(map(str, shape)), len(indices)
-            shapes.append(
-                f"  {entries[name].array.path}: {there} layers in the checkpoint, {here} in the "
-                "model"
-            )
+        if len(indices) < math.prod(shape) and not is_part:
+            counts = f"{math.prod(shape)} layers in the checkpoint, {len(indices)} in the model"
+            shapes.append(f"  {entries[name].array.path}: {counts}")
     may_suggest = len(missing) + len(unknown) < _SUGGESTIONS
     near = suggestion if may_suggest else lambda name, names: ""
     problems = {
