@@ -2,8 +2,9 @@
 
 Memory is what this process needs at its peak above what it had before, as a multiple of the bytes
 of the model that it holds; on virtual devices that is the memory of the devices, too. Linux only:
-the peak is read from ``/proc``. With several processes: ``python -m nnx_sharding launch --processes
-2 --devices-per-process 4 -m benchmarks.checkpoints``.
+the peak is read from ``/proc``. "orbax" is its ``StandardCheckpointer`` with
+the same arrays. With several processes: ``python -m nnx_sharding launch --processes 2
+--devices-per-process 4 -m benchmarks.checkpoints``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
+import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +30,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -53,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048, help="16 MiB a layer with 2048")
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     if "SLURM_PROCID" in os.environ:
         jax.distributed.initialize()
@@ -60,26 +66,67 @@ def main() -> None:
     make = functools.partial(Model, options.layers, options.width)
     with shared_folder() as folder:
         warm_up(folder / "small", mesh)
-        measure_save(folder / "model", make, mesh)
-        measure_restore("as saved", folder / "model", abstract_init(make, ROWS, mesh))
-        measure_restore("other axis", folder / "model", abstract_init(make, COLUMNS, mesh))
-        measure_restore("replicated", folder / "model", abstract_init(make, REPLICATED, mesh))
-        if jax.process_count() == 1:
-            measure_restore("on one device", folder / "model", nnx.eval_shape(make))
+        model, repeats = folder / "model", options.repeats
+        measure_save(model, make, mesh, repeats)
+        for name, rules in ("as saved", ROWS), ("other axis", COLUMNS), ("replicated", REPLICATED):
+            measure_restore(name, model, lambda r=rules: abstract_init(make, r, mesh), repeats)
+        save(model, sharded_init(make, ROWS, mesh), overwrite=True, checksums=False)
+        measure_restore("no checksums", model, lambda: abstract_init(make, ROWS, mesh), repeats)
 
 
-def measure_save(folder: Path, make: Callable[[], Any], mesh: Any) -> None:
+def measure_save(folder: Path, make: Callable[[], Any], mesh: Any, repeats: int) -> None:
     model = sharded_init(make, ROWS, mesh)
     total = sum(row.bytes_total for row in parameter_table(model))
     if jax.process_index() == 0:
         print(f"{total / 2**20:.0f} MiB, {jax.process_count()} process(es)", flush=True)
-    with measured("save", lambda: held(model)):
-        save(folder, model)
+    paths = (folder.with_name(f"{folder.name}{i}") for i in itertools.count())
+    ways = {
+        "orbax": lambda model: orbax_save(next(paths), nnx.state(model)),
+        "without checksums": lambda model: save(next(paths), model, checksums=False),
+        "": lambda model: save(next(paths), model),
+    }
+    measure("save", ways, lambda: model, repeats)
+    save(folder, model)
 
 
-def measure_restore(name: str, folder: Path, target: Any) -> None:
-    with measured(f"restore, {name}", lambda: held(target)):
-        restore(folder, target)
+def measure_restore(name: str, folder: Path, target: Callable[[], Any], repeats: int) -> None:
+    ways = {
+        "orbax": lambda model: orbax_restore(folder, nnx.state(model)),
+        "": lambda model: restore(folder, model),
+    }
+    measure(f"restore, {name}", ways, target, repeats)
+
+
+def measure(
+    name: str, ways: dict[str, Callable[[Any], Any]], make: Callable[[], Any], repeats: int
+) -> None:
+    """Prints the median time and the peak of memory of each way, measured in turns."""
+    size = held(make())
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, run in ways.items():
+            model = make()
+            before, started = reset_peak(), time.perf_counter()
+            run(model)
+            seconds = time.perf_counter() - started
+            found[way].append((seconds, (read_status("VmHWM") - before) / size))
+    floor = statistics.median(seconds for seconds, _ in found["orbax"])
+    for way, rows in found.items():
+        seconds, peak = (statistics.median(column) for column in zip(*rows, strict=True))
+        label = f"{name} {way and f'({way})'}"
+        print(
+            f"{label:40} {seconds:6.2f} s  {seconds / floor:5.2f} ×  peak {peak:.2f} ×", flush=True
+        )
+
+
+def orbax_save(folder: Path, state: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state)
+
+
+def orbax_restore(folder: Path, state: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder, state)
 
 
 def warm_up(folder: Path, mesh: Any) -> None:
@@ -90,19 +137,14 @@ def warm_up(folder: Path, mesh: Any) -> None:
 
 
 def held(model: Any) -> int:
-    """The bytes of the shards that this process holds."""
+    """The bytes of the shards that this process holds, or will hold."""
     arrays = jax.tree.leaves(nnx.state(model))
-    return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
-
-
-@contextlib.contextmanager
-def measured(name: str, size: Callable[[], int]) -> Iterator[None]:
-    """Prints the time and the peak of memory of what runs inside, and the bytes a second."""
-    before, started = reset_peak(), time.perf_counter()
-    yield
-    seconds, peak = time.perf_counter() - started, read_status("VmHWM") - before
-    speed = size() / 2**20 / seconds
-    print(f"{name:24} {seconds:6.2f} s  {speed:7.0f} MiB/s  peak {peak / size():.2f} ×", flush=True)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape))
+        * x.dtype.itemsize
+        * len(x.sharding.addressable_devices)
+        for x in arrays
+    )
 
 
 def reset_peak() -> int:

@@ -1,127 +1,69 @@
-"""``restore``: a checkpoint into models, optimizers and arrays, each in its sharding."""
+"""Reading a checkpoint into a tree: all of it or, after an error, nothing."""
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..apply import other_memory, rebuilt, sharding_of
+from ..apply import finished_on_cpu, other_memory, rebuilt, sharding_of
 from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
 from ..filters import to_predicate
-from ..fitting import fit_sharding, suggestion, unsummed
+from ..fitting import fit_sharding, unsummed
 from ..partition.constrain import assign
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
-from .read import Stored, key_kind, key_words, load, read
+from .sources import NUMBERS, Finder, Piece, Target, check_fit
+from .stored import Stored, key_kind, load, opened
 
-_SUGGESTIONS = 40  # comparing each name with each takes too long for a model of thousands
-_NUMBERS = (bool, int, float, complex)
-_NUMBER_KINDS = {"i": int, "f": float, "c": complex}
 _range_of: Any = jnp.iinfo
-_ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these stay what they are
+_ON_HOST = (np.ndarray, np.generic, *NUMBERS)  # these stay what they are
+_SHOWN = 40  # paths in a message
 
 
-@_compat.api_boundary
-def restore(
-    path: str | os.PathLike[str],
+def prepare(
+    folder: Any,
     tree: Any,
-    sharding: Any = None,
-    mesh: Mesh | None = None,
-    *,
-    only: Any = ...,
-    cast: bool = False,
-) -> Any:
-    """Reads a checkpoint into a model, an optimizer or any pytree of them and of arrays.
-
-    Each array is read directly into its sharding: each process reads its own shards, whatever mesh
-    and number of processes wrote it. The checkpoint may be one of :func:`save`, whose checksums are
-    compared, or one that Orbax wrote of an ``nnx.state``.
-
-    Args:
-      path: the directory of the checkpoint, or of one step of several.
-      tree: what to fill, with arrays or abstract (:func:`~nnx_sharding.partition.abstract_init`).
-        Modules and Variables are changed in place: all of them or, after an error, none. NumPy
-        arrays and numbers remain NumPy arrays and numbers.
-      sharding: where to place arrays: anything that
-        :func:`~nnx_sharding.partition.with_sharding_constraint` takes. None is the sharding of the
-        array in ``tree``; an array without one goes to the default device.
-      mesh: the mesh of partition specs; without ``sharding``, the mesh for the specs of the arrays
-        in ``tree``.
-      only: an NNX filter for what to restore, such as ``nnx.Param``. The rest of ``tree`` is left
-        as it is, and the rest of the checkpoint is ignored.
-      cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
-        among integer and among complex types. Integers never wrap.
-
-    Returns:
-      ``tree``, with arrays outside of modules and Variables in new containers.
-
-    Raises:
-      NoCheckpointError: there is no checkpoint.
-      CheckpointError: it cannot be read, is damaged, or does not fit: paths that are missing on
-        either side, other shapes and dtypes, integers that ``cast`` would wrap, all in one
-        message.
-      TypeError: ``tree`` or ``sharding`` contains something of the wrong type.
-      ValueError: arrays have no sharding, or none with devices; ``only`` matches nothing.
-      TraceContextError: an object of ``tree`` belongs to another trace.
-
-    Example:
-      >>> import tempfile
-      >>> from flax import nnx
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.checkpoint import restore, save
-      >>> from nnx_sharding.partition import make_mesh
-      >>> folder = tempfile.mkdtemp() + "/model"
-      >>> save(folder, nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-      >>> restore(folder, model, P("model"), make_mesh({"model": -1})).kernel.sharding.spec
-      P('model', None)
-    """
+    sharding: Any,
+    mesh: Any,
+    only: Any,
+    cast: bool,
+    rename: Mapping[str, str] | None,
+) -> Callable[[], Any]:
+    """Reads and checks everything; returns a function that fills the tree and returns it."""
     flat = flatten(tree)
     if not _compat.trace_is_clean():
         raise ValueError("restore: a checkpoint cannot be read inside of a traced function.")
     arrays = _selected(named_arrays(flat), only)
     shardings = _shardings(tree, flat, arrays, sharding, mesh)
-    stored = read("restore", path)
-    targets = []
-    for array in arrays:
-        is_plain = array.name not in stored.entries and array.plain_name in stored.entries
-        name = array.plain_name if is_plain else array.name
-        targets.append(Target(array, name, shardings[array.slot]))
-    _check_fit(stored, targets, is_part=only is not ..., cast=cast)
-    # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
-    narrowed = [target for target in targets if _may_wrap(stored, target)]
-    wanted = {t.name: t.sharding if _is_global(t.sharding) else None for t in targets}
-    values = load("restore", stored, wanted | {target.name: None for target in narrowed})
-    _check_range(narrowed, values)
+    stored = opened("restore", folder)
+    finder = Finder(stored, rename)
+    targets = [Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
+    check_fit(stored, targets, is_part=only is not ..., cast=cast)
+    values = load("restore", stored, _wanted(stored, targets))
     leaves, references = list(flat.leaves), []
-    for array, name, array_sharding in targets:
-        value = _like(values[name], array.leaf, array_sharding)
+    for array, value in _converted(targets, values):
         if is_reference(array.leaf):
             references.append((array.leaf, value))
         else:
             leaves[array.slot] = value
-    restored = rebuilt(flat, leaves, "restore")
-    for reference, value in references:
-        reference[...] = value
-    return restored
 
+    def fill() -> Any:
+        restored = rebuilt(flat, leaves, "restore")
+        for reference, value in references:
+            reference[...] = value
+        return restored
 
-class Target(NamedTuple):
-    """One array to restore, its name in the checkpoint, and its sharding or None."""
-
-    array: NamedArray
-    name: Name
-    sharding: Any
+    return fill
 
 
 def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
@@ -129,8 +71,8 @@ def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
     keep = to_predicate(only)
     selected = [array for array in arrays if keep(array.variable_path, array.variable)]
     if arrays and not selected:
-        paths = ", ".join(array.path for array in arrays[:_SUGGESTIONS])
-        more = ", …" if len(arrays) > _SUGGESTIONS else ""
+        paths = ", ".join(array.path for array in arrays[:_SHOWN])
+        more = ", …" if len(arrays) > _SHOWN else ""
         raise ValueError(f"restore: only={only!r} matches none of the arrays: {paths}{more}.")
     wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in selected if not is_storable(x.leaf)]
     raise_listed(TypeError, "restore: these are not arrays or numbers:", wrong)
@@ -170,90 +112,16 @@ def _present(leaf: Any) -> Any:
     return present.sharding if isinstance(present, Format) else present
 
 
-def _check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast: bool) -> None:
-    """Raises an error if the arrays of the checkpoint differ from those to restore."""
-    missing = {t.array.path: t.array.leaf for t in targets if t.name not in stored.entries}
-    used = {target.name for target in targets}
-    unknown = [
-        entry.array.path or "the root" for name, entry in stored.entries.items() if name not in used
-    ]
-    shapes, dtypes = [], []
-    for array, name, _ in targets:
-        if name not in stored.entries:
-            continue
-        there = stored.entries[name].array
-        shape, dtype = _type_of(array.leaf, is_stored_as_key=is_key(there))
-        line = f"  {array.path}: "
-        if there.shape != shape:
-            shapes.append(f"{line}{there.shape} in the checkpoint, {shape} in the model")
-        elif not _is_same_dtype(there.dtype, dtype, cast):
-            text = dtype.__name__ if isinstance(dtype, type) else dtype
-            dtypes.append(f"{line}{there.dtype} in the checkpoint, {text} in the model")
-    may_suggest = len(missing) + len(unknown) < _SUGGESTIONS
-    near = suggestion if may_suggest else lambda name, names: ""
-    problems = {
-        "Missing in the checkpoint": [
-            f"  {path}, shape {np.shape(leaf)}{near(path, unknown)}"
-            for path, leaf in missing.items()
-        ],
-        "Not in the model": []
-        if is_part
-        else [f"  {path}{near(path, missing)}" for path in unknown],
-        "Of another shape": shapes,
-        "Of another dtype (cast=True converts among floats and among integers)": dtypes,
-    }
-    listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
-    raise_listed(CheckpointError, f"restore: {stored.folder} does not fit the model.", listed)
-
-
-def _type_of(leaf: Any, *, is_stored_as_key: bool) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype that an array should have in the checkpoint; the type of a number."""
-    if isinstance(leaf, _NUMBERS):
-        return (), type(leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
-        return tuple(leaf.shape), _NUMBER_KINDS.get(leaf.dtype.kind, leaf.dtype)
-    if is_key(leaf) and not is_stored_as_key:  # Orbax does not record that they are keys
-        leaf = key_words(leaf)
-    return tuple(leaf.shape), leaf.dtype
-
-
-def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:
-    if isinstance(here, type):  # a dtype would be equal to float
-        kind = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
-        return bool(np.issubdtype(there, kind[here]))
-    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
-    return bool(there == here) or (
-        cast and any(jnp.issubdtype(there, k) and jnp.issubdtype(here, k) for k in kinds)
-    )
-
-
-def _may_wrap(stored: Stored, target: Target) -> bool:
-    """Whether integers of the checkpoint may be out of the range of those in the model."""
-    there, leaf = stored.entries[target.name].array.dtype, target.array.leaf
-    if isinstance(leaf, _NUMBERS):
-        return False
-    if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (there, leaf.dtype)):
-        return False
-    old, new = _range_of(there), _range_of(leaf.dtype)
-    return bool(old.min < new.min or old.max > new.max)
-
-
-def _check_range(narrowed: Sequence[Target], values: Mapping[Name, Any]) -> None:
-    """Raises an error if a conversion would wrap integers."""
-    lines = []
-    for array, name, _ in narrowed:
-        if np.size(values[name]):
-            dtype = array.leaf.dtype
-            low, high, info = int(np.min(values[name])), int(np.max(values[name])), _range_of(dtype)
-            if low < info.min or high > info.max:
-                lines.append(f"  {array.path}: {low} to {high}, {dtype}")
-    raise_listed(
-        CheckpointError,
-        "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
-        "this dtype in the model:",
-        lines,
-        "Use a larger dtype in the model.",
-    )
+def _wanted(stored: Stored, targets: Sequence[Target]) -> dict[Name, Any]:
+    """The sharding in which each array is read; None for a NumPy array."""
+    wanted: dict[Name, Any] = {}
+    for target in targets:
+        for piece, levels in target.pieces():
+            # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
+            is_host = not _is_global(target.sharding) or _may_wrap(stored, target, piece)
+            sharding = None if is_host else _piece_sharding(target, piece, levels)
+            wanted[piece.name] = wanted.get(piece.name, sharding) and sharding
+    return wanted
 
 
 def _is_global(sharding: Any) -> bool:
@@ -261,9 +129,102 @@ def _is_global(sharding: Any) -> bool:
     return sharding is not None and not (jax.process_count() > 1 and sharding.is_fully_addressable)
 
 
+def _piece_sharding(target: Target, piece: Piece, levels: int) -> Any:
+    """The sharding of what is read for an array, which may have more or fewer dimensions."""
+    if not levels and not piece.layer:
+        return target.sharding
+    if not isinstance(target.sharding, NamedSharding):
+        return None
+    entries = target.sharding.spec.partitions[levels:]
+    spec = PartitionSpec(*[None] * len(piece.layer), *entries)
+    return NamedSharding(_auto(target.sharding).mesh, spec)
+
+
+def _auto(sharding: NamedSharding) -> NamedSharding:
+    """A sharding in the default memory, on Auto axes, where any operation is possible."""
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(*sharding.spec.partitions))
+
+
+def _may_wrap(stored: Stored, target: Target, piece: Piece) -> bool:
+    """Whether integers of the checkpoint may be out of the range of those in the model."""
+    there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
+    if isinstance(leaf, NUMBERS):
+        return False
+    if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (there, leaf.dtype)):
+        return False
+    old, new = _range_of(there), _range_of(leaf.dtype)
+    return bool(old.min < new.min or old.max > new.max)
+
+
+def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
+    """Each array as the model has it; what was read is freed once nothing else needs it."""
+    uses = Counter(piece.name for target in targets for piece, _ in target.pieces())
+    converted, wrapping = [], []
+    # Layers of one stack come one after the other.
+    for target in sorted(targets, key=lambda target: next(target.pieces())[0].name):
+        array, value = target.array, _assembled(target, values)
+        if line := _wrapping(value, array.leaf):
+            wrapping.append(f"  {array.path}: {line}")
+        else:
+            converted.append((array, _like(value, array.leaf, target.sharding)))
+        for piece, _ in target.pieces():
+            uses[piece.name] -= 1
+            if not uses[piece.name]:
+                del values[piece.name]
+    raise_listed(
+        CheckpointError,
+        "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
+        "this dtype in the model:",
+        sorted(wrapping),
+        "Use a larger dtype in the model.",
+    )
+    return converted
+
+
+def _wrapping(value: Any, leaf: Any) -> str:
+    """The range of integers that a smaller dtype cannot hold, which were read to the host."""
+    dtype: Any = getattr(leaf, "dtype", np.dtype(object))
+    is_read = isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu"
+    if not is_read or not jnp.issubdtype(dtype, jnp.integer):
+        return ""
+    low, high, info = int(value.min()), int(value.max()), _range_of(dtype)
+    return "" if info.min <= low and high <= info.max else f"{low} to {high}, {dtype}"
+
+
+def _assembled(target: Target, values: Mapping[Name, Any]) -> Any:
+    """An array as it was read, one layer of it, or layers that are stacked."""
+
+    def found(source: Any) -> Any:
+        if isinstance(source, Piece):
+            return values[source.name], source.layer
+        return [found(part) for part in source]
+
+    source = target.source
+    if isinstance(source, Piece) and not source.layer:
+        return values[source.name]
+    if all(isinstance(values[piece.name], jax.Array) for piece, _ in target.pieces()):
+        built = finished_on_cpu([_assembly(_auto(target.sharding))(found(source))])
+        return transfer(built, [unsummed(target.sharding)])[0]
+    return _built(found(source), np)
+
+
+@functools.lru_cache(maxsize=64)
+def _assembly(sharding: Any) -> Any:
+    """A function that builds arrays of one sharding, which compiles once for each shape."""
+    return jax.jit(functools.partial(_built, numpy=jnp), out_shardings=sharding)
+
+
+def _built(source: Any, numpy: Any) -> Any:
+    if isinstance(source, list):
+        return numpy.stack([_built(part, numpy) for part in source])
+    array, index = source
+    return array[index] if index else array
+
+
 def _like(value: Any, leaf: Any, sharding: Any) -> Any:
     """What was read, as the model has it."""
-    if isinstance(leaf, _NUMBERS):
+    if isinstance(leaf, NUMBERS):
         return type(leaf)(np.asarray(value).item())
     if isinstance(leaf, np.generic):
         return leaf.dtype.type(value)

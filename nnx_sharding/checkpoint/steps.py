@@ -1,46 +1,37 @@
-"""``Checkpoints``: the checkpoints of a training run, by step."""
+"""``Checkpoints``: the steps of a training run, in Orbax's ``CheckpointManager``."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import orbax.checkpoint as ocp
 
 from .. import _compat
 from ..core.flatten import flatten
 from ..errors import CheckpointError, NoCheckpointError
 from ..fitting import suggestion
-from .folder import as_folder, first_line
+from .items import DataRestore, DataSave, ModelRestore, ModelSave, check_storable, encoded
 from .names import named_arrays
-from .restore import restore
-from .save import save_args
-
-T = TypeVar("T")
-
-_TRIES = 20
+from .stored import DATA, MODEL, as_folder
 
 
 class Checkpoints:
-    """The checkpoints of a training run: one for each saved step, of which the last few are kept.
+    """The checkpoints of a training run: a model and the state of its data, by step.
 
-    A thin layer over Orbax's ``CheckpointManager``, with its directories and the names of its
-    options. As a context manager it waits at its end for what is still being written.
+    A thin layer over Orbax's ``CheckpointManager``, which is :attr:`manager` and decides which
+    steps are saved and kept, also when the job is preempted. All further attributes are those of
+    the manager: ``latest_step()``, ``best_step()``, ``all_steps()``, ``delete(step)``,
+    ``reached_preemption(step)``, ``wait_until_finished()``. As a context manager it waits at its
+    end for what is still being written.
 
     Args:
-      directory: the directory of the steps; it is made.
-      max_to_keep: how many steps are kept; None keeps all.
-      keep_period: steps that are a multiple of this are kept as well.
-      save_interval_steps: :meth:`save` skips steps that are not a multiple of this.
-      enable_async_checkpointing: whether :meth:`save` returns as soon as the arrays may change
-        again, and writes in the background.
-
-    Raises:
-      ValueError: a number is less than 1.
+      directory: the directory of the steps, which is made, or a ``CheckpointManager``.
+      **options: those of ``ocp.CheckpointManagerOptions``, such as ``max_to_keep`` and
+        ``save_interval_steps``, with their defaults: all steps are kept.
 
     Example:
       >>> import tempfile
@@ -51,73 +42,71 @@ class Checkpoints:
       ...     start = checkpoints.resume(model) or 0  # nothing there yet
       ...     for step in range(start + 1, 6):
       ...         _ = checkpoints.save(step, model)
-      ...     checkpoints.resume(model), checkpoints.steps
-      (5, (4, 5))
+      ...     checkpoints.resume(model), checkpoints.all_steps()
+      (5, [4, 5])
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        max_to_keep: int | None = 3,
-        keep_period: int | None = None,
-        save_interval_steps: int = 1,
-        enable_async_checkpointing: bool = True,
-    ):
-        kept = {"max_to_keep": max_to_keep, "keep_period": keep_period}
-        numbers = {**kept, "save_interval_steps": save_interval_steps}
-        wrong = [f"{k}={n!r}" for k, n in numbers.items() if n is not None and n < 1]
-        if wrong:
-            raise ValueError(f"Checkpoints: {', '.join(wrong)} must be at least 1.")
-        self._folder = as_folder(directory)
-        self._interval = save_interval_steps  # Orbax would save the first step in any case
-        options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=enable_async_checkpointing, **kept
-        )
-        self._manager = self._listed(
-            lambda: ocp.CheckpointManager(
-                self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
+    def __init__(self, directory: str | os.PathLike[str] | ocp.CheckpointManager, **options: Any):
+        self.manager: Any = directory
+        if not isinstance(directory, ocp.CheckpointManager):
+            self.manager = ocp.CheckpointManager(
+                as_folder(directory),
+                options=ocp.CheckpointManagerOptions(**options),
+                item_names=(MODEL, DATA),  # so that it expects items in each step
             )
-        )
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps that can be restored, in order."""
-        return tuple(sorted(self._manager.all_steps()))
-
-    @property
-    def latest(self) -> int | None:
-        """The last step; None if there is none."""
-        return max(self.steps, default=None)
+    def __getattr__(self, name: str) -> Any:
+        if name == "manager":  # __init__ failed
+            raise AttributeError(name)
+        return getattr(self.manager, name)
 
     @_compat.api_boundary
-    def save(self, step: int, tree: Any, *, force: bool = False) -> bool:
-        """Saves one step, as :func:`~nnx_sharding.checkpoint.save` does.
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        *,
+        data: Any = None,
+        metrics: Any = None,
+        force: bool = False,
+        checksums: bool = True,
+    ) -> bool:
+        """Saves one step, if the manager decides so. Call it in each step of the training.
 
         Args:
           step: its number, larger than those of all saved steps.
-          tree: what to save. It may change as soon as this returns.
-          force: whether to save a step that is not a multiple of ``save_interval_steps``.
+          tree: a model, an optimizer, metrics, or any pytree of them, as for
+            :class:`~nnx_sharding.checkpoint.ModelSave`. It may change as soon as this returns.
+          data: a data iterator, or its state, as for :class:`~nnx_sharding.checkpoint.DataSave`.
+          metrics: numbers by name, for ``best_fn`` of the manager.
+          force: whether to save whatever the manager decides.
+          checksums: whether to store a checksum of each array.
 
         Returns:
-          Whether the step was saved.
+          Whether the step is saved.
 
         Raises:
           TypeError, ValueError: the step is not an integer, negative or not after all saved steps;
-            or as for ``save``.
-          CheckpointError: this step, or one that was still being written, could not be written.
+            or as for ``ModelSave`` and ``DataSave``.
+          Exception: what Orbax raises if this step, or the one before, cannot be written.
         """
-        step = _step_number("save", step)
-        if step % self._interval and not force:
-            return False
-        args = save_args("Checkpoints.save", tree)
-        latest = self._manager.latest_step()
+        step, latest = operator.index(step), self.manager.latest_step()
+        if step < 0:
+            raise ValueError(f"Checkpoints.save: expected a step of 0 or more, got {step}.")
         if latest is not None and step <= latest:
             raise ValueError(
-                f"Checkpoints.save: step {step} does not come after step {latest}, which exists."
+                f"Checkpoints.save: step {step} does not come after step {latest}, which exists. "
+                "To go back to an earlier step, resume(..., step=...) deletes those after it."
             )
-        with self._writing():
-            return bool(self._manager.save(step, args=args, force=True))
+        if not force and not self.manager.should_save(step):
+            return False
+        # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
+        check_storable(named_arrays(flatten(tree)))
+        items = {MODEL: ModelSave(tree, checksums)}
+        if data is not None:
+            items[DATA] = DataSave(encoded(data))
+        args = ocp.args.Composite(**items)
+        return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
 
     @_compat.api_boundary
     def restore(
@@ -127,55 +116,58 @@ class Checkpoints:
         mesh: Any = None,
         *,
         step: int | None = None,
-        only: Any = ...,
-        cast: bool = False,
+        data: Any = None,
+        **options: Any,
     ) -> Any:
-        """Restores one step, as :func:`~nnx_sharding.checkpoint.restore` does.
+        """Restores one step, and changes no step.
 
-        The arguments, the result and the errors are those of that function. ``step`` is the number
-        of the step; None for the last one.
+        Args:
+          tree: what to fill, as for :func:`~nnx_sharding.checkpoint.restore`.
+          sharding: where to place arrays, likewise.
+          mesh: the mesh of partition specs.
+          step: its number; None for the last one.
+          data: a data iterator to set to the state that was saved with the step.
+          **options: ``only``, ``cast`` and ``rename`` of ``restore``.
+
+        Returns:
+          ``tree``, with arrays outside of modules and Variables in new containers.
 
         Raises:
           NoCheckpointError: there is no step, or not this one.
-          TypeError, ValueError: the step is not an integer, or negative.
+          CheckpointError: as for ``restore``, or the step has no state of data. Neither ``tree``
+            nor ``data`` is changed. The message says which earlier step is intact.
         """
-        self.wait()
-
-        def read(step: int) -> Any:
-            return restore(self._folder / str(step), tree, sharding, mesh, only=only, cast=cast)
-
-        if step is None:
-            last = self._last(read)
-            if last is None:
-                raise NoCheckpointError(f"Checkpoints.restore: no steps found in {self._folder}.")
-            return last[1]
-        step, steps = _step_number("restore", step), self.steps
-        if step not in steps:
+        args = ModelRestore(tree, sharding, mesh, **options)
+        found = self._restored(step, args, data)
+        if found is None:
             raise NoCheckpointError(
-                f"Checkpoints.restore: there is no step {step} in {self._folder}, only "
-                f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps)}."
+                f"Checkpoints.restore: no steps found in {self.manager.directory}."
             )
-        return read(step)
+        return found[1]
 
     @_compat.api_boundary
-    def resume(self, tree: Any, sharding: Any = None, mesh: Any = None) -> int | None:
-        """Restores the last step of a training run in place, if there is one.
+    def resume(
+        self,
+        tree: Any,
+        sharding: Any = None,
+        mesh: Any = None,
+        *,
+        step: int | None = None,
+        data: Any = None,
+        **options: Any,
+    ) -> int | None:
+        """Continues a training run in place, from the last step or, with ``step``, an earlier one.
 
-        If another process deletes the last step while it is read, the step that is the last by
-        then is restored.
-
-        Args:
-          tree: modules, optimizers and Variables, with arrays or abstract.
-          sharding: where to place arrays, as for :meth:`restore`.
-          mesh: the mesh of partition specs.
+        The arguments are those of :meth:`restore`. With ``step``, all steps after it are deleted
+        once it is restored, so that the training can save them again.
 
         Returns:
-          The step, or None: then nothing is changed.
+          The step, or None if there is none: then nothing is changed.
 
         Raises:
           TypeError: ``tree`` has arrays outside of Variables, which cannot be changed in place.
-          CheckpointError: the last step cannot be read or does not fit. An earlier one may:
-            ``restore(tree, step=…)``.
+          NoCheckpointError: there is no such ``step``.
+          CheckpointError: as for :meth:`restore`.
         """
         flat = flatten(tree)
         outside = [x.path for x in named_arrays(flat) if x.slot in flat.structure.root_slots]
@@ -184,85 +176,59 @@ class Checkpoints:
                 "Checkpoints.resume: these arrays belong to no module or Variable and cannot be "
                 f"changed in place: {', '.join(outside)}. Use restore, which returns them."
             )
-        self.wait()
-        last = self._last(lambda step: restore(self._folder / str(step), tree, sharding, mesh))
-        return None if last is None else last[0]
+        found = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
+        for later in sorted(self.manager.all_steps(), reverse=True) if step is not None else ():
+            if later > step:
+                self.manager.delete(later)
+        return None if found is None else found[0]
 
-    def _last(self, read: Callable[[int], T]) -> tuple[int, T] | None:
-        """The last step and what ``read`` returns for it; None if there is no step."""
-        step = self.latest
-        for _ in range(_TRIES):
-            if step is None:
-                return None
-            try:
-                return step, read(step)
-            except CheckpointError as error:
-                tried = step
-                self._listed(self._manager.reload)
-                step = self.latest
-                if step == tried:
-                    raise
-                if step is None:
-                    raise NoCheckpointError(
-                        f"Checkpoints: step {tried} in {self._folder} was deleted while it was "
-                        "read, and no other step is left."
-                    ) from error
-        raise self._deleted()
-
-    def _listed(self, read: Callable[[], T]) -> T:
-        """What ``read``, which lists the steps, returns; it fails while another process deletes."""
-        for _ in range(_TRIES):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                return read()
-        raise self._deleted()
-
-    def _deleted(self) -> NoCheckpointError:
-        return NoCheckpointError(
-            f"Checkpoints: {_TRIES} times, steps in {self._folder} were deleted while they were "
-            "read. Let the process that writes them keep more, by max_to_keep=..."
-        )
-
-    @_compat.api_boundary
-    def wait(self) -> None:
-        """Waits until everything that was saved is written.
-
-        Raises:
-          CheckpointError: something could not be written.
-        """
-        with self._writing():
-            self._manager.wait_until_finished()
-
-    @_compat.api_boundary
-    def close(self) -> None:
-        """Waits, and ends what runs in the background; nothing can be saved afterwards."""
-        with self._writing():
-            self._manager.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _restored(self, step: int | None, args: Any, data: Any) -> tuple[int, Any] | None:
+        """The step that was restored and what it holds; None if there is no step."""
+        self.manager.wait_until_finished()
+        steps = sorted(self.manager.all_steps())
+        if step is None and not steps:
+            return None
+        step = steps[-1] if step is None else operator.index(step)
+        if step not in steps:
+            raise NoCheckpointError(
+                f"Checkpoints: there is no step {step} in {self.manager.directory}, only "
+                f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps)}."
+            )
         try:
-            yield
-        except Exception as error:
-            raise CheckpointError(
-                f"Checkpoints: a step in {self._folder} could not be written: {first_line(error)}"
-            ) from error
+            return step, self._read(step, args, data)
+        except KeyError as error:
+            raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
+        except (CheckpointError, FileNotFoundError) as error:
+            raise CheckpointError(f"{error}{self._intact(step, args, data)}") from error
+
+    def _read(self, step: int, args: Any, data: Any) -> Any:
+        items, before = {MODEL: args}, None
+        if data is not None:
+            items[DATA], before = DataRestore(data), data.get_state()
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**items))[MODEL]
+        except BaseException:
+            if data is not None:
+                data.set_state(before)
+            raise
+
+    def _intact(self, damaged: int, args: ModelRestore, data: Any) -> str:
+        """What to do about a step that cannot be restored: the last one before it that can."""
+        earlier = [step for step in self.manager.all_steps() if step < damaged]
+        before = None if data is None else data.get_state()
+        for step in sorted(earlier, reverse=True):
+            with contextlib.suppress(Exception):
+                self._read(step, dataclasses.replace(args, dry_run=True), data)
+                if data is not None:
+                    data.set_state(before)
+                return (
+                    f"\nStep {step} is intact: resume(..., step={step}) continues from it and "
+                    "deletes those after it; restore(..., step=...) only reads it."
+                )
+        return "\nNo earlier step can be restored." if earlier else ""
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _step_number(method: str, step: Any) -> int:
-    """The number of a step, a Python or NumPy integer."""
-    message = f"Checkpoints.{method}: expected a step of 0 or more, got {step!r}."
-    if isinstance(step, bool | np.bool_):
-        raise TypeError(message)
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(message) from None
-    if number < 0:
-        raise ValueError(message)
-    return number
+        self.manager.close()

@@ -143,19 +143,35 @@ def train_step(model, optimizer, x):
     return value
 
 
+class Data:
+    """The data of one process."""
+
+    def __init__(self):
+        self.state = {"process": jax.process_index(), "step": 0}
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
 def train(folder, killed_at=None):
     """The step at which training begins, and the losses from there on."""
     mesh = mesh_of((2, 4))
     with jax.set_mesh(mesh), Checkpoints(folder) as checkpoints:
         model, optimizer = sharded_init(make, RULES, mesh)
-        start = checkpoints.resume((model, optimizer)) or 0
+        data = Data()
+        start = checkpoints.resume((model, optimizer), data=data) or 0
+        assert data.state == {"process": jax.process_index(), "step": start}, data.state
         losses = []
         for step in range(start + 1, STEPS + 1):
             batch = np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
             put = NamedSharding(mesh, P("data"))
             x = jax.make_array_from_callback(batch.shape, put, lambda index: batch[index])
             losses.append(float(train_step(model, optimizer, x)))
-            checkpoints.save(step, (model, optimizer))
+            data.set_state(data.state | {"step": step})
+            checkpoints.save(step, (model, optimizer), data=data)
             if step == killed_at and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)  # while the checkpoint is written
     return start, losses

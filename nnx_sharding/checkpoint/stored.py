@@ -1,4 +1,4 @@
-"""``contents`` and the reading of arrays: names, shapes, dtypes and values in a checkpoint."""
+"""An open checkpoint: its folder, the names, shapes and dtypes of its arrays, their values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from ..analysis.memory import array_bytes
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
 from ..fitting import unsummed
 from ..paths import path_key, path_string
 from .checksums import checksums
-from .folder import ITEM, MANIFEST, NAMES_FILE, as_folder, beside, first_line, holds_checkpoint
 from .names import VALUE, Name, is_key
 
+MODEL, DATA = "model", "data"  # the items of a step of `Checkpoints`
+MANIFEST = "nnx_sharding"  # the entry of this library in the metadata of a checkpoint
+
+_NAMES_FILE = "_METADATA"  # Orbax's file with the names of arrays
+_BELOW = ("", MODEL, "default")  # Orbax calls the only item of a step "default"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -64,7 +69,7 @@ def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
       bias (3,) float32
       kernel (2, 3) float32
     """
-    entries = read("contents", path).entries.values()
+    entries = opened("contents", item_folder("contents", path)).entries.values()
     return tuple(sorted((entry.array for entry in entries), key=lambda array: array.path))
 
 
@@ -72,7 +77,10 @@ class Entry(NamedTuple):
     """One array before it is read."""
 
     array: StoredArray  # of PRNG keys, without the words of each
-    position: int | None  # among Orbax's leaves; None if it is empty, which Orbax does not store
+    plain_name: Name  # without the key of the Variable's value
+    position: int | None = (
+        None  # among Orbax's leaves; None if it is empty, which Orbax does not store
+    )
     is_number: bool = False  # whether it was a Python number
     checksum: int | None = None
 
@@ -85,9 +93,8 @@ class Stored(NamedTuple):
     entries: Mapping[Name, Entry]
 
 
-def read(caller: str, path: str | os.PathLike[str]) -> Stored:
+def opened(caller: str, folder: Any) -> Stored:
     """Opens a checkpoint; the errors are those of :func:`contents`."""
-    folder = _item_folder(caller, as_folder(path))
     try:
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
         return Stored(folder, metadata.tree, _entries(metadata))
@@ -95,36 +102,51 @@ def read(caller: str, path: str | os.PathLike[str]) -> Stored:
         raise _damaged(caller, folder, first_line(error)) from error
 
 
-def _damaged(caller: str, folder: Any, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{caller}: {folder} is damaged, or it is not a checkpoint of a model: {reason}"
-    )
+def as_folder(path: str | os.PathLike[str]) -> Any:
+    """A path as Orbax takes it: absolute, on this machine or in a bucket (``gs://…``)."""
+    text = os.fspath(path)
+    return epath.Path(text if "://" in text else os.path.abspath(text))
 
 
-def _item_folder(caller: str, folder: Any) -> Any:
+def beside(folder: Any, what: str) -> Any:
+    """A path next to a checkpoint that nobody else uses."""
+    return folder.parent / f".{folder.name}.nnx_sharding-{what}"
+
+
+def holds_checkpoint(folder: Any) -> bool:
+    """Whether a folder looks like a checkpoint, complete or not."""
+    return any((folder / below / _NAMES_FILE).exists() for below in _BELOW)
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the beginning of its message."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
     """The folder with the arrays: the given one, or the item of a step in it."""
+    folder = as_folder(path)
     if _UNFINISHED in folder.name:
         raise CheckpointError(f"{caller}: {folder} was not written completely.")
     if not folder.exists():
-        names = [child.name for child in _children(folder.parent)]
-        begun = any(n.startswith(f"{folder.name}.") and _UNFINISHED in n for n in names)
+        begun = any(folder.parent.glob(f"{folder.name}*{_UNFINISHED}*"))
         hint = " One with this name was begun, but not written completely." if begun else ""
         old = beside(folder, "old")  # a process died while it replaced it
         hint += f" The checkpoint that was to be replaced is {old}." if old.exists() else ""
         raise NoCheckpointError(f"{caller}: there is no checkpoint {folder}.{hint}")
-    for below in (folder, folder / ITEM):
-        if (below / NAMES_FILE).exists():
-            return below
-    inside = sorted(child.name for child in _children(folder) if holds_checkpoint(child))
+    for below in _BELOW:
+        if (folder / below / _NAMES_FILE).exists():
+            return folder / below
+    inside = sorted(child.name for child in folder.glob("*") if holds_checkpoint(child))
     hint = f" There are checkpoints in it: {', '.join(inside)}. Name one." if inside else ""
-    raise _damaged(caller, folder, f"it has no file {NAMES_FILE}.{hint}")
+    raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.{hint}")
 
 
-def _children(folder: Any) -> list[Any]:
-    try:
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # another process may have deleted it
-        return []
+def _damaged(caller: str, folder: Any, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{caller}: {folder} is damaged, or it is not a checkpoint of a model: {reason}"
+    )
 
 
 def _entries(metadata: Any) -> dict[Name, Entry]:
@@ -136,18 +158,23 @@ def _entries(metadata: Any) -> dict[Name, Entry]:
     }
     empty = {tuple(name): (tuple(shape), dtype) for name, shape, dtype in manifest.get("empty", ())}
     variables = _variables([*leaves, *empty])
+
+    def entry(name: Name, shape: Any, dtype: Any, nbytes: int, *more: Any) -> Entry:
+        levels = (i for i, key in enumerate(name) if key == VALUE and name[:i] in variables)
+        level = next(levels, len(name))
+        plain = name[:level] + name[level + 1 :]
+        return Entry(StoredArray(path_string(plain), shape, dtype, nbytes), plain, *more)
+
     entries = {}
     for position, (name, leaf) in enumerate(leaves.items()):
         joined, shape, dtype = ".".join(name), tuple(leaf.shape), leaf.dtype
-        nbytes = array_bytes(shape, dtype)
+        nbytes, is_number = array_bytes(shape, dtype), isinstance(leaf, ocp.metadata.ScalarMetadata)
         if joined in keys:
             shape, dtype = shape[:-1], _key_dtype(keys[joined])
-        array = StoredArray(_path(name, variables), shape, dtype, nbytes)
-        is_number = isinstance(leaf, ocp.metadata.ScalarMetadata)
-        entries[name] = Entry(array, position, is_number, sums.get(joined))
+        entries[name] = entry(name, shape, dtype, nbytes, position, is_number, sums.get(joined))
     for name, (shape, text) in empty.items():
         dtype = _key_dtype(text) if text.startswith("key<") else jax.numpy.dtype(text)
-        entries[name] = Entry(StoredArray(_path(name, variables), shape, dtype, 0), None)
+        entries[name] = entry(name, shape, dtype, 0)
     return entries
 
 
@@ -158,13 +185,6 @@ def _variables(names: Iterable[Name]) -> set[Name]:
         for level, key in enumerate(name):
             inside.setdefault(name[:level], set()).add(key)
     return {name for name, keys in inside.items() if keys == {VALUE}}
-
-
-def _path(name: Name, variables: set[Name]) -> str:
-    """The path in the model of a name."""
-    levels = (i for i, key in enumerate(name) if key == VALUE and name[:i] in variables)
-    level = next(levels, len(name))
-    return path_string(name[:level] + name[level + 1 :])
 
 
 @functools.cache
@@ -213,13 +233,14 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
     if any(item == 0 for item in items):
         args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                items = treedef.flatten_up_to(checkpointer.restore(stored.folder, args=args))
+            items = treedef.flatten_up_to(
+                ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
+            )
         except Exception as error:
             raise _damaged(caller, stored.folder, first_line(error)) from error
     arrays = {}
     for name in wanted:
-        array, position, *_ = stored.entries[name]
+        array, _, position, *_ = stored.entries[name]
         if position is not None:
             item = items[position]
             arrays[name] = jax.random.key_data(item) if is_key(item) else item

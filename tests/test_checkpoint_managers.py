@@ -1,0 +1,341 @@
+"""Checkpoints in Orbax's managers: items, data, going back, failures, other forms and versions."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import stack
+from nnx_sharding.checkpoint import (
+    Checkpoints,
+    DataRestore,
+    DataSave,
+    ModelRestore,
+    ModelSave,
+    restore,
+    save,
+)
+from nnx_sharding.errors import CheckpointError
+from nnx_sharding.partition import fsdp
+from test_checkpoints import contents_of, flip
+
+WORKER = Path(__file__).parent / "processes" / "killed.py"
+RECORDED = Path(__file__).parent / "recorded" / "orbax_0_11_20"
+Composite = ocp.args.Composite
+
+
+def trained(seed=0):
+    rngs = nnx.Rngs(seed)
+    model = nnx.Linear(4, 4, rngs=rngs)
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+    metrics.update(loss=jnp.full(3, seed))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    return {"model": model, "optimizer": optimizer, "rngs": rngs, "metrics": metrics}
+
+
+class Counter:
+    """A data iterator whose state is a dict."""
+
+    def __init__(self):
+        self.state = {"next": 0}
+
+    def __next__(self):
+        self.state = {"next": self.state["next"] + 1}
+        return self.state["next"]
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        if not isinstance(state, dict):
+            raise TypeError(state)
+        self.state = state
+
+
+def damage(step):
+    for file in (step / "model" / "d").iterdir():
+        flip(file)
+
+
+def test_a_manager_of_the_user(tmp_path):
+    one, two, data = trained(1), trained(2), Counter()
+    next(data)
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["accuracy"])
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in range(3):
+            args = Composite(model=ModelSave(one), data=DataSave(data), name=ocp.args.JsonSave([1]))
+            assert manager.save(step, args=args, metrics={"accuracy": -step})
+        assert manager.best_step() == 0
+        args = Composite(model=ModelRestore(two), data=DataRestore(), name=ocp.args.JsonRestore())
+        found = manager.restore(2, args=args)
+        assert (
+            found.model["model"] is two["model"]
+            and found.name == [1]
+            and b'"next": 1' in found.data
+        )
+        assert contents_of(two) == contents_of(one)
+        before = contents_of(wrong := nnx.Linear(4, 5, rngs=nnx.Rngs(0)))
+        with pytest.raises(CheckpointError, match=r"kernel: \(4, 4\) in the check"):
+            args = ModelRestore({"model": wrong}, only=nnx.PathContains("model"))
+            manager.restore(2, args=Composite(model=args))
+        assert contents_of(wrong) == before
+    with ocp.CheckpointManager(tmp_path) as plain:
+        args = Composite(model=ocp.args.StandardRestore(nnx.state(trained(3))))
+        state = plain.restore(1, args=args).model
+    three = trained(3)
+    nnx.update(three, state)
+    assert contents_of(three) == contents_of(one)
+    # An only item has no name.
+    with ocp.CheckpointManager(tmp_path / "single") as manager:
+        manager.save(0, args=ModelSave(one, checksums=False))
+        assert contents_of(manager.restore(0, args=ModelRestore(trained(4)))) == contents_of(one)
+
+
+def loaders():
+    grain = pytest.importorskip("grain")
+    samplers = pytest.importorskip("grain.samplers")
+    sampler = samplers.IndexSampler(50, shuffle=True, seed=0, num_epochs=1)
+    source = grain.MapDataset.source(range(50)).shuffle(1)
+    return [
+        lambda: iter(grain.DataLoader(data_source=range(50), sampler=sampler, worker_count=0)),
+        lambda: iter(source.to_iter_dataset()),
+    ]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_grain(tmp_path, kind):
+    make = loaders()[kind]
+    handler = pytest.importorskip("grain.checkpoint")
+    data, tree = make(), trained(1)
+    with Checkpoints(tmp_path / "ours") as ours, ocp.CheckpointManager(tmp_path / "grain") as other:
+        for step in range(4):
+            next(data)
+            assert ours.save(step, tree, data=data)
+        other.save(0, args=Composite(data=handler.CheckpointSave(data)))
+        other.wait_until_finished()
+        want = [next(data) for _ in range(3)]
+        for resume in (
+            lambda x: ours.resume(trained(2), data=x),
+            lambda x: ocp.CheckpointManager(tmp_path / "ours").restore(
+                3, args=Composite(data=handler.CheckpointRestore(x))
+            ),
+            lambda x: ocp.CheckpointManager(tmp_path / "grain").restore(
+                0, args=Composite(data=DataRestore(x))
+            ),
+        ):
+            again = make()
+            resume(again)
+            assert [next(again) for _ in range(3)] == want
+
+
+# When one read fails, Orbax does not cancel the others, whose event loop is then closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_going_back_and_damage(tmp_path):
+    data, tree = Counter(), trained(1)
+    with Checkpoints(tmp_path, max_to_keep=4) as checkpoints:
+        assert checkpoints.resume(tree, data=data) is None
+        for step in range(1, 6):
+            next(data)
+            checkpoints.save(step, tree, data=data)
+        with pytest.raises(ValueError, match=r"after step 5, which exists. To go"):
+            checkpoints.save(3, tree)
+        checkpoints.wait_until_finished()
+        damage(tmp_path / "5")
+        other, before = trained(2), contents_of(trained(2))
+        with pytest.raises(CheckpointError, match=r"5/model is damaged.*\nStep 4 is intact"):
+            checkpoints.resume(other, data=data)
+        assert contents_of(other) == before and data.state == {"next": 5}
+        checkpoints.restore(other, step=4)
+        assert checkpoints.all_steps() == [2, 3, 4, 5]  # reading changes nothing
+        assert checkpoints.resume(other, data=data, step=3) == 3
+        assert data.state == {"next": 3} and checkpoints.all_steps() == [2, 3]
+        assert contents_of(other) == contents_of(tree)
+        assert checkpoints.save(4, other, data={"next": 9})  # a state
+        assert checkpoints.resume(other, data=data) == 4 and data.state == {"next": 9}
+        checkpoints.delete(4)
+        assert checkpoints.latest_step() == checkpoints.best_step() == 3
+        # The model is left as it was if only the data cannot be restored.
+        checkpoints.save(5, trained(7))
+        before = contents_of(other)
+        with pytest.raises(CheckpointError, match='step 5: Item "data" was not found'):
+            checkpoints.resume(other, data=data)
+        shutil.copytree(tmp_path / "3" / "data", tmp_path / "5" / "data")
+        (tmp_path / "5" / "data" / "process_0-of-1.json").rename(
+            tmp_path / "5" / "data" / "process_0-of-2.json"
+        )
+        with pytest.raises(CheckpointError, match=r"only process_0-of-2.json"):
+            checkpoints.resume(other, data=data)
+        assert contents_of(other) == before and data.state == {"next": 9}
+        with pytest.raises(TypeError, match=r"values of JSON, got .*object"):
+            checkpoints.save(6, tree, data={"x": object()})
+        assert checkpoints.save(6, tree, data=data)
+
+
+def test_a_full_disk(tmp_path):
+    tree = {"x": nnx.Param(jax.random.normal(jax.random.key(0), (1024, 512)))}
+    with Checkpoints(tmp_path / "steps") as checkpoints:
+        checkpoints.save(1, tree)
+        checkpoints.wait_until_finished()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            with pytest.raises(Exception, match=r"File too large|full|exhausted"):
+                checkpoints.save(2, tree)
+                checkpoints.wait_until_finished()
+            with pytest.raises(CheckpointError, match="could not be written"):
+                save(tmp_path / "one", tree)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert checkpoints.all_steps() == [1] and not (tmp_path / "one").exists()
+        assert checkpoints.resume({"x": nnx.Param(jnp.zeros((1024, 512)))}) == 1
+        assert checkpoints.save(2, tree)
+
+
+@pytest.mark.slow
+def test_killed_while_saving(tmp_path):
+    random.seed(0)
+    start = 0
+    for number in range(3):
+        command = [sys.executable, str(WORKER), str(tmp_path), "preempt" if number == 2 else "kill"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout.readline() == f"resumed {start}\n"
+                if number == 2:  # SIGTERM is the notice; the process ends by itself
+                    process.send_signal(signal.SIGTERM)
+                else:
+                    while int(process.stdout.readline()) < start + 3:
+                        pass
+                    time.sleep(random.random() / 5)
+                    process.kill()
+                rest = process.stdout.read()
+            finally:
+                process.kill()
+        with ocp.CheckpointManager(tmp_path) as manager:
+            found, start = start, manager.latest_step()
+        if number == 2:  # steps are saved only every million
+            assert f"preempted {start}\n" in rest and start > found
+        else:
+            assert start > found
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.half = nnx.Param(jax.random.normal(rngs(), (8, 16), jnp.bfloat16))
+
+
+class Model(nnx.Module):
+    def __init__(self, count, *, stacked, seed=0, nested=False):
+        rngs = nnx.Rngs(seed)
+        make = self.group if nested else lambda stacked, rngs: Block(rngs=rngs)
+        blocks = [make(stacked, rngs=rngs.fork()) for _ in range(count)]
+        self.blocks = stack(blocks) if stacked else nnx.List(blocks)
+        self.head = nnx.Linear(8, 8, rngs=rngs)
+
+    def group(self, stacked, rngs):
+        blocks = [Block(rngs=rngs.fork()) for _ in range(2)]
+        return stack(blocks) if stacked else nnx.Dict(x=nnx.List(blocks)).x
+
+
+def with_optimizer(model):
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_lists_and_stacks(tmp_path, stacked, nested):
+    make = {form: lambda seed, f=form: with_optimizer(
+        Model(4, stacked=f, seed=seed, nested=nested)) for form in (False, True)}  # fmt: skip
+    save(tmp_path / "a", make[stacked](0))
+    want = contents_of(make[not stacked](0))
+    assert contents_of(restore(tmp_path / "a", make[not stacked](1))) == want
+    mesh = jax.make_mesh((8,), ("data",))
+    target = nnx.eval_shape(lambda: make[not stacked](1))
+    sharding = (fsdp(target[0], mesh, min_size=0), P())
+    restore(tmp_path / "a", target, sharding, mesh)
+    assert contents_of(target) == want
+    assert target[0].head.kernel.get_raw_value().sharding.mesh == mesh
+    some = nnx.Dict(head=nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(3)))
+    restore(tmp_path / "a", (some,), only=nnx.Param)
+    np.testing.assert_array_equal(some.head.kernel, target[0].head.kernel)
+
+
+def test_other_numbers_of_layers(tmp_path):
+    save(tmp_path / "list", Model(3, stacked=False))
+    save(tmp_path / "stack", Model(3, stacked=True))
+    with pytest.raises(CheckpointError, match=r"Missing in the checkpoint:\n  blocks/3/dropout"):
+        restore(tmp_path / "list", Model(4, stacked=True))
+    with pytest.raises(CheckpointError, match=r"Not in the model:\n  blocks/2/dropout"):
+        restore(tmp_path / "list", Model(2, stacked=True))
+    with pytest.raises(CheckpointError, match=r"Missing in the checkpoint:\n  blocks/3/dropout"):
+        restore(tmp_path / "stack", Model(4, stacked=False))
+    with pytest.raises(
+        CheckpointError, match=r"layers/up/kernel: 3 layers in the .*, 2 in the mod"
+    ):
+        restore(tmp_path / "stack", Model(2, stacked=False))
+    model = Model(2, stacked=False)
+    want = Model(3, stacked=False, seed=0).blocks[1].up.kernel
+    restore(tmp_path / "stack", model, only=nnx.Param)
+    np.testing.assert_array_equal(model.blocks[1].up.kernel, want)
+
+
+def test_shared_variables_of_a_stack(tmp_path):
+    def blocks():
+        blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)]
+        for block in blocks:
+            block.bias = blocks[0].bias
+        return blocks
+
+    one, two = nnx.Dict(x=nnx.List(blocks())), nnx.Dict(x=stack(blocks()))
+    for i, (source, target) in enumerate([(one, two), (two, one)]):
+        save(tmp_path / str(i), source)
+        want = contents_of(target)
+        for variable in jax.tree.leaves(target, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            variable[...] = variable[...] * 0
+        assert contents_of(restore(tmp_path / str(i), target)) == want
+
+
+def test_renames(tmp_path):
+    one = nnx.Dict(encoder=nnx.Linear(2, 3, rngs=nnx.Rngs(0)), out=nnx.Param(jnp.ones(2)))
+    two = nnx.Dict(body=nnx.Linear(2, 3, rngs=nnx.Rngs(1)), head=nnx.Param(jnp.zeros(2)))
+    save(tmp_path / "a", one)
+    restore(tmp_path / "a", two, rename={r"encoder/(.*)": r"body/\1", "out": "head"})
+    np.testing.assert_array_equal(two.body.kernel, one.encoder.kernel)
+    np.testing.assert_array_equal(two.head, one.out)
+    with pytest.raises(ValueError, match=r"match no full path in .*\n  'enc'"):
+        restore(tmp_path / "a", two, rename={"enc": "body"})
+    with pytest.raises(ValueError, match="same path:\n  x: encoder/bias, encoder/kernel"):
+        restore(tmp_path / "a", two, rename={"encoder/.*": "x"})
+    with pytest.raises(CheckpointError, match="Missing in the checkpoint:\n  head"):
+        restore(tmp_path / "a", two, rename={r"encoder/(.*)": r"body/\1"})
+
+
+def test_recorded_by_an_older_orbax(tmp_path):
+    def make(seed=1):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    model, _ = restore(RECORDED / "3", make())
+    np.testing.assert_array_equal(model.kernel, np.arange(6.0).reshape(2, 3))
+    shutil.copytree(RECORDED, tmp_path / "steps")
+    with Checkpoints(tmp_path / "steps") as checkpoints:
+        tree = make(2)
+        assert checkpoints.resume(tree) == 3
+        np.testing.assert_array_equal(tree[0].kernel, model.kernel)
+        assert checkpoints.save(4, tree)
