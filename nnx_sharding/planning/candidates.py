@@ -89,7 +89,7 @@ def in_shardings_of(
     model: Any = None
     for arg in args:
         optimizer = arg if isinstance(arg, nnx.Optimizer) else None
-        if not _compat.is_node(arg):
+        if not _compat.is_graph_object(arg):
             result.append(jax.tree.map(lambda x: batch if _rows(x) == rows else None, arg))
             continue
         model = arg if optimizer is None else getattr(arg, "model", model)
@@ -116,7 +116,7 @@ def _sharding_of(
 
 def batch_rows(args: Sequence[Any]) -> int:
     """The number of rows of the batch; 0 without one."""
-    arrays = (x for arg in args if not _compat.is_node(arg) for x in jax.tree.leaves(arg))
+    arrays = (x for arg in args if not _compat.is_graph_object(arg) for x in jax.tree.leaves(arg))
     counts = Counter(filter(None, map(_rows, arrays)))
     return counts.most_common(1)[0][0] if counts else 0
 

@@ -198,8 +198,9 @@ def plan(
     for group in groups:
         reason = f"the {most} compiled are predicted to be better"
         ruled_out.update({rest.name: reason for rest in group.variants})
-    reports = {one.key: one.report for one in finished}
-    seconds = {one.key: round(one.seconds, 3) for one in finished}
+    ended = {one.key: one for one in finished}
+    reports = {name: ended[name].report for name in tried}
+    seconds = {name: round(ended[name].seconds, 3) for name in tried}
     comparison = Comparison(reports, None, seconds, ruled_out)
     comparison = comparison.judged(memory_limit=limit, device=device)
     order = sorted(reports, key=functools.partial(_rank, comparison))
