@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", default=["dp", "zero1", "fsdp", "fsdp + tensor"])
     parser.add_argument("--most", type=int, default=4)
     options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # JAX would look for TPUs
     cases = SCALE if options.scale else CASES
     for devices in ["1024"] if options.scale and options.devices == ["16"] else options.devices:
         on_cpu = devices.isdigit()

@@ -90,11 +90,13 @@ class CompilerProcess:
         )
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        """How the process ended, and the failed check of XLA if there was one."""
+        """How the process ended, with the check that failed in XLA or the error of Python."""
         code = process.wait()
-        checks = re.findall(r"^F\d{4} .*", self._ended(process), re.M)
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return "\n".join([f"the compiler crashed with {name}", *checks])
+        printed = self._ended(process)
+        if code >= 0:  # an error of Python
+            return f"the compiler could not start, with exit code {code}:\n{printed[-2000:]}"
+        checks = re.findall(r"^F\d{4} .*", printed, re.M)
+        return "\n".join([f"the compiler crashed with {signal.Signals(-code).name}", *checks])
 
 
 def serve(devices: Devices) -> None:
