@@ -322,6 +322,8 @@ _COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true')
 
 def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
     """The parts between commas that are in no bracket, up to a closing bracket; and its end."""
+    if closing and (simple := _SIMPLE.match(text, start)):  # as most operands are
+        return text[start : simple.end() - 1].split(","), simple.end()
     parts: list[str] = []
     depth = 0
     for match in _TOKEN.finditer(text, start):
@@ -339,4 +341,5 @@ def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
+_SIMPLE = re.compile(r'[^()\[\]{}"/]*\)')
 _COMMENT = re.compile(r"/\*.*?\*/")

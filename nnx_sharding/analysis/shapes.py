@@ -31,6 +31,7 @@ class Shape(NamedTuple):
 Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
 
 
+@functools.lru_cache(maxsize=4096)
 def read_shape(text: str) -> Shapes:
     """Reads a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``, as far as it is understood."""
     levels: list[list[Shapes]] = [[]]
