@@ -14,6 +14,7 @@ import pytest
 
 from nnx_sharding.analysis import Cost, collectives_of, cost_of
 from nnx_sharding.analysis.hlo import parse
+from nnx_sharding.analysis.host_copies import host_bytes
 from nnx_sharding.analysis.loops import with_loops
 from nnx_sharding.analysis.shapes import arrays
 from tpu.programs import BATCH, HIDDEN, LAYERS, LOOPS, PROGRAMS, SIZES, WIDTH
@@ -243,6 +244,41 @@ def test_memory_of_the_host():
         if shape.memory_space == 5
     }
     assert ("parameter", 5) in spaces and ("copy-start", 5) in spaces
+    # The kernel is copied to the device, and its update back.
+    assert on_tpu("offload")[1].host_bytes == 2 * 256 * 256 * F32
+    assert on_tpu("scan")[1].host_bytes == 0
+
+
+IN_A_LOOP = """HloModule layers, is_scheduled=true
+
+%body (p: (s32[], f32[8,64], f32[8,64])) -> (s32[], f32[8,64], f32[8,64]) {
+  %p = (s32[], f32[8,64]{1,0:S(5)}, f32[8,64]{1,0:S(5)}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %layers = f32[8,64]{1,0:S(5)} get-tuple-element(%p), index=1
+  %results = f32[8,64]{1,0:S(5)} get-tuple-element(%p), index=2
+  %zero = s32[] constant(0)
+  %layer = f32[1,64]{1,0} dynamic-slice(%layers, %i, %zero), dynamic_slice_sizes={1,64}
+  %twice = f32[1,64]{1,0} add(%layer, %layer)
+  %next = f32[8,64]{1,0:S(5)} dynamic-update-slice(%results, %twice, %i, %zero)
+  %same = f32[8,64]{1,0:S(5)} copy(%layers)
+  ROOT %out = (s32[], f32[8,64]{1,0:S(5)}, f32[8,64]{1,0:S(5)}) tuple(%i, %same, %next)
+}
+
+%condition (q: (s32[], f32[8,64], f32[8,64])) -> pred[] {
+  %q = (s32[], f32[8,64]{1,0:S(5)}, f32[8,64]{1,0:S(5)}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[8,64], f32[8,64])) -> (s32[], f32[8,64], f32[8,64]) {
+  %a = (s32[], f32[8,64]{1,0:S(5)}, f32[8,64]{1,0:S(5)}) parameter(0)
+  ROOT %loop = (s32[], f32[8,64]{1,0:S(5)}, f32[8,64]{1,0:S(5)}) while(%a), body=%body, TRIPS
+}
+"""
+
+
+def test_copies_to_the_host_in_a_loop():
+    trips = 'condition=%condition, backend_config={"known_trip_count":{"n":"8"}}'
+    assert host_bytes(parse(IN_A_LOOP.replace("TRIPS", trips))) == 8 * 2 * 64 * F32
 
 
 def test_no_figures_without_an_estimate():

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .tables import Pictured, table
+from .tables import Pictured, table, text
 from .units import bytes_text, count_text
 
 LOWERED = "before optimisation, all devices"
@@ -30,6 +30,8 @@ class Cost(Pictured):
       stage: what the figures are for.
       optimal_seconds: the compiler's own estimate of the time of a call, for the device that it
         compiles for. Only the compiler for TPUs makes one.
+      host_bytes: the bytes copied between the memories of the device and of the host, loops counted
+        as often as they run; None before that is known.
     """
 
     flops: float | None
@@ -37,6 +39,7 @@ class Cost(Pictured):
     transcendentals: float | None
     stage: str
     optimal_seconds: float | None = None
+    host_bytes: float | None = None
 
     @property
     def arithmetic_intensity(self) -> float | None:
@@ -77,6 +80,8 @@ class Costs(Pictured):
         figures = {name: _figures(cost) for name, cost in stages.items() if cost is not None}
         rows = zip(_NAMES, *figures.values(), strict=True)
         yield table(("cost", *figures), rows, numbers=len(figures))
+        if copied := self.executed and self.executed.host_bytes:
+            yield text(f"copied between device and host in one call: {bytes_text(copied)}")
 
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from .cost import Cost
 from .hlo import Instruction, Module
+from .host_copies import host_bytes
 from .opcodes import FREE
 from .shapes import Shape
 from .work import Work, applications, custom_work, shapes_of, work_of
@@ -41,6 +42,7 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
         figures["bytes_accessed"] = float(executed.bytes_accessed)
     stage = ", ".join([WITH_LOOPS, *_remarks(module)])
     seconds = cost.optimal_seconds if executed == once else None
+    figures["host_bytes"] = float(host_bytes(module))
     return dataclasses.replace(cost, **figures, stage=stage, optimal_seconds=seconds)
 
 
