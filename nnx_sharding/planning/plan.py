@@ -164,48 +164,57 @@ def plan(
     if not groups:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in ruled_out.items())
         raise ValueError(f"plan: expected a candidate that could fit, got none:{reasons}")
-    tried: dict[str, Candidate] = {}
-    finished: list[Finished] = []
-    most = len(groups) * len(variants) if most is None else most
-    fits = False
-    with (
-        Compilers(cache_dir, compiled_for) as compilers,
-        progress("plan", most, quiet=quiet) as advance,
-    ):
-        while True:
-            while groups and len(tried) < most and not compilers.is_busy:
-                # As long as nothing fits, the second half goes to those with the least arguments.
-                by_memory = not fits and 2 * len(tried) >= most
-                group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
-                groups.remove(group)
-                candidate = group.variants.pop(0)
-                tried[candidate.name] = candidate
-                fun, arguments = variants[candidate.variant]
-                strategy = Strategy(candidate.in_shardings, candidate.mesh)
-                lower = functools.partial(lowered, strategy, fun, arguments, options)
-                compilers.submit((candidate.name, group), lower)
-            if compilers.is_idle:
-                break
-            one = compilers.next()
-            name, group = one.key
-            finished.append(one._replace(key=name))
-            advance(name)
-            if not _fits(one.report, limit):
-                groups += [group] if group.variants else []
-                continue
-            fits = True
-            ruled_out.update({rest.name: f"{name} fits" for rest in group.variants})
-    for group in groups:
-        reason = f"the {most} compiled are predicted to be better"
-        ruled_out.update({rest.name: reason for rest in group.variants})
-    ended = {one.key: one for one in finished}
-    reports = {name: ended[name].report for name in tried}
-    seconds = {name: round(ended[name].seconds, 3) for name in tried}
+    compilers = Compilers(cache_dir, compiled_for)
+    lower = functools.partial(_lowered, variants, options)
+    with compilers, progress("plan", most, quiet=quiet) as advance:
+        finished = _search(groups, compilers, lower, most, limit, ruled_out, advance)
+    tried = {one.key.name: one.key for one in finished}
+    reports = {one.key.name: one.report for one in finished}
+    seconds = {one.key.name: round(one.seconds, 3) for one in finished}
     comparison = Comparison(reports, None, seconds, ruled_out)
     comparison = comparison.judged(memory_limit=limit, device=device)
     order = sorted(reports, key=functools.partial(_rank, comparison))
     ranked = dataclasses.replace(comparison, reports={n: comparison.reports[n] for n in order})
     return Plan(ranked, {name: tried[name] for name in order})
+
+
+def _search(
+    groups: list[_Group],
+    compilers: Compilers,
+    lower: Callable[[Candidate], Any],
+    most: int | None,
+    limit: int | None,
+    ruled_out: dict[str, str],
+    advance: Callable[[str], None],
+) -> list[Finished]:
+    """Compiles candidates, in the order of what is predicted of them, and says why not others."""
+    submitted: list[str] = []
+    finished: list[Finished] = []
+    fits = False
+    while True:
+        while groups and (most is None or len(submitted) < most) and not compilers.is_busy:
+            # As long as nothing fits, the second half goes to those with the least arguments.
+            by_memory = most is not None and not fits and 2 * len(submitted) >= most
+            group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
+            groups.remove(group)
+            candidate = group.variants.pop(0)
+            submitted.append(candidate.name)
+            compilers.submit((candidate, group), functools.partial(lower, candidate))
+        if compilers.is_idle:
+            break
+        one = compilers.next()
+        candidate, group = one.key
+        finished.append(one._replace(key=candidate))
+        advance(candidate.name)
+        if _fits(one.report, limit):
+            fits = True
+            ruled_out.update({rest.name: f"{candidate.name} fits" for rest in group.variants})
+        elif group.variants:
+            groups.append(group)
+    for group in groups:
+        reason = f"the {most} compiled are predicted to be better"
+        ruled_out.update({rest.name: reason for rest in group.variants})
+    return sorted(finished, key=lambda one: submitted.index(one.key.name))
 
 
 _Variants: TypeAlias = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
@@ -238,6 +247,11 @@ def _strategies(strategies: Any) -> dict[str, Any]:
     return dict.fromkeys(names)
 
 
+def _lowered(variants: _Variants, options: Mapping[str, Any], candidate: Candidate) -> Any:
+    fun, arguments = variants[candidate.variant]
+    return lowered(Strategy(candidate.in_shardings, candidate.mesh), fun, arguments, options)
+
+
 def _groups(
     variants: _Variants,
     strategies: Mapping[str, Any],
@@ -252,7 +266,7 @@ def _groups(
     for mesh, (strategy, function) in itertools.product(meshes, strategies.items()):
         if function is None and not applies(strategy, mesh.shape):
             continue
-        group = _Group([], 0, 0.0)
+        fitting: list[Candidate] = []
         for variant, (_, args) in variants.items():
             candidate = Candidate(strategy, dict(mesh.shape), variant, (), mesh)
             try:
@@ -268,14 +282,11 @@ def _groups(
                 taken = bytes_text(prediction.arguments)
                 ruled_out[candidate.name] = f"the arguments take {taken} on each device"
             else:
-                if not group.variants:
-                    group.arguments, group.seconds = (
-                        prediction.arguments,
-                        prediction.seconds(device),
-                    )
-                group.variants.append(candidate)
-        if group.variants:
-            groups.append(group)
+                if not fitting:
+                    first = prediction
+                fitting.append(candidate)
+        if fitting:
+            groups.append(_Group(fitting, first.arguments, first.seconds(device)))
     return groups, ruled_out
 
 
