@@ -19,10 +19,10 @@ BENCH_ARGS ?=
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
 .PHONY: help demo test coverage test-python test-guard test-modes test-oldest test-matrix test-tpu
-.PHONY: asan lint types docs links package wheels check bench clean
+.PHONY: asan lint types docs links package wheels check release-check bench clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shardings
 	$(BIN)/python examples/demo.py
@@ -110,6 +110,9 @@ wheels: $(VENV)/.installed-wheels  ## build wheels for this platform (on Linux i
 	$(BIN)/python -m cibuildwheel --output-dir dist
 
 check: lint types docs coverage test-python test-guard test-modes test-oldest package  ## run all gates
+
+release-check: check links  ## run all gates, and check that all places name one version
+	$(BIN)/python tools/check_release.py
 
 bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
