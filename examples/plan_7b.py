@@ -156,6 +156,7 @@ def plan(config: Config = CONFIG, ways: Mapping[str, Strategy] | None = None) ->
         tokens,
         memory_limit="16 GiB",
         donate_argnums=(0, 1),
+        auto_axes=True,  # the loss is outside of modules; logits stay sharded over the vocabulary
     )
 
 
