@@ -43,10 +43,10 @@ class _Backend:
     """A client of JAX that compiles elsewhere."""
 
     def __init__(self, backend: Any, compile: Compile):
-        self._backend, self._compile = backend, compile
+        self.client, self.compile_bytes = backend, compile
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self.client, name)
 
     def compile_and_load(
         self, module: Any, executable_devices: Any, compile_options: Any
@@ -54,7 +54,7 @@ class _Backend:
         code = io.BytesIO()
         module.operation.write_bytecode(code)
         ids = [device.id for device in executable_devices]
-        parts = dict(self._compile(code.getvalue(), compile_options.SerializeAsString(), ids))
+        parts = dict(self.compile_bytes(code.getvalue(), compile_options.SerializeAsString(), ids))
         parts["get_compiled_memory_stats"] = types.SimpleNamespace(**parts["memory"])
         found = {name: _returning(parts[name]) for name in parts}
         return types.SimpleNamespace(**found)
