@@ -47,6 +47,7 @@ class Plan(NamedTuple):
       pick_placed: picks these slots from all arrays.
       program: the pure function in JAX's hands.
       fun: the function, held weakly.
+      reported: what JAX has reported of a compilation that is not finished.
     """
 
     transform: Transform
@@ -65,6 +66,7 @@ class Plan(NamedTuple):
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]
     program: Program
     fun: Callable[[], Any]
+    reported: dict[str, Any]
 
 
 def make_plan(
@@ -171,6 +173,7 @@ def make_plan(
         pick_placed=picker(tuple(placed)),
         program=transform.compile(pure, function, specs, groups, tuple(sorted(donated))),
         fun=_weak(fun),
+        reported={},
     )
 
 

@@ -86,7 +86,9 @@ def _sent(row: ShardingRow, sizes: dict[str, int], tokens: float) -> float:
 
 def _tokens(args: Sequence[Any]) -> int:
     """The number of feature vectors in the largest array of the batch."""
-    arrays = [x for a in args if not _compat.is_graph_object(a) for x in jax.tree.leaves(a) if np.ndim(x)]
+    arrays = [
+        x for a in args if not _compat.is_graph_object(a) for x in jax.tree.leaves(a) if np.ndim(x)
+    ]
     sizes = (
         math.prod(x.shape if np.issubdtype(x.dtype, np.integer) else x.shape[:-1]) for x in arrays
     )
