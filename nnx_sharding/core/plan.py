@@ -101,7 +101,8 @@ def make_plan(
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
     prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
     positional = [signature.names[i] for i in signature.dynamic]
-    targets = argument_targets(structure, call.tree, prefixes, positional)
+    caller = f"{transform.name}: {transform.in_name}"
+    targets = argument_targets(structure, call.tree, prefixes, positional, caller)
     locations = locate(structure, targets)
     names = [
         name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))
