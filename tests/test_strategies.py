@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +228,8 @@ class FsdpTest(parameterized.TestCase):
         wish = P(*entries) if entries.count("model") < 2 else P()
         base = StateSharding({...: wish}, on_indivisible="drop")
         model = shapes_of(kernel=shape)
-        kept = only(fsdp(model, mesh, base=base, min_size=10**9))
+        with warnings.catch_warnings(action="ignore", category=UnshardedWarning):
+            kept = only(fsdp(model, mesh, base=base, min_size=10**9))
         sharding = fsdp(model, mesh, base=base, min_size=0)
         self.assertEqual(misfits(model, sharding, mesh), [])
         for dimension, entry in enumerate(kept):
@@ -265,7 +267,8 @@ class FsdpTest(parameterized.TestCase):
     def test_small_arrays_and_random_streams_are_replicated(self):
         kernel = {"kernel": jnp.zeros((128, 128))}
         self.assertEqual(only(fsdp(kernel, MESH)), P(None, "data"))
-        self.assertEqual(only(fsdp(kernel, MESH, min_size=2**14 + 1)), P())
+        with self.assertWarns(UnshardedWarning):
+            self.assertEqual(only(fsdp(kernel, MESH, min_size=2**14 + 1)), P())
         keys = nnx.RngKey(jax.random.split(jax.random.key(0), 8), tag="params")
         self.assertEqual(only(fsdp({"kernel": keys}, MESH, min_size=1)), P())
 

@@ -165,7 +165,7 @@ def _shard_all(
     for each in arrays:
         old, new = specs[each.path], shard_largest(specs[each.path], each, axes, mesh)
         size = math.prod(each.shape[each.num_stacked :]) if each.shape is not None else 0
-        if new != old and size < min_size:
+        if new != old and 0 < size < min_size:
             small.append((size, each.name))
             if not any(map(axes_of, old.partitions)):
                 per_layer = " in each layer" if each.num_stacked else ""
