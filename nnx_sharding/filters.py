@@ -83,6 +83,8 @@ class Paths(nnx.filterlib.PathIn):
       (True, False)
     """
 
+    note: str
+
     def __init__(self, paths: Iterable[Path], note: str = ""):
         super().__init__(*map(tuple, paths))
         object.__setattr__(self, "note", note)  # PathIn is frozen

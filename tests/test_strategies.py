@@ -400,7 +400,7 @@ class OptimizerTest(parameterized.TestCase):
 
 
 class SmallArraysTest(parameterized.TestCase):
-    """What `min_size` leaves replicated is said."""
+    """What `min_size` leaves replicated is reported."""
 
     def reasons(self, model, **options):
         report = check_sharding(model, fsdp(model, MESH, **options), MESH)
