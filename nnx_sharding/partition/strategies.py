@@ -165,13 +165,13 @@ def _shard_all(
     for each in arrays:
         old, new = specs[each.path], shard_largest(specs[each.path], each, axes, mesh)
         size = math.prod(each.shape[each.num_stacked :]) if each.shape is not None else 0
-        if new != old and 0 < size < min_size:
+        if new == old or size >= min_size:
+            specs[each.path] = new
+        elif size:
             small.append((size, each.name))
             if not any(map(axes_of, old.partitions)):
                 per_layer = " in each layer" if each.num_stacked else ""
                 notes[each.path] = f"fewer than min_size={min_size}{per_layer}"
-        else:
-            specs[each.path] = new
         pair = spec_and_mesh(specs[each.path], mesh)
         is_used |= pair is not None and not set(axes).isdisjoint(spec_axes(pair[0]))
     if small and not is_used and math.prod(mesh.shape[axis] for axis in axes) > 1:
