@@ -62,6 +62,10 @@ class CorrectedSpecWarning(ShardingWarning):
     """Specs were corrected to fit shapes, as ``on_indivisible="replicate"`` or ``"drop"`` asks."""
 
 
+class UnshardedWarning(ShardingWarning):
+    """A strategy shards nothing, because all arrays have fewer elements than its ``min_size``."""
+
+
 def report(category: type[ShardingWarning], message: str, *, strict: bool) -> None:
     """Warns at the line of user code that led here.
 

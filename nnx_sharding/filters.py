@@ -74,6 +74,7 @@ class Paths(nnx.filterlib.PathIn):
 
     Args:
       paths: the paths, each the keys from the argument to a Variable.
+      note: why they have their sharding, for reports.
 
     Example:
       >>> from nnx_sharding.filters import Paths
@@ -82,8 +83,11 @@ class Paths(nnx.filterlib.PathIn):
       (True, False)
     """
 
-    def __init__(self, paths: Iterable[Path]):
+    note: str
+
+    def __init__(self, paths: Iterable[Path], note: str = ""):
         super().__init__(*map(tuple, paths))
+        object.__setattr__(self, "note", note)  # PathIn is frozen
 
     def __call__(self, path: Path, value: Any) -> bool:
         """Whether ``path`` is one of them."""
@@ -92,7 +96,8 @@ class Paths(nnx.filterlib.PathIn):
     def __repr__(self) -> str:
         names = sorted(map(path_string, self.paths))
         more = f", … {len(names) - 3} more" if len(names) > 3 else ""
-        return f"Paths({', '.join(names[:3])}{more})"
+        note = f"; {self.note}" if self.note else ""
+        return f"Paths({', '.join(names[:3])}{more}{note})"
 
 
 class PathPattern:

@@ -86,7 +86,7 @@ class Lifted(LiftedFunction[P, R]):
         return explained(plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
 
     def _trace(self, plan: Plan, call: Call, flat: Flat, leaves: Sequence[Any]) -> Traced:
-        with self._tracing(flat):
+        with self._tracing(flat, plan):
             traced = explained(plan, leaves, plan.program.staged.trace)
         recorder = Recorder(self._fun, plan, flat, leaves)
         return Traced(traced, Origin(plan, self._split, self._bound, call.statics, recorder))
@@ -110,10 +110,10 @@ class Lifted(LiftedFunction[P, R]):
         return call, self._plan(call, flat)[0], flat
 
     @contextlib.contextmanager
-    def _tracing(self, flat: Flat) -> Iterator[None]:
+    def _tracing(self, flat: Flat, plan: Plan | None = None) -> Iterator[None]:
         """Traces within the block are made for these arguments."""
         nested = not _compat.trace_is_clean()
-        caller = Caller(self._fun, flat.objects, self._observer, nested)
+        caller = Caller(self._fun, flat.objects, self._observer, nested, plan)
         with inherited(flat.objects), called_by(caller):
             yield
 

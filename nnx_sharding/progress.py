@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from . import _compat
+
 # Shorter work needs no bar.
 DELAY_S = 2.0
+QUIET = "NNX_SHARDING_QUIET"
+
+# Held while there is a bar: work inside of other work shows none of its own.
+_BAR = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -16,31 +24,38 @@ def progress(
 ) -> Iterator[Callable[[str], None]]:
     """Shows a bar on stderr once the block has taken two seconds, and removes it at its end.
 
+    With several processes only the first shows one. Nothing is shown with ``NNX_SHARDING_QUIET=1``
+    in the environment.
+
     Args:
       title: what is being done.
       total: the number of steps; None if it is not known.
       quiet: whether to show nothing.
 
     Yields:
-      A function that is called after each step, with the name of what comes next.
+      A function that is called after each step, with a name to show next to the title.
     """
+    if quiet or not _is_shown() or not _BAR.acquire(blocking=False):
+        yield lambda _: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if quiet or not (console.is_terminal or console.is_jupyter):
-        yield lambda _: None
-        return
     count = () if total is None else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *count, TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *count,
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=total)
     timer = threading.Timer(DELAY_S, bar.start)
     timer.daemon = True
     timer.start()
 
-    def advance(following: str) -> None:
-        bar.update(task, advance=1, description=f"{title}: {following}" if following else title)
+    def advance(name: str) -> None:
+        bar.update(task, advance=1, description=f"{title}: {name}" if name else title)
 
     try:
         yield advance
@@ -48,3 +63,12 @@ def progress(
         timer.cancel()
         timer.join()
         bar.stop()
+        _BAR.release()
+
+
+def _is_shown() -> bool:
+    """Whether somebody reads stderr, who wants to see progress."""
+    if os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0:
+        return False
+    # Nobody else shows what a kernel of Jupyter writes; rich finds out how.
+    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import _compat
 from .activations.record import Recorder
 from .core.call import run
+from .core.caller import Caller, called_by
 from .core.flatten import Flat
 from .core.guard.store import Guards
 from .core.plan import Plan
@@ -26,6 +28,10 @@ class Origin(NamedTuple):
     bound: tuple[Any, ...]  # the objects to which the function is bound: its first arguments
     statics: tuple[Any, ...]  # the static arguments
     recorder: Recorder  # knows the calls of modules
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """What JAX reports within the block is about this plan."""
+        return called_by(Caller(None, (), plan=self.plan, leaves=self.recorder.leaves))
 
 
 def call_stage(

@@ -9,7 +9,6 @@ information of the input. Whatever a backend does not provide is None.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from .core.guard.store import Guards
 from .core.outcome import Outcome
 from .core.user_tree import user_tree
 from .diagnostics.failures import explained
+from .progress import progress
 from .stage_calls import Origin, call_stage
 
 if TYPE_CHECKING:
@@ -160,8 +160,10 @@ class Traced(Stage):
                 "nnx_sharding.export.export in the same way."
             )
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
-        lower = functools.partial(self._stage.lower, lowering_platforms=lowering_platforms)
-        return Lowered(explained(self._plan, leaves, lambda *_: lower()), self._origin)
+        options = {"lowering_platforms": lowering_platforms}
+        with self._origin.reported():
+            lowered = explained(self._plan, leaves, lambda *_: self._stage.lower(**options))
+        return Lowered(lowered, self._origin)
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +192,8 @@ class Lowered(Stage):
           device_assignment: the devices to compile for, where the shardings name none.
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
-        compiled = self._stage.compile(compiler_options, **options)
+        with progress(f"compile {self._plan.fun_name}"), self._origin.reported():
+            compiled = self._stage.compile(compiler_options, **options)
         return Compiled(compiled, self._origin, self._stage)
 
     def cost(self) -> Cost | None:
@@ -315,13 +318,7 @@ class Compiled(Stage):
             arrays = jax.tree_util.tree_leaves(info, is_leaf=lambda x: hasattr(x, "shape"))
             each = actual if isinstance(actual, list | tuple) else [actual] * len(arrays)
             rows += [
-                argument_row(
-                    path,
-                    array,
-                    declared if used is None else used,
-                    used=used is not None,
-                    variable=kind,
-                )
+                argument_row(path, array, used or declared, used=used is not None, variable=kind)
                 for array, used in zip(arrays, each, strict=True)
             ]
         return rows

@@ -329,6 +329,7 @@ def bare_in_filters(lib: Library) -> Any:
     4,
     "specs with other keys than the argument",
     ValueError,
+    "jit: in_shardings: these specs are not a tree prefix",
     "b: no spec for 'mask'",
     "there is no 'masks'; did you mean 'mask'?",
 )
@@ -338,7 +339,13 @@ def wrong_keys(lib: Library) -> Any:
     return lib.jit(lambda m, b: m(b["x"]), in_shardings=(None, specs))(Model(), batch)
 
 
-@mistake(4, "specs with other keys than a nested result", ValueError, "output[1]: there is no 'b'")
+@mistake(
+    4,
+    "specs with other keys than a nested result",
+    ValueError,
+    "jit: out_shardings: these specs are not a tree prefix",
+    "output[1]: there is no 'b'",
+)
 def wrong_result(lib: Library) -> Any:
     f = lib.jit(lambda m, x: (m(x), {"a": x}), out_shardings=(None, {"a": None, "b": None}))
     return f(Model(), X)

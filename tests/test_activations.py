@@ -597,7 +597,7 @@ class TestErrors:
         wrong = jnp.ones((4, 7))
         for mesh in (AUTO, EXPLICIT):
             with pytest.raises(TypeError, match="dot_general"):
-                jit(call, mesh=mesh, in_shardings=(fsdp(network, mesh), P("data")))(network, wrong)
+                jit(call, mesh=mesh, in_shardings=(replicated(network), P("data")))(network, wrong)
 
 
 class TestExplicitAxes:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from models import MLP, P, mesh_of
-from nnx_sharding import jit
+from nnx_sharding import jit, testing
 from nnx_sharding.analysis import Collectives
 from nnx_sharding.partition import replicated, tensor_parallel
 from nnx_sharding.testing import (
@@ -24,6 +24,8 @@ from nnx_sharding.testing import (
     assert_no_parameter_replicated,
     assert_peak_below,
 )
+
+pytest_plugins = "pytester"
 
 F32 = 4
 WIDTH, HIDDEN, ROWS = 64, 256, 16
@@ -216,6 +218,60 @@ class ReplicatedTest(parameterized.TestCase):
         for wrong in (-1, 1.5, True, None):
             with pytest.raises(ValueError, match="min_size is a number"):
                 assert_no_parameter_replicated(compiled(), min_size=wrong)
+
+
+FAILING = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from flax import nnx
+from nnx_sharding import jit, testing
+from nnx_sharding.partition import make_mesh, replicated
+
+MESH = make_mesh({"data": 8})
+MODEL = nnx.Linear(256, 256, rngs=nnx.Rngs(0))
+OPTIONS = {"in_shardings": (replicated(MODEL), P("data")), "out_shardings": P("data")}
+FUN = jit(lambda m, x: m(x) @ m(x).T, mesh=MESH, auto_axes=True, **OPTIONS)
+COMPILED = FUN.lower(MODEL, jnp.ones((8, 256))).compile()
+
+def test_assert_bytes_sent_below():
+    testing.assert_bytes_sent_below(COMPILED, 0)
+
+def test_assert_collectives():
+    testing.assert_collectives(COMPILED, {})
+
+def test_assert_gathers_weights():
+    testing.assert_gathers_weights(COMPILED)
+
+def test_assert_no_collective():
+    testing.assert_no_collective(COMPILED)
+
+def test_assert_no_parameter_replicated():
+    testing.assert_no_parameter_replicated(COMPILED)
+
+def test_assert_no_resharding():
+    testing.assert_no_resharding(COMPILED)
+
+def test_assert_peak_below():
+    testing.assert_peak_below(COMPILED, 1)
+
+def test_assert_sharded():
+    testing.assert_sharded(MODEL, sharding=replicated(MODEL), mesh=MESH)
+
+def test_unknown_axis():
+    testing.assert_no_collective(COMPILED, axes="modle")
+"""
+
+
+def test_pytest_shows_the_line_of_the_test(pytester):
+    file = pytester.makepyfile(FAILING)
+    output = pytester.runpytest_inprocess("-p", "no:cacheprovider").outlines
+    frames = [line for line in output if re.match(r"\S+\.py:\d+: ", line)]
+    calls = [line for line in output if line.startswith(">       testing.assert_")]
+    names = [name for name in testing.__all__ if name.startswith("assert_")]
+    assert len(frames) == len(calls) == len(names) + 1
+    assert all(line.startswith(file.name) for line in frames)
+    assert [name for name in names if not any(f".{name}(" in line for line in calls)] == []
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 # What might make keys differ: names of arguments and axes, orders of sets and dicts, addresses.
 PROGRAM = """
 import json
+import logging
 import sys
 
 import jax
@@ -26,6 +27,11 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from nnx_sharding import StateSharding, export, jit, shard_map
 
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("nnx_sharding").addHandler(handler)
+logging.getLogger("nnx_sharding").setLevel("INFO")
 events = {}
 jax.monitoring.register_event_listener(
     lambda event, **_: events.__setitem__(event, events.get(event, 0) + 1)
@@ -79,7 +85,8 @@ for fun, static in zip(functions, (mode, None), strict=True):
     jax.block_until_ready(fun(Model(nnx.Rngs(0)), x + 1, options, static))
 export.export(functions[0])(Model(nnx.Rngs(0)), x, options, mode).save(sys.argv[2])
 prefix = "/jax/compilation_cache/"
-print(json.dumps({k.removeprefix(prefix): n for k, n in events.items() if k.startswith(prefix)}))
+found = {k.removeprefix(prefix): n for k, n in events.items() if k.startswith(prefix)}
+print(json.dumps(found | {"lines": lines}))
 """
 
 
@@ -111,6 +118,10 @@ class TwoProcessesTest(absltest.TestCase):
         self.assertEqual(second["cache_hits"], second["compile_requests_use_cache"])
         requests = [run["compile_requests_use_cache"] for run in (first, second)]
         self.assertEqual(*requests)
+        for run, cache in ((first, "miss"), (second, "hit")):
+            self.assertLen(run["lines"], 2)
+            for line in run["lines"]:
+                self.assertEndsWith(line, f", persistent cache: {cache}")
         # The same holds for exported files, whose bytes contain still more.
         self.assertEqual(exported, same)
 

@@ -81,7 +81,7 @@ def test_exception_puts_it_back():
 
 def test_errors():
     model, optimizer = made()
-    sharding = fsdp(model, jax.make_mesh((8,), ("data",)), optimizer=optimizer)
+    sharding = fsdp(model, jax.make_mesh((8,), ("data",)), optimizer=optimizer, min_size=0)
     with pytest.raises(errors.NoMeshError, match="offload has no mesh"):
         offload(sharding, optimizer)
     mesh = jax.make_mesh((8,), ("data",))

@@ -279,7 +279,8 @@ class TextTest(parameterized.TestCase):
         self.assertEqual(list(data), list(report.as_dict()))
         text = """{"path": "up/kernel", "shape": [4, 6], "dtype": "float32", "spec": ["b", null],
             "shard_shape": [1, 6], "bytes_per_device": 24, "bytes_total": 96, "rule": 0,
-            "rule_text": "Param", "declared": ["b", null], "why": null, "is_fault": false}"""
+            "rule_text": "Param", "declared": ["b", null], "why": null, "is_fault": false,
+            "reason": null}"""
         self.assertEqual(data["rows"][2], json.loads(text))
         self.assertEqual(list(data["rows"][2]), list(json.loads(text)))
         self.assertEqual(data["unmatched"], ["scale"])

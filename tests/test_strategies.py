@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models import mesh_of, numbers
-from nnx_sharding import StateSharding, jit
-from nnx_sharding.errors import NoMeshError, UnusedFilterWarning
+from nnx_sharding import StateSharding, jit, stack
+from nnx_sharding.errors import NoMeshError, UnshardedWarning, UnusedFilterWarning
 from nnx_sharding.filters import Paths
 from nnx_sharding.fitting import axes_of
 from nnx_sharding.partition import (
+    data_parallel,
     fsdp,
     optimizer_sharding,
     replicated,
@@ -30,6 +33,7 @@ from nnx_sharding.partition import (
     tensor_parallel,
     variables,
     zero1,
+    zero3,
 )
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
@@ -224,7 +228,8 @@ class FsdpTest(parameterized.TestCase):
         wish = P(*entries) if entries.count("model") < 2 else P()
         base = StateSharding({...: wish}, on_indivisible="drop")
         model = shapes_of(kernel=shape)
-        kept = only(fsdp(model, mesh, base=base, min_size=10**9))
+        with warnings.catch_warnings(action="ignore", category=UnshardedWarning):
+            kept = only(fsdp(model, mesh, base=base, min_size=10**9))
         sharding = fsdp(model, mesh, base=base, min_size=0)
         self.assertEqual(misfits(model, sharding, mesh), [])
         for dimension, entry in enumerate(kept):
@@ -262,7 +267,8 @@ class FsdpTest(parameterized.TestCase):
     def test_small_arrays_and_random_streams_are_replicated(self):
         kernel = {"kernel": jnp.zeros((128, 128))}
         self.assertEqual(only(fsdp(kernel, MESH)), P(None, "data"))
-        self.assertEqual(only(fsdp(kernel, MESH, min_size=2**14 + 1)), P())
+        with self.assertWarns(UnshardedWarning):
+            self.assertEqual(only(fsdp(kernel, MESH, min_size=2**14 + 1)), P())
         keys = nnx.RngKey(jax.random.split(jax.random.key(0), 8), tag="params")
         self.assertEqual(only(fsdp({"kernel": keys}, MESH, min_size=1)), P())
 
@@ -391,3 +397,54 @@ class OptimizerTest(parameterized.TestCase):
         self.assertEqual(only(replicated(model, optimizer=optimizer), "step"), P())
         with self.assertRaisesRegex(ValueError, r"(?s)in common.*step: P.*'data'.* and P"):
             fsdp(model, MESH, min_size=1, optimizer=optimizer)
+
+
+class SmallArraysTest(parameterized.TestCase):
+    """What `min_size` leaves replicated is reported."""
+
+    def reasons(self, model, **options):
+        report = check_sharding(model, fsdp(model, MESH, **options), MESH)
+        return {row.path: row.reason for row in report.rows if row.reason}
+
+    def test_reports_say_why_arrays_are_replicated(self):
+        model = nnx.Dict(
+            large=nnx.Linear(64, 32, rngs=nnx.Rngs(0)),
+            odd=nnx.Param(jnp.ones((3, 5))),  # no axis divides it
+            dropout=nnx.Dropout(0.1, rngs=nnx.Rngs(0)),
+        )
+        expected = {"large/bias": "replicated: 32 elements, fewer than min_size=1000"}
+        self.assertEqual(self.reasons(model, min_size=1000), expected)
+        self.assertEqual(self.reasons(model, min_size=0), {})
+        sharding = pickle.loads(pickle.dumps(fsdp(model, MESH, min_size=1000)))
+        self.assertIn("fewer than min_size=1000", str(check_sharding(model, sharding, MESH)))
+        base = StateSharding({nnx.PathContains("bias"): P("model"), ...: P()})
+        self.assertEqual(self.reasons(model, min_size=1000, base=base), {})
+
+    def test_layers_of_a_stack_count_alone(self):
+        model = nnx.Dict(
+            layers=stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 8, rngs=nnx.Rngs(0)),
+            large=nnx.Linear(64, 32, rngs=nnx.Rngs(0)),
+        )
+        found = self.reasons(model, min_size=1000)
+        reason = "replicated: 2048 elements, fewer than min_size=1000 in each layer"
+        self.assertIn(reason, found.values())
+
+    def test_a_warning_if_nothing_is_sharded(self):
+        model, optimizer = both(lambda rngs: nnx.Linear(64, 32, rngs=rngs), optax.sgd(0.1, 0.9))
+        message = r"nothing is sharded over 'data'.*kernel, has 2048\. Pass a smaller min_size"
+        with self.assertWarnsRegex(UnshardedWarning, f"fsdp: {message}") as caught:
+            fsdp(model, MESH)
+        self.assertEqual(caught.filename, __file__)
+        with self.assertWarnsRegex(UnshardedWarning, f"zero1: {message}"):
+            zero1(model, optimizer, MESH)
+        with self.assertWarns(UnshardedWarning):
+            fsdp(model, MESH, base=tensor_parallel(model, MESH))
+        # No warning where something is sharded, or nothing could be.
+        fsdp(model, MESH, min_size=2048)
+        fsdp(model, AbstractMesh((1, 8), ("data", "model")))
+        fsdp(model, MESH, base=StateSharding({...: P("data")}))
+        fsdp(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), MESH)
+
+    def test_other_names(self):
+        self.assertIs(zero3, fsdp)
+        self.assertIs(data_parallel, replicated)

@@ -67,8 +67,12 @@ _make_cpu_client: Any = private_name("jaxlib.xla_client", "make_cpu_client", opt
 
 # Messages of JAX
 
-# The event by which JAX reports each compilation to ``jax.monitoring``.
+# The events by which JAX reports the phases of each compilation to ``jax.monitoring``, and that its
+# persistent cache had the program.
+TRACING = "/jax/core/compile/jaxpr_trace_duration"
+LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILATION = "/jax/core/compile/backend_compile_duration"
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # Its warning that donated buffers have another size than the new ones: they are freed.
 UNUSED_DONATION = "Some donated buffers were not usable"
 
@@ -226,6 +230,11 @@ def no_source_locations() -> contextlib.AbstractContextManager[Any]:
 def key_value_store() -> Any:
     """The client of the coordination service by which processes can speak; None without one."""
     return getattr(_distributed, "client", None)
+
+
+def process_id() -> int:
+    """The number of this process; unlike ``jax.process_index()`` it starts no backend."""
+    return getattr(_distributed, "process_id", None) or 0
 
 
 @functools.lru_cache(maxsize=8)

@@ -143,12 +143,12 @@ class Recorder:
         self._objects = [x if i in static else None for i, x in enumerate(flat.objects)]
         # The structure holds them weakly.
         self._held = [one.value for one in flat.structure.identities()]
-        self._leaves = [abstract(x, x.sharding if is_committed(x) else None) for x in leaves]
+        self.leaves = [abstract(x, x.sharding if is_committed(x) else None) for x in leaves]
 
     @functools.cached_property
     def calls(self) -> Calls:
         """The calls, in the order in which they return."""
         calls, caller = Calls(), Caller(self._fun, self._objects)
         with jax.sharding.use_abstract_mesh(self._mesh), RECORD(calls), called_by(caller):
-            self._plan.program.staged.trace(*self._leaves)
+            self._plan.program.staged.trace(*self.leaves)
         return calls

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from ..errors import CheckpointError
+from ..progress import progress
 from .items import ModelHandler, ModelRestore, ModelSave, standard_args
 from .stored import as_folder, beside, first_line, holds_checkpoint, item_folder
 
@@ -53,7 +54,8 @@ def save(
       True
     """
     folder = as_folder(path)
-    args = standard_args(ModelSave(tree, checksums))
+    with progress(f"checksums of {folder.name}"):
+        args = standard_args(ModelSave(tree, checksums))
     exists = folder.exists()
     if exists and not (overwrite and holds_checkpoint(folder)):
         hints = "exists; overwrite=True replaces it", "is not a checkpoint, so it is kept"
@@ -64,7 +66,8 @@ def save(
             old.rmtree()
         folder.rename(old)  # the others wait for the first process when they begin to save
     try:
-        with ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        handler = ocp.StandardCheckpointHandler()
+        with progress(f"save {folder.name}"), ocp.AsyncCheckpointer(handler) as checkpointer:
             checkpointer.save(folder, args=args)
     except Exception as error:
         if exists and is_first:
@@ -142,5 +145,5 @@ def restore(
     """
     folder = item_folder("restore", path)
     args = ModelRestore(tree, sharding, mesh, only, cast, rename)
-    with ocp.Checkpointer(ModelHandler()) as checkpointer:
+    with progress(f"restore {folder.name}"), ocp.Checkpointer(ModelHandler()) as checkpointer:
         return checkpointer.restore(folder, args=args)

@@ -23,6 +23,7 @@ from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
 from ..filters import to_predicate
 from ..fitting import suggestion, unsummed
+from ..progress import progress
 from .name_rules import Rule, Rules, read_rules
 from .names import NamedArray, is_reference, kind_of, named_arrays
 from .tensor_files import (
@@ -106,12 +107,14 @@ def load_safetensors(
     leaves, references = list(flat.leaves), []
     with contextlib.ExitStack() as stack:
         files = {file: stack.enter_context(file.open("rb")) for file in _files(parts)}
+        advance = stack.enter_context(progress(_NAME, len(selected)))
         for array_path, array in selected.items():
             value = _loaded(array.leaf, parts[array_path], files)
             if is_reference(array.leaf):
                 references.append((array.leaf, value))
             else:
                 leaves[array.slot] = value
+            advance(array_path)
     loaded = rebuilt(flat, leaves, _NAME)
     for reference, value in references:
         reference[...] = value

@@ -18,6 +18,7 @@ from ..core.flatten import flatten
 from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
 from ..fitting import unsummed
+from ..progress import progress
 from .name_rules import Rule, Rules, names_of_array, read_rules
 from .names import NamedArray, is_reference
 from .safetensors import WEIGHTS, select
@@ -92,6 +93,7 @@ def save_safetensors(
             with file.open("r+b") as opened:
                 for tensor in names:
                     _write(opened, stored[tensor], tensors[tensor].parts)
+                    advance(tensor)
 
     def finish() -> None:
         for name in files:
@@ -104,8 +106,9 @@ def save_safetensors(
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
     is_first = jax.process_index() == 0
-    for step, takes_part in ((begin, is_first), (write, True), (finish, is_first)):
-        _together(folder, step if takes_part else lambda: None)
+    with progress(_NAME, len(tensors)) as advance:
+        for step, takes_part in ((begin, is_first), (write, True), (finish, is_first)):
+            _together(folder, step if takes_part else lambda: None)
 
 
 class NewTensor(NamedTuple):

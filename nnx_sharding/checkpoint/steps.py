@@ -14,6 +14,7 @@ from .. import _compat
 from ..core.flatten import flatten
 from ..errors import CheckpointError, NoCheckpointError
 from ..fitting import suggestion
+from ..progress import progress
 from .items import DataRestore, DataSave, ModelRestore, ModelSave, check_storable, encoded
 from .names import named_arrays
 from .stored import DATA, MODEL, as_folder
@@ -106,7 +107,8 @@ class Checkpoints:
         if data is not None:
             items[DATA] = DataSave(encoded(data))
         args = ocp.args.Composite(**items)
-        return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
+        with progress(f"save step {step}"):
+            return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
 
     @_compat.api_boundary
     def restore(
@@ -195,7 +197,8 @@ class Checkpoints:
                 f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps)}."
             )
         try:
-            return step, self._read(step, args, data)
+            with progress(f"restore step {step}"):
+                return step, self._read(step, args, data)
         except KeyError as error:
             raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
         except (CheckpointError, FileNotFoundError) as error:

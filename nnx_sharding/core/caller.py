@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -39,7 +40,7 @@ class Caller(NamedTuple):
       objects: the objects of its arguments.
       observer: who hears of traces.
       nested: whether the call is part of a trace.
-      plan: the plan of the call, if JAX compiles it as part of the call; else None.
+      plan: the plan of what JAX may compile, at top level; else None.
       leaves: the arrays, in this case.
     """
 
@@ -65,16 +66,57 @@ def called_by(caller: Caller | None) -> Iterator[None]:
         CALLER.reset(token)
 
 
-def _on_compilation(event: str, duration_secs: float, **details: Any) -> None:
+_LOGGER = logging.getLogger("nnx_sharding")
+
+
+def _on_event(event: str, **_: Any) -> None:
     fields = CALLER.get()
-    if event != _compat.COMPILATION or fields is None:
+    if event == _compat.CACHE_HIT and fields is not None:
+        plan = Caller(*fields).plan
+        if plan is not None:
+            plan.reported[event] = 1
+
+
+def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
+    fields = CALLER.get()
+    if fields is None or event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
     caller = Caller(*fields)
-    if caller.plan is None or caller.observer is None:
-        return
+    plan = caller.plan
     # JAX also compiles the programs that move arguments to their shardings.
-    if details.get("fun_name") == f"jit({caller.plan.fun_name})":
-        caller.observer.compiled(caller.plan, caller.leaves)
+    if plan is None or details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
+        return
+    plan.reported[event] = duration_secs
+    if event == _compat.LOWERING:
+        plan.reported.pop(_compat.CACHE_HIT, None)  # of a program that moved arguments
+    if event == _compat.COMPILATION:
+        if _LOGGER.isEnabledFor(logging.INFO):
+            _LOGGER.info("%s", _described(plan, caller.leaves))
+        plan.reported.clear()
+        if caller.observer is not None:
+            caller.observer.compiled(plan, caller.leaves)
 
 
-jax.monitoring.register_event_duration_secs_listener(_on_compilation)
+def _described(plan: Any, leaves: Sequence[Any]) -> str:
+    """What was compiled, for which devices, how long it took, and whether JAX had it on disk."""
+    name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
+    known = [*plan.shardings, *(getattr(leaf, "sharding", None) for leaf in leaves)]
+    meshes = [plan.transform.context, *(getattr(sharding, "mesh", None) for sharding in known)]
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    if mesh is None:
+        count, axes = max((len(x.device_set) for x in known if x is not None), default=1), ""
+    else:
+        count = mesh.size
+        axes = f" ({', '.join(f'{axis!r}: {size}' for axis, size in mesh.shape.items())})"
+    phases = (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION)
+    traced, lowered, compiled = (plan.reported.get(phase, 0.0) for phase in phases)
+    cache = ", persistent cache: miss" if jax.config.jax_compilation_cache_dir else ""
+    cache = ", persistent cache: hit" if _compat.CACHE_HIT in plan.reported else cache
+    return (
+        f"{name} for {count} device{'s' * (count > 1)}{axes}: traced in {traced:.2f} s, "
+        f"lowered in {lowered:.2f} s, compiled in {compiled:.2f} s{cache}"
+    )
+
+
+jax.monitoring.register_event_listener(_on_event)
+jax.monitoring.register_event_duration_secs_listener(_on_duration)

@@ -47,6 +47,7 @@ class Plan(NamedTuple):
       pick_placed: picks these slots from all arrays.
       program: the pure function in JAX's hands.
       fun: the function, held weakly.
+      reported: what JAX has reported of a compilation that is not finished.
     """
 
     transform: Transform
@@ -65,6 +66,7 @@ class Plan(NamedTuple):
     pick_placed: Callable[[Sequence[Any]], Sequence[Any]]
     program: Program
     fun: Callable[[], Any]
+    reported: dict[str, Any]
 
 
 def make_plan(
@@ -99,7 +101,8 @@ def make_plan(
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
     prefixes = align_specs(transform.in_specs.tree, parameters, signature, transform.in_name)
     positional = [signature.names[i] for i in signature.dynamic]
-    targets = argument_targets(structure, call.tree, prefixes, positional)
+    caller = f"{transform.name}: {transform.in_name}"
+    targets = argument_targets(structure, call.tree, prefixes, positional, caller)
     locations = locate(structure, targets)
     names = [
         name or f"array {slot}" for slot, name in enumerate(slot_names(len(leaves), locations))
@@ -171,6 +174,7 @@ def make_plan(
         pick_placed=picker(tuple(placed)),
         program=transform.compile(pure, function, specs, groups, tuple(sorted(donated))),
         fun=_weak(fun),
+        reported={},
     )
 
 

@@ -175,7 +175,8 @@ class Pure(NamedTuple):
         check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
         if not updates and not self.transform.returns_inputs:
             check_output(after, self.known, name=name)
-        output = target("output", self.transform.out_specs.tree, out, after.structure.root)
+        written, option = self.transform.out_specs.tree, f"{name}: {self.transform.out_name}"
+        output = target("output", written, out, after.structure.root, option)
         # What is known keeps its spec and name, so only new things are looked for.
         changed = updates and not self._is_unchanged(after.structure)
         locations = locate(after.structure, [*self.targets, output] if changed else [output])

@@ -198,7 +198,7 @@ class Target(NamedTuple):
 
 
 def argument_targets(
-    structure: Structure, tree: ArgTree, specs: ArgTree, names: Sequence[str]
+    structure: Structure, tree: ArgTree, specs: ArgTree, names: Sequence[str], caller: str = ""
 ) -> list[Target]:
     """One target for each dynamic argument of a call, in the order of the structure's root."""
     assert isinstance(structure.root, Container)
@@ -207,7 +207,7 @@ def argument_targets(
     values = [*tree[0], *(tree[1][k] for k in keywords)]
     prefixes = [*specs[0], *(specs[1][k] for k in keywords)]
     return [
-        target(name, prefix, value, _take(value, children))
+        target(name, prefix, value, _take(value, children), caller)
         for name, prefix, value in zip([*names, *keywords], prefixes, values, strict=True)
     ]
 
@@ -221,8 +221,15 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
     return parts[0] if is_leaf_treedef(treedef) else Container(treedef, parts)
 
 
-def target(name: str, prefix: Any, value: Any, child: Child) -> Target:
+def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -> Target:
     """A target for a pytree: broadcasts a prefix of specs over its parts.
+
+    Args:
+      name: what it is called in messages.
+      prefix: the specs.
+      value: the pytree.
+      child: where it is in the structure.
+      caller: the function and the option that the specs are from, in messages.
 
     Raises:
       ValueError: the specs are not a tree prefix of the value.
@@ -241,7 +248,8 @@ def target(name: str, prefix: Any, value: Any, child: Child) -> Target:
             mismatches = list(_mismatches(prefix, skeleton, ()))
             if not mismatches:
                 raise
-            refuse(Problem.NOT_A_PREFIX, [(name + place, why) for place, why in mismatches])
+            offenders = [(name + place, why) for place, why in mismatches]
+            refuse(Problem.NOT_A_PREFIX, offenders, name=caller)
     return Target(
         name,
         tuple(

@@ -120,7 +120,7 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     while stack:  # not recursive, because models may be nested deeply
         label, child = stack.pop()
         if isinstance(child, Static):
-            notes = child.note or _facts_of_value(child.value)
+            child.note = notes = child.note or _facts_of_value(child.value)
             facts |= {label + suffix: fact for suffix, fact in notes.items()}
             # An object that no longer exists is not equal to any other one.
             is_gone = child.by_identity and child.value is None

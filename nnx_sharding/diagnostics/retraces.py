@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -219,17 +220,24 @@ def nearest(
         side = trace.pure.signature, trace.pure.structure
         return cache.get(side) or cache.setdefault(side, facts_of(*side))
 
-    def number_of_differences(old: Trace) -> int:
-        if old.key == new.key:
-            return 0
+    def number_of_static_differences(old: Trace) -> int:
         is_same = old.pure.structure == new.pure.structure
-        static = 0 if is_same else distance(facts(old), facts(new))
-        return 1 + static + 2 * len(_other_differences(old, new))
+        return 0 if is_same else distance(facts(old), facts(new))
 
-    candidates = reversed(earlier[-MAX_COMPARED:])
-    old = min(candidates, key=number_of_differences, default=None)
-    if old is None or old.key == new.key:
-        return old and (old, [])
+    candidates = earlier[: -MAX_COMPARED - 1 : -1]
+    alike = (old for old in candidates if hash(old.pure.structure) == hash(new.pure.structure))
+    same = next((old for old in alike if old.key == new.key), None)
+    if same is not None or not candidates:
+        return same and (same, [])
+    old, least = candidates[0], math.inf
+    for candidate in candidates:
+        number = number_of_static_differences(candidate)
+        if number < least:
+            number += 2 * len(_other_differences(candidate, new))
+        if number < least:
+            old, least = candidate, number
+        if least <= 2:  # one change: no other trace is more similar
+            break
     is_same = old.pure.structure == new.pure.structure
     static = [] if is_same else compare(facts(old), facts(new))
     lines = [*static, *_other_differences(old, new)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from .. import _compat
+from ..analysis.tables import Pictured
 from ..analysis.units import printable
 from ..errors import ExportError
 from . import files, trees
@@ -33,7 +34,7 @@ class Result(NamedTuple):
     updates: dict[str, Any]
 
 
-class Exported:
+class Exported(Pictured):
     """A lowered function that can be called without its code: a program and its manifest.
 
     Returned by :func:`export` and :func:`load`.
@@ -133,8 +134,8 @@ class Exported:
             options |= {"in_shardings": inputs, "out_shardings": outputs}
         return jax.jit(self.jax_exported.call, **options), inputs
 
-    def __str__(self) -> str:
-        return str(self.manifest)
+    def _pictures(self, width: int) -> Iterable[Any]:
+        return self.manifest._pictures(width)
 
     def __repr__(self) -> str:
         return printable(f"<nnx_sharding.export.Exported of {self.manifest.function}>")

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..analysis.json_codec import as_data, read
 from ..analysis.parameters import spec_text
+from ..analysis.tables import Pictured, text
 from ..analysis.units import printable
 from ..paths import Path, accessor, path_string
 from . import trees
@@ -142,7 +143,7 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(Pictured):
     """How an exported function is called, and what it was made with.
 
     Attributes:
@@ -191,18 +192,19 @@ class Manifest:
         """Reads the manifest from JSON data; a ValueError if it is not that of a manifest."""
         return read(cls, data, "manifest")
 
-    def __str__(self) -> str:
+    def _pictures(self, width: int) -> Iterable[Any]:
         devices = f"{self.devices} device{'s' * (self.devices > 1)}"
         meshes = "".join(f" ({mesh})" for mesh in self.meshes)
         makers = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         head = f"{self.function}: {self.transform} for {devices}{meshes} of "
         head += f"{', '.join(self.platforms)}, by {makers}"
         rows = [(info.name, str(info)) for info in self.inputs]
-        rows += [(name, f"= {text}, static") for name, text in self.static.items()]
+        rows += [(name, f"= {value}, static") for name, value in self.static.items()]
         arrays = {"input": self.inputs, "output": self.outputs}
         for name, tree in (("result", self.result), *self.updates.items()):
             for path, kind, position in trees.leaves(tree):
                 rows.append((f"→ {accessor(name, path)}", str(arrays[kind][position])))
-        rows = [(printable(name), printable(text)) for name, text in rows]
-        width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join([printable(head), *(f"  {name:{width}}  {text}" for name, text in rows)])
+        rows = [(printable(name), info) for name, info in rows]
+        longest = max((len(name) for name, _ in rows), default=0)
+        yield text(head)
+        yield from (text(f"  {name:{longest}}  {info}") for name, info in rows)

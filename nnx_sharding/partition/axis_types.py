@@ -171,7 +171,8 @@ class _Lifted:
         """The arguments with their specs."""
         signature = parameters.signature(len(tree[0]), tuple(tree[1]))
         prefixes = align_specs(specs, parameters, signature, self._option)
-        return argument_targets(flat.structure, tree, prefixes, signature.names)
+        caller = f"{self.name}: {self._option}"
+        return argument_targets(flat.structure, tree, prefixes, signature.names, caller)
 
     def fit(
         self, locations: list[NamedLocation], flat: Flat, mesh: Any
@@ -204,7 +205,8 @@ def _on_auto_axes(
     arrays = Retyped.of(retyping, flat.leaves)
     after = called(flat, arrays, lambda tree: fun(*tree[0], **tree[1]))
     arguments = [x.objects_only() for x in lifted.targets(parameters, None, tree, flat)]
-    output = target("output", specs.tree, None, after.structure.root)
+    caller = f"{lifted.name}: out_sharding"
+    output = target("output", specs.tree, None, after.structure.root, caller)
     locations = locate(after.structure, [*arguments, output])
     names, declared = lifted.fit(locations, after, retyping.outer)
     details = {"name": lifted.name, "option": "out_sharding"}

@@ -240,7 +240,8 @@ def resolved_prefix(
 ) -> tuple[list[str], Resolved, list[NamedLocation]]:
     """The names of the arrays of a tree, their specs by a prefix of it, and their locations."""
     check_specs(caller, sharding=specs)
-    locations = locate(flat.structure, [target(name, specs.tree, tree, flat.structure.root)])
+    argument = target(name, specs.tree, tree, flat.structure.root, caller)
+    locations = locate(flat.structure, [argument])
     resolved = resolve(locations, flat.objects, flat.leaves, lambda spec: spec)
     return slot_names(len(flat.leaves), locations), resolved, locations
 

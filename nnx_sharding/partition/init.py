@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .. import _compat
 from ..fitting import axes_of_type
 from ..jit import jit
+from ..progress import progress
 from .variables import NamedVariable, map_variables
 
 
@@ -64,7 +65,8 @@ def sharded_init(
     mesh = _compat.context_mesh() if mesh is None else mesh
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():
         raise ValueError(f"{mesh} has no devices to create arrays on. Use abstract_init.")
-    return _make(make_model, sharding, mesh, (args, kwargs), is_abstract=False)
+    with progress("sharded_init"):
+        return _make(make_model, sharding, mesh, (args, kwargs), is_abstract=False)
 
 
 @_compat.api_boundary

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -150,11 +151,12 @@ def with_optimizer(
     model: Any,
     optimizer: Any,
     activations: ActivationSharding = FOLLOWING,
+    notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
     """The shardings of a model and of its optimizer, if there is one, which follow them."""
     if optimizer is not None:
         specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
-    return from_paths(specs, activations)
+    return from_paths(specs, activations, notes)
 
 
 def union(model: Mapping[Path, Any], optimizer: Mapping[Path, Any]) -> dict[Path, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..fitting import axes_of, fit_sharding, spec_axes, with_entries
+from ..errors import UnshardedWarning, report
+from ..fitting import axes_of, fit_sharding, spec_and_mesh, spec_axes, with_entries
+from ..paths import Path
 from ..state_sharding import StateSharding
 from .inputs import base_specs, mesh_and_axes
 from .optimizer import optimizer_specs, union, with_optimizer
@@ -17,7 +19,7 @@ from .variables import NamedVariable, activations_of, from_paths, variables
 
 
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
-    """Replicates every array on every device: plain data parallelism.
+    """Replicates every array on every device: plain data parallelism, also as ``data_parallel``.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -63,7 +65,9 @@ def fsdp(
       mesh: the mesh; None for the one in context.
       axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
         no dimension, only the first of them are used.
-      min_size: arrays with fewer elements keep the spec of ``base``.
+      min_size: arrays with fewer elements keep the spec of ``base``; those that stay replicated for
+        that reason are noted in :func:`~nnx_sharding.report.check_sharding`. An
+        :class:`~nnx_sharding.errors.UnshardedWarning` if nothing is sharded because of it.
       base: shardings to start from, corrected first if their ``on_indivisible`` asks for it.
       optimizer: the optimizer of the model, abstract or not, which the result then covers as
         well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
@@ -85,14 +89,13 @@ def fsdp(
       >>> sharding.map_prefix(("kernel",), model.kernel)
       P(None, 'data')
 
-    This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
+    This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054), also available as ``zero3``.
     """
     mesh, axes = mesh_and_axes("fsdp", mesh, axis)
     specs = base_specs("fsdp", model, base, mesh)
-    for each in variables(model):
-        specs[each.path] = shard_largest(specs[each.path], each, axes, mesh, min_size)
+    notes = _shard_all("fsdp", specs, variables(model), axes, mesh, min_size)
     activations = activations_of(base).extended(gather=axes)
-    return with_optimizer(specs, model, optimizer, activations)
+    return with_optimizer(specs, model, optimizer, activations, notes)
 
 
 def zero1(
@@ -116,7 +119,7 @@ def zero1(
         keeps the shardings of ``base``.
       mesh: the mesh; None for the one in context.
       axis: the mesh axis, or a tuple of axes, over which the state is sharded.
-      min_size: state with fewer elements only follows its parameter.
+      min_size: state with fewer elements only follows its parameter; see :func:`fsdp`.
       base: the shardings of the parameters; None for replicated ones.
 
     Returns:
@@ -144,10 +147,48 @@ def zero1(
     specs = base_specs("zero1", model, base, mesh)
     state = optimizer_specs(optimizer, from_paths(specs), model)
     of_model = "model" if isinstance(optimizer, nnx.ModelAndOptimizer) else None
-    for each in variables(optimizer):
-        if not each.path or each.path[0] != of_model:
-            state[each.path] = shard_largest(state[each.path], each, axes, mesh, min_size)
-    return from_paths(union(specs, state), activations_of(base))
+    own = (each for each in variables(optimizer) if not each.path or each.path[0] != of_model)
+    notes = _shard_all("zero1", state, own, axes, mesh, min_size)
+    return from_paths(union(specs, state), activations_of(base), notes)
+
+
+def _shard_all(
+    name: str,
+    specs: dict[Path, Any],
+    arrays: Iterable[NamedVariable],
+    axes: Sequence[Any],
+    mesh: Any,
+    min_size: int,
+) -> dict[Path, str]:
+    """Shards arrays over the axes, but not small ones; says of those that stay replicated why."""
+    notes, small, is_used = {}, [], False
+    for each in arrays:
+        old, new = specs[each.path], shard_largest(specs[each.path], each, axes, mesh)
+        size = math.prod(each.shape[each.num_stacked :]) if each.shape is not None else 0
+        if new == old or size >= min_size:
+            specs[each.path] = new
+        elif size:
+            small.append((size, each.name))
+            if not any(map(axes_of, old.partitions)):
+                per_layer = " in each layer" if each.num_stacked else ""
+                notes[each.path] = f"fewer than min_size={min_size}{per_layer}"
+        pair = spec_and_mesh(specs[each.path], mesh)
+        is_used |= pair is not None and not set(axes).isdisjoint(spec_axes(pair[0]))
+    if small and not is_used and math.prod(mesh.shape[axis] for axis in axes) > 1:
+        size, largest = max(small)
+        report(
+            UnshardedWarning,
+            f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
+            f"be have fewer elements than min_size={min_size}. The largest, {largest}, has {size}. "
+            "Pass a smaller min_size, such as min_size=0.",
+            strict=False,
+        )
+    return notes
+
+
+# The other names that these have.
+data_parallel = replicated
+zero3 = fsdp
 
 
 def shard_dimension(
@@ -168,9 +209,7 @@ def shard_dimension(
     return None if fit_sharding(alone, mesh, [shape[dimension]]).problems else new
 
 
-def shard_largest(
-    sharding: Any, variable: NamedVariable, axes: Sequence[Any], mesh: Any, min_size: int
-) -> Any:
+def shard_largest(sharding: Any, variable: NamedVariable, axes: Sequence[Any], mesh: Any) -> Any:
     """A sharding with the largest dimension sharded over axes not used yet, as in ``fsdp``."""
     shape = variable.shape
     if not isinstance(sharding, PartitionSpec) or variable.is_buffer:
@@ -178,7 +217,7 @@ def shard_largest(
     if isinstance(variable.variable, nnx.RngState):
         return sharding
     layers = variable.num_stacked  # a loop takes one layer after the other
-    if shape is None or math.prod(shape[layers:]) < min_size:
+    if shape is None:
         return sharding
     is_sharded = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)
     order = sorted(range(layers, len(shape)), key=lambda d: (is_sharded[d], -shape[d], -d))

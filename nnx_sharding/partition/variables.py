@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -129,13 +130,21 @@ def activations_of(base: StateSharding | None) -> ActivationSharding:
 
 
 def from_paths(
-    specs: Mapping[Path, Any], activations: ActivationSharding = FOLLOWING
+    specs: Mapping[Path, Any],
+    activations: ActivationSharding = FOLLOWING,
+    notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
-    """A ``StateSharding`` with one sharding for each path, which matches no other path."""
+    """A ``StateSharding`` with one sharding for each path, which matches no other path.
+
+    Args:
+      specs: the sharding of each path.
+      activations: how the activations of modules are sharded.
+      notes: why a path has its sharding, for reports.
+    """
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():
-        groups.setdefault(spec, []).append(path)
-    pairs = ((Paths(paths), spec) for spec, paths in groups.items())
+        groups.setdefault((spec, notes.get(path, "")), []).append(path)
+    pairs = ((Paths(paths, note), spec) for (spec, note), paths in groups.items())
     return StateSharding(pairs, activations=activations)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow
+from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, count_text, printable, time_text
 from .comparison import Comparison, Failure, Source, load
 from .program import ProgramReport
@@ -58,8 +59,8 @@ class Change:
         return printable(f"{self.name}: {before} → {after}{by}")
 
 
-class Changes(tuple[Change, ...]):
-    """What :func:`diff` returns; empty if nothing changed. ``print`` shows it.
+class Changes(tuple[Change, ...], Pictured):
+    """What :func:`diff` returns; empty if nothing changed. ``print`` and notebooks show it.
 
     Attributes:
       made_with: for each version that differs the one before and the one after.
@@ -98,16 +99,19 @@ class Changes(tuple[Change, ...]):
         """:meth:`as_dict` as text."""
         return json_text(self.as_dict())
 
-    def __str__(self) -> str:
+    def _pictures(self, width: int) -> Iterable[Any]:
         versions = [f"{name} {old} → {new}" for name, (old, new) in self.made_with.items()]
-        lines = [f"made with {', '.join(versions)}"] if versions else []
+        if versions:
+            yield text(f"made with {', '.join(versions)}")
         previous = None
         for change in self:
             title = f"{change.strategy}: " * bool(change.strategy) + _TITLES[change.kind]
-            lines += [title] * (title != previous)
-            lines.append(f"  {change}")
+            if title != previous:
+                yield text(title)
+            yield text(f"  {change}")
             previous = title
-        return printable("\n".join(lines if self else [*lines, "no changes"]), kept="\n")
+        if not self:
+            yield text("no changes")
 
 
 _TITLES: dict[Kind, str] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ class ShardingRow(parameters.ParameterRow):
       declared: the spec of this rule. None leaves the choice to JAX.
       why: what does not fit in ``declared``, if anything; ``spec`` is the part that fits.
       is_fault: whether the transforms refuse it.
+      reason: why a strategy left the array replicated, if it says so.
     """
 
     rule: int | None = None
@@ -48,6 +50,7 @@ class ShardingRow(parameters.ParameterRow):
     declared: Any = None
     why: str | None = None
     is_fault: bool = False
+    reason: str | None = None
 
     def __str__(self) -> str:
         declared = "" if self.declared is None else f", {describe(self.declared)}"
@@ -204,6 +207,7 @@ def check_sharding(
             if isinstance(array, np.ndarray) and _compat.is_array_like(array):
                 array = jax.typeof(array)  # with the dtype that it has on a device
             is_placed = rule is not None and isinstance(present, NamedSharding)
+            note = None if rule is None else getattr(sharding.filters[rule], "note", None)
             fitted = fit(present if is_placed and declared is None else declared, array.shape)
             corrected = fitted.corrections and action == "error"
             row = parameters.row_of(
@@ -216,6 +220,7 @@ def check_sharding(
                 declared=declared,
                 why="no rule matches" if decision.is_open else fitted.reasons or None,
                 is_fault=decision.is_open or bool(fitted.problems or corrected),
+                reason=f"replicated: {math.prod(array.shape)} elements, {note}" if note else None,
             )
             rows.append(row)
             if fitted.is_indivisible:

@@ -29,6 +29,8 @@ from .programs import (
     shortened,
 )
 
+__tracebackhide__ = True  # pytest shows the line of the test that failed
+
 _Key: TypeAlias = tuple[Kind, frozenset[str] | None]
 
 

@@ -8,6 +8,8 @@ from ..analysis.parameters import spec_axes
 from ..analysis.units import bytes_text
 from .programs import Axes, Program, at, collectives_over, listed, over_text, patterns, shortened
 
+__tracebackhide__ = True  # pytest shows the line of the test that failed
+
 
 def assert_no_resharding(
     program: Program, axes: Axes | None = None, *, allowed: Iterable[str] = ()

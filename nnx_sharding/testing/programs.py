@@ -14,6 +14,8 @@ from ..fitting import suggestion
 from ..report.program import ProgramReport
 from ..stages import Compiled, Lowered, Traced
 
+__tracebackhide__ = True  # pytest shows the line of the test that failed
+
 Axes: TypeAlias = str | tuple[str, ...]
 Program: TypeAlias = Compiled | ProgramReport
 

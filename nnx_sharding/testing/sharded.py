@@ -9,6 +9,8 @@ from ..analysis.parameters import ParameterRow, parameter_table
 from ..report.sharding import check_sharding, is_replicated
 from ..state_sharding import StateSharding
 
+__tracebackhide__ = True  # pytest shows the line of the test that failed
+
 
 def assert_sharded(
     model: Any, *, tolerance: float = 0.02, sharding: StateSharding | None = None, mesh: Any = None

@@ -129,7 +129,8 @@ class Mapped(InnerTransform):
     def _new_variables(self, out: Any, pure: Any, built: Built) -> list[tuple[Any, int]]:
         """The Variables that the function made and returns or attached, each with its axis."""
         flat = flatten(out, known=built.objects)
-        output = target("output", self.out_specs.tree, out, flat.structure.root)
+        caller = f"{self.name}: {self.out_name}"
+        output = target("output", self.out_specs.tree, out, flat.structure.root, caller)
         locations = locate(flat.structure, [*pure.targets, output])
         settled = {each.name for each in pure.targets}
         details: Any = {"known": pure.known, "settled": settled}

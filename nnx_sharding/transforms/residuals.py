@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from .. import _compat
 from ..activations.record import RECORD, Calls
 from ..analysis.memory import array_bytes
+from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text
 from ..core.caller import Caller, called_by
 from ..core.plan import abstract
@@ -44,8 +45,8 @@ class Residual(NamedTuple):
         return array_bytes(self.shape, self.dtype)
 
 
-class SavedResiduals(tuple[Residual, ...]):
-    """What a function keeps; ``print`` shows it as a table, the largest first."""
+class SavedResiduals(tuple[Residual, ...], Pictured):
+    """What a function keeps; ``print`` and notebooks show it as a table, the largest first."""
 
     __slots__ = ()
 
@@ -56,7 +57,10 @@ class SavedResiduals(tuple[Residual, ...]):
     def _computed(self) -> Iterator[Residual]:
         return (x for x in self if x.operation != "argument")
 
-    def __str__(self) -> str:
+    def _pictures(self, width: int) -> Iterable[Any]:
+        host = self.bytes("host")
+        on_host = f", {bytes_text(host)} on the host" if host else ""
+        yield text(f"kept for the backward pass: {bytes_text(self.bytes())} on the device{on_host}")
         rows = [
             (
                 bytes_text(x.bytes),
@@ -68,14 +72,9 @@ class SavedResiduals(tuple[Residual, ...]):
             for x in sorted(self._computed(), key=lambda x: -x.bytes)
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        host = self.bytes("host")
-        on_host = f", {bytes_text(host)} on the host" if host else ""
-        head = f"kept for the backward pass: {bytes_text(self.bytes())} on the device{on_host}"
-        return "\n".join([head, *lines])
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            yield text("  ".join(cells))
 
 
 @_compat.api_boundary

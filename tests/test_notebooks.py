@@ -1,0 +1,100 @@
+"""What notebooks show: each object that prints a table also has an HTML form of it."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import pkgutil
+import re
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import nnx_sharding
+from nnx_sharding import jit, saved_residuals
+from nnx_sharding.analysis.parameters import parameter_table
+from nnx_sharding.analysis.tables import Pictured
+from nnx_sharding.export import export
+from nnx_sharding.partition import fsdp, make_mesh
+from nnx_sharding.planning import plan
+from nnx_sharding.report import check_activations, check_sharding, compare, diff
+from nnx_sharding.report.json_form import JsonForm
+
+# Their texts are one line each, as parts of other texts, or their repr is the text.
+ONE_LINE = {
+    "ArrayInfo",
+    "Change",
+    "Collective",
+    "Instruction",
+    "Leaf",
+    "MeshDescription",
+    "MeshInfo",
+    "Misfit",
+    "Retrace",
+    "Roofline",
+    "ShardingRow",
+    "_Device",
+}
+
+
+def all_classes() -> set[type]:
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(nnx_sharding.__path__, "nnx_sharding.")
+        if not found.name.endswith(("__main__", "worker", "_walk"))
+    ]
+    found = {x for module in modules for x in vars(module).values() if isinstance(x, type)}
+    return {x for x in found if x.__module__.startswith("nnx_sharding")}
+
+
+def objects_with_tables():
+    mesh = make_mesh({"data": 8})
+    model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    sharding, x = fsdp(model, mesh, min_size=0), jnp.ones((8, 16))
+
+    def step(model, x):
+        return jnp.tanh(model(x)).sum()
+
+    options = {"in_shardings": (sharding, P("data")), "mesh": mesh}
+    lowered = jit(step, **options).lower(model, x)
+    compiled = lowered.compile()
+    report = compiled.report()
+    comparison = compare({"fsdp": lambda *_: (sharding, P("data"))}, step, model, x, mesh=mesh)
+    exported = export(jit(step))(model, x)
+    return [
+        compiled.collectives(),
+        compiled.memory(),
+        compiled.cost(),
+        compiled.activations(),
+        report,
+        report.cost,
+        comparison,
+        diff(report, jit(step).lower(model, x).compile().report("step")),
+        parameter_table(model),
+        check_sharding(model, sharding, mesh),
+        check_activations(jit(step, **options), model, x),
+        saved_residuals(step, model, x),
+        exported,
+        exported.manifest,
+        plan(step, model, x, devices=8, strategies=["dp"], most=1),
+    ]
+
+
+def test_all_objects_with_tables():
+    objects = objects_with_tables()
+    for one in objects:
+        text = str(one)
+        page = one._repr_html_()
+        shown = html.unescape(re.sub("<[^>]+>", "", page))
+        # Rules may be longer, and bytes have units.
+        words = {word for word in text.split() if word.strip("-0123456789")}
+        assert words and words <= set(shown.split()), type(one)
+        assert page.startswith("<div") and page.rstrip().endswith("</div>")
+    pictured = {x for x in all_classes() if issubclass(x, Pictured)} - {Pictured, JsonForm}
+    assert {type(one) for one in objects} == pictured
+
+
+def test_what_prints_several_lines_is_among_them():
+    own = {x for x in all_classes() if "__str__" in vars(x) and not issubclass(x, Pictured)}
+    assert {x.__name__ for x in own} == ONE_LINE

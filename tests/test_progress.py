@@ -1,0 +1,184 @@
+"""What long work shows: a bar on terminals, and a line of log for each compilation."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_sharding import jit, progress, shard_map
+from nnx_sharding.checkpoint import (
+    Checkpoints,
+    load_safetensors,
+    restore,
+    save,
+    save_safetensors,
+)
+from nnx_sharding.partition import make_mesh, replicated, sharded_init
+
+RULES = {"w": "kernel", "b": "bias"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class AtOnce:
+    """A timer that does not wait, so that bars are shown for short work, too."""
+
+    def __init__(self, delay, function):
+        self.start = function
+
+    def cancel(self):
+        pass
+
+    join = cancel
+
+
+@pytest.fixture
+def open_terminal(monkeypatch):
+    """Makes stderr a terminal; within the test, because pytest sets it between its phases."""
+    monkeypatch.setattr(progress.threading, "Timer", AtOnce)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv(progress.QUIET, raising=False)
+
+    def start():
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        return sys.stderr
+
+    return start
+
+
+def linear():
+    return nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+
+
+def test_long_work_shows_what_it_is(open_terminal, tmp_path):
+    terminal = open_terminal()
+    model = linear()
+    with Checkpoints(tmp_path / "steps") as checkpoints:
+        checkpoints.save(3, model)
+        checkpoints.resume(model)
+    save(tmp_path / "model", model)
+    restore(tmp_path / "model", model)
+    save_safetensors(tmp_path / "tensors", model, RULES)
+    load_safetensors(tmp_path / "tensors", model, RULES)
+    sharded_init(nnx.Linear, P("model"), make_mesh({"model": 8}), 8, 8, rngs=nnx.Rngs(0))
+    jit(lambda x: x + 1).lower(jnp.ones(4)).compile()
+    shown = terminal.getvalue()
+    titles = ("save step 3", "restore step 3", "save model", "restore model", "sharded_init")
+    assert [title for title in (*titles, "compile <lambda>") if title not in shown] == []
+    for caller in ("save_safetensors", "load_safetensors"):
+        assert re.search(rf"{caller}: \w+ .*2/2", shown), caller
+
+
+def test_work_inside_of_other_work_shows_nothing_of_its_own(open_terminal):
+    terminal = open_terminal()
+    with progress.progress("outer"), progress.progress("inner"):
+        pass
+    assert "outer" in terminal.getvalue()
+    assert "inner" not in terminal.getvalue()
+    with pytest.raises(ZeroDivisionError), progress.progress("failed"):
+        _ = 1 / 0
+    with progress.progress("afterwards"):
+        pass
+    assert "afterwards" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("why", ["quiet", "environment", "process", "file", "none"])
+def test_nothing_is_shown(why, open_terminal, monkeypatch):
+    terminal = open_terminal()
+    if why == "environment":
+        monkeypatch.setenv("NNX_SHARDING_QUIET", "1")
+    elif why == "process":
+        monkeypatch.setattr(progress._compat, "process_id", lambda: 1)
+    elif why == "file":
+        monkeypatch.setattr(terminal, "isatty", lambda: False)
+        monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    elif why == "none":
+        monkeypatch.setattr(sys, "stderr", None)  # as under pythonw
+    with progress.progress("work", 2, quiet=why == "quiet") as advance:
+        advance("one")
+    assert terminal.getvalue() == ""
+
+
+def test_short_work_shows_nothing(monkeypatch):
+    monkeypatch.delenv(progress.QUIET, raising=False)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert progress._is_shown()
+    with progress.progress("work"):
+        pass
+    assert sys.stderr.getvalue() == ""
+
+
+SECONDS = r"traced in \d+\.\d\d s, lowered in \d+\.\d\d s, compiled in \d+\.\d\d s"
+
+
+class Doubling(nnx.Module):
+    @jit
+    def __call__(self, x):
+        return 2 * x
+
+
+def compile_by_call(mesh):
+    fun = jit(lambda model, x: model(x), in_shardings=(replicated(linear()), P("data")), mesh=mesh)
+    for _ in range(2):
+        fun(linear(), jnp.ones((8, 4)))
+
+
+def compile_by_stages(mesh):
+    fun = jit(lambda model, x: model(x), in_shardings=(replicated(linear()), P("data")), mesh=mesh)
+    compiled = fun.lower(linear(), jnp.ones((8, 4))).compile()
+    for _ in range(2):
+        compiled(linear(), jnp.ones((8, 4)))
+
+
+def compile_arrays(mesh):
+    sharding = jax.NamedSharding(mesh, P("data"))
+    jit(lambda x: x.sum())(jax.device_put(jnp.ones(8), sharding))
+
+
+def compile_shard_map(mesh):
+    shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(jnp.ones(8))
+
+
+@pytest.mark.parametrize(
+    "compile", [compile_by_call, compile_by_stages, compile_arrays, compile_shard_map]
+)
+def test_each_compilation_logs_one_line(compile, caplog):
+    mesh = make_mesh({"data": 2, "model": 4})
+    compile(mesh)
+    assert not caplog.records  # silent unless asked for
+    jax.clear_caches()
+    with caplog.at_level(logging.INFO, "nnx_sharding"):
+        compile(mesh)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "nnx_sharding"]
+    assert re.fullmatch(rf"<lambda> for 8 devices \('data': 2, 'model': 4\): {SECONDS}", line)
+
+
+def test_the_line_has_the_times_that_jax_reports(caplog):
+    reported = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **details: reported.append((event, seconds, details))
+    )
+    with caplog.at_level(logging.INFO, "nnx_sharding"):
+        Doubling()(jnp.ones(8))
+    [line] = [record.getMessage() for record in caplog.records if record.name == "nnx_sharding"]
+    prefix = "/jax/core/compile/"
+    phases = ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+    of_call = {e: s for e, s, details in reported if "__call__" in str(details.get("fun_name"))}
+    times = [f"{of_call[f'{prefix}{phase}_duration']:.2f} s" for phase in phases]
+    assert (
+        line
+        == "Doubling.__call__ for 1 device: traced in {}, lowered in {}, compiled in {}".format(
+            *times
+        )
+    )
