@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import Activation, ActivationSharding, StateSharding, jit, shard_map
 from nnx_sharding.errors import ActivationError
-from nnx_sharding.partition import fsdp, replicated, tensor_parallel
+from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel
+from nnx_sharding.testing import assert_no_collective
 
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 AUTO = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -495,6 +496,23 @@ class TestNothingElseChanges:
                 options = {"mesh": AUTO, "activation_shardings": {"**/up": spec}}
                 jit(fun, **options)(network, X)
         assert len(traces) == 2
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_cache_stays_where_the_batch_is(mesh):
+    def decoder():
+        attention = nnx.MultiHeadAttention(4, 32, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((8, 16, 32))
+        return attention
+
+    model, reference, x = decoder(), decoder(), jnp.ones((8, 1, 32))
+    heads = tensor_parallel(model, mesh)
+    sharding = override(heads, {"cached_(key|value)$": P("data", None, "model")})
+    step = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
+    np.testing.assert_allclose(step(model, x), reference(x), rtol=1e-5)
+    np.testing.assert_allclose(step(model, 2 * x), reference(2 * x), rtol=1e-5)
+    assert model.cached_key.sharding.spec.partitions[:3] == ("data", None, "model")
+    assert_no_collective(step.lower(model, x).compile(), axes="data")
 
 
 class TestErrors:
