@@ -751,6 +751,23 @@ class TestExplicitAxes:
         assert seen == [P("data", "model", None)]
         np.testing.assert_allclose(out, MLP(nnx.Rngs(0))(x), rtol=1e-5)
 
+    @pytest.mark.parametrize("use_bias", [False, True])
+    def test_heads_stay_sharded_where_the_sequence_was(self, use_bias):
+        """Each device computes its heads, of one gathered sequence: no kernel is gathered."""
+
+        def attention():
+            return nnx.MultiHeadAttention(4, 64, decode=False, use_bias=use_bias, rngs=nnx.Rngs(0))
+
+        model, rows = attention(), P("data", "model")
+        x = jax.random.normal(jax.random.key(0), (8, 32, 64))
+        sharding = tensor_parallel(model, EXPLICIT, sequence=True)
+        forward = jit(call, in_shardings=(sharding, rows), mesh=EXPLICIT)
+        np.testing.assert_allclose(forward(model, x), attention()(x), rtol=1e-4, atol=1e-5)
+        specs = {row.path: row.spec for row in forward.trace(model, x).activations()}
+        assert specs["model.query"] == P("data", None, "model", None)
+        [gathered] = forward.lower(model, x).compile().collectives().of("all-gather")
+        assert gathered.shapes == ((4, 32, 64),)
+
     def test_parameters_are_gathered_while_a_layer_runs(self):
         seen = []
 
