@@ -23,7 +23,7 @@ _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
-    """The Variables of a module itself, not of those in it, with their paths; no randomness or cache."""
+    """The Variables of a module itself, not of those in it, by path; no random state, no cache."""
     stack: list[tuple[Path, Any]] = [((name,), value) for name, value in vars(module).items()]
     while stack:
         path, value = stack.pop()
