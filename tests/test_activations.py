@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import Activation, ActivationSharding, StateSharding, jit, shard_map
 from nnx_sharding.errors import ActivationError
-from nnx_sharding.partition import fsdp, replicated, tensor_parallel
+from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel
+from nnx_sharding.testing import assert_no_collective
 
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 AUTO = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -497,6 +498,23 @@ class TestNothingElseChanges:
         assert len(traces) == 2
 
 
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_cache_stays_where_the_batch_is(mesh):
+    def decoder():
+        attention = nnx.MultiHeadAttention(4, 32, decode=True, rngs=nnx.Rngs(0))
+        attention.init_cache((8, 16, 32))
+        return attention
+
+    model, reference, x = decoder(), decoder(), jnp.ones((8, 1, 32))
+    heads = tensor_parallel(model, mesh)
+    sharding = override(heads, {"cached_(key|value)$": P("data", None, "model")})
+    step = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
+    np.testing.assert_allclose(step(model, x), reference(x), rtol=1e-5)
+    np.testing.assert_allclose(step(model, 2 * x), reference(2 * x), rtol=1e-5)
+    assert model.cached_key.sharding.spec.partitions[:3] == ("data", None, "model")
+    assert_no_collective(step.lower(model, x).compile(), axes="data")
+
+
 class TestErrors:
     def test_filters_without_effect(self, network):
         chosen = {"blocks/*/upp": P("data"), nnx.Conv: P(), "**/up": P()}
@@ -732,6 +750,23 @@ class TestExplicitAxes:
         out = jit(call, mesh=EXPLICIT, in_shardings=(sharding, P("data")))(model, x)
         assert seen == [P("data", "model", None)]
         np.testing.assert_allclose(out, MLP(nnx.Rngs(0))(x), rtol=1e-5)
+
+    @pytest.mark.parametrize("use_bias", [False, True])
+    def test_heads_stay_sharded_where_the_sequence_was(self, use_bias):
+        """Each device computes its heads, of one gathered sequence: no kernel is gathered."""
+
+        def attention():
+            return nnx.MultiHeadAttention(4, 64, decode=False, use_bias=use_bias, rngs=nnx.Rngs(0))
+
+        model, rows = attention(), P("data", "model")
+        x = jax.random.normal(jax.random.key(0), (8, 32, 64))
+        sharding = tensor_parallel(model, EXPLICIT, sequence=True)
+        forward = jit(call, in_shardings=(sharding, rows), mesh=EXPLICIT)
+        np.testing.assert_allclose(forward(model, x), attention()(x), rtol=1e-4, atol=1e-5)
+        specs = {row.path: row.spec for row in forward.trace(model, x).activations()}
+        assert specs["model.query"] == P("data", None, "model", None)
+        [gathered] = forward.lower(model, x).compile().collectives().of("all-gather")
+        assert gathered.shapes == ((4, 32, 64),)
 
     def test_parameters_are_gathered_while_a_layer_runs(self):
         seen = []

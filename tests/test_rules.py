@@ -31,6 +31,7 @@ from nnx_sharding.partition import (
     from_metadata,
     from_paths,
     from_rules,
+    fsdp,
     override,
     specs_by_path,
 )
@@ -166,6 +167,21 @@ class RulesTest(parameterized.TestCase):
         placed = jit(lambda m: m, in_shardings=rules, out_shardings=rules, mesh=mesh)(MLP())
         self.assertEqual(placed.up.kernel.sharding, NamedSharding(mesh, P(None, "model")))
         self.assertEqual(placed.down.kernel.sharding, NamedSharding(mesh, P("model")))
+
+    def test_layers_follow_on_explicit_axes(self):
+        """As with a strategy: its activations are neither missing nor lost by ``override``."""
+        model, mesh = MLP(), jax.make_mesh((2, 4), ("data", "model"))
+        x = jnp.ones((8, model.up.kernel.shape[0]))
+        rules = {"up/kernel$": P(None, "model"), "down/kernel$": P("model")}
+        gathered = fsdp(model, mesh, min_size=0)
+        for sharding in (
+            from_rules(rules, default=P()),
+            override(gathered, {"up/bias": P()}),
+            override(from_rules(rules, default=P()), {"norm": P()}),
+        ):
+            forward = jit(lambda m, x: m(x), in_shardings=(sharding, P("data")), mesh=mesh)
+            np.testing.assert_allclose(forward(MLP(), x), model(x), rtol=1e-5)
+        self.assertEqual(override(gathered, {}).activations, gathered.activations)
 
     def test_mistakes(self):
         with self.assertRaisesRegex(ValueError, r"(?s)'\(a'.*'b\['"):

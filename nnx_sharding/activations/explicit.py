@@ -89,8 +89,8 @@ def _output_specs(
 ) -> Iterator[PartitionSpec]:
     """Specs for the output of a layer, best first.
 
-    Its first dimensions are those of the input that are not summed over, its last one that of the
-    kernel.
+    Its first dimensions are those of the input that are not summed over, its last ones those of
+    the kernel.
     """
     first = _first_typed((args, kwargs))
     if first is None:
@@ -101,13 +101,21 @@ def _output_specs(
     batch, *others = jax.typeof(first).sharding.spec.partitions
     others = [*only_axes(PartitionSpec(*others), _axes(others) - summed).partitions]
     is_index = jnp.issubdtype(first.dtype, jnp.integer)  # of an embedding
-    leading = [batch, *others] if is_index else [batch, *others[:-1]]
-    last = kernels[0].partitions[-1:] if kernels else ()
+    # Several for nnx.LinearGeneral.
+    inputs, outputs = (_rank(module, name) for name in ("in_features", "out_features"))
+    leading = [batch, *others] if is_index else [batch, *others[:-inputs]]
+    last = kernels[0].partitions[-outputs:] if kernels else ()
     last = only_axes(PartitionSpec(*last), _axes(last) - _axes(leading)).partitions
     if any(last):
         yield PartitionSpec(*leading, *last)
     for count in (len(leading), 1, 0):
         yield PartitionSpec(*leading[:count])
+
+
+def _rank(module: Any, name: str) -> int:
+    """In how many dimensions a layer has its features."""
+    features = getattr(module, name, None)
+    return len(features) if isinstance(features, tuple) else 1
 
 
 def without_open(

@@ -18,17 +18,19 @@ from .record import frame_here
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
 # By the base classes: isinstance takes as long as all else for the abstract ones of these.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
+# A cache is data: its rows are those of the batch, and stay where these are.
+_NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
-    """The Variables of a module itself, not of those in it, with their paths; no random state."""
+    """The Variables of a module itself, not of those in it, by path; no random state, no cache."""
     stack: list[tuple[Path, Any]] = [((name,), value) for name, value in vars(module).items()]
     while stack:
         path, value = stack.pop()
         if type(value) in _ATOMS:
             continue
         if _compat.is_variable(value):
-            if nnx.RngState not in type(value).__mro__:
+            if _NO_PARAMETERS.isdisjoint(type(value).__mro__):
                 yield path, value
         elif not _CONTAINERS.isdisjoint(type(value).__mro__):
             parts = (

@@ -14,7 +14,7 @@ from ..fitting import OnIndivisible, axes_of, suggested_spec, suggestion, with_e
 from ..state_sharding import StateSharding
 from .logical import LogicalRules
 from .patterns import PatternKind, read_pairs, read_patterns
-from .variables import NamedVariable, from_paths, from_variables, variables
+from .variables import FOLLOWING, NamedVariable, from_paths, from_variables, variables
 
 Pairs = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
@@ -52,7 +52,7 @@ def from_rules(
     pairs = read_patterns("from_rules", rules, kind)
     if default is not None:
         pairs.append((..., default))
-    return StateSharding(pairs, on_indivisible=on_indivisible)
+    return StateSharding(pairs, on_indivisible=on_indivisible, activations=FOLLOWING)
 
 
 def override(
@@ -61,7 +61,7 @@ def override(
     """Replaces the shardings of a part of a model; the rest keeps those of ``base``.
 
     Args:
-      base: the shardings to start from; its ``on_indivisible`` is kept.
+      base: the shardings to start from; its ``on_indivisible`` and ``activations`` are kept.
       overrides: what has priority over them, as ``rules`` of :func:`from_rules`.
       kind: as for :func:`from_rules`.
 
@@ -81,7 +81,7 @@ def override(
         raise TypeError(f"override changes a nnx_sharding.StateSharding, not {base!r}.")
     pairs = read_patterns("override", overrides, kind)
     pairs += zip(base.filters, base.shardings, strict=True)
-    return StateSharding(pairs, on_indivisible=base.on_indivisible)
+    return StateSharding(pairs, on_indivisible=base.on_indivisible, activations=base.activations)
 
 
 def from_arrays(model: Any) -> StateSharding:
