@@ -117,8 +117,8 @@ def random_batches(images: Any, labels: Any, steps: int, rows: slice) -> Iterato
         yield images[chosen], labels[chosen]
 
 
-def train(stages: Sequence[int], steps: int, mesh: Mesh) -> tuple[list[float], int, int]:
-    """Trains on a mesh; returns the losses, the number of correct images, and of all."""
+def train(stages: Sequence[int], steps: int, mesh: Mesh) -> tuple[Any, list[float], int, int]:
+    """Trains on a mesh; returns the model, the losses, how many images it got right, of how many."""
     images, held_out, labels, held_out_labels = digits()
     model, optimizer = sharded_init(functools.partial(make, stages, steps), P(), mesh)
     sharding = replicated(model, optimizer=optimizer)
@@ -141,7 +141,7 @@ def train(stages: Sequence[int], steps: int, mesh: Mesh) -> tuple[list[float], i
     padded = shard_batches(batches, P("data"), mesh, uneven="pad", batch_size=BATCH)
     counts = [count(model, *batch, mask) for batch, mask in padded]
     correct, total = np.sum(jax.device_get(counts), axis=0)
-    return losses, int(correct), int(total)
+    return model, losses, int(correct), int(total)
 
 
 def train_alone(stages: Sequence[int], steps: int) -> list[float]:
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ:  # the launcher sets it
         jax.distributed.initialize()
-    losses, correct, total = train(options.stages, options.steps, make_mesh({"data": -1}))
+    _, losses, correct, total = train(options.stages, options.steps, make_mesh({"data": -1}))
     alone = train_alone(options.stages, options.steps) if options.check else []
     if jax.process_index() == 0:
         for number in range(0, options.steps, max(1, options.steps // 10)):

@@ -2,13 +2,12 @@
 
 A decoder-only transformer that predicts the next byte of Python's language reference, which is
 installed for ``help()``. Tensor parallel over the ``model`` axis of the mesh, fully sharded over
-its ``data`` axis; :func:`sharding_of` is all that says so. ``FOLDER`` gets the checkpoints and the
-metrics of the run, and the same command continues it: after a crash with the losses, bit for bit,
-of a run without one. ``--check`` compares the losses with those of one device.
+its ``data`` axis: :func:`sharding_of` is all that says so. ``FOLDER`` gets checkpoints and metrics.
+The same command continues a run that was killed, and its losses are those of a run that was not,
+bit for bit. ``--check`` compares them with those of one device.
 
-Several processes, which load different rows of each batch: ``python -m nnx_sharding launch
---processes 2 --devices-per-process 4 examples/train_lm.py FOLDER``. docs/guides/training_run.md
-explains this file part by part.
+For several processes write ``python -m nnx_sharding launch --processes 2 --devices-per-process 4``
+in place of ``python``. docs/guides/training_run.md explains this file part by part.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from nnx_sharding import accumulate_gradients, jit, limit_traces, remat, stack, value_and_grad
-from nnx_sharding.analysis.hardware import known
+from nnx_sharding.analysis import known
 from nnx_sharding.checkpoint import Checkpoints
 from nnx_sharding.partition import abstract_init, fsdp, make_mesh, sharded_init, tensor_parallel
 from nnx_sharding.placement import process_rows, shard_batches
@@ -184,22 +183,19 @@ class Log:
     def __init__(self, folder: Path, config: Config, start: int, seconds_at_peak: float | None):
         self.tokens, self.seconds_at_peak = config.batch * config.context, seconds_at_peak
         self.last, self.time = None, time.perf_counter()
-        self.path, self.board = folder / "metrics.jsonl", None
-        self.is_first = jax.process_index() == 0
+        self.path, self.is_first = folder / "metrics.jsonl", jax.process_index() == 0
         self.bar = Progress(console=Console(stderr=True), disable=not self.is_first)
         self.task = self.bar.add_task("", total=config.steps, completed=start)
         self.bar.start()
+        writer = SummaryWriter if self.is_first else None
+        self.board = writer and writer(str(folder), purge_step=start + 1)
         if self.is_first:
             lines = self.path.read_text().split("\n")[:-1] if self.path.exists() else []
             kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= start]
             self.path.write_text("".join(kept))
-            self.board = SummaryWriter and SummaryWriter(str(folder), purge_step=start + 1)
 
     def add(self, step: int, loss: jax.Array) -> None:
-        """Takes the loss of a step, and waits for that of the step before.
-
-        So devices always have work while this process waits.
-        """
+        """Takes the loss of a step; waits for the one before, so that devices have work."""
         self.flush()
         self.last = step, loss
 
@@ -223,7 +219,7 @@ class Log:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
         for name, value in metrics.items() if self.board else ():
             self.board.add_scalar(name, value, step)
-        self.time = time.perf_counter()  # an evaluation is no part of the next step
+        self.time = time.perf_counter()  # without the evaluation
 
     def close(self) -> None:
         """Ends the bar and the files."""
@@ -259,8 +255,7 @@ def train(config: Config, options: argparse.Namespace) -> None:
     rows = process_rows(P("data"), config.batch, mesh=mesh)
     training = batches_of(text, config, rows, train=True)
     evaluation = batches_of(held_out, config, rows, train=False)
-    padded = {"uneven": "pad", "batch_size": config.batch}
-    held_out_batches = shard_batches(evaluation, P("data"), mesh, **padded)
+    padded = shard_batches(evaluation, P("data"), mesh, uneven="pad", batch_size=config.batch)
     intervals = {"save_interval_steps": options.save_every, "max_to_keep": 2}
     with (
         shard_batches(training, P("data"), mesh, uneven="error") as sharded,
@@ -269,11 +264,10 @@ def train(config: Config, options: argparse.Namespace) -> None:
         batches = iter(sharded)
         # A checkpoint fills a model without data, so that devices never hold two.
         init = sharded_init if checkpoints.latest_step() is None else abstract_init
-        made = functools.partial(make, config)
-        state = init(made, lambda state: sharding_of(*state, mesh), mesh)
+        state = init(make, lambda state: sharding_of(*state, mesh), mesh, config)
         start = checkpoints.resume(state, data=batches) or 0
 
-        (model, _), sharding = state, sharding_of(*state, mesh)
+        sharding = sharding_of(*state, mesh)
         step_on_devices = compiled_step(config, state, sharding, mesh)
         if options.report and jax.process_index() == 0:
             write_html(folder / "report.html", step_on_devices.report())
@@ -292,7 +286,7 @@ def train(config: Config, options: argparse.Namespace) -> None:
                     jax.profiler.stop_trace()
                 is_last = step == config.steps or checkpoints.reached_preemption(step)
                 if is_last or step % options.evaluate_every == 0:
-                    sums = [evaluate(model, *batch) for batch in held_out_batches]
+                    sums = [evaluate(state[0], *batch) for batch in padded]
                     loss, count = np.sum(jax.device_get(sums), axis=0)
                     log.write(step, evaluation=loss / count, evaluated=count)
                 if is_last or checkpoints.should_save(step):
@@ -319,8 +313,8 @@ def main(argv: list[str] | None = None) -> None:
     option("folder", type=Path, help="of the run: a new one, or one to continue")
     for name, default in dataclasses.asdict(Config()).items():
         flag = "--" + name.replace("_", "-")
-        kind = {} if isinstance(default, bool) else {"type": type(default)}
-        option(flag, default=default, **(kind or {"action": "store_true"}))
+        kind = {"action": "store_true"} if default is False else {"type": type(default)}
+        option(flag, default=default, **kind)
     option("--save-every", type=int, default=100, metavar="STEPS")
     option("--evaluate-every", type=int, default=100, metavar="STEPS")
     option("--model-parallel", type=int, metavar="SIZE", help="of the model axis of the mesh")
@@ -333,8 +327,8 @@ def main(argv: list[str] | None = None) -> None:
     if "JAX_COORDINATOR_ADDRESS" in os.environ:  # the launcher sets it
         jax.distributed.initialize()
     options.model_parallel = options.model_parallel or math.gcd(4, jax.device_count())
-    is_first, file = jax.process_index() == 0, options.folder / "config.json"
-    if is_first:
+    file = options.folder / "config.json"
+    if jax.process_index() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(config))
         if file.exists() and file.read_text() != text:
@@ -343,7 +337,7 @@ def main(argv: list[str] | None = None) -> None:
 
     train(config, options)
     alone = train_alone(config) if options.check else []
-    if is_first:
+    if jax.process_index() == 0:
         lines = map(json.loads, (options.folder / "metrics.jsonl").read_text().splitlines())
         losses = [line["loss"] for line in lines if "loss" in line]
         print(f"step 1: loss {losses[0]:.4f}, step {len(losses)}: loss {losses[-1]:.4f}")
