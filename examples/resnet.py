@@ -118,7 +118,7 @@ def random_batches(images: Any, labels: Any, steps: int, rows: slice) -> Iterato
 
 
 def train(stages: Sequence[int], steps: int, mesh: Mesh) -> tuple[Any, list[float], int, int]:
-    """Trains on a mesh; returns the model, the losses, how many images it got right, of how many."""
+    """Trains on a mesh; returns the model, losses, and the number of correct images and of all."""
     images, held_out, labels, held_out_labels = digits()
     model, optimizer = sharded_init(functools.partial(make, stages, steps), P(), mesh)
     sharding = replicated(model, optimizer=optimizer)

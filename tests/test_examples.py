@@ -19,9 +19,7 @@ from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-pytest.importorskip("grain")
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import resnet
 import train_lm
@@ -77,7 +75,8 @@ def state_of(folder):
 
 
 def assert_same_state(one, other):
-    for a, b in zip(*(jax.tree.leaves(nnx.to_pure_dict(nnx.state(x))) for x in (one, other))):
+    leaves = (jax.tree.leaves(nnx.to_pure_dict(nnx.state(x))) for x in (one, other))
+    for a, b in zip(*leaves, strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(a, b)
@@ -148,7 +147,7 @@ def test_language_model_with_all_flags(tmp_path):
 
 def test_killed_language_model_resumes_exactly(run, tmp_path):
     folder, _ = run
-    kill([str(EXAMPLES / "train_lm.py")], tmp_path)
+    kill([train_lm.__file__], tmp_path)
     train_lm.main([str(tmp_path), *SMALL])
     assert metrics_of(tmp_path) == metrics_of(folder)
     assert_same_state(state_of(tmp_path), state_of(folder))
@@ -156,7 +155,7 @@ def test_killed_language_model_resumes_exactly(run, tmp_path):
 
 def test_language_model_in_two_processes(run, tmp_path):
     complete, killed = tmp_path / "complete", tmp_path / "killed"
-    words = [*LAUNCH, str(EXAMPLES / "train_lm.py")]
+    words = [*LAUNCH, train_lm.__file__]
     subprocess.run([sys.executable, *words, str(complete), *SMALL], check=True)
     for found, want in zip(metrics_of(complete), metrics_of(run[0]), strict=True):
         assert found == pytest.approx(want, rel=ROUNDING)
@@ -183,7 +182,7 @@ class ResNetTest(parameterized.TestCase):
         self.assertEqual(total, len(labels))
 
     def test_in_two_processes(self):
-        words = [*LAUNCH, str(EXAMPLES / "resnet.py"), "--steps", str(self.STEPS), "--stages"]
+        words = [*LAUNCH, resnet.__file__, "--steps", str(self.STEPS), "--stages"]
         words += map(str, self.STAGES)
         out = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
         shown = [float(x) for x in re.findall(r"loss ([\d.]+)", out.stdout)]
