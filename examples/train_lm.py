@@ -212,8 +212,7 @@ class Log:
             self.bar.update(self.task, completed=step, description=text)
 
     def write(self, step: int, **metrics: float) -> None:
-        """Writes metrics of a step, after those of steps before it."""
-        self.flush()
+        """Writes metrics of a step."""
         if self.is_first:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -286,6 +285,7 @@ def train(config: Config, options: argparse.Namespace) -> None:
                     jax.profiler.stop_trace()
                 is_last = step == config.steps or checkpoints.reached_preemption(step)
                 if is_last or step % options.evaluate_every == 0:
+                    log.flush()  # before the evaluation takes its time
                     sums = [evaluate(state[0], *batch) for batch in padded]
                     loss, count = np.sum(jax.device_get(sums), axis=0)
                     log.write(step, evaluation=loss / count, evaluated=count)
