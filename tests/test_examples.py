@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -33,6 +34,8 @@ from nnx_sharding.partition import make_mesh
 pytestmark = pytest.mark.slow
 
 LAUNCH = ["-m", "nnx_sharding", "launch", "--processes", "2", "--devices-per-process", "4"]
+# Compiling takes most of the time of these processes, and less without optimization.
+QUICK = os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"
 # Devices add in another order, and float32 has 24 bits. The first losses are about 6.
 ROUNDING = 1e-5
 
@@ -82,10 +85,11 @@ def assert_same_state(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-def kill(words, folder):
+def kill(words, folder, **environment):
     """Starts a run, and kills it with all its processes at a random step."""
     at = random.randint(3, STEPS - 2)
-    with subprocess.Popen([sys.executable, *words, str(folder), *SMALL]) as run:
+    words = [sys.executable, *words, str(folder), *SMALL]
+    with subprocess.Popen(words, env=os.environ | environment) as run:
         deadline = time.monotonic() + 120
         while run.poll() is None and time.monotonic() < deadline:
             path = folder / "metrics.jsonl"
@@ -153,14 +157,22 @@ def test_killed_language_model_resumes_exactly(run, tmp_path):
     assert_same_state(state_of(tmp_path), state_of(folder))
 
 
+def launch(program, *words):
+    """Runs a program in two processes; returns its output."""
+    words = [sys.executable, *LAUNCH, program, *map(str, words)]
+    environment = os.environ | {"XLA_FLAGS": QUICK}
+    return subprocess.run(
+        words, check=True, stdout=subprocess.PIPE, text=True, env=environment
+    ).stdout
+
+
 def test_language_model_in_two_processes(run, tmp_path):
     complete, killed = tmp_path / "complete", tmp_path / "killed"
-    words = [*LAUNCH, train_lm.__file__]
-    subprocess.run([sys.executable, *words, str(complete), *SMALL], check=True)
+    launch(train_lm.__file__, complete, *SMALL)
     for found, want in zip(metrics_of(complete), metrics_of(run[0]), strict=True):
         assert found == pytest.approx(want, rel=ROUNDING)
-    kill(words, killed)
-    subprocess.run([sys.executable, *words, str(killed), *SMALL], check=True)
+    kill([*LAUNCH, train_lm.__file__], killed, XLA_FLAGS=QUICK)
+    launch(train_lm.__file__, killed, *SMALL)
     assert metrics_of(killed) == metrics_of(complete)
     assert_same_state(state_of(killed), state_of(complete))
 
@@ -182,10 +194,8 @@ class ResNetTest(parameterized.TestCase):
         self.assertEqual(total, len(labels))
 
     def test_in_two_processes(self):
-        words = [*LAUNCH, resnet.__file__, "--steps", str(self.STEPS), "--stages"]
-        words += map(str, self.STAGES)
-        out = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
-        shown = [float(x) for x in re.findall(r"loss ([\d.]+)", out.stdout)]
+        out = launch(resnet.__file__, "--steps", self.STEPS, "--stages", *self.STAGES)
+        shown = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
         _, losses, correct, total = resnet.train(self.STAGES, self.STEPS, make_mesh({"data": 8}))
         np.testing.assert_allclose(shown, losses, atol=1e-4)  # 4 digits are shown
-        self.assertIn(f"accuracy on {total} held-out images: {correct / total:.2%}", out.stdout)
+        self.assertIn(f"accuracy on {total} held-out images: {correct / total:.2%}", out)
