@@ -99,7 +99,14 @@ def device(name: str) -> Device:
 
 
 def known(name: str) -> Device | None:
-    """As :func:`device`; None if the device is not in the table."""
+    """As :func:`device`; None if the device is not in the table.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding.analysis import known
+      >>> known(jax.devices()[0].device_kind) is None  # of a CPU
+      True
+    """
     kinds = {kind.lower(): key for kind, key in _KINDS.items()}
     keys = {key.lower(): key for key in DEVICES} | kinds
     return DEVICES.get(keys.get(name.lower(), ""))
