@@ -17,7 +17,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "mistakes.md"]  # the latter is part of errors.md
+exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
