@@ -158,7 +158,7 @@ def draw_extension(rows: dict[str, Any], without: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color=GREY, lw=1)
     axes.set_xlabel("multiple of jax.jit on flat arrays")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
     save(figure, "extension")
 
 
