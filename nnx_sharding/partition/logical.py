@@ -19,7 +19,13 @@ from .variables import NamedVariable, from_variables
 
 
 class Unsharded(NamedTuple):
-    """A dimension without a mesh axis, its logical name, and why no rule could be used."""
+    """A dimension without a mesh axis, its logical name, and why no rule could be used.
+
+    Attributes:
+      dimension: the number of the dimension.
+      name: its logical name.
+      reason: why it is replicated.
+    """
 
     dimension: int
     name: str

@@ -63,6 +63,9 @@ class Changes(tuple[Change, ...]):
 
     Attributes:
       made_with: for each version that differs the one before and the one after.
+
+    Example:
+      See :func:`diff`.
     """
 
     made_with: Mapping[str, tuple[str, str]]
