@@ -118,6 +118,9 @@ class LogicalRules:
 
         The arguments are those of :meth:`spec`.
 
+        Raises:
+          ValueError: a name has no rule.
+
         Example:
           >>> from nnx_sharding.partition import LogicalRules
           >>> LogicalRules([("mlp", "model"), ("embed", "model")]).unsharded(("embed", "mlp"))

@@ -147,6 +147,9 @@ def from_paths(
       specs: the sharding of each path; a path is a tuple of keys.
       activations: the shardings of activations that the result has.
 
+    Raises:
+      TypeError: one of ``specs`` is not a sharding.
+
     Example:
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import from_paths

@@ -43,6 +43,10 @@ class Stack(nnx.Module):
       remat: the policy of :func:`~nnx_sharding.remat` for each layer; True for one that keeps
         nothing but what goes into the layer, False for no recomputation.
 
+    Raises:
+      IndexError: there is no such layer.
+      ValueError: a layer that is written back differs in more than the values of its arrays.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
