@@ -12,10 +12,12 @@ release = version = __version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "mistakes.md"]  # the latter is part of errors.md
+exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -23,6 +25,8 @@ myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autosummary_generate = False  # the tables in api.md lead to the pages that are there
+maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # attributes of NamedTuples would otherwise be documented twice
@@ -39,7 +43,16 @@ nitpick_ignore_regex = [
 
 html_theme = "sphinx_book_theme"
 html_title = "nnx_sharding"
-html_theme_options = {"show_toc_level": 2}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+}
+
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 
 def setup(app):

@@ -29,6 +29,12 @@ class Activation:
 
     Raises:
       TypeError: a leaf of either is not a spec.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import Activation, ActivationSharding
+      >>> by_sequence = Activation(P("data", "model"), input=P("data", None))
+      >>> activations = ActivationSharding({"blocks/*": by_sequence, "head": P("data")})
     """
 
     __slots__ = ("_key", "input", "output")

@@ -29,6 +29,17 @@ class Lifted(LiftedFunction[P, R]):
     Made by :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map`; call it like the
     function itself. As a method of a class it binds to its object, and the bound form has all
     of the methods below.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import jit
+      >>> predict = jit(lambda model, x: model(x))
+      >>> model, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
+      >>> predict.eval_shape(model, x)
+      ShapeDtypeStruct(shape=(8, 2), dtype=float32)
+      >>> predict.lower(model, x).compile()(model, x).shape
+      (8, 2)
     """
 
     def __init__(self, *args: Any, max_traces: int | None = None, **modes: Any):
@@ -72,6 +83,10 @@ class Lifted(LiftedFunction[P, R]):
 
         Returns:
           A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
+
+        Raises:
+          TypeError: arguments are not arrays, or do not fit the signature of the function.
+          ValueError: the declared shardings do not fit the arguments, as in a call.
         """
         call, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)

@@ -1,6 +1,6 @@
 """Mistakes that users make, each as a program that runs with ``flax.nnx`` and with us.
 
-``python tests/mistakes.py`` prints the messages of both, as a page of the documentation.
+``python tests/mistakes.py`` writes the messages of both into ``docs/errors.md``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,23 +31,8 @@ from nnx_sharding.errors import (
 
 Library = Any
 
-TOPICS = {
-    1: "Filters of a StateSharding",
-    2: "Dimensions that mesh axes do not divide",
-    3: "Specs that do not fit the mesh or the rank",
-    4: "Specs of a wrong type or structure",
-    5: "Numbers of specs",
-    6: "Meshes and devices",
-    7: "Arrays with another sharding than declared",
-    8: "Results of `shard_map` that may not be replicated",
-    9: "Captured arrays",
-    10: "Donated arrays",
-    11: "Objects of other traces, and references",
-    12: "Arguments and results of a wrong type",
-    13: "`Compiled` called with other arguments",
-    14: "Updates that do not fit the sharding of a Variable",
-    15: "Activations",
-}
+PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+MAX_LENGTH = 400  # of Flax's messages there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +40,14 @@ class Mistake:
     """One mistake.
 
     Attributes:
-      topic: its key in ``TOPICS``.
+      anchor: the section of ``docs/errors.md`` about the error.
       title: a description for readers.
       run: makes the mistake with a library.
       error: the type of our error.
       facts: what our message has to contain.
     """
 
-    topic: int
+    anchor: str
     title: str
     run: Callable[[Library], Any]
     error: type[BaseException]
@@ -71,9 +57,9 @@ class Mistake:
 MISTAKES: dict[str, Mistake] = {}
 
 
-def mistake(topic: int, title: str, error: type[BaseException], *facts: str) -> Any:
+def mistake(anchor: str, title: str, error: type[BaseException], *facts: str) -> Any:
     def register(run: Callable[[Library], Any]) -> Callable[[Library], Any]:
-        MISTAKES[run.__name__] = Mistake(topic, title, run, error, facts)
+        MISTAKES[run.__name__] = Mistake(anchor, title, run, error, facts)
         return run
 
     return register
@@ -115,7 +101,6 @@ def forward(model: Model, x: jax.Array) -> jax.Array:
 
 
 X = np.ones((8, 4), np.float32)
-MAX_LENGTH = 400  # of Flax's messages on the page
 
 
 def named(*spec: Any, mesh: Mesh | None = None) -> NamedSharding:
@@ -123,7 +108,7 @@ def named(*spec: Any, mesh: Mesh | None = None) -> NamedSharding:
 
 
 @mistake(
-    1,
+    "no-filter-matches",
     "Variables that no filter matches",
     ValueError,
     "model.blocks[0].count: BatchStat of shape ()",
@@ -137,7 +122,7 @@ def unmatched(lib: Library) -> Any:
 
 
 @mistake(
-    1,
+    "unused-filter",
     "a filter that matches nothing",
     UnusedFilterWarning,
     "PathContains('upp', exact=True), for model; did you mean 'up'?",
@@ -148,7 +133,7 @@ def unused(lib: Library) -> Any:
 
 
 @mistake(
-    2,
+    "not-divisible",
     "Variables, in `jit`",
     ValueError,
     "model.blocks[0].up, shape (4, 12), P(None, ('data', 'model'))",
@@ -169,7 +154,7 @@ def indivisible(lib: Library) -> Any:
 
 
 @mistake(
-    2,
+    "not-divisible",
     "Variables, in `shard_map`",
     ValueError,
     "model.blocks[0].up, shape (4, 10), P(None, 'model')",
@@ -183,7 +168,7 @@ def indivisible_shards(lib: Library) -> Any:
 
 
 @mistake(
-    2,
+    "not-divisible",
     "a batch, in `jit`",
     ValueError,
     "x, shape (7, 4), P('data',)",
@@ -194,7 +179,7 @@ def indivisible_batch(lib: Library) -> Any:
 
 
 @mistake(
-    2,
+    "not-divisible",
     "a batch, in `shard_map`",
     ValueError,
     "x, shape (7, 4), P('data',)",
@@ -206,7 +191,7 @@ def indivisible_batch_shards(lib: Library) -> Any:
 
 
 @mistake(
-    2,
+    "not-divisible",
     "a result",
     ValueError,
     "results",
@@ -217,7 +202,7 @@ def indivisible_result(lib: Library) -> Any:
 
 
 @mistake(
-    3,
+    "spec-too-long",
     "a spec longer than the rank, in `jit`",
     ValueError,
     "model.blocks[0].up, shape (4, 16)",
@@ -231,7 +216,7 @@ def too_long(lib: Library) -> Any:
 
 
 @mistake(
-    3,
+    "spec-too-long",
     "a spec longer than the rank, in `shard_map`",
     ValueError,
     "model.blocks[0].up, shape (4, 16)",
@@ -245,7 +230,7 @@ def too_long_shards(lib: Library) -> Any:
 
 
 @mistake(
-    3,
+    "unknown-axis",
     "an axis that the mesh does not have, in `jit`",
     ValueError,
     "P(None, 'modle') for model.blocks[0].up, model.blocks[1].up",
@@ -259,7 +244,7 @@ def no_axis(lib: Library) -> Any:
 
 
 @mistake(
-    3,
+    "unknown-axis",
     "an axis that the mesh does not have, in `shard_map`",
     ValueError,
     "P(None, 'modle') for model.blocks[0].up, model.blocks[1].up",
@@ -272,7 +257,7 @@ def no_axis_shards(lib: Library) -> Any:
 
 
 @mistake(
-    3,
+    "axis-used-twice",
     "one axis used twice",
     ValueError,
     "P('model', 'model') for model.blocks[0].up, model.blocks[1].up",
@@ -285,7 +270,7 @@ def axis_twice(lib: Library) -> Any:
 
 
 @mistake(
-    3,
+    "spec-too-long",
     "an axis for a scalar",
     ValueError,
     "model.blocks[0].count, shape ()",
@@ -297,13 +282,13 @@ def scalar(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(specs, None))(Model(), X)
 
 
-@mistake(4, "a string as a spec", TypeError, "in_shardings[1]: 'data': write P('data')")
+@mistake("not-a-spec", "a string as a spec", TypeError, "in_shardings[1]: 'data': write P('data')")
 def bare_string(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, "data"))(Model(), X)
 
 
 @mistake(
-    4,
+    "not-a-spec",
     "a tuple of names as a spec",
     TypeError,
     "in_shardings[1]: ('data', None): write P('data', None)",
@@ -313,7 +298,7 @@ def bare_tuple(lib: Library) -> Any:
 
 
 @mistake(
-    4,
+    "not-a-spec",
     "a tuple of names in a `StateSharding`",
     TypeError,
     "PathContains('up'",
@@ -326,7 +311,7 @@ def bare_in_filters(lib: Library) -> Any:
 
 
 @mistake(
-    4,
+    "not-a-tree-prefix",
     "specs with other keys than the argument",
     ValueError,
     "jit: in_shardings: these specs are not a tree prefix",
@@ -340,7 +325,7 @@ def wrong_keys(lib: Library) -> Any:
 
 
 @mistake(
-    4,
+    "not-a-tree-prefix",
     "specs with other keys than a nested result",
     ValueError,
     "jit: out_shardings: these specs are not a tree prefix",
@@ -356,7 +341,7 @@ def many(model: Model, x: jax.Array, flag: bool, *more: jax.Array) -> jax.Array:
 
 
 @mistake(
-    5,
+    "number-of-specs",
     "too few specs, in `jit`",
     ValueError,
     "2 entries",
@@ -368,13 +353,19 @@ def few_specs(lib: Library) -> Any:
     return lib.jit(many, in_shardings=(None, None), static_argnums=2)(Model(), X, True, X)
 
 
-@mistake(5, "too many specs", ValueError, "4 entries", "2 positional parameters: model, x")
+@mistake(
+    "number-of-specs",
+    "too many specs",
+    ValueError,
+    "4 entries",
+    "2 positional parameters: model, x",
+)
 def many_specs(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, None, named(), named()))(Model(), X)
 
 
 @mistake(
-    5,
+    "number-of-specs",
     "a spec for a static argument",
     ValueError,
     "3 entries",
@@ -388,13 +379,13 @@ def static_spec(lib: Library) -> Any:
     return f(Model(), X, True)
 
 
-@mistake(5, "too few specs, in `shard_map`", ValueError, "1 entry", "x: no entry")
+@mistake("number-of-specs", "too few specs, in `shard_map`", ValueError, "1 entry", "x: no entry")
 def few_specs_shards(lib: Library) -> Any:
     return lib.shard_map(forward, mesh=grid(), in_specs=(P(),), out_specs=P())(Model(), X)
 
 
 @mistake(
-    5,
+    "unknown-parameter",
     "a spec for a parameter that does not exist",
     ValueError,
     "in_shardings: these are not parameters of the function",
@@ -406,20 +397,37 @@ def named_spec(lib: Library) -> Any:
 
 
 @mistake(
-    6, "no mesh for a `PartitionSpec`", ValueError, "mesh=...", "jax.set_mesh", "NamedSharding"
+    "no-mesh",
+    "no mesh for a `PartitionSpec`",
+    ValueError,
+    "mesh=...",
+    "jax.set_mesh",
+    "NamedSharding",
 )
 def no_mesh(lib: Library) -> Any:
     return lib.jit(forward, in_shardings=(None, P("data")))(Model(), X)
 
 
-@mistake(6, "two meshes", ValueError, "x: cpu 7, 6, 5, 4, 3, 2, 1, 0", "model.blocks[0].count")
+@mistake(
+    "different-devices",
+    "two meshes",
+    ValueError,
+    "x: cpu 7, 6, 5, 4, 3, 2, 1, 0",
+    "model.blocks[0].count",
+)
 def two_meshes(lib: Library) -> Any:
     other = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"))
     specs = (named(), named("data", mesh=other))
     return lib.jit(forward, in_shardings=specs)(Model(), X)
 
 
-@mistake(6, "devices that do not match", ValueError, "x: cpu 0, 1, 2, 3\n", "model.blocks[0].count")
+@mistake(
+    "different-devices",
+    "devices that do not match",
+    ValueError,
+    "x: cpu 0, 1, 2, 3\n",
+    "model.blocks[0].count",
+)
 def other_devices(lib: Library) -> Any:
     half = Mesh(np.array(jax.devices()[:4]), ("data",))
     x = jax.device_put(X, NamedSharding(half, P("data")))
@@ -427,7 +435,7 @@ def other_devices(lib: Library) -> Any:
 
 
 @mistake(
-    6,
+    "different-devices",
     "a Variable on other devices",
     ValueError,
     "model.blocks[0].count",
@@ -441,7 +449,11 @@ def other_devices_variable(lib: Library) -> Any:
 
 
 @mistake(
-    7, "one Variable with two shardings", ValueError, "m.blocks[1].up: P()", "kernel: P('model',)"
+    "two-shardings-for-one-variable",
+    "one Variable with two shardings",
+    ValueError,
+    "m.blocks[1].up: P()",
+    "kernel: P('model',)",
 )
 def aliased(lib: Library) -> Any:
     model = Model()
@@ -450,7 +462,7 @@ def aliased(lib: Library) -> Any:
 
 
 @mistake(
-    7,
+    "committed-to-another-sharding",
     "Variables that are committed",
     ValueError,
     "model.blocks[0].down, shape (16, 4): is P('model',), declared P(None, 'model')",
@@ -465,7 +477,7 @@ def committed(lib: Library) -> Any:
 
 
 @mistake(
-    7,
+    "committed-to-another-sharding",
     "an array that is committed",
     ValueError,
     "x, shape (8, 4): is P('model',), declared P('data',)",
@@ -477,7 +489,7 @@ def committed_array(lib: Library) -> Any:
 
 
 @mistake(
-    7,
+    "declared-otherwise-than-its-type",
     "an array on an explicit mesh, in `jit`",
     ValueError,
     "x is float32[8@model,4], declared P('data',)",
@@ -492,7 +504,7 @@ def explicit(lib: Library) -> Any:
 
 
 @mistake(
-    7,
+    "declared-otherwise-than-its-type",
     "an array on an explicit mesh, in `shard_map`",
     ValueError,
     "x is float32[8@model,4], declared P('data',)",
@@ -508,7 +520,7 @@ def explicit_shards(lib: Library) -> Any:
 
 
 @mistake(
-    8,
+    "not-proven-replicated",
     "a returned array",
     ValueError,
     "results of loss",
@@ -526,7 +538,7 @@ def varying(lib: Library) -> Any:
 
 
 @mistake(
-    8,
+    "not-proven-replicated",
     "an updated Variable",
     ValueError,
     "results of count",
@@ -553,7 +565,7 @@ def table_on(mesh: Mesh) -> jax.Array:
 
 
 @mistake(
-    9,
+    "captured-array",
     "a sharded array",
     CapturedArrayWarning,
     "table, float32[4,4], P('model',)",
@@ -566,7 +578,7 @@ def captured(lib: Library) -> Any:
 
 
 @mistake(
-    9,
+    "captured-array-on-explicit-axes",
     "a sharded array on an explicit mesh",
     NotImplementedError,
     "look_up captures",
@@ -580,7 +592,7 @@ def captured_explicit(lib: Library) -> Any:
 
 
 @mistake(
-    9,
+    "captured-array-on-explicit-axes",
     "an array on another mesh",
     ValueError,
     "look_up captures",
@@ -591,14 +603,18 @@ def captured_other_mesh(lib: Library) -> Any:
     return lib.jit(look_up)(Model(), jax.device_put(X, named("data")))
 
 
-@mistake(10, "one array passed twice", Exception, "float32[8,4]: a, b", "x.copy()")
+@mistake("donated-twice", "one array passed twice", Exception, "float32[8,4]: a, b", "x.copy()")
 def donated_twice(lib: Library) -> Any:
     x = jnp.ones((8, 4))
     return lib.jit(lambda m, a, b: (a + 1, b + 1), donate_argnums=(1, 2))(Model(), x, x)
 
 
 @mistake(
-    10, "an array used after it was donated", RuntimeError, "x, float32[8,4]", "donate_argnums"
+    "used-after-donation",
+    "an array used after it was donated",
+    RuntimeError,
+    "x, float32[8,4]",
+    "donate_argnums",
 )
 def donated_before(lib: Library) -> Any:
     x = jnp.ones((8, 4))
@@ -608,7 +624,10 @@ def donated_before(lib: Library) -> Any:
 
 
 @mistake(
-    10, "a Variable that was donated elsewhere", RuntimeError, "model.blocks[1].up, float32[4,16]"
+    "used-after-donation",
+    "a Variable that was donated elsewhere",
+    RuntimeError,
+    "model.blocks[1].up, float32[4,16]",
 )
 def donated_variable(lib: Library) -> Any:
     model = Model()
@@ -617,7 +636,7 @@ def donated_variable(lib: Library) -> Any:
 
 
 @mistake(
-    10,
+    "donation-that-is-not-used",
     "an array that no result can use (`nnx_sharding` with `strict=True`)",
     StrictError,
     "x, float32[8,4]",
@@ -631,7 +650,7 @@ def donation_unused(lib: Library) -> Any:
 
 
 @mistake(
-    11,
+    "changed-from-outside-its-trace",
     "a module of an outer trace is changed",
     Exception,
     "model.blocks[0].count",
@@ -653,7 +672,7 @@ def outer_trace(lib: Library) -> Any:
 
 
 @mistake(
-    11,
+    "changed-from-outside-its-trace",
     "a captured module is changed",
     Exception,
     "model.blocks[0].count",
@@ -682,7 +701,7 @@ def add_one(model: RefModel) -> None:
 
 
 @mistake(
-    11,
+    "committed-to-another-sharding",
     "a reference with another sharding than declared",
     ValueError,
     "model.w, shape (8, 4): is SingleDeviceSharding",
@@ -694,7 +713,7 @@ def ref_sharding(lib: Library) -> Any:
 
 
 @mistake(
-    11,
+    "different-devices",
     "a reference on other devices than the mesh of `shard_map`",
     ValueError,
     "model.w: cpu 0",
@@ -704,14 +723,14 @@ def ref_devices(lib: Library) -> Any:
     return f(RefModel())
 
 
-@mistake(11, "one reference passed twice", ValueError, "a, b")
+@mistake("one-reference-passed-twice", "one reference passed twice", ValueError, "a, b")
 def ref_twice(lib: Library) -> Any:
     ref = jax.new_ref(jnp.zeros(()))
     return lib.jit(lambda m, a, b: a[...] + b[...])(Model(), ref, ref)
 
 
 @mistake(
-    12,
+    "static-argument-that-is-not-hashable",
     "a static argument that is not hashable",
     ValueError,
     "'sizes'",
@@ -723,7 +742,7 @@ def unhashable(lib: Library) -> Any:
 
 
 @mistake(
-    12,
+    "static-argument-with-arrays",
     "a module as a static argument",
     Exception,
     "static arguments must not hold arrays",
@@ -739,7 +758,7 @@ def static_module(lib: Library) -> Any:
 
 
 @mistake(
-    12,
+    "not-an-array",
     "a string in an argument",
     TypeError,
     "batch['names'][0]: 'a' of type str",
@@ -750,7 +769,9 @@ def string_leaf(lib: Library) -> Any:
     return lib.jit(lambda m, batch: m(batch["x"]))(Model(), {"x": X, "names": ["a", "b"]})
 
 
-@mistake(12, "a result that is not an array", TypeError, "output['name']: 'a' of type str")
+@mistake(
+    "not-an-array", "a result that is not an array", TypeError, "output['name']: 'a' of type str"
+)
 def string_result(lib: Library) -> Any:
     return lib.jit(lambda m, x: {"y": m(x), "name": "a"})(Model(), X)
 
@@ -761,7 +782,7 @@ def compiled(lib: Library) -> Any:
 
 
 @mistake(
-    13,
+    "compiled-for-other-types",
     "another shape",
     TypeError,
     "'x' compiled with float32[8,4] and called with float32[4,4]",
@@ -772,7 +793,7 @@ def compiled_shape(lib: Library) -> Any:
 
 
 @mistake(
-    13,
+    "compiled-for-other-types",
     "another dtype",
     TypeError,
     "'model.blocks[0].up' compiled with float32[4,16] and called with bfloat16[4,16]",
@@ -783,21 +804,34 @@ def compiled_dtype(lib: Library) -> Any:
     return f(model, X)
 
 
-@mistake(13, "another structure", TypeError, "model.blocks[1].scale: missing → 3")
+@mistake(
+    "compiled-for-another-structure",
+    "another structure",
+    TypeError,
+    "model.blocks[1].scale: missing → 3",
+)
 def compiled_structure(lib: Library) -> Any:
     model, f = compiled(lib)
     model.blocks[1].scale = 3
     return f(model, X)
 
 
-@mistake(13, "another static argument", TypeError, "static argument flag: True → False")
+@mistake(
+    "compiled-for-another-structure",
+    "another static argument",
+    TypeError,
+    "static argument flag: True → False",
+)
 def compiled_static(lib: Library) -> Any:
     model, f = compiled(lib)
     return f(model, X, False)
 
 
 @mistake(
-    13, "another number of arguments", TypeError, "(model, x, flag) → (model, x, flag, more[0])"
+    "compiled-for-another-structure",
+    "another number of arguments",
+    TypeError,
+    "(model, x, flag) → (model, x, flag, more[0])",
 )
 def compiled_arguments(lib: Library) -> Any:
     model, f = compiled(lib)
@@ -805,8 +839,8 @@ def compiled_arguments(lib: Library) -> Any:
 
 
 @mistake(
-    14,
-    "another shape",
+    "not-divisible",
+    "an update with another shape",
     ValueError,
     "model.blocks[0].up, shape (4, 5) (was (4, 16)), P(None, 'model')",
     "size 5 is not divisible by 'model' (4)",
@@ -820,8 +854,8 @@ def changed_shape(lib: Library) -> Any:
 
 
 @mistake(
-    14,
-    "another rank, in `jit`",
+    "spec-too-long",
+    "an update with another rank, in `jit`",
     ValueError,
     "model.blocks[0].up, shape (4,) (was (4, 16))",
     "2 entries",
@@ -836,8 +870,8 @@ def changed_rank(lib: Library) -> Any:
 
 
 @mistake(
-    14,
-    "another rank, in `shard_map`",
+    "spec-too-long",
+    "an update with another rank, in `shard_map`",
     ValueError,
     "model.blocks[0].up, shape (4,) (was (4, 4))",
     "2 entries",
@@ -851,7 +885,7 @@ def changed_rank_shards(lib: Library) -> Any:
 
 
 @mistake(
-    15,
+    "output-that-jax-cannot-shard",
     "layers whose output JAX cannot shard on Explicit axes",
     ActivationError,
     "model.layers[1]: Linear of f32[8,16@model], f32[16@model,4], f32[4]",
@@ -871,7 +905,7 @@ def untyped_layers(lib: Library) -> Any:
 
 
 @mistake(
-    15,
+    "unused-filter-for-activations",
     "filters for activations that match no module that is called",
     ActivationError,
     "'blocks/*/upp'",
@@ -883,7 +917,7 @@ def unused_activation_filter(lib: Library) -> Any:
 
 
 @mistake(
-    15,
+    "activation-specs-that-do-not-fit",
     "specs that do not fit what a module returns",
     ActivationError,
     "output of model.blocks[0], shape (8, 4), P('data', None, 'model')",
@@ -909,23 +943,31 @@ def message_of(run: Callable[[Library], Any], lib: Library) -> str:
     return re.sub(r" at 0x[0-9a-f]+| at /\S+|/\S+/site-packages/", "", text)
 
 
-def main() -> None:
-    """Prints the page as Markdown: the message of Flax in one line, ours in full."""
-    import conftest  # noqa: F401  eight virtual devices; under pytest it is there already
-
-    topic = 0
-    for case in MISTAKES.values():
-        if case.topic != topic:
-            topic = case.topic
-            print(f"### {TOPICS[topic]}\n")
+def messages(anchor: str) -> str:
+    """The messages of one section: the first of ours, and all others folded."""
+    shown, folded = "", []
+    for case in (case for case in MISTAKES.values() if case.anchor == anchor):
         with contextlib.redirect_stdout(io.StringIO()):  # JAX prints some objects
             flax, ours = (message_of(case.run, lib) for lib in (nnx, nnx_sharding))
-        text = "the same message" if flax == ours else "no error and no warning"
-        if flax and flax != ours:
-            line = " ".join(flax.split())
-            text = f"`` {line if len(line) <= MAX_LENGTH else f'{line[:MAX_LENGTH]} …'} ``"
-        print(f"**{case.title[0].upper()}{case.title[1:]}.** `flax.nnx`: {text}\n")
-        print(f"```text\n{ours}\n```\n")
+        line = "the same message" if flax == ours else " ".join(flax.split())
+        line = line if len(line) <= MAX_LENGTH else f"{line[:MAX_LENGTH]} …"
+        block = f"```text\n{ours}\n```\n"
+        title = f"**{case.title[0].upper()}{case.title[1:]}"
+        folded += [f"{title}**\n\n{block}"] if shown else []
+        folded += [f"{title}, `flax.nnx`**\n\n```text\n{line or 'no error, no warning'}\n```\n"]
+        shown = shown or block
+    what = "Other forms, and w" if len(folded) > 1 else "W"
+    summary = f"<details><summary>{what}hat <code>flax.nnx</code> says</summary>\n"
+    return "\n".join([f"<!-- {anchor} -->", shown, summary, *folded, "</details>\n<!-- end -->"])
+
+
+def main() -> None:
+    """Writes the messages into the page, which has the rest of each section."""
+    import conftest  # noqa: F401  eight virtual devices; under pytest it is there already
+
+    section = re.compile(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(section.sub(lambda match: messages(match[1]), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 import types
 import warnings
@@ -16,7 +17,7 @@ from flax import nnx
 import mistakes
 import nnx_sharding
 from graphs import Memory
-from mistakes import MISTAKES, Mistake
+from mistakes import MISTAKES, PAGE, Mistake
 
 
 class Watched:
@@ -56,6 +57,14 @@ class Watched:
 
 
 class MistakesTest(parameterized.TestCase):
+    def test_page_explains_each(self):
+        section = re.compile(r"^<!-- ([\w-]+) -->\n(.*?)<!-- end -->\n(.+)$", re.DOTALL)
+        parts = re.split(r"^###? .*\n+", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        explained = {m[1]: m[2] for m in map(section.match, parts) if m and "What to do" in m[3]}
+        self.assertEqual(set(explained), {case.anchor for case in MISTAKES.values()})
+        for case in MISTAKES.values():
+            self.assertEmpty([fact for fact in case.facts if fact not in explained[case.anchor]])
+
     def error_of(self, case: Mistake) -> BaseException | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -79,21 +79,30 @@ def public_modules() -> list[str]:
     ]
 
 
-def test_every_public_name_is_in_the_reference():
-    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    modules = set(re.findall(r"automodule:: ([\w.]+)\n +:members:", reference))
-    entries = set(re.findall(r"(?:function|class|data|exception):: ([\w.]+)", reference))
+def missing(entries: set[str], modules: frozenset[str] = frozenset()) -> list[str]:
+    """The public names that are not among entries, nor in one of these modules."""
     words = {name.rpartition(".")[2] for name in entries}
-    missing = []
-    for name in public_modules():
-        if name in modules:
-            continue
-        module = importlib.import_module(name)
-        missing += [
-            f"{name}.{own}"
-            for own in module.__all__
-            if own not in words
-            and not own.startswith("__")
-            and not isinstance(getattr(module, own), types.ModuleType)  # has a section of its own
-        ]
-    assert missing == []
+    return [
+        f"{name}.{own}"
+        for name in public_modules()
+        if name not in modules
+        for own in importlib.import_module(name).__all__
+        if own not in words
+        and not own.startswith("__")
+        and not isinstance(getattr(importlib.import_module(name), own), types.ModuleType)
+    ]
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    reference = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    modules = frozenset(re.findall(r"automodule:: ([\w.]+)\n +:members:", reference))
+    entries = re.findall(r"(?:function|class|data|exception):: ([\w.]+)", reference)
+    assert missing(set(entries), modules) == []
+    index = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^   (\w+)$|\{py:data\}`~([\w.]+)`", index, re.MULTILINE)
+    assert missing({name for row in rows for name in row}) == []
+    assert re.findall(r"^reference/(\w+)$", index, re.MULTILINE) == re.findall(
+        r"^## \[.*\]\(reference/(\w+).md\)$", index, re.MULTILINE
+    )
+    assert {page.stem for page in pages} == set(re.findall(r"reference/(\w+).md", index))

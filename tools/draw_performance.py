@@ -1,7 +1,7 @@
 """Draws figures of ``python -m benchmarks --json FILE`` for ``docs/performance.md``.
 
-``python tools/draw_performance.py FILE`` prints the tables and writes the plot of growth. It needs
-matplotlib.
+``python tools/draw_performance.py FILE [WITHOUT]`` prints the tables and writes the plots into
+``docs/images``. WITHOUT is a file measured with ``NNX_SHARDING_PURE_PYTHON=1``. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).parents[1]
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.jit"
 COLUMNS = {
     "forward32": "forward, 32 blocks",
@@ -23,19 +23,37 @@ COLUMNS = {
     "sharded32": "forward, 8 devices",
     "lowering_training64": "trace and lower, 64 blocks",
 }
+PEERS = {"forward32": "o", "forward1": "s", "train8": "D", "sharded32": "^"}
 GROWTH = {"forward1": 7, "forward32": 193, "deep_320_bare": 1921, "deep_1280_bare": 7681}
+EXTENSION = ("forward32", "forward1", "train8")
+GREY, BLUE, ORANGE = "#6e7b89", "#2f81f7", "#d9730d"  # legible on light and on dark pages
+
+plt.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "nnx_sharding",  # the same file from the same figures
+        "font.size": 9,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GREY),
+        **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), GREY),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.alpha": 0.3,
+        "legend.frameon": False,
+    }
+)
 
 
 def main() -> None:
-    """Prints the table, and writes the plot."""
-    rows: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())["rows"]
-    print("| median µs (ratio to the floor; maximum) |", " | ".join(COLUMNS.values()), "|")
-    print("|---" + "|---:" * len(COLUMNS) + "|")
+    """Prints the tables, and writes the plots."""
+    rows, *without = (json.loads(Path(name).read_text())["rows"] for name in sys.argv[1:])
     ways = sorted(rows["forward32"]["figures"], key=lambda way: median(rows, "forward32", way) or 0)
-    for way in ways:
-        cells = " | ".join(cell(rows, column, way) for column in COLUMNS)
-        print(f"| {f'**{way}**' if way == OURS else way} | {cells} |")
-    draw(rows, ways)
+    table("median µs (ratio to the floor)", rows, ways, cell)
+    table("maximum µs", rows, ways, maximum)
+    draw_peers(rows, ways)
+    draw_growth(rows, ways)
+    draw_first_call(rows)
+    if without:
+        draw_extension(rows, without[0])
 
 
 def median(rows: dict[str, Any], row: str, way: str) -> float | None:
@@ -43,13 +61,32 @@ def median(rows: dict[str, Any], row: str, way: str) -> float | None:
     return rows[row]["figures"].get(way, {}).get("median")
 
 
-def cell(rows: dict[str, Any], row: str, way: str) -> str:
-    """One figure with its ratio to the floor and its maximum."""
+def ratio(rows: dict[str, Any], row: str, way: str) -> float | None:
+    """The median as a multiple of the floor."""
     value, floor = median(rows, row, way), median(rows, row, FLOOR)
-    if value is None or floor is None:
-        return "–"  # noqa: RUF001, a dash in a table
-    most = rows[row]["figures"][way]["most"]
-    return f"{number(value)} ({value / floor:.2f}×; {number(most)})"
+    return None if value is None or floor is None else value / floor
+
+
+def table(title: str, rows: dict[str, Any], ways: list[str], text: Any) -> None:
+    """Prints one line for each way."""
+    print(f"| {title} |", " | ".join(COLUMNS.values()), "|")
+    print("|---" + "|---:" * len(COLUMNS) + "|")
+    for way in ways:
+        cells = " | ".join(text(rows, column, way) for column in COLUMNS)
+        print(f"| {f'**{way}**' if way == OURS else way} | {cells} |")
+    print()
+
+
+def cell(rows: dict[str, Any], row: str, way: str) -> str:
+    """One median with its ratio to the floor."""
+    value, times = median(rows, row, way), ratio(rows, row, way)
+    return "–" if value is None or times is None else f"{number(value)} ({times:.2f}×)"  # noqa: RUF001
+
+
+def maximum(rows: dict[str, Any], row: str, way: str) -> str:
+    """The longest call."""
+    most = rows[row]["figures"].get(way, {}).get("most")
+    return "–" if most is None else number(most)  # noqa: RUF001, a dash in a table
 
 
 def number(value: float) -> str:
@@ -57,19 +94,79 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw(rows: dict[str, Any], ways: list[str]) -> None:
+def draw_peers(rows: dict[str, Any], ways: list[str]) -> None:
+    """Each way as a multiple of the floor."""
+    figure, axes = plt.subplots(figsize=(4, 3.4))
+    axes.set_xscale("log")
+    colours = [BLUE if way == OURS else GREY for way in ways]
+    for row, marker in PEERS.items():
+        axes.scatter([], [], marker=marker, color=GREY, label=COLUMNS[row])
+        points = [(ratio(rows, row, way), y) for y, way in enumerate(ways)]
+        for (times, y), colour in zip(points, colours, strict=True):
+            if times is not None:
+                axes.scatter(times, y, marker=marker, color=colour, s=34, alpha=0.8, zorder=2)
+    axes.axvline(1, color=GREY, lw=1)
+    axes.set_yticks(range(len(ways)), ways)
+    axes.get_yticklabels()[ways.index(OURS)].set(color=BLUE, fontweight="bold")
+    axes.set_xticks([1, 2, 5, 10, 20, 50], ["1×", "2×", "5×", "10×", "20×", "50×"])
+    axes.minorticks_off()
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+    axes.set_xlabel("multiple of jax.jit on flat arrays")
+    axes.legend(fontsize=7, loc="upper right")
+    save(figure, "peers")
+
+
+def draw_growth(rows: dict[str, Any], ways: list[str]) -> None:
     """Growth with the number of Variables."""
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = plt.subplots(figsize=(4, 3))
     for way in ways:
         points = [(n, median(rows, row, way)) for row, n in GROWTH.items()]
         known = [(n, value) for n, value in points if value is not None]
         if len(known) > 1:
-            is_ours = way == OURS
-            axes.loglog(*zip(*known, strict=True), "o-", label=way, lw=3 if is_ours else 1)
+            style = {OURS: (BLUE, 3), FLOOR: (ORANGE, 1.5)}.get(way, (None, 1))
+            axes.loglog(*zip(*known, strict=True), "o-", label=way, color=style[0], lw=style[1])
     axes.set(xlabel="Variables", ylabel="µs until a call returns")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.savefig(ROOT / "docs/images/growth.svg", bbox_inches="tight", metadata={"Date": None})
+    axes.grid()
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.18))
+    save(figure, "growth")
+
+
+def draw_first_call(rows: dict[str, Any]) -> None:
+    """The first call of a function that does nearly nothing."""
+    figures = {way: median(rows, "first_call", way) for way in (FLOOR, OURS, "nnx.jit")}
+    seconds = {way: value / 1e6 for way, value in figures.items() if value is not None}
+    figure, axes = plt.subplots(figsize=(4, 1.3))
+    bars = axes.barh(list(seconds), list(seconds.values()), color=[ORANGE, BLUE, GREY])
+    axes.bar_label(bars, fmt=" %.2g s")
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    save(figure, "first_call")
+
+
+def draw_extension(rows: dict[str, Any], without: dict[str, Any]) -> None:
+    """With and without the C extension, as multiples of the floor."""
+    figure, axes = plt.subplots(figsize=(4, 1.9))
+    for shift, measured, colour, label in (
+        (-0.2, rows, BLUE, "with the C extension"),
+        (0.2, without, ORANGE, "without"),
+    ):
+        places = [y + shift for y in range(len(EXTENSION))]
+        times = [ratio(measured, row, OURS) or 0 for row in EXTENSION]
+        axes.bar_label(axes.barh(places, times, 0.36, color=colour, label=label), fmt=" %.2f×")
+    axes.set_yticks(range(len(EXTENSION)), [COLUMNS[row] for row in EXTENSION])
+    axes.invert_yaxis()
+    axes.axvline(1, color=GREY, lw=1)
+    axes.set_xlabel("multiple of jax.jit on flat arrays")
+    axes.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.4, 1))
+    save(figure, "extension")
+
+
+def save(figure: Any, name: str) -> None:
+    """Writes one plot."""
+    figure.savefig(
+        IMAGES / f"{name}.svg", bbox_inches="tight", transparent=True, metadata={"Date": None}
+    )
 
 
 if __name__ == "__main__":

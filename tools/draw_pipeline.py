@@ -49,8 +49,8 @@ LAST = (
 # Not on the way of a call: the stages' view of it, and what is reported when something is wrong.
 BESIDE = ("user_tree.py", "problems.py")
 
-_WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 620, 52, 76
-_WRAP = 90
+_WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 636, 52, 76
+_WRAP = 95
 _STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", Arial, sans-serif; fill: #24292f }
   .name { font-weight: 650; font-size: 15px }
@@ -110,7 +110,7 @@ def _box(stage: Stage, top: int, kind: str) -> Iterator[str]:
     yield f'<g class="{kind}">'
     yield f'<rect x="{_LEFT}" y="{top}" width="{_BOX}" height="{_HEIGHT}"/>'
     yield f'<text class="name" x="{_LEFT + 14}" y="{top + 22}">{escape(stage.name)}</text>'
-    files = ", ".join(stage.files)
+    files = ", ".join(Path(file).name for file in stage.files)
     end = _LEFT + _BOX - 14
     yield f'<text class="file" x="{end}" y="{top + 22}" text-anchor="end">{escape(files)}</text>'
     for row, line in enumerate(textwrap.wrap(sentence(stage.files[0]), _WRAP)[:2]):

@@ -32,6 +32,13 @@ class Cost(Pictured):
         compiles for. Only the compiler for TPUs makes one.
       host_bytes: the bytes copied between the memories of the device and of the host, loops counted
         as often as they run; None before that is known.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import jit
+      >>> cost = jit(lambda x: x @ x).lower(jnp.ones((64, 64))).cost()
+      >>> cost.flops
+      524288.0
     """
 
     flops: float | None

@@ -36,6 +36,13 @@ class Memory(Pictured):
       host_generated_code: generated code there.
       by_path: the bytes of each argument array by its path, such as ``model.up.kernel``, without
         those that the program does not use.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import jit
+      >>> memory = jit(lambda x: x + 1).lower(jnp.ones(256)).compile().memory()
+      >>> memory.arguments, memory.outputs, memory.by_path
+      (1024, 1024, {'x': 1024})
     """
 
     arguments: int | None = None

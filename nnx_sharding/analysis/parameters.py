@@ -124,7 +124,15 @@ Row = TypeVar("Row", bound=ParameterRow)
 
 
 class ParameterTable(list[ParameterRow], Pictured):
-    """Rows of parameters; ``print`` and notebooks show them as a table, with sums."""
+    """Rows of parameters; ``print`` and notebooks show them as a table, with sums.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding.analysis import parameter_table
+      >>> [row] = parameter_table({"up": jax.ShapeDtypeStruct((64, 256), "float32")})
+      >>> row.path, row.shape, row.bytes_total
+      ('up', (64, 256), 65536)
+    """
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield rows_table(self, width)

@@ -36,6 +36,13 @@ class Roofline:
       arithmetic_intensity: flops for each byte of memory.
       traffic: what collectives send over which links, and in what time.
       sources: for each figure of the device the page that it is from.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import jit
+      >>> program = jit(lambda x: x + 1).lower(jnp.ones(1 << 20)).compile()
+      >>> program.roofline("TPU v5e").bound_by
+      'memory'
     """
 
     device: str

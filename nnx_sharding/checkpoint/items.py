@@ -144,6 +144,9 @@ class DataSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     Raises:
       TypeError: when it is saved: the state is something else.
+
+    Example:
+      See :class:`DataRestore`.
     """
 
     iterator: Any
@@ -162,6 +165,17 @@ class DataRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     Raises:
       CheckpointError: another number of processes saved it.
+
+    Example:
+      >>> import json, tempfile
+      >>> import orbax.checkpoint as ocp
+      >>> from nnx_sharding.checkpoint import DataRestore, DataSave
+      >>> with ocp.CheckpointManager(tempfile.mkdtemp(), item_names=("data",)) as manager:
+      ...     _ = manager.save(1, args=ocp.args.Composite(data=DataSave({"row": 3})))
+      ...     manager.wait_until_finished()
+      ...     state = manager.restore(1, args=ocp.args.Composite(data=DataRestore()))["data"]
+      >>> json.loads(state)
+      {'row': 3}
     """
 
     iterator: Any = None

@@ -37,6 +37,15 @@ class StoredArray:
       shape: its shape.
       dtype: its dtype, a NumPy dtype or that of PRNG keys.
       nbytes: its size in memory.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding.checkpoint import contents, save
+      >>> path = tempfile.mkdtemp() + "/model"
+      >>> save(path, {"up": jnp.ones((4, 8))})
+      >>> [(array.path, array.shape, array.nbytes) for array in contents(path)]
+      [('up', (4, 8), 128)]
     """
 
     path: str

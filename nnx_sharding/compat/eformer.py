@@ -101,7 +101,11 @@ def get_corrected_named_sharding(
 
 
 class ShardAndGather(tuple[Any, Any]):
-    """Two trees of functions: one shards an array, the other gathers it on the host."""
+    """Two trees of functions: one shards an array, the other gathers it on the host.
+
+    Example:
+      See :func:`make_shard_and_gather_fns`.
+    """
 
     _specs: Any
     _mesh: Mesh | AbstractMesh | None

@@ -60,12 +60,27 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether the mesh in context has all of these axes; without a mesh it has none."""
+    """Whether the mesh in context has all of these axes; without a mesh it has none.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding.compat.eformer import names_in_current_mesh
+      >>> with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):
+      ...     names_in_current_mesh("data"), names_in_current_mesh("data", "expert")
+      (True, False)
+    """
     return set(names) <= set(get_incontext_mesh(raise_error=False).axis_names)
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """The names of the axes of a mesh, or of the one in context."""
+    """The names of the axes of a mesh, or of the one in context.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding.compat.eformer import get_mesh_axis_names
+      >>> get_mesh_axis_names(jax.make_mesh((2, 4), ("data", "model")))
+      ['data', 'model']
+    """
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
@@ -74,6 +89,12 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
 
     Raises:
       KeyError: the mesh has no such axis.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding.compat.eformer import get_axes_size_in_mesh
+      >>> get_axes_size_in_mesh(("data", "model"), jax.make_mesh((2, 4), ("data", "model")))
+      8
     """
     names = _axis_tuple("get_axes_size_in_mesh", axis_names)
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
@@ -89,6 +110,16 @@ def get_mesh_axis_size(axis_names: AxisNames) -> int:
 
     Raises:
       NameError: the function is not mapped over one of the axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.compat.eformer import get_mesh_axis_size
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> def scaled():
+      ...     return jnp.ones(1) / get_mesh_axis_size("data")
+      >>> float(jax.shard_map(scaled, mesh=mesh, in_specs=(), out_specs=P("data"))().sum())
+      1.0
     """
     names = _axis_tuple("get_mesh_axis_size", axis_names)
     return math.prod(int(jax.lax.axis_size(name)) for name in names)
@@ -148,6 +179,13 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
     Args:
       tree: arrays, modules or specs; a leaf may also have a spec as its attribute ``sharding``.
       mesh: the mesh of the specs.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.compat.eformer import extract_shardings
+      >>> extract_shardings({"up": P("data")}, jax.make_mesh((8,), ("data",)))["up"].spec
+      P('data',)
     """
 
     def read(leaf: Any) -> Any:
@@ -164,6 +202,12 @@ def get_partition_spec(tree: Any) -> Any:
 
     Raises:
       ValueError: leaves are something else, or have several devices and no ``NamedSharding``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding.compat.eformer import get_partition_spec
+      >>> get_partition_spec({"step": 3, "up": jnp.ones(4)})
+      {'step': P(), 'up': P()}
     """
 
     def read(leaf: Any) -> Any:

@@ -81,7 +81,11 @@ class Retrace:
 
 
 class Retraces(tuple[Retrace, ...]):
-    """Why functions were traced and compiled, oldest first; ``print`` shows it."""
+    """Why functions were traced and compiled, oldest first; ``print`` shows it.
+
+    Example:
+      See :func:`~nnx_sharding.explain_retraces`.
+    """
 
     _text: str
 

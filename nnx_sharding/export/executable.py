@@ -95,6 +95,17 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
       TypeError: ``compiled`` is something else.
       ValueError: the program cannot be serialized, because it calls Python functions of this
         process, such as ``jax.debug.print``, or because the backend does not support it.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.export import load_executable, save_executable
+      >>> path = tempfile.mkdtemp() + "/double.zip"
+      >>> lowered = jit(lambda x: x * 2).lower(jnp.ones(4))
+      >>> save_executable(path, lowered.compile())
+      >>> load_executable(path, lowered)(jnp.ones(4)).tolist()
+      [2.0, 2.0, 2.0, 2.0]
     """
     if not isinstance(compiled, Compiled):
         raise TypeError(f"expected the result of fun.lower(...).compile(), got {compiled!r:.200}.")

@@ -42,6 +42,17 @@ class Exported(Pictured):
     Attributes:
       manifest: how it is called, and what it was made with; ``str`` of it is a table.
       jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.export import export
+      >>> predict = jit(lambda model, x: model(x))
+      >>> model, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
+      >>> exported = export(predict)(model, x)
+      >>> exported.call(model, x).output.shape, exported.manifest.inputs[0].type
+      ((8, 2), 'float32[2]')
     """
 
     manifest: Manifest

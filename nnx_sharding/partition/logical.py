@@ -19,7 +19,13 @@ from .variables import NamedVariable, from_variables
 
 
 class Unsharded(NamedTuple):
-    """A dimension without a mesh axis, its logical name, and why no rule could be used."""
+    """A dimension without a mesh axis, its logical name, and why no rule could be used.
+
+    Attributes:
+      dimension: the number of the dimension.
+      name: its logical name.
+      reason: why it is replicated.
+    """
 
     dimension: int
     name: str
@@ -111,6 +117,9 @@ class LogicalRules:
         """The names that :meth:`spec` replicates although a rule has axes for them, and why.
 
         The arguments are those of :meth:`spec`.
+
+        Raises:
+          ValueError: a name has no rule.
 
         Example:
           >>> from nnx_sharding.partition import LogicalRules

@@ -71,6 +71,16 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
     """Iterates over all Variables and arrays of a model, an optimizer or a pytree of them.
 
     Only types are read. A Variable with several paths comes once, under the first one.
+
+    Args:
+      tree: the model, optimizer or pytree; abstract (``nnx.eval_shape``) or not.
+
+    Example:
+      >>> from flax import nnx
+      >>> from nnx_sharding.partition import variables
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+      >>> [(v.name, v.shape) for v in variables(model)]
+      [('bias', (8,)), ('kernel', (4, 8))]
     """
     flat = flatten(tree, graph=True)
     structure = flat.structure
@@ -137,9 +147,19 @@ def from_paths(
     """A ``StateSharding`` with one sharding for each path, which matches no other path.
 
     Args:
-      specs: the sharding of each path.
+      specs: the sharding of each path; a path is a tuple of keys.
       activations: how the activations of modules are sharded.
       notes: why a path has its sharding, for reports.
+
+    Raises:
+      TypeError: one of ``specs`` is not a sharding.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.partition import from_paths
+      >>> sharding = from_paths({("up", "kernel"): P(None, "model"), ("up", "bias"): P()})
+      >>> sharding.map_prefix(("up", "kernel"), None)
+      P(None, 'model')
     """
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():
@@ -167,5 +187,17 @@ def from_variables(
 
 
 def specs_by_path(tree: Any, sharding: StateSharding) -> dict[Path, Any]:
-    """The sharding of each path of a model; None where no filter of ``sharding`` matches."""
+    """The sharding of each path of a model; None where no filter of ``sharding`` matches.
+
+    Args:
+      tree: the model, optimizer or pytree; abstract (``nnx.eval_shape``) or not.
+      sharding: the shardings, such as what a strategy returned.
+
+    Example:
+      >>> from flax import nnx
+      >>> from nnx_sharding.partition import replicated, specs_by_path
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+      >>> specs_by_path(model, replicated(model))
+      {('bias',): P(), ('kernel',): P()}
+    """
     return {each.path: sharding.find(each.path, each.variable)[1] for each in variables(tree)}

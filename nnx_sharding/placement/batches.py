@@ -120,6 +120,16 @@ class ShardedBatches(Iterable[Any]):
     Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
     continues it. When a loop ends early, its thread ends once its iterator is dropped; ``with`` or
     :meth:`close` end it at a defined point.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.placement import shard_batches
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> loader = [np.ones((8, 4), np.float32)] * 3
+      >>> with shard_batches(loader, P("data"), mesh) as batches:
+      ...     [batch.sharding.spec for batch in batches]
+      [P('data',), P('data',), P('data',)]
     """
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
@@ -159,6 +169,16 @@ class BatchIterator(Iterator[Any]):
 
     Loading begins with the first ``next``. An error of the loader is raised in the place of the
     batch that failed, after all batches before it, with its own traceback.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.placement import shard_batches
+      >>> mesh = jax.make_mesh((8,), ("data",))
+      >>> batches = iter(shard_batches([np.ones((8, 4))] * 3, P("data"), mesh))
+      >>> next(batches).shape
+      (8, 4)
+      >>> batches.close()
     """
 
     def __init__(self, source: Iterator[Any], options: BatchOptions):

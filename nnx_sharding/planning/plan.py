@@ -37,6 +37,9 @@ class Plan(Pictured):
       comparison: the reports of the candidates that were compiled, best first, and why the others
         were not. It can be saved, and shown as a page.
       candidates: the candidates that were compiled, by name.
+
+    Example:
+      See :func:`plan`.
     """
 
     comparison: Comparison

@@ -20,6 +20,9 @@ class ActivationReport(Pictured):
     Attributes:
       rows: what each module returns; empty if there are problems.
       problems: what is wrong, as lines of text.
+
+    Example:
+      See :func:`check_activations`.
     """
 
     rows: ActivationTable

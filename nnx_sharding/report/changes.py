@@ -64,6 +64,9 @@ class Changes(tuple[Change, ...], Pictured):
 
     Attributes:
       made_with: for each version that differs the one before and the one after.
+
+    Example:
+      See :func:`diff`.
     """
 
     made_with: Mapping[str, tuple[str, str]]

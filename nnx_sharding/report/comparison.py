@@ -46,6 +46,15 @@ class Comparison(JsonForm):
     Raises:
       TypeError: an entry is not a report.
       ValueError: there are no reports.
+
+    Example:
+      >>> import jax
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.report import Comparison
+      >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
+      >>> reports = {f"{n} times": jit(lambda x: x * 2).lower(x).compile().report() for n in (1, 2)}
+      >>> Comparison(reports, memory_limit=1024).fitting
+      ('1 times', '2 times')
     """
 
     reports: Mapping[str, ProgramReport | Failure]

@@ -78,6 +78,9 @@ class ShardingReport(Pictured):
       balance: the bytes on the fullest device over the mean of all: 1 if they hold the same.
       problems: what the transforms refuse, one line each.
       warnings: what they correct, and rules that decide about nothing, one line each.
+
+    Example:
+      See :func:`check_sharding`.
     """
 
     mesh: Mapping[str, int]

@@ -40,6 +40,12 @@ class Strategy:
         abstract arguments, with the mesh in context, and returns that.
       mesh: the mesh of this strategy, as for :func:`compare`; None for that of the comparison.
       out_shardings: as for :func:`~nnx_sharding.jit`.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.partition import fsdp
+      >>> from nnx_sharding.report import Strategy
+      >>> wide = Strategy(lambda model, x: (fsdp(model), P("data")), mesh={"data": 64})
     """
 
     in_shardings: Any

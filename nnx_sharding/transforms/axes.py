@@ -22,7 +22,16 @@ from .inner import InnerTransform
 
 
 class Carry:
-    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the step before returned."""
+    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the step before returned.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import Carry, scan
+      >>> add = scan(lambda total, x: (total + x, total), in_axes=(Carry, 0), out_axes=(Carry, 0))
+      >>> total, before = add(jnp.array(0), jnp.arange(4))
+      >>> int(total), before.tolist()
+      (6, [0, 0, 1, 3])
+    """
 
 
 class StateAxes(StateSharding):

@@ -46,7 +46,15 @@ class Residual(NamedTuple):
 
 
 class SavedResiduals(tuple[Residual, ...], Pictured):
-    """What a function keeps; ``print`` and notebooks show it as a table, the largest first."""
+    """What a function keeps; ``print`` and notebooks show it as a table, the largest first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import saved_residuals
+      >>> residuals = saved_residuals(lambda x: jnp.sin(x).sum(), jnp.ones(4))
+      >>> [(r.operation, r.shape, r.bytes) for r in residuals if r.operation != "argument"]
+      [('cos', (4,), 16)]
+    """
 
     __slots__ = ()
 

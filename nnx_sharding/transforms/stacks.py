@@ -42,6 +42,18 @@ class Stack(nnx.Module):
       unroll: how many layers one iteration of the loop runs.
       remat: the policy of :func:`~nnx_sharding.remat` for each layer; True for one that keeps
         nothing but what goes into the layer, False for no recomputation.
+
+    Raises:
+      IndexError: there is no such layer.
+      ValueError: a layer that is written back differs in more than the values of its arrays.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding import stack
+      >>> layers = stack(nnx.Linear, 3, 4, 4, rngs=nnx.Rngs(0))
+      >>> len(layers), layers[1].kernel.shape, layers(jnp.ones((2, 4))).shape
+      (3, (4, 4), (2, 4))
     """
 
     def __init__(

@@ -84,6 +84,16 @@ def write_html(path: str | os.PathLike[str], report: Any, title: str | None = No
       TypeError: as :func:`html_page`; nothing is written then.
       ValueError: as :func:`html_page`; nothing is written then.
       OSError: the file cannot be written.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import jax.numpy as jnp
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.report.page import write_html
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "report.html")
+      >>> write_html(path, jit(lambda x: x + 1).lower(jnp.ones(4)).compile().report())
+      >>> path.stat().st_size > 10_000
+      True
     """
     Path(path).write_text(html_page(report, title), encoding="utf-8")
 
