@@ -3,7 +3,7 @@
 from .activations import ActivationRow, ActivationTable
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
-from .hardware import DEVICES, Device, device, known
+from .hardware import DEVICES, Device, device, known_device
 from .links import Traffic
 from .memory import Memory, memory_of
 from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
@@ -28,7 +28,7 @@ __all__ = [
     "cost_of",
     "device",
     "format_table",
-    "known",
+    "known_device",
     "memory_of",
     "parameter_table",
     "roofline_of",

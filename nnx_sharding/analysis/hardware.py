@@ -86,7 +86,7 @@ def device(name: str) -> Device:
       >>> device("TPU v5e").flops
       197000000000000.0
     """
-    peak = known(name)
+    peak = known_device(name)
     if peak is None:
         keys = {key.lower(): key for key in DEVICES}
         close = difflib.get_close_matches(name.lower(), keys, 1, 0.75)
@@ -98,13 +98,13 @@ def device(name: str) -> Device:
     return peak
 
 
-def known(name: str) -> Device | None:
+def known_device(name: str) -> Device | None:
     """As :func:`device`; None if the device is not in the table.
 
     Example:
       >>> import jax
-      >>> from nnx_sharding.analysis import known
-      >>> known(jax.devices()[0].device_kind) is None  # of a CPU
+      >>> from nnx_sharding.analysis import known_device
+      >>> known_device(jax.devices()[0].device_kind) is None  # of a CPU
       True
     """
     kinds = {kind.lower(): key for kind, key in _KINDS.items()}

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from ..analysis.hardware import Device, known
+from ..analysis.hardware import Device, known_device
 from ..analysis.hardware import device as device_named
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes
@@ -158,7 +158,7 @@ def plan(
     is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in built)
     compiled_for = max((mesh.size for mesh in built), default=0) if on is None and is_cpu else on
     if device is None and built:
-        device = known(built[0].devices.flat[0].device_kind)
+        device = known_device(built[0].devices.flat[0].device_kind)
     device = device_named(device) if isinstance(device, str) else device
     limit = getattr(device, "memory_bytes", None)
     limit = limit if memory_limit is None else read_bytes(memory_limit)

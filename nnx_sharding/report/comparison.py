@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
-from ..analysis.hardware import Device, known
+from ..analysis.hardware import Device, known_device
 from ..analysis.hardware import device as device_named
 from ..analysis.json_codec import as_data, read
 from ..analysis.tables import table, text
@@ -169,7 +169,7 @@ class Comparison(JsonForm):
           TypeError: they are something else.
         """
         kinds = {report.device_kind for report in self.compiled.values()}
-        of_kind = known(kinds.pop()) if len(kinds) == 1 else None
+        of_kind = known_device(kinds.pop()) if len(kinds) == 1 else None
         limit = self.memory_limit if memory_limit is None else read_bytes(memory_limit)
         if limit is None and of_kind is not None:
             limit = of_kind.memory_bytes

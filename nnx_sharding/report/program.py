@@ -15,7 +15,7 @@ from .._version import __version__
 from ..analysis.activations import ActivationRow, activations_table
 from ..analysis.collectives import Collectives, axes_text, collectives_of
 from ..analysis.cost import Costs
-from ..analysis.hardware import Device, known
+from ..analysis.hardware import Device, known_device
 from ..analysis.hlo import parse
 from ..analysis.json_codec import as_data
 from ..analysis.links import traffic_table
@@ -164,7 +164,7 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
     parameters = compiled.parameters()
-    device = known(first.device_kind) if device is None else device
+    device = known_device(first.device_kind) if device is None else device
     cost = compiled.cost()
     executed = None if cost is None else with_loops(cost, module)
     report = ProgramReport(
