@@ -95,3 +95,15 @@ def test_private_names_of_jax_are_in_one_package():
     for path in ROOT.rglob("*.py"):
         if path.parent.name != "_compat":
             assert not re.search(r"jax\._src|\bjaxlib\.", path.read_text(encoding="utf-8")), path
+
+
+def test_architecture_page_lists_the_packages_in_this_order():
+    page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?`) \|", page[: page.index("## One call")], re.MULTILINE)
+    order = {name: i for i, row in enumerate(rows) for name in re.findall(r"`(\w+)/?`", row)}
+    packages = {package_of(name).removeprefix("nnx_sharding.") for name in IMPORTS}
+    assert order.keys() == packages
+    for name, targets in IMPORTS.items():
+        own = package_of(name).removeprefix("nnx_sharding.")
+        for target in map(package_of, targets - {"nnx_sharding"}):
+            assert order[target.removeprefix("nnx_sharding.")] <= order[own], (name, target)
