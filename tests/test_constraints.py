@@ -114,7 +114,7 @@ class MakeMeshTest(parameterized.TestCase):
         ({"a": 3, "b": -1}, {}, ValueError, "'a' (3) = 3 does not divide the number of devices, 8"),
         ({"a": 2, "b": 2}, {}, ValueError, "'a' (2) × 'b' (2) = 4 is not the number of devices, 8"),
         ({"a": 16}, {}, ValueError, "= 16 is not the number of devices, 8"),
-        ({"a": -1, "b": -1}, {}, ValueError, "one axis only can be -1, not 'a', 'b'"),
+        ({"a": -1, "b": -1}, {}, ValueError, "only one axis can be -1, not 'a', 'b'"),
         ([("a", 2), ("a", 4)], {}, ValueError, "more than once: 'a'"),
         ({"a": 0, "b": -2}, {}, ValueError, "'a' has size 0", "'b' has size -2"),
         ({"a": 2.0, "b": True}, {}, TypeError, "'a': 2.0, 'b': True"),

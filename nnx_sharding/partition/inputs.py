@@ -15,7 +15,7 @@ from .variables import variables
 
 
 def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
-    """The mesh, or the one in context, and the axes of it that a strategy uses, checked."""
+    """The mesh, or the one in context, and those of its axes that a strategy uses, checked."""
     mesh = given_mesh(name, mesh)
     if mesh is None:
         remedy = "Pass one, or call within `with jax.set_mesh(mesh):`."
@@ -44,7 +44,7 @@ def base_specs(
 def override_specs(
     name: str, root: str, tree: Any, specs: dict[Path, Any], overrides: Any, mesh: Any = None
 ) -> dict[Path, Any]:
-    """Shardings by path, with those that the filters of the user choose instead."""
+    """Shardings by path, with those that the user's filters choose instead."""
     if overrides is None:
         return specs
     rules = overrides if isinstance(overrides, StateSharding) else StateSharding(overrides)
@@ -58,7 +58,7 @@ def override_specs(
 def _chosen(
     head: str, root: str, tree: Any, rules: StateSharding, mesh: Any
 ) -> tuple[dict[Path, Any], list[str]]:
-    """The sharding of each path for which a filter decides, and the filters that decide nothing."""
+    """The sharding of each path that a filter matches, and the filters that are never used."""
     specs: dict[Path, Any] = {}
     lines, used = [], set()
     for each in variables(tree):
