@@ -596,7 +596,7 @@ class StateTest(TestCase):
         batches = iter(padded(Stateful(loader(16, 8)), P("data"), MESH))
         next(batches)
         for state in (b"", b"[]", b"{}", b'{"batch_size": 8}', {"next": 0}, None):
-            with self.assertRaisesRegex(ValueError, "expected a state of get_state, got"):
+            with self.assertRaisesRegex(ValueError, "expected a state from get_state, got"):
                 batches.set_state(state)
         self.assertEqual(ids(batches), list(range(8, 16)))
 

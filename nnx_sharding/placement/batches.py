@@ -45,8 +45,8 @@ def shard_batches(
     anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
     batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
-    Each of several processes gives the rows of each batch that :func:`process_rows` selects. All
-    iterate over the same ``shard_batches`` in the same order, agree on each batch through JAX's
+    With several processes, each provides the rows of each batch that :func:`process_rows` selects.
+    All iterate over the same ``shard_batches`` in the same order, agree on each batch through JAX's
     coordination service, and yield the same number of global batches.
 
     Args:
@@ -78,7 +78,7 @@ def shard_batches(
       TypeError: ``batches``, ``sharding`` or an option has a wrong type.
       ValueError: an option has a wrong value, the mesh is abstract, or this process has none of its
         devices. While iterating: specs do not fit, a batch cannot be sharded evenly, or batches
-        differ; with the path of each leaf that is wrong.
+        differ; the path of each wrong leaf is listed.
 
     Example:
       >>> import numpy as np
@@ -97,9 +97,9 @@ def shard_batches(
     if batch_size is not None:
         check_integer(_NAME, "batch_size", batch_size, 1)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"{_NAME}: timeout is a number of seconds, not {timeout!r}.")
+        raise TypeError(f"{_NAME}: expected a number of seconds for timeout, got {timeout!r}.")
     if not timeout > 0:
-        raise ValueError(f"{_NAME}: timeout is more than 0 seconds, not {timeout!r}.")
+        raise ValueError(f"{_NAME}: expected a timeout of more than 0 seconds, got {timeout!r}.")
     if not isinstance(batches, Iterable):
         raise TypeError(f"{_NAME}: batches is an iterable, not {batches!r}.")
     specs = Specs(sharding)
@@ -167,7 +167,7 @@ class ShardedBatches(Iterable[Any]):
 class BatchIterator(Iterator[Any]):
     """One iteration over a :class:`ShardedBatches`.
 
-    Loading begins with the first ``next``. An error of the loader is raised in the place of the
+    Loading begins with the first ``next``. An error of the loader is raised in place of the
     batch that failed, after all batches before it, with its own traceback.
 
     Example:
@@ -228,7 +228,7 @@ class BatchIterator(Iterator[Any]):
         return json.dumps(state).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Continues from a state of :meth:`get_state`; to be called on all processes alike.
+        """Continues from a state of :meth:`get_state`; call it on all processes.
 
         Args:
           state: what ``get_state`` returned on this process, of an iteration over the same loader
@@ -236,7 +236,7 @@ class BatchIterator(Iterator[Any]):
 
         Raises:
           TypeError: the loader's iterator has no ``set_state``.
-          ValueError: ``state`` is not one of ``get_state``.
+          ValueError: ``state`` was not returned by ``get_state``.
         """
         set_state = self._method("set_state")
         try:
@@ -244,7 +244,7 @@ class BatchIterator(Iterator[Any]):
             size = found["batch_size"]
             loader = found["text"].encode() if "text" in found else found["loader"]
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"{_NAME}: expected a state of get_state, got {state!r}.") from error
+            raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
         self._feed.stop(None)  # its thread uses the loader
         self._finalizer.detach()
         set_state(loader)
@@ -269,7 +269,7 @@ class BatchIterator(Iterator[Any]):
 
 
 def _processes_of(specs: Specs, mesh: Any) -> tuple[int, ...]:
-    """The processes that have devices of the shardings, which all need devices."""
+    """The processes that have devices of the shardings, none of which may be abstract."""
     if mesh is None and specs.has_partition_spec:
         raise NoMeshError(
             f"{_NAME}: a PartitionSpec has no mesh. Pass mesh=..., or use jax.set_mesh."

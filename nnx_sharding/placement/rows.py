@@ -57,7 +57,7 @@ def process_rows(
       slice(16, 32, None)
     """
     check_integer("process_rows", "batch_size", batch_size)
-    rows = jax.ShapeDtypeStruct((0,), np.bool_)  # a number of rows that every spec divides
+    rows = jax.ShapeDtypeStruct((0,), np.bool_)  # 0 rows, which every spec divides
     [concrete] = shardings_for(rows, sharding, mesh, "process_rows", name="rows", adapt=trimmed)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
