@@ -25,7 +25,7 @@ class SharderModuleConfig:
 
     Attributes:
       batch_stats_fn: computes statistics of a batch: a function or module that returns a dict.
-      precomputed_stats: statistics that are known from the start, instead.
+      precomputed_stats: instead, statistics that are known from the start.
       sharding_rules: pairs, or a mapping, as for :class:`~nnx_sharding.partition.LogicalRules`;
         kept as a tuple of pairs. Without rules, logical names are those of mesh axes.
       cacheable: accepted for configurations of Datarax; a sharder caches nothing.
@@ -102,7 +102,7 @@ class SharderModule(nnx.Module):
         self.config = config
         self.rngs = rngs
         self.name = name
-        # A module may change what it holds; as a part of the static config it could not.
+        # A module may change its own state, which it could not as a part of the static config.
         is_module = isinstance(config.batch_stats_fn, nnx.Module)
         self.batch_stats_module = config.batch_stats_fn if is_module else None
         self.applied = OperationCount(jnp.zeros((), jnp.int32))
@@ -112,7 +112,7 @@ class SharderModule(nnx.Module):
     def get_operation_stats(self) -> dict[str, Any]:
         """Returns the number of batches that were sharded, and of those that had no array.
 
-        Waits for the devices that count. In a traced function the counts are traced.
+        Waits for the devices that hold the counts. In a traced function the counts are traced.
         """
         counts = {"applied_count": self.applied[...], "skipped_count": self.skipped[...]}
         traced = any(isinstance(count, jax.core.Tracer) for count in counts.values())
@@ -120,7 +120,7 @@ class SharderModule(nnx.Module):
 
     def reset_operation_stats(self) -> None:
         """Sets both counts to 0."""
-        self.applied[...] *= 0  # on the same devices, so that no function is traced again
+        self.applied[...] *= 0  # on the same devices, to avoid retraces
         self.skipped[...] *= 0
 
     def _count(self, batch: Any) -> None:
@@ -131,7 +131,7 @@ class SharderModule(nnx.Module):
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``.
 
         Raises:
-          TypeError: the function returned something else than a mapping.
+          TypeError: the function returned something other than a mapping.
         """
         function = self.batch_stats_module or self.config.batch_stats_fn
         if function is None:
@@ -160,7 +160,7 @@ class SharderModule(nnx.Module):
         rngs: nnx.Rngs | None = None,
         name: str | None = None,
     ) -> Self:
-        """Returns a new sharder with these settings, and otherwise those of this one.
+        """Returns a new sharder with these settings; the others are copied from this one.
 
         It shares the random streams, and counts from 0. Its statistics are those of its config.
         """
@@ -188,12 +188,12 @@ class SharderModule(nnx.Module):
         """Restores what :meth:`get_state` returned.
 
         Neither ``state`` nor a config that other sharders share is changed, now or later. The state
-        may have statistics where the sharder had none.
+        may have statistics even if the sharder had none.
 
         Raises:
           TypeError: ``state`` is not a mapping.
-          ValueError: something is missing, unknown, or of another shape or dtype; all is named, and
-            nothing was changed.
+          ValueError: something is missing, unknown, or of another shape or dtype; all of it is
+            listed, and nothing is changed.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"the state is a dict, not a {type(state).__name__}.")
