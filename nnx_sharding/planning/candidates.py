@@ -62,8 +62,7 @@ def mesh_sizes(count: int, num_slices: int, strategies: Sequence[str]) -> Iterat
 
 
 def applies(strategy: str, sizes: Mapping[str, int]) -> bool:
-    """Whether a mesh has the axes that a strategy of this module needs, and no unused model
-    axis."""
+    """Whether a mesh has the axes that a strategy needs, and no model axis that it does not use."""
     data, _, model = strategy.partition(" + ")
     needed = {"dp": (), "hsdp": (REPLICA, DATA)}.get(data, (DATA,))
     has_needed = all(sizes.get(axis, 1) > 1 for axis in needed)
