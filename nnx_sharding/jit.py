@@ -202,7 +202,7 @@ def jit(
       inline: inline into enclosing jaxprs.
       abstracted_axes: removed from JAX; only None is accepted.
       compiler_options: passed to XLA.
-      on_committed: what to do with arrays that are committed to another sharding than
+      on_committed: what to do with arrays that are committed to a sharding other than
         ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` to move them. Variables and
         attributes of modules then hold the moved arrays; others are moved at each call.
       on_indivisible: what to do with specs that do not divide the shape of an array:

@@ -271,8 +271,8 @@ def shard_map(
       auto: the complement of ``axis_names``, its older form: the axes that stay automatic.
       jit: False runs operation by operation at top level, to debug with prints and
         breakpoints.
-      on_committed: what to do with Variables and arrays of modules that are committed to another
-        sharding than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
+      on_committed: what to do with Variables and arrays of modules that are committed to a
+        sharding other than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
         ``"move"`` to do so for all arrays, also from other devices; or ``"error"``.
       on_indivisible: as in :func:`~nnx_sharding.jit`, for arguments. The function then sees the
         full dimension instead of a shard.

@@ -382,7 +382,7 @@ class UsageTest(Case):
             main(["launch", "--traceback", script])
 
     def test_arguments_of_the_function(self):
-        with pytest.raises(ValueError, match=r"processes is at least 1, not 0; .* is empty"):
+        with pytest.raises(ValueError, match=r"expected processes >= 1, got 0; .* is empty"):
             launch([], processes=0)
         with pytest.raises(ValueError, match="at most 10000 devices in all, got 200 processes of"):
             launch(["x.py"], processes=200, devices_per_process=51)

@@ -141,13 +141,9 @@ def _tensors(selected: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewT
             old.parts.append((placement, value))
             if old[:2] != new[:2]:
                 here, there = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
-                differing.append(
-                    f"  {placement.name}: {here} for {path}, {there} for another array"
-                )
+                differing.append(f"  {placement.name}: {here} by {path}, {there} by another array")
     raise_listed(ValueError, f"{_NAME}: these arrays cannot be written as tensors:", unnamed)
-    raise_listed(
-        ValueError, f"{_NAME}: arrays differ in the tensor that they are part of:", differing
-    )
+    raise_listed(ValueError, f"{_NAME}: arrays disagree about these tensors:", differing)
     raise_listed(
         ValueError,
         f"{_NAME}: the arrays of these tensors do not fill them exactly once:",

@@ -50,7 +50,7 @@ def override_specs(
     rules = overrides if isinstance(overrides, StateSharding) else StateSharding(overrides)
     chosen, unused = _chosen(f"{name}: overrides do not fit:", root, tree, rules, mesh)
     if unused:
-        message = f"{name}: these overrides match nothing that an earlier one does not match:\n  "
+        message = f"{name}: these overrides match nothing, or only what earlier ones match:\n  "
         report(UnusedFilterWarning, message + "\n  ".join(unused), strict=False)
     return specs | chosen
 

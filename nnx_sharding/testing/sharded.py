@@ -25,7 +25,7 @@ def assert_sharded(
       mesh: the mesh of these rules.
 
     Raises:
-      AssertionError: more is replicated; the largest of these arrays are named.
+      AssertionError: more is replicated; the largest of these arrays are listed.
       ValueError: ``tolerance`` is not from 0 to 1, or the rules have problems.
 
     Example:

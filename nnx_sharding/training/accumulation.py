@@ -144,9 +144,7 @@ def _batch_names(
         names = [batch] if isinstance(batch, str) else [*batch]
         unknown = [f"  {x!r}{suggestion(x, arguments)}" for x in names if x not in arguments]
         title = "accumulate_gradients: batch names unknown arguments:"
-        raise_listed(
-            ValueError, title, unknown, f"The arguments of this call: {', '.join(arguments)}."
-        )
+        raise_listed(ValueError, title, unknown, f"The arguments: {', '.join(arguments)}.")
         return names
     differentiated = gradient.names(given.args, given.kwargs)
     names = [

@@ -96,9 +96,7 @@ def vmap(
     """
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
     if CARRY in (*in_specs.written, *out_specs.written):
-        raise TypeError(
-            "vmap: Carry is for scan; vmap passes nothing from one element to the next."
-        )
+        raise TypeError("vmap: Carry is for scan; the elements of vmap are independent.")
     transform = _Vmap(
         in_specs=in_specs,
         out_specs=out_specs,

@@ -173,7 +173,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         if unknown := [repr(x) + suggestion(x, targets) for x in chosen if x not in targets]:
             raise ValueError(
                 f"{name}: argnums names unknown arguments: {', '.join(unknown)}. "
-                f"The arguments of this call: {', '.join(targets)}."
+                f"The arguments: {', '.join(targets)}."
             )
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}

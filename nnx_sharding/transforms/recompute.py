@@ -110,7 +110,9 @@ class _Rules:
             raise ValueError(
                 "remat: these match no called module and no name from checkpoint_name:\n"
                 + "\n".join(lines)
-                + f"\nModules: {', '.join(paths) or 'none'}."
+                + "\nModules: "
+                + (", ".join(paths) or "none")
+                + "."
             )
 
 
