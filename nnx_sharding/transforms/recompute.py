@@ -110,9 +110,7 @@ class _Rules:
             raise ValueError(
                 "remat: these match no called module and no name from checkpoint_name:\n"
                 + "\n".join(lines)
-                + "\nModules: "
-                + (", ".join(paths) or "none")
-                + "."
+                + f"\nModules: {', '.join(paths) or 'none'}."
             )
 
 
