@@ -269,8 +269,7 @@ def shard_map(
       check_vma: check what the specs claim about replication. Default True.
       check_rep: the older name of ``check_vma``.
       auto: the complement of ``axis_names``, its older form: the axes that stay automatic.
-      jit: False runs operation by operation at top level, to debug with prints and
-        breakpoints.
+      jit: False runs operation by operation at top level, to debug with prints and breakpoints.
       on_committed: what to do with Variables and arrays of modules that are committed to a
         sharding other than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
         ``"move"`` to do so for all arrays, also from other devices; or ``"error"``.

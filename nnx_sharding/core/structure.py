@@ -154,8 +154,7 @@ class Structure:
         under its first path. ``slots`` are those of the leaves of ``child`` outside of any entry.
         """
         seen: set[int] = set()
-        # No recursion: models may be nested deeply. The last item is the Variable that holds a
-        # leaf.
+        # No recursion: models may be nested deeply. The last item is the Variable of a leaf.
         stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
         while stack:
             path, child, slots, variable = stack.pop()
