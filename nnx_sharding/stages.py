@@ -294,7 +294,7 @@ class Compiled(Stage):
         It traces the function once more, for the activations.
 
         Args:
-          name: the name in the report; None for that of the function.
+          name: the name in the report; None for the name of the function.
           device: as for :meth:`roofline`; None for the device that it was compiled for; if the
             table does not have that, there is no roofline.
         """

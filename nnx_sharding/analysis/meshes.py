@@ -1,4 +1,4 @@
-"""What reports keep of a mesh: its axes, and where its devices are."""
+"""What reports store about a mesh: its axes, and where its devices are."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .sources import NUMBERS, Finder, Piece, Target, check_fit
 from .stored import Stored, key_kind, load, opened
 
 _range_of: Any = jnp.iinfo
-_ON_HOST = (np.ndarray, np.generic, *NUMBERS)  # these stay what they are
+_ON_HOST = (np.ndarray, np.generic, *NUMBERS)  # these keep their types
 _SHOWN = 40  # paths in a message
 
 

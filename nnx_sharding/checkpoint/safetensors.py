@@ -69,7 +69,7 @@ def load_safetensors(
         the path of an array, a :class:`Tensor`, a list of these, or None for tensors to ignore. The
         first that matches applies. Every tensor needs a rule.
       cast: whether to convert floating-point tensors of another dtype to that of the model.
-      only: an NNX filter for what to load. The rest of the model is left as it is, and tensors
+      only: an NNX filter for what to load. The rest of the model is not changed, and tensors
         that belong there are ignored. The default is all but the state of random streams.
 
     Returns:

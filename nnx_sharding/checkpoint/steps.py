@@ -88,8 +88,8 @@ class Checkpoints:
 
         Raises:
           TypeError, ValueError: the step is not an integer, is negative, or does not come after all
-          saved steps; or as for ``ModelSave`` and ``DataSave``. Exception: what Orbax raises if
-          this step, or the one before, cannot be written.
+            saved steps; or as for ``ModelSave`` and ``DataSave``.
+          Exception: what Orbax raises if this step, or the one before, cannot be written.
         """
         step, latest = operator.index(step), self.manager.latest_step()
         if step < 0:

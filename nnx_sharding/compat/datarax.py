@@ -40,7 +40,7 @@ class ArraySharder(SharderModule):
     :func:`~nnx_sharding.partition.with_sharding_constraint`.
 
     Logical names are a tuple (or a list) with a name, several names or None for each dimension, a
-    ``PartitionSpec``, which is used as it is, or dicts and lists of these.
+    ``PartitionSpec``, which is used unchanged, or dicts and lists of these.
 
     The counts are on the devices that last computed them, so JAX retraces after the first call of a
     function on a mesh. ``place(sharder, P(), mesh)`` before that call avoids it.

@@ -11,7 +11,7 @@ from .guard.store import Guards, make_room
 from .plan import Plan
 from .transform import Transform
 
-# The sizes of the caches: plans for each set of options, and sets of options for each function.
+# Limits of the caches: plans for each set of options, and sets of options for each function.
 MAX_PLANS = 1024
 MAX_OPTIONS = 64
 

@@ -104,7 +104,7 @@ def fit_specs(
     Args:
       transform: the transform.
       names: the expression for each array.
-      shapes: their shapes; None for what has none.
+      shapes: their shapes; None if they have none.
       specs: their specs, in final form.
       on_indivisible: by slot, the option that has priority over that of the transform.
       outputs: whether these are outputs.

@@ -154,8 +154,7 @@ class Parameters:
         beyond = max(0, num_positional - len(self.positional))
 
         def positions(declared: tuple[int, ...], option: str) -> frozenset[int]:
-            # As in JAX: positions beyond the call were not passed; negative ones count from its
-            # end.
+            # As in JAX: what is beyond the call was not passed; negative ones count from the end.
             if any(i + count < 0 for i in declared):
                 refuse(Problem.POSITION_OUT_OF_RANGE, [(option, declared, count)])
             inside = (i if i >= 0 else i + count for i in declared)

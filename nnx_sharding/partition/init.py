@@ -30,7 +30,7 @@ def sharded_init(
     """Creates a model with each parameter sharded from the start, never in full on one device.
 
     The constructor is compiled with ``out_shardings``, as with ``nnx.jit`` in Flax. The random
-    bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default.
+    bits are the same as with plain ``jit`` if ``jax_threefry_partitionable`` is on, as by default.
     All axes of the mesh are Auto in the constructor, unless it needs Explicit ones.
 
     Args:

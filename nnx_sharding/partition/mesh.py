@@ -37,7 +37,7 @@ def make_mesh(
       axis_names: the names, if ``axes`` has only sizes.
       axis_types: the type of each axis; one for all of them; or those of some by name, and
         the others are Explicit.
-      devices: the devices, all of which are used; None for all there are.
+      devices: the devices, all of which are used; None for all devices.
 
     Raises:
       ValueError: a name occurs twice, sizes and names differ in number, a size is neither positive
@@ -150,7 +150,7 @@ def planning_mesh(
 
     Args:
       mesh: the sizes of the axes by name, major first, which makes Explicit axes, as in
-        :func:`make_mesh`; an abstract mesh; a mesh of devices, which is returned as it is; or the
+        :func:`make_mesh`; an abstract mesh; a mesh of devices, which is returned unchanged; or the
         name of a TPU topology.
       axes: for a topology, the sizes of the axes by name, of which one may be -1, or an abstract
         mesh.

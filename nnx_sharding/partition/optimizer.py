@@ -47,8 +47,8 @@ def optimizer_sharding(
         optimizer.
 
     Returns:
-      The spec of each path of the optimizer. It divides the shape of the state if the spec of the
-      parameter divides that of the parameter.
+      The spec of each path of the optimizer. It divides the shape of the state if the parameter's
+      spec divides the parameter.
 
     Raises:
       TypeError: ``sharding`` is not a ``StateSharding``, or ``optimizer`` holds no state.
@@ -104,7 +104,7 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
 
 
 def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) -> Any:
-    """The sharding of a Variable of the optimizer, by that of its parameter."""
+    """The sharding of a Variable of the optimizer, derived from its parameter's."""
     shape, full = state.shape, parameter.shape
     if sharding is None or state.variable is parameter.variable:
         return sharding

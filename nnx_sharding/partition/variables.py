@@ -29,7 +29,7 @@ class NamedVariable(NamedTuple):
       arrays: its arrays: one, or those of its pytree; abstract ones have no data.
       is_buffer: whether it is an array that a model holds outside its Variables, such as a mask.
         In a model without Variables, arrays are its parameters.
-      num_stacked: the number of leading dimensions that are those of the layers of a ``Stack``.
+      num_stacked: the number of leading dimensions for the layers of a ``Stack``.
     """
 
     path: Path

@@ -32,7 +32,7 @@ class ConsumerGoneError(Exception):
 
 
 class Agreement:
-    """An exchange of messages in turns: at each turn, every process gets those of all.
+    """An exchange of messages in turns: at each turn, every process gets the messages of all.
 
     The first process collects the messages and answers with all of them. ``processes`` are in
     ascending order; only seconds in which the consumer waits count towards ``timeout``.
@@ -113,8 +113,7 @@ class Agreement:
                     ) from error
             if self._consumer.gone:
                 raise ConsumerGoneError
-            # While the consumer computes, so may those of other processes, without waiting for this
-            # one.
+            # While the consumer computes, other processes may compute as well without waiting.
             since = self._consumer.waiting_since
             if since is not None and time.monotonic() - max(began, since) >= self._timeout:
                 raise TimeoutError(

@@ -41,7 +41,7 @@ def shard_batches(
 ) -> ShardedBatches:
     """Turns batches on the host into global arrays, loading ahead in a thread.
 
-    A batch is a pytree of arrays whose first dimension is that of its rows: NumPy or JAX arrays, or
+    A batch is a pytree of arrays whose first dimension is its rows: NumPy or JAX arrays, or
     anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
     batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
@@ -62,7 +62,7 @@ def shard_batches(
         of its last row and yields a mask of the loaded rows with each batch: for evaluation, where
         each row has to count once. ``"error"`` raises an error. With several processes, a batch
         is full if it is full on each, and ``"drop"`` ends with the first process that ends.
-      batch_size: the number of rows of a full global batch; None for that of the first batch.
+      batch_size: the number of rows of a full global batch; None to use that of the first batch.
       prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
         in the thread of the loop.
       timeout: seconds after which a process stops waiting for another one.
@@ -218,8 +218,8 @@ class BatchIterator(Iterator[Any]):
           JSON text with the state of the loader's iterator, and the number of rows of full batches.
 
         Raises:
-          TypeError: the loader's iterator has no ``get_state``, as those of Grain have, or its
-            state is neither bytes of text nor something that JSON can hold.
+          TypeError: the loader's iterator has no ``get_state`` (those of Grain do), or its state is
+            neither bytes of text nor something that JSON can hold.
         """
         self._method("get_state")
         size, loader = self._state

@@ -26,7 +26,7 @@ def process_rows(
     mesh: Mesh | None = None,
     process_of: Callable[[jax.Device], int] | None = None,
 ) -> slice | Rows:
-    """Selects the rows of a global batch that a process has to load: those of its devices.
+    """Selects the rows of a global batch that a process has to load for its devices.
 
     ``jax.make_array_from_process_local_data`` and :func:`shard_batches` take the rows in this
     order. Processes whose devices hold the same rows load the same rows.

@@ -110,7 +110,7 @@ def plan(
       *args: its arguments, abstract or not. Modules are sharded by the strategy; an optimizer
         belongs to the model in front of it. Arrays outside of modules with the most frequent first
         dimension are the batch, others are replicated.
-      devices: the number of devices; None for those of the topology, or of this process.
+      devices: the number of devices; None for all of the topology, or of this process.
       topology: a TPU topology, such as ``"v5e:16x16"``, for which the TPU compiler compiles; None
         for the devices of this machine, or virtual ones.
       num_slices: the number of slices of the topology, over which the axis ``replica`` runs.
@@ -118,9 +118,9 @@ def plan(
         for all.
       strategies: the names of those to try; or, by name, functions from the abstract arguments to
         ``in_shardings``, called with the mesh in context.
-      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None for that
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
         of ``device``.
-      device: the device for the roofline; None for that of the topology.
+      device: the device for the roofline; None uses that of the topology.
       most: the maximum number of programs to compile; None for all.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
       quiet: whether to show no progress on terminals.
@@ -196,8 +196,7 @@ def _search(
     fits = False
     while True:
         while groups and (most is None or len(submitted) < most) and not compilers.is_busy:
-            # As long as nothing fits, the second half goes to candidates with the smallest
-            # arguments.
+            # As long as nothing fits, the second half goes to those with the smallest arguments.
             by_memory = most is not None and not fits and 2 * len(submitted) >= most
             group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
             groups.remove(group)

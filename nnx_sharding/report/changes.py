@@ -1,4 +1,4 @@
-"""What changed between two reports, or two comparisons: of two commits, or two releases of JAX."""
+"""What changed between two reports or comparisons, such as of two commits or releases of JAX."""
 
 from __future__ import annotations
 

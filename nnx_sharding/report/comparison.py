@@ -157,7 +157,7 @@ class Comparison(JsonForm):
         """The same programs for another device, without compiling them again.
 
         Args:
-          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None for that
+          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None uses that
             of ``device``, else the old one, else that of the devices compiled for, if known.
           device: for the roofline; None leaves it unchanged.
 

@@ -161,7 +161,7 @@ def check_sharding(
       sharding: the rules. Inside each module, paths start at the module, as in ``nnx``.
       mesh: the mesh of partition specs, abstract or not; None for the one in context.
       on_indivisible: as in :func:`~nnx_sharding.jit`; with ``"error"`` the row shows the result of
-        ``"drop"``. None for that of ``sharding``, else ``"error"``.
+        ``"drop"``. None uses that of ``sharding``, else ``"error"``.
 
     Returns:
       The report. Where no rule matches or a spec cannot be used, the array counts as replicated;

@@ -38,7 +38,7 @@ class Strategy:
     Attributes:
       in_shardings: as for :func:`~nnx_sharding.jit`; or a function that returns them, called with
         the abstract arguments and with the mesh in context.
-      mesh: the mesh of this strategy, as for :func:`compare`; None for that of the comparison.
+      mesh: the mesh of this strategy, as for :func:`compare`; None uses that of the comparison.
       out_shardings: as for :func:`~nnx_sharding.jit`.
 
     Example:
@@ -82,10 +82,10 @@ def compare(
       topology: a TPU topology, such as ``"v5e:16x16"``, on which abstract meshes and sizes are
         placed; None for the devices of this machine, or virtual ones.
       num_slices: the number of slices of this topology.
-      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None for that
-        of ``device``, or of the devices compiled for where it is known.
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
+        of ``device``, or of the devices compiled for if known.
       device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``;
-        None for those of the devices compiled for where they are known.
+        None uses those of the devices compiled for, if known.
       cache_dir: a folder for reports. A program that was compiled before with the same versions is
         not compiled again; its report has the line numbers of that time.
       quiet: whether to show no progress on terminals.

@@ -81,7 +81,7 @@ def show_array(
 
     Args:
       array: an array, a ``jax.ShapeDtypeStruct``, or a shape.
-      sharding: its sharding, or a spec; None for that of the array.
+      sharding: its sharding, or a spec; None uses that of the array.
       mesh: the mesh of a spec.
       console: where to print.
 

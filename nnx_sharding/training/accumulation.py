@@ -105,7 +105,7 @@ def accumulate_gradients(
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
             def loop(rest: Any, microbatches: Any) -> Any:
-                # Without it, nothing works around JAX's errors with reduced parameters.
+                # Without a handler, JAX may compute wrong gradients of reduced parameters.
                 axes = _axes_of_batch(microbatches) if handler_here() else frozenset[Any]()
                 likes, treedef = jax.tree.flatten(gradient.differentiated(args, kwargs))
                 totals = [_zeros(like, axes, dtype) for like in likes]

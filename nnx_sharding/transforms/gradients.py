@@ -29,9 +29,9 @@ def value_and_grad(
     """Makes a function that returns the value of ``fun`` and its gradient.
 
     Modules, optimizers and Variables may be anywhere in the arguments; changes that ``fun`` makes
-    to them, such as those of BatchNorm and of random streams, are made to the caller's own objects.
-    A Variable that several arguments share is one input: its gradient covers all its uses and, as
-    in Flax, is only in the first place.
+    to them, such as to BatchNorm statistics and random streams, are made to the caller's own
+    objects. A Variable that several arguments share is one input: its gradient covers all its uses
+    and, as in Flax, is only in the first place.
 
     Args:
       fun: the function. It returns a scalar or, with ``has_aux``, a pair of a scalar and anything

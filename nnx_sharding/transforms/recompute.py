@@ -24,7 +24,7 @@ from ..paths import Path, path_string
 from .inner import KNOWN, Function, Inner, InnerTransform, Known
 from .residuals import equations
 
-# What becomes of the values that a filter chooses, between the forward and the backward pass.
+# What happens to the values that a filter chooses, between the forward and the backward pass.
 Keep: TypeAlias = Literal["recompute", "save", "offload"]
 _HOST = "pinned_host"
 Policy: TypeAlias = (
@@ -226,7 +226,7 @@ def remat(
 
     Args:
       fun: the function; it may take and return NNX objects.
-      policy: what is kept nevertheless: a name in ``jax.checkpoint_policies``, such as
+      policy: what is kept anyway: a name in ``jax.checkpoint_policies``, such as
         ``"dots_saveable"``; a policy of JAX; or a mapping (or pairs) from filters to one of
 
         - ``"recompute"``: not kept;

@@ -92,7 +92,7 @@ class Stack(nnx.Module):
         Args:
           step: called as ``step(layer, carry, *slices)``; returns ``(carry, y)``.
           carry: what the first step gets.
-          *xs: pytrees of arrays whose first dimension is that of the layers.
+          *xs: pytrees of arrays whose first dimension is the layers.
 
         Returns:
           The last carry, and all ``y``, stacked.
