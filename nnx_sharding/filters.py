@@ -161,7 +161,7 @@ class PathRegex(PathPattern):
 
 
 class PathGlob(PathPattern):
-    """A filter that matches full paths by a pattern like those for file names.
+    """A filter that matches full paths by a pattern like those for file names (globs).
 
     Args:
       pattern: keys with ``/`` between them. ``*``, ``?`` and ``[...]`` work as in ``fnmatch``

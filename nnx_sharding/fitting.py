@@ -31,7 +31,7 @@ MisfitKind: TypeAlias = Literal[
 
 
 class Misfit(NamedTuple):
-    """One reason why a spec does not fit a mesh or a shape; ``str`` words it."""
+    """One reason why a spec does not fit a mesh or a shape; its ``str`` is the message."""
 
     kind: MisfitKind
     spec: Any

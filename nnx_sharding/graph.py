@@ -68,7 +68,7 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
 
 
 def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
-    """Merges a structure and arrays into a graph: the opposite of :func:`split`.
+    """Merges a structure and arrays into a graph: the inverse of :func:`split`.
 
     Args:
       structure: from :func:`split`.

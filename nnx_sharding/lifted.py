@@ -140,7 +140,7 @@ class Lifted(LiftedFunction[P, R]):
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.
 
-        Also what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` have counted.
+        Also what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` have recorded.
         """
         self._plans.clear()
         self._cache.log.clear()

@@ -26,7 +26,8 @@ class Cost(Pictured):
     Attributes:
       flops: additions and multiplications, so 2·m·k·n for a matrix product.
       bytes_accessed: the bytes that operations read and write.
-      transcendentals: exponentials, logarithms, roots and the like, which are not in ``flops``.
+      transcendentals: exponentials, logarithms, roots and similar operations, which are not in
+        ``flops``.
       stage: what the figures are for.
       optimal_seconds: the compiler's own estimate of the time of a call, for the device that it
         compiles for. Only the TPU compiler makes one.

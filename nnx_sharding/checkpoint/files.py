@@ -1,4 +1,4 @@
-"""``save`` and ``restore``: single checkpoints, each in a directory of its own."""
+"""``save`` and ``restore``: single checkpoints, each in its own directory."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def optimizer_sharding(
       optimizer: an ``nnx.Optimizer``, an ``nnx.ModelAndOptimizer`` or any pytree with state of
         Optax, abstract (``nnx.eval_shape``) or not.
       sharding: the shardings of the model; a parameter without one counts as ``P()``.
-      model: the model of the optimizer, abstract or not; an ``nnx.ModelAndOptimizer`` has it.
+      model: the model of the optimizer, abstract or not; not needed for an
+        ``nnx.ModelAndOptimizer``.
       overrides: as for :func:`~nnx_sharding.partition.tensor_parallel`, for Variables of the
         optimizer.
 

@@ -19,7 +19,7 @@ from .variables import NamedVariable, activations_of, from_paths, variables
 
 
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
-    """Replicates every array on every device: plain data parallelism, also as ``data_parallel``.
+    """Replicates every array on every device: plain data parallelism (alias ``data_parallel``).
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.

@@ -212,7 +212,7 @@ class BatchIterator(Iterator[Any]):
         """Returns the state of the iteration after the last batch that it yielded, to be stored.
 
         It does not include batches that were loaded ahead: an iterator that continues from it
-        yields them again. Each process has a state of its own.
+        yields them again. Each process has its own state.
 
         Returns:
           JSON text with the state of the loader's iterator, and the number of rows of full batches.

@@ -67,7 +67,8 @@ class Feed(Generic[T]):
             del error  # its traceback holds this frame
 
     def stop(self, wait: float | None = 0.0) -> None:
-        """Ends the feed, drops what is ready, and waits so many seconds for the thread to end."""
+        """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread to
+        end."""
         with self._change:
             self._consumer.gone = True
             self._ready.clear()

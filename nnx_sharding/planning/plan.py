@@ -106,7 +106,7 @@ def plan(
       step: the function to run, not yet wrapped by ``jit``. Or variants of it by name, in order of
         preference, such as without and with ``remat``, or with more and more microbatches: a
         variant is compiled only if those before it do not fit. A variant is a function, or a tuple
-        of a function and arguments of its own.
+        of a function and its own arguments.
       *args: its arguments, abstract or not. Modules are sharded by the strategy; an optimizer
         belongs to the model in front of it. Arrays outside of modules with the most frequent first
         dimension are the batch, others are replicated.

@@ -156,8 +156,8 @@ def check_sharding(
     """Checks a sharding for a model, before anything is placed or compiled.
 
     Args:
-      model: a model, an optimizer, or a pytree of them; abstract (``nnx.eval_shape``) or not.
-        A Variable with several paths counts under the first one.
+      model: a model, an optimizer, or a pytree of them, abstract (``nnx.eval_shape``) or not. A
+        Variable with several paths counts under the first one.
       sharding: the rules. Inside each module, paths start at the module, as in ``nnx``.
       mesh: the mesh of partition specs, abstract or not; None for the one in context.
       on_indivisible: as in :func:`~nnx_sharding.jit`; with ``"error"`` the row shows the result of

@@ -231,7 +231,7 @@ def remat(
 
         - ``"recompute"``: not kept;
         - ``"save"``: kept on the device;
-        - ``"offload"``: kept in the memory of the host (``pinned_host``), if the backend has it.
+        - ``"offload"``: kept in host memory (``pinned_host``), if the backend has it.
 
         A filter is a string, which is a :class:`~nnx_sharding.filters.PathGlob` pattern for the
         path of a module in its argument, or a name from ``jax.ad_checkpoint.checkpoint_name``; a
