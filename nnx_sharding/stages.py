@@ -103,8 +103,8 @@ class Stage:
     def activations(self) -> ActivationTable:
         """How what modules return is sharded, in the order in which they return it.
 
-        A module that is called several times with equal results has one row. The first access
-        traces the function once more. Under ``shard_map`` there are none.
+        A module that is called several times with equal results has one row. Calling this for the
+        first time traces the function once more. Under ``shard_map`` there are none.
         """
         return activation_rows(self._origin.recorder.calls)
 

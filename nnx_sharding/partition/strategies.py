@@ -68,7 +68,7 @@ def fsdp(
       min_size: arrays with fewer elements keep the spec of ``base``; those that stay replicated for
         that reason are noted by :func:`~nnx_sharding.report.check_sharding`. If nothing is sharded
         because of it, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
-      base: shardings to start from, corrected first if their ``on_indivisible`` asks for it.
+      base: shardings to start from, corrected first if their ``on_indivisible`` requests it.
       optimizer: the optimizer of the model, abstract or not, which the result then covers as
         well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
 

@@ -172,13 +172,13 @@ def tensor_parallel(
       In a layer with another name, the inputs are sharded if they outnumber the outputs, else the
       outputs.
     * Modules of other classes with the subscripts of an einsum as an attribute, and one parameter,
-      which is the second operand: as ``Einsum``.
+      which is the second operand: like ``Einsum``.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``.
     * ``Embed``: the vocabulary, then the features.
     * ``Conv``, ``ConvTranspose``: the output features, then the input features.
     * ``LSTMCell``, ``OptimizedLSTMCell``, ``GRUCell``, ``SimpleCell``: the hidden features of all
       gates.
-    * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
+    * ``LoRA``, ``LoRALinear``: like the adapted layer.
 
     Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
     layer follow the rule of the layer. Where the inputs of a layer are sharded, its output is a sum

@@ -67,8 +67,7 @@ class Feed(Generic[T]):
             del error  # its traceback holds this frame
 
     def stop(self, wait: float | None = 0.0) -> None:
-        """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread to
-        end."""
+        """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread."""
         with self._change:
             self._consumer.gone = True
             self._ready.clear()
