@@ -65,7 +65,7 @@ class JsonForm(Pictured):
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not a {cls._NOUN}: not JSON: {error}") from None
+            raise ValueError(f"not a {cls._NOUN}: it is not JSON: {error}") from None
         return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -70,8 +70,8 @@ class ShardingReport(Pictured):
       unmatched: the paths that no rule matches.
       on_indivisible: the paths of arrays that their specs do not divide.
       unused: the indices of the rules that match nothing.
-      shadowed: for each rule that matches only what earlier ones match, by its index, their
-        indices.
+      shadowed: by the index of each rule that matches only what earlier ones match, the indices of
+        those.
       bytes_total: the bytes of all arrays, each counted once.
       replicated_bytes: the bytes of those that are fully replicated.
       replicated_fraction: their fraction of all bytes, from 0 to 1.
