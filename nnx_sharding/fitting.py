@@ -49,7 +49,7 @@ class Misfit(NamedTuple):
             case "unmapped":
                 return f"the function is not mapped over {axis!r}, which stays automatic"
             case "mapped":
-                return f"the function is mapped over {axis!r}, which shards its arrays already"
+                return f"the function is mapped over {axis!r}, which already shards its arrays"
             case "repeated":
                 count = list(spec_axes(self.spec)).count(axis)
                 return f"{axis!r} is used {count} times; an axis can shard only one dimension"

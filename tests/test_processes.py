@@ -241,7 +241,7 @@ class FailureTest(Case):
         shown, message = err.split("launch: process 1 failed ", 1)
         assert re.match(how + r", after \d+\.\d s; the others were ended", message)
         assert "[1] before" in shown and "late noise" not in shown
-        message, others = message.split("launch: what the others wrote after that:\n")
+        message, others = message.split("launch: output of the others after that:\n")
         assert "\n  before\n" in message
         assert last is None or f"\n  {last}\n" in message
         assert others == "[0] late noise\n"

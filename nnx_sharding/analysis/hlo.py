@@ -142,7 +142,7 @@ class Module:
 
     @property
     def entry(self) -> Computation | None:
-        """The computation that the program begins with, if there is one."""
+        """The entry computation, if there is one."""
         return next((one for one in self.computations if one.is_entry), None)
 
     @property
@@ -179,7 +179,7 @@ class Module:
         """What is not understood; unless this is empty, the behaviour of the program is unknown."""
         unread = [*self.skipped]
         if not self.computations or (self.name and self.entry is None):
-            unread.append("no computation that the program begins with")
+            unread.append("no entry computation")
         unread += ["computations that call each other"] * (self.callees_first is None)
         for computation in self.computations:
             unread += [str(one) for one in computation.instructions if not _is_known(one)]

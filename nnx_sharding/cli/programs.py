@@ -235,7 +235,7 @@ def _use_virtual_devices(number: int) -> None:
     except RuntimeError:  # JAX has been initialized
         if jax.device_count() != number:
             raise UsageError(
-                f"--devices {number}: JAX runs in this process already, with "
+                f"--devices {number}: JAX is already running in this process, with "
                 f"{jax.device_count()} devices. Start a new process: python -m nnx_sharding ..."
             ) from None
 

@@ -47,8 +47,8 @@ def mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
         devices = jax.devices()
         if len(devices) < manifest.devices:
             raise ExportError(
-                f"{exported}; here are {len(devices)} of {devices[0].platform}. Call it where "
-                "there are as many, or export it again for a smaller mesh."
+                f"{exported}; here there are {len(devices)} of {devices[0].platform}. Call it "
+                "where there are as many, or export it again for a smaller mesh."
             )
         if like is None:
             return Mesh(np.array(devices[: manifest.devices]), ("devices",))

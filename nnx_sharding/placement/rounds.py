@@ -191,7 +191,7 @@ class Rounds(Iterator[Round]):
         full = sorted({len(held) for held in self._sharding.held.values()})
         return (
             f"{_NAME}: batch {self._count - 1} (from 0) has {rows}, {what} than "
-            f"{' or '.join(map(str, full))} of a full one."
+            f"{' or '.join(map(str, full))} in a full batch."
         )
 
     def _global(self, arrays: list[Any] | None, counts: Counts) -> Any:

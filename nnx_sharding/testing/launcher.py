@@ -175,7 +175,7 @@ def _explanation(end: _End, output: Output, seconds: float) -> str:
     last = output.last[end.rank]
     text = f"launch: process {end.rank} failed {what}, after {seconds:.1f} s"
     text += "; the others were ended" if len(output.last) > 1 else ""
-    text += ". The last that it wrote to stderr:" if last else ""
+    text += ". The end of its stderr:" if last else ""
     return "".join([f"{text}\n", *(f"  {line}\n" for line in last)])
 
 

@@ -47,7 +47,7 @@ class Output:
         for thread in self._threads:
             thread.join(seconds)
         with self._lock:
-            heading = "launch: what the others wrote after that:\n" if self._held else ""
+            heading = "launch: output of the others after that:\n" if self._held else ""
             for stream, text in ((1, message() + heading), *self._held):
                 self._write(stream, text)
 

@@ -109,8 +109,7 @@ class _Rules:
             ]
             raise ValueError(
                 "remat: these match no called module and no name from checkpoint_name:\n"
-                + "\n".join(lines)
-                + f"\nModules: {', '.join(paths) or 'none'}."
+                + "\n".join([*lines, f"Modules: {', '.join(paths) or 'none'}."])
             )
 
 
