@@ -692,7 +692,7 @@ class ErrorTest(parameterized.TestCase):
     @parameterized.parameters(
         (r"carry\.c has type float32\[\]", lambda c, x: (jnp.ones(3), x)),
         ("a different structure", lambda c, x: ((c, c), x)),
-        ("returns a tuple", lambda c, x: c),
+        ("must return a tuple", lambda c, x: c),
     )
     def test_carry(self, message, step):
         with pytest.raises(TypeError, match=message):

@@ -64,14 +64,14 @@ class Differentiation(InnerTransform):
     def _check_output(self, fun_name: str, out: Any) -> None:
         if self.has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
             raise TypeError(
-                f"{self.name}: with has_aux=True {fun_name} returns a pair (loss, aux), "
+                f"{self.name}: with has_aux=True {fun_name} must return a pair (loss, aux), "
                 f"got {_described(out)}."
             )
         loss = out[0] if self.has_aux else out
         if not _is_array(loss) or jnp.shape(loss) != ():
             hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
-                f"{self.name}: {fun_name} returns a scalar loss, got {_described(loss)}.{hint}"
+                f"{self.name}: {fun_name} must return a scalar loss, got {_described(loss)}.{hint}"
             )
 
 

@@ -62,7 +62,7 @@ class _Scan(Mapped):
         if self.returned is not None:
             if not isinstance(out, tuple) or len(out) <= self.returned:
                 raise TypeError(
-                    f"scan: with these out_axes {fun_name} returns a tuple, got "
+                    f"scan: with these out_axes {fun_name} must return a tuple, got "
                     f"{type(out).__name__}."
                 )
             out = out[self.returned]

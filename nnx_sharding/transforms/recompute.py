@@ -89,7 +89,7 @@ class _Rules:
         )
 
     def check(self, names: Callable[[], set[str]]) -> None:
-        """Refuses filters that match no module that was called, and no name.
+        """Raises an error for filters that match no called module and no name.
 
         Raises:
           ValueError: there are such filters.

@@ -195,8 +195,7 @@ def make_room(table: dict[Any, V], limit: int) -> list[V]:
 def _watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]:
     """References that call ``forget`` when an object is collected."""
     for x in objects:
-        # No weak references: a Variable (only its metadata is held), or a static (held by the
-        # plan).
+        # No weak references: a Variable (only its metadata is held), or a static of the plan.
         with contextlib.suppress(TypeError):
             yield weakref.ref(x, forget)
 
