@@ -75,7 +75,7 @@ class StateSharding:
     ):
         if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
             raise ValueError(
-                f"on_indivisible is one of {ON_INDIVISIBLE} or None, not {on_indivisible!r}."
+                f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."
             )
         pairs = _pairs(filter_sharding)
         wrong = [

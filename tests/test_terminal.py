@@ -120,7 +120,7 @@ def test_placed_arrays():
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((5,), TypeError, "array is an array or a shape, not 5"),
+        ((5,), TypeError, "array must be an array or a shape, got 5"),
         (("ab",), TypeError, "not 'ab'"),
         (((4,),), ValueError, "no sharding"),
         (((4,), P("data")), ValueError, "Pass mesh="),

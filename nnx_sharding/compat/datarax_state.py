@@ -54,7 +54,7 @@ class SharderModuleConfig:
                 "Statistics are either computed or precomputed."
             )
         if self.batch_stats_fn is not None and not callable(self.batch_stats_fn):
-            raise TypeError(f"batch_stats_fn is a function, not {self.batch_stats_fn!r}.")
+            raise TypeError(f"batch_stats_fn must be a function, got {self.batch_stats_fn!r}.")
         if self.precomputed_stats is not None:
             object.__setattr__(self, "precomputed_stats", _statistics(self.precomputed_stats))
         if self.sharding_rules is not None:
@@ -98,7 +98,7 @@ class SharderModule(nnx.Module):
     ):
         config = SharderModuleConfig() if config is None else config
         if not isinstance(config, SharderModuleConfig):
-            raise TypeError(f"config is a SharderModuleConfig, not {config!r}.")
+            raise TypeError(f"config must be a SharderModuleConfig, got {config!r}.")
         self.config = config
         self.rngs = rngs
         self.name = name
@@ -146,7 +146,7 @@ class SharderModule(nnx.Module):
     def set_statistics(self, stats: Mapping[str, Any]) -> None:
         """Replaces the statistics; a TypeError if ``stats`` is not a mapping."""
         if stats is None:
-            raise TypeError("statistics are a mapping; reset_statistics() removes them.")
+            raise TypeError("statistics must be a mapping; reset_statistics() removes them.")
         self.statistics.set_value(_statistics(stats))
 
     def reset_statistics(self) -> None:
@@ -196,7 +196,7 @@ class SharderModule(nnx.Module):
             listed, and nothing is changed.
         """
         if not isinstance(state, Mapping):
-            raise TypeError(f"the state is a dict, not a {type(state).__name__}.")
+            raise TypeError(f"the state must be a dict, got a {type(state).__name__}.")
         variables = dict(nnx.to_flat_state(nnx.state(self)))
         others = {key: value for key, value in state.items() if key != _RULES}
         values = traverse_util.flatten_dict(others, is_leaf=lambda path, _: path in variables)
@@ -225,7 +225,7 @@ _RULES = "sharding_rules"
 def _statistics(stats: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """A copy of statistics, including their NumPy arrays."""
     if stats is not None and not isinstance(stats, Mapping):
-        raise TypeError(f"statistics are a mapping of names, not {stats!r}.")
+        raise TypeError(f"statistics must be a mapping of names, got {stats!r}.")
     return None if stats is None else _copied(dict(stats))
 
 

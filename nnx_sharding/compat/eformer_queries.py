@@ -149,7 +149,7 @@ def _axis_tuple(function: str, axis_names: Any) -> tuple[str, ...]:
     names = (axis_names,) if isinstance(axis_names, str) else axis_names
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{function}: axis_names is a name or a tuple of names, not {axis_names!r}."
+            f"{function}: axis_names must be a name or a tuple of names, got {axis_names!r}."
         )
     return tuple(names)
 

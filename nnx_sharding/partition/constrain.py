@@ -259,7 +259,7 @@ def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) ->
         return sharding
     if not callable(getattr(rules, "spec", None)):
         raise TypeError(
-            f"{caller}: rules have a method spec(names, shape=…, mesh=…), not {rules!r}."
+            f"{caller}: rules must have a method spec(names, shape=…, mesh=…), got {rules!r}."
         )
 
     def resolved(names: Any) -> Any:

@@ -36,7 +36,7 @@ def base_specs(
     if base is None:
         return specs
     if not isinstance(base, StateSharding):
-        raise TypeError(f"{name}: base is a StateSharding, not {base!r}.")
+        raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
     chosen, _ = _chosen(f"{name}: specs of base do not fit:", "model", model, base, mesh)
     return specs | {path: spec for path, spec in chosen.items() if spec is not None}
 

@@ -76,7 +76,7 @@ def optimizer_sharding(
 def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict[Path, Any]:
     """The sharding of each path of an optimizer, as :func:`optimizer_sharding` chooses it."""
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"optimizer_sharding: sharding is a StateSharding, not {sharding!r}.")
+        raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
     if is_transformation or not any(True for _ in variables(optimizer)):
         raise TypeError(

@@ -78,7 +78,7 @@ def override(
       P()
     """
     if not isinstance(base, StateSharding):
-        raise TypeError(f"override changes a nnx_sharding.StateSharding, not {base!r}.")
+        raise TypeError(f"override changes a nnx_sharding.StateSharding, got {base!r}.")
     pairs = read_patterns("override", overrides, kind)
     pairs += zip(base.filters, base.shardings, strict=True)
     return StateSharding(pairs, on_indivisible=base.on_indivisible, activations=base.activations)

@@ -101,7 +101,7 @@ def shard_batches(
     if not timeout > 0:
         raise ValueError(f"{_NAME}: expected a timeout of more than 0 seconds, got {timeout!r}.")
     if not isinstance(batches, Iterable):
-        raise TypeError(f"{_NAME}: batches is an iterable, not {batches!r}.")
+        raise TypeError(f"{_NAME}: batches must be an iterable, got {batches!r}.")
     specs = Specs(sharding)
     check_specs(_NAME, sharding=specs)
     mesh = mesh_for(_NAME, mesh)

@@ -79,9 +79,9 @@ def process_rows(
 def check_integer(caller: str, option: str, value: Any, least: int | None = None) -> None:
     """Raises an error if the value of an option is not an integer, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{caller}: {option} is an integer, not {value!r}.")
+        raise TypeError(f"{caller}: {option} must be an integer, got {value!r}.")
     if least is not None and value < least:
-        raise ValueError(f"{caller}: {option} is at least {least}, not {value}.")
+        raise ValueError(f"{caller}: {option} must be at least {least}, got {value}.")
 
 
 def check_process(caller: str, process: int, processes: Collection[int]) -> None:

@@ -183,7 +183,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
 
 def _check_threshold(threshold: float) -> None:
     if not isinstance(threshold, int | float) or not threshold >= 0:
-        raise ValueError(f"threshold is a fraction of 0 or more, such as 0.05, not {threshold!r}.")
+        raise ValueError(f"threshold must be a fraction such as 0.05, got {threshold!r}.")
 
 
 def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramReport | Failure]:

@@ -138,7 +138,7 @@ class Comparison(JsonForm):
           ValueError: there is no such column.
         """
         if column not in get_args(Column):
-            raise ValueError(f"the columns are {get_args(Column)}, not {column!r}.")
+            raise ValueError(f"the column must be one of {get_args(Column)}, got {column!r}.")
         figures = self.figures
         values = {name: figures[name][column] for name in self.fitting}
         known = {name: value for name, value in values.items() if value is not None}

@@ -187,10 +187,10 @@ def check_sharding(
       ('kernel', 0, 128)
     """
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"sharding is a StateSharding, not {sharding!r}.")
+        raise TypeError(f"sharding must be a StateSharding, got {sharding!r}.")
     if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
         raise ValueError(
-            f"on_indivisible is one of {ON_INDIVISIBLE} or None, not {on_indivisible!r}."
+            f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."
         )
     mesh = _compat.context_mesh() if mesh is None else mesh
     if mesh is None and any(isinstance(spec, PartitionSpec) for spec in sharding.shardings):

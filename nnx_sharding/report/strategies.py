@@ -122,10 +122,10 @@ def compare(
       (True, 'fsdp')
     """
     if not isinstance(strategies, Mapping):
-        raise TypeError(f"strategies is a mapping from names, not {strategies!r}.")
+        raise TypeError(f"strategies must be a mapping from names, got {strategies!r}.")
     if isinstance(fun, Lifted) or not callable(fun):
         hint = "; pass the function itself, and the options of jit to compare" * callable(fun)
-        raise TypeError(f"compare needs a function to compile, not {fun!r}{hint}.")
+        raise TypeError(f"compare needs a function to compile, got {fun!r}{hint}.")
     if "in_shardings" in options:
         raise TypeError("each strategy has its in_shardings; leave out in_shardings=...")
     if not strategies:

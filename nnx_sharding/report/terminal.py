@@ -103,7 +103,7 @@ def show_array(
     try:
         shape = tuple(map(int, shape))
     except (TypeError, ValueError):
-        raise TypeError(f"array is an array or a shape, not {array!r}.") from None
+        raise TypeError(f"array must be an array or a shape, got {array!r}.") from None
     sharding = getattr(array, "sharding", None) if sharding is None else sharding
     if isinstance(sharding, PartitionSpec):
         if mesh is None:

@@ -102,8 +102,8 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
         isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) for key in expected
     ):
         raise TypeError(
-            "expected is a mapping such as {('all-reduce', 'model'): 2} from kind and axes to a "
-            f"number, not {expected!r}."
+            "expected must be a mapping such as {('all-reduce', 'model'): 2} from kind and axes to "
+            f"a number, got {expected!r}."
         )
     report, _, collectives = collectives_over(program, None)
     wanted: Counter[_Key] = Counter()
@@ -234,7 +234,7 @@ def assert_no_parameter_replicated(
       Partition them by specs, or allow it by allowed=... or min_size=...
     """
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
-        raise ValueError(f"min_size is a number of elements, not {min_size!r}.")
+        raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
     rows: list[tuple[ParameterRow, int]]
     if isinstance(program, Compiled | ProgramReport):
         report = report_of(program)

@@ -89,7 +89,7 @@ def accumulate_gradients(
       True
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise TypeError(f"accumulate_gradients: steps is a positive integer, got {steps!r}.")
+        raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
     options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
     def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -131,7 +131,7 @@ def _transform(
     wrong = [x for x, _ in pairs if not isinstance(x, int | str)]
     if wrong or len({x for x, _ in pairs}) < len(pairs):
         raise TypeError(
-            f"{name}: argnums is a position, a name or an nnx.DiffState, or a sequence of "
+            f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
     return Differentiation(

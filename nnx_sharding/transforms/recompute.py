@@ -280,7 +280,7 @@ def remat(
         pairs: Any = policy.items() if isinstance(policy, Mapping) else policy
         chosen = _Rules(pairs)
     elif policy is not None and not callable(policy):
-        raise TypeError(f"remat: policy is a name, a callable or a mapping, got {policy!r}.")
+        raise TypeError(f"remat: policy must be a name, a callable or a mapping, got {policy!r}.")
     transform = _Remat(policy=chosen, prevent_cse=prevent_cse)
     roles = Roles.of(static_argnums, static_argnames)
 
