@@ -37,9 +37,7 @@ def read_bytes(limit: int | str) -> int:
       TypeError: it is neither an integer nor a text.
     """
     if isinstance(limit, bool) or not isinstance(limit, int | str):
-        raise TypeError(
-            f"a size must be a number of bytes or text such as '16 GiB', got {limit!r}."
-        )
+        raise TypeError(f"a size must be a number of bytes or like '16 GiB', got {limit!r}.")
     size = _SIZE.fullmatch(str(limit))
     if size is None:
         raise ValueError(f"{limit!r} is not a size; write bytes, or a text such as '16 GiB'.")
