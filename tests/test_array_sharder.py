@@ -488,7 +488,7 @@ class CopyAndStateTest(parameterized.TestCase):
             "typo is unknown",
         ):
             sharder.set_state(wrong)
-        with fails(TypeError, "not a list"):
+        with fails(TypeError, "got a list"):
             sharder.set_state([])
         with fails(ValueError, "invalid rules"):
             sharder.set_state({**state, "sharding_rules": [("a", 3)], "applied": jnp.int32(9)})

@@ -251,7 +251,7 @@ class CompareTest(parameterized.TestCase):
         assert str(caught.value).startswith(f"{file}: ")
 
     @parameterized.named_parameters(
-        ("no_mapping", [dp], {}, TypeError, "is a mapping"),
+        ("no_mapping", [dp], {}, TypeError, "must be a mapping"),
         ("none", {}, {}, ValueError, "no strategies"),
         ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is not a size"),
         ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size must be"),

@@ -121,7 +121,7 @@ def test_placed_arrays():
     ("args", "error", "message"),
     [
         ((5,), TypeError, "array must be an array or a shape, got 5"),
-        (("ab",), TypeError, "not 'ab'"),
+        (("ab",), TypeError, "got 'ab'"),
         (((4,),), ValueError, "no sharding"),
         (((4,), P("data")), ValueError, "Pass mesh="),
         (((3,), P("data"), MESH), ValueError, "3"),
