@@ -375,7 +375,7 @@ class ErrorTest(TestCase):
 
         refused(NoMeshError, "no mesh", [], P("data"))
         refused(ValueError, "abstract", [], P("data"), AbstractMesh((4,), ("data",)))
-        refused(TypeError, "jax.sharding.Mesh", [], P("data"), "mesh")
+        refused(TypeError, "mesh must be a Mesh", [], P("data"), "mesh")
         refused(TypeError, r"write P\('data'\)", [], "data", MESH)
         refused(TypeError, "iterable", 3, P("data"), MESH)
         refused(ValueError, "uneven: .*'pad', 'drop', 'error'", [], P(), MESH, uneven="skip")
