@@ -1,11 +1,10 @@
 """Sharded transforms for Flax NNX: ``jit``, ``shard_map``, ``StateSharding`` and their stages.
 
 By task: ``partition`` chooses specs, ``placement`` puts models and batches on devices,
-``checkpoint`` saves and restores them, ``transforms`` has those that are used inside of others,
-``training`` accumulates gradients and offloads state,
-``analysis`` and ``report`` say what a program costs, ``export`` writes programs to files,
-``testing`` has assertions and a launcher of processes, and ``compat`` the names of other libraries.
-All other modules are internal.
+``checkpoint`` saves and restores them, ``transforms`` are for use inside others, ``training``
+accumulates gradients and offloads state, ``analysis`` and ``report`` say what a program costs,
+``export`` writes programs to files, ``testing`` has assertions and a launcher of processes, and
+``compat`` has the names of other libraries. All other modules are internal.
 """
 
 import importlib

@@ -15,16 +15,16 @@ from .paths import Path
 
 
 def is_activation_spec(x: Any) -> bool:
-    """Whether ``x`` is the spec of one array; None leaves it as it is."""
+    """Whether ``x`` is the spec of one array; None leaves the array unchanged."""
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
 class Activation:
-    """The shardings of what a module takes and returns.
+    """Shardings of the inputs and outputs of a module.
 
     Args:
       output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a module that
-        returns several arrays. None leaves the output as it is.
+        returns several arrays. None leaves the output unchanged.
       input: likewise for the first argument.
 
     Raises:
@@ -64,25 +64,25 @@ class Activation:
 class ActivationSharding:
     """Shardings of activations, by ordered filters for modules.
 
-    The counterpart of :class:`~nnx_sharding.StateSharding` for what modules take and return. It
-    holds while a function is traced; neither the code of the model nor its objects change. The
+    The counterpart of :class:`~nnx_sharding.StateSharding` for the inputs and outputs of modules.
+    It applies while a function is traced; neither the code of the model nor its objects change. The
     first filter that matches a module decides.
 
     Args:
       filters: a mapping from filters to specs, or an iterable of such pairs. A filter is a string,
-        which is the pattern of a :class:`~nnx_sharding.filters.PathGlob` such as ``"blocks/*/up"``;
-        a type of modules; or any other NNX filter, called with the path of a module and the
-        module. A string that ends with ``.method`` is for that method in place of ``__call__``.
-        Paths start at the argument of the function; for a module that the function makes, at the
+        which is a :class:`~nnx_sharding.filters.PathGlob` pattern such as ``"blocks/*/up"``; a
+        module class; or any other NNX filter, called with the path of a module and the module. A
+        string that ends with ``.method`` applies to that method instead of ``__call__``. Paths
+        start at the argument of the function; for a module that the function makes, at the
         outermost module that it calls. The path of that module itself is ``""``, so ``".encode"``
-        is its method ``encode``. A spec is a ``PartitionSpec``, a ``NamedSharding``, a
-        pytree prefix of them, None, or an :class:`Activation`.
+        is its method ``encode``. A spec is a ``PartitionSpec``, a ``NamedSharding``, a pytree
+        prefix of them, None, or an :class:`Activation`.
       gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
         does; True for the axes over which the first dimension of the data is sharded.
       infer: whether to choose, on Explicit axes, how the output of a layer is sharded where JAX
-        cannot: by its input and its parameters. What a model returns to the function is then
-        sharded over the axes of its inputs only; what a layer of it returns stays as it is.
-      strict: whether a filter that matches no module that is called is an error.
+        cannot, from its input and parameters. The output of a model that the function calls is then
+        sharded only over the axes of its inputs; the outputs of its layers are not changed.
+      strict: whether a filter that matches no called module is an error.
 
     Raises:
       TypeError: a filter or a spec has a wrong type.
@@ -96,7 +96,7 @@ class ActivationSharding:
       >>> activations.find(("blocks", 3, "up"), up)[1].output == P("data", "model")
       True
 
-    ``torch.distributed.tensor.parallel.parallelize_module`` takes plans of this kind.
+    The plans of ``torch.distributed.tensor.parallel.parallelize_module`` are similar.
     """
 
     __slots__ = ("_filters", "_tests", "activations", "gather", "infer", "strict")
@@ -115,7 +115,7 @@ class ActivationSharding:
             pairs = [(filter_, spec) for filter_, spec in items]
         except (TypeError, ValueError):
             raise TypeError(
-                "ActivationSharding takes a mapping from filters to specs, or pairs of both, not "
+                "ActivationSharding takes a mapping from filters to specs, or such pairs, not "
                 f"{filters!r}."
             ) from None
         self._filters = tuple(filter_ for filter_, _ in pairs)
@@ -130,7 +130,7 @@ class ActivationSharding:
     def extended(
         self, filters: Mapping[Any, Any] | None = None, *, gather: Any = None
     ) -> ActivationSharding:
-        """The same with further filters, which come last and need not match, or another gather."""
+        """A copy with more filters, which come last and need not match, or another ``gather``."""
         pairs = [*zip(self._filters, self.activations, strict=True), *(filters or {}).items()]
         return ActivationSharding(
             pairs,
@@ -151,13 +151,13 @@ class ActivationSharding:
 
     @property
     def depends_on_values(self) -> bool:
-        """Whether predicates of the user decide, which may look at shapes and dtypes."""
+        """Whether a filter is a user's predicate, which may look at shapes and dtypes."""
         return any(is_opaque(test) for test, _ in self._tests)
 
     def find(
         self, path: Path, module: Any, method: str = "__call__"
     ) -> tuple[int | None, Activation | None]:
-        """The number of the first filter that matches a call, and its shardings; None if none."""
+        """The index of the first filter that matches a call, with its shardings, or Nones."""
         for index, (predicate, name) in enumerate(self._tests):
             if name == method and predicate(path, module):
                 return index, self.activations[index]
@@ -187,7 +187,7 @@ class ActivationSharding:
 
 
 def activations(shardings: Any) -> ActivationSharding | None:
-    """Activation shardings as a user may write them: also as a mapping, or none."""
+    """Activation shardings from what a user may pass: these, a mapping, or None."""
     if shardings is None or isinstance(shardings, ActivationSharding):
         return shardings
     return ActivationSharding(shardings)

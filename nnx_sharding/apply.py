@@ -1,4 +1,4 @@
-"""Arrays brought to their shardings, in a trace or outside, and put back into their tree."""
+"""Applies shardings to arrays, in a trace or outside, and puts the arrays back into their tree."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from .fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
 def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:
     """The mesh that a function was given, or the one in context; None if there is none."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{caller}: mesh is a jax.sharding.Mesh or AbstractMesh, not {mesh!r}.")
+        raise TypeError(f"{caller}: mesh must be a Mesh or an AbstractMesh, got {mesh!r}.")
     return _compat.context_mesh() if mesh is None else mesh
 
 
 def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """A mesh with the axis types that it has where JAX traces, such as Manual ones."""
+    """A mesh with the axis types that it has in the current trace, such as Manual."""
     context = jax.sharding.get_abstract_mesh()
     same = context.axis_names == mesh.axis_names and dict(context.shape) == dict(mesh.shape)
     return context if same and not _compat.trace_is_clean() else mesh
 
 
 def sharding_of(leaf: Any) -> Any:
-    """The sharding of an array, of a traced one that of its type; None if it has none."""
+    """The sharding of an array, for a tracer that of its type; None if it has none."""
     traced = isinstance(leaf, jax.core.Tracer)
     return getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
 
 
 def other_memory(sharding: Any) -> str | None:
-    """The memory that a sharding asks for, if that is not the one of arrays by default."""
+    """The memory kind of a sharding, if it is not the default one."""
     if not isinstance(sharding, NamedSharding):
         return None
     default = NamedSharding(sharding.mesh, sharding.spec).memory_kind
@@ -48,7 +48,7 @@ def other_memory(sharding: Any) -> str | None:
 def without_unconstrained(
     spec: PartitionSpec, leaf: Any, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """The spec with the present entries of the array in the place of UNCONSTRAINED."""
+    """The spec with UNCONSTRAINED replaced by the present entries of the array."""
     present = sharding_of(leaf)
     is_known = isinstance(present, NamedSharding) and dict(present.mesh.shape) == dict(mesh.shape)
     old = (*(present.spec.partitions if is_known else ()), *[None] * len(spec))
@@ -63,7 +63,7 @@ def without_unconstrained(
 def apply_shardings(
     leaves: Sequence[Any], shardings: Sequence[Any], *, donate: bool = False, alias: bool = True
 ) -> list[Any]:
-    """Arrays with their shardings; unchanged ones where there is None, or nothing to do."""
+    """The arrays, each with its sharding; unchanged if that is None or the present one."""
     if _compat.trace_is_clean():
         return finished_on_cpu(transfer(leaves, shardings, donate=donate, alias=alias), leaves)
     return [
@@ -73,10 +73,9 @@ def apply_shardings(
 
 
 def finished_on_cpu(arrays: list[Any], known: Sequence[Any] = ()) -> list[Any]:
-    """The arrays, once those on several CPU devices are computed, except those known before.
+    """Waits for new arrays (not in ``known``) on several CPU devices, and returns all of them.
 
-    On CPUs, programs with collectives that run at the same time take each other's threads, and
-    may deadlock.
+    On CPUs, programs with collectives that run simultaneously compete for threads and may deadlock.
     """
     before = set(map(id, known))
     for array in arrays:
@@ -88,7 +87,7 @@ def finished_on_cpu(arrays: list[Any], known: Sequence[Any] = ()) -> list[Any]:
 
 
 def _constrained(leaf: Any, sharding: Any) -> Any:
-    """An array in a trace: constrained, resharded, or both, as the axis types need it."""
+    """An array in a trace: constrained, resharded, or both, as the axis types require."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=sharding)
     if not isinstance(sharding, NamedSharding):
@@ -99,7 +98,7 @@ def _constrained(leaf: Any, sharding: Any) -> Any:
         leaf = _RESHARD(leaf, NamedSharding(mesh, part))
     if axes := axes_of_type(mesh, AxisType.Auto):
         leaf = _CONSTRAINT(leaf, NamedSharding(mesh, only_axes(sharding.spec, axes)))
-    # Neither operation moves to another memory.
+    # Neither operation moves arrays to another memory.
     return jax.device_put(leaf, sharding) if other_memory(sharding) else leaf
 
 
@@ -121,10 +120,10 @@ def rebuilt(
       flat: the tree.
       leaves: the arrays.
       caller: the name of the caller, for messages.
-      foreign: whether to change objects of another trace, too.
+      foreign: whether to also change objects of another trace.
 
     Raises:
-      TraceContextError: there are some, and they are not to be changed.
+      TraceContextError: an object of another trace would change, and ``foreign`` is false.
     """
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}
@@ -144,10 +143,10 @@ def rebuilt(
 
 
 def called(flat: Flat, arrays: Retyped, call: Callable[[Any], Any]) -> Flat:
-    """Calls a function of a tree where axes have other types, and flattens what it returns.
+    """Calls a function of a tree under other axis types, and flattens what it returns.
 
-    The objects of the tree hold the arrays of the call until what it returned is :func:`rebuilt`,
-    or after an exception until the caller brings back the old ones.
+    The objects of the tree hold the arrays of the call until the result is :func:`rebuilt`, or,
+    after an exception, until the caller restores the old ones.
     """
     with arrays.context():
         out = call(rebuilt(flat, arrays.inside, foreign=True))

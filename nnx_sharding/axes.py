@@ -1,4 +1,4 @@
-"""Where ``vmap`` and ``scan`` map an array: in the place of a sharding spec in their prefixes."""
+"""Axes along which ``vmap`` and ``scan`` map arrays: the leaves of their prefixes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Axis:
 
     Attributes:
       index: the dimension along which it is mapped; None if it is not mapped.
-      is_carry: whether each step gets what the step before returned.
+      is_carry: whether each step gets what the previous one returned.
     """
 
     index: int | None = None

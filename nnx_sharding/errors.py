@@ -1,7 +1,7 @@
 """Errors and warnings beyond those of JAX and Flax.
 
-Each error is also of the type that ``jax.jit`` raises for the same mistake, so that code which
-catches that keeps working.
+Each error is also of the type that ``jax.jit`` raises for the same mistake, so code that catches
+that type keeps working.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class StrictError(ValueError):
 
 
 class ActivationError(ValueError):
-    """Activations cannot be sharded as declared, or JAX cannot know how, on Explicit axes."""
+    """Activations cannot be sharded as declared or, on Explicit axes, JAX cannot infer how."""
 
 
 class DonatedError(RuntimeError, ValueError):
-    """An array was donated before, or is donated and passed twice; JAX raises either type."""
+    """An array was already donated, or is donated and passed twice; JAX raises either type."""
 
 
 class RetraceError(RuntimeError):
@@ -35,7 +35,7 @@ class RetraceError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or does not fit the model, which is left as it was."""
+    """A checkpoint cannot be read or does not fit the model, which is left unchanged."""
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
@@ -59,7 +59,7 @@ class CapturedArrayWarning(ShardingWarning):
 
 
 class CorrectedSpecWarning(ShardingWarning):
-    """Specs were corrected to fit shapes, as ``on_indivisible="replicate"`` or ``"drop"`` asks."""
+    """Specs were corrected to fit shapes, for ``on_indivisible="replicate"`` or ``"drop"``."""
 
 
 class UnshardedWarning(ShardingWarning):
@@ -67,7 +67,7 @@ class UnshardedWarning(ShardingWarning):
 
 
 def report(category: type[ShardingWarning], message: str, *, strict: bool) -> None:
-    """Warns at the line of user code that led here.
+    """Issues a warning that points at the user code that led here.
 
     Raises:
       StrictError: ``strict`` is true.

@@ -27,7 +27,7 @@ def to_predicate(filter_: Any) -> Predicate:
 
 
 def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
-    """``; did you mean 'up'?`` for a filter that names a key which is nearly one of ``keys``."""
+    """``; did you mean 'up'?`` for a filter with a key that nearly equals one of ``keys``."""
     names = list(map(str, keys))
     near = (suggestion(word, names) for word in _words(filter_) if word not in names)
     return next(filter(None, near), "")
@@ -44,7 +44,7 @@ def _words(filter_: Any) -> list[str]:
 
 
 def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """The filters that decide about nothing, each with the earlier ones that match the same."""
+    """The filters that never match first, each with the earlier ones that match instead."""
     deciding: dict[int, set[int]] = {number: set() for number in range(count)}
     for numbers in matches:
         for number in numbers:
@@ -53,12 +53,12 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
 
 
 def is_opaque(predicate: Any) -> bool:
-    """Whether a predicate is a function of the user, which may depend on shapes and dtypes."""
+    """Whether a predicate is a user's function, which may depend on shapes and dtypes."""
     return any(not isinstance(part, _PATH_OR_TYPE) for part in _parts(predicate))
 
 
 def names_paths(predicate: Any) -> bool:
-    """Whether a predicate depends on paths, or may do so, and not only on the Variable."""
+    """Whether a predicate depends, or may depend, on paths and not only on the Variable."""
     return any(not isinstance(part, _TYPE) for part in _parts(predicate))
 
 
@@ -101,7 +101,7 @@ class Paths(nnx.filterlib.PathIn):
 
 
 class PathPattern:
-    """The base of filters by a pattern for paths."""
+    """Base class of filters that match paths by a pattern."""
 
     __slots__ = ("_pattern", "search")
 
@@ -161,10 +161,10 @@ class PathRegex(PathPattern):
 
 
 class PathGlob(PathPattern):
-    """A filter that matches full paths by a pattern like those for file names.
+    """A filter that matches full paths by a pattern like those for file names (globs).
 
     Args:
-      pattern: keys with ``/`` between them. ``*``, ``?`` and ``[...]`` are those of ``fnmatch``
+      pattern: keys with ``/`` between them. ``*``, ``?`` and ``[...]`` work as in ``fnmatch``
         within one key; ``**`` matches any number of keys, including none, as in ``gitignore``. A
         ``$`` at the end is ignored; ``[$]`` matches the character.
 
@@ -204,7 +204,7 @@ def _part_regex(part: re.Match[str]) -> str:
         inside = re.sub(r"([\\\[\]^&|~])", r"\\\1", inside)
         return f"(?!/)[{'^' if negated else ''}{inside}]"
     if literal == "[":
-        raise ValueError(f"PathGlob: `[` is not closed in {part.string!r}; for itself write `[[]`.")
+        raise ValueError(f"PathGlob: `[` is not closed in {part.string!r}; write `[[]` for `[`.")
     if literal:
         return re.escape(literal)
     return "[^/]*" if any_number else "[^/]"

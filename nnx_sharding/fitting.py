@@ -31,7 +31,7 @@ MisfitKind: TypeAlias = Literal[
 
 
 class Misfit(NamedTuple):
-    """One reason why a spec does not fit a mesh or a shape; ``str`` words it."""
+    """One reason why a spec does not fit a mesh or a shape; its ``str`` is the message."""
 
     kind: MisfitKind
     spec: Any
@@ -49,10 +49,10 @@ class Misfit(NamedTuple):
             case "unmapped":
                 return f"the function is not mapped over {axis!r}, which stays automatic"
             case "mapped":
-                return f"the function is mapped over {axis!r}, which shards its arrays already"
+                return f"the function is mapped over {axis!r}, which already shards its arrays"
             case "repeated":
                 count = list(spec_axes(self.spec)).count(axis)
-                return f"{axis!r} is used {count} times; an axis can shard one dimension only"
+                return f"{axis!r} is used {count} times; an axis can shard only one dimension"
             case "auto":
                 kind = "unreduced" if axis in self.spec.unreduced else "reduced"
                 return f"only axes of type Explicit can be {kind}; {axis!r} is of type Auto"
@@ -78,9 +78,9 @@ class Fit(NamedTuple):
 
     declared: Any  # the sharding as it was declared
     shape: tuple[int, ...] | None  # None if only the mesh was considered
-    sharding: Any  # without problems the part that fits: of a spec a spec, else a NamedSharding
+    sharding: Any  # if there are no problems, the part that fits: a spec or a NamedSharding
     corrections: tuple[Misfit, ...]
-    problems: tuple[Misfit, ...]  # what cannot be corrected, or was not to be
+    problems: tuple[Misfit, ...]  # what cannot be corrected, or was not allowed to be
 
     @property
     def is_indivisible(self) -> bool:
@@ -93,7 +93,7 @@ class Fit(NamedTuple):
         return "; ".join(map(str, self.problems or self.corrections))
 
     def refuse(self, reason: str | None) -> Fit:
-        """The same with a further problem, unless it is None."""
+        """A copy with one more problem, unless it is None."""
         if reason is None:
             return self
         problem = Misfit("refused", self.declared, None, self.shape, reason=reason)
@@ -128,8 +128,8 @@ def fit_sharding(
         dimension; with ``"replicate"`` none is kept. Unreduced and reduced axes are kept.
       usable: the mesh axes that the spec may name; None for all.
       unconstrained: whether dimensions may be UNCONSTRAINED.
-      lenient: whether axes that cannot be used are dropped, and a spec is truncated or padded to
-        the rank of the array, where these would be problems.
+      lenient: whether to drop unusable axes and to truncate or pad the spec to the rank of the
+        array, instead of reporting problems.
     """
     declared, of_shape = sharding, None if shape is None else tuple(shape)
     parts = spec_and_mesh(sharding, mesh)
@@ -199,13 +199,13 @@ def _unusable(
 
 
 def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[Any, int]) -> Iterator[Any]:
-    """The entries of a spec without axes that do not divide the dimensions."""
+    """The entries of a spec without the axes that do not divide their dimensions."""
     for size, entry in pairs:
         yield next(part for part in _prefixes(entry) if not size % _parts(part, sizes))
 
 
 def variants(spec: PartitionSpec, action: OnIndivisible) -> list[PartitionSpec]:
-    """All that :func:`fit_sharding` can make of a spec, by the shapes of arrays."""
+    """All specs that :func:`fit_sharding` can make of one, depending on the shape of the array."""
     if action == "error":
         return []
     if action == "replicate":
@@ -242,7 +242,7 @@ def spec_axes(spec: PartitionSpec) -> Iterable[Any]:
 
 
 def axes_of_type(mesh: Any, kind: AxisType) -> frozenset[Any]:
-    """The axes of a mesh that are of one type."""
+    """The axes of a mesh that have this type."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, its_kind in kinds if its_kind == kind)
 
@@ -256,7 +256,7 @@ def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
         for entry in spec.partitions
     )
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
-    if not unreduced:  # JAX refuses to keep a kind of reduction where no axis is left for it
+    if not unreduced:  # JAX refuses a kind of reduction without axes
         return PartitionSpec(*entries, reduced=reduced)
     part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
     return part
@@ -299,7 +299,7 @@ def is_equivalent(present: Any, declared: Any, ndim: int) -> bool:
 
 
 def _typed(sharding: Any, ndim: int) -> Any:
-    """What the type of an array has of its sharding: that over Explicit axes."""
+    """The part of a sharding that is in the type of an array: that over Explicit axes."""
     parts = spec_and_mesh(sharding)
     axes = axes_of_type(parts[1], AxisType.Explicit) if parts else frozenset()
     if parts is None or not axes:
@@ -310,7 +310,7 @@ def _typed(sharding: Any, ndim: int) -> Any:
 
 
 def suggestion(name: Any, names: Iterable[Any]) -> str:
-    """``; did you mean 'model'?`` for a name that is nearly one of the others."""
+    """``; did you mean 'model'?`` for a name that nearly equals one of the others."""
     near = difflib.get_close_matches(str(name), [str(n) for n in names], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -327,12 +327,12 @@ def suggested_spec(x: Any) -> str:
 
 
 def describe(sharding: Any) -> str:
-    """A sharding in short: its spec, if it has one."""
+    """A short text for a sharding: its spec, if it has one."""
     return repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
 
 
 def describe_both(one: Any, other: Any) -> tuple[str, str]:
-    """Two different shardings in short, with the part in which they differ."""
+    """Short texts for two different shardings, with the part in which they differ."""
     short = describe(one), describe(other)
     if short[0] != short[1]:
         return short

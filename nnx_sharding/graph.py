@@ -20,7 +20,7 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
     """Splits a graph of NNX objects into a hashable structure, and its arrays by path.
 
     The graph is any pytree of modules, optimizers and Variables; they may share references,
-    also with each other, and form cycles. Nothing of it is changed.
+    also with each other, and form cycles. The graph is not changed.
 
     Args:
       graph: what to split.
@@ -29,8 +29,9 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
 
     Returns:
       ``(structure, *groups)``. The :class:`~nnx_sharding.Structure` holds types, static attributes,
-      metadata and sharing; if it is equal, only arrays differ. Each group is an ``nnx.State`` with
-      the arrays as leaves, each under its first path; for a ``jax.Ref`` the ref itself.
+      metadata and sharing: graphs with equal structures differ only in their arrays. Each group is
+      an ``nnx.State`` with the arrays as leaves, each under its first path; for a ``jax.Ref`` the
+      ref itself.
 
     Raises:
       ValueError: filters are given and some array matches none.
@@ -67,13 +68,13 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
 
 
 def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
-    """Merges a structure and arrays into a graph: the opposite of :func:`split`.
+    """Merges a structure and arrays into a graph: the inverse of :func:`split`.
 
     Args:
       structure: from :func:`split`.
-      *groups: the arrays by path, in any number of ``nnx.State`` or nested mappings. Leaves
-        may be anything in the role of an array, such as tracers or ``ShapeDtypeStruct``.
-      into: an existing graph to bring to this content. Its objects are changed in place where they
+      *groups: the arrays by path, in any number of ``nnx.State`` or nested mappings. Leaves may be
+        anything in place of arrays, such as tracers or ``ShapeDtypeStruct``.
+      into: an existing graph to update to this content. Its objects are changed in place where they
         are at the same path with the same type; all others are new. Without it everything is new.
 
     Raises:
@@ -106,7 +107,7 @@ def merge(structure: Structure, /, *groups: Any, into: Any = None) -> Any:
     for index, before in pairs.items():
         entry, old_entry = structure.entries[index], old.structure.entries[before]
         if isinstance(entry, NodeEntry) and isinstance(old_entry, NodeEntry):
-            # Children are indices into different tables, so all are set, none compared.
+            # Children are indices into different tables, so all are set and none compared.
             change = node_changes(index, None, structure, frozenset())
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
             changes += [change._replace(removed=removed)] if change else []
@@ -172,11 +173,11 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
 
 
 def _values(group: Any, known: Collection[Path]) -> Iterator[tuple[Path, Any]]:
-    """What a group holds by path: at known paths anything, at others what is not a mapping."""
+    """The contents of a group by path: anything at known paths, all but mappings at others."""
     stack: list[tuple[Path, Any]] = [((), group)]
     while stack:  # no recursion: models may be nested deeply
         path, part = stack.pop()
-        # Indexing a State wraps what is a dict, also one that is the value of a Variable.
+        # Indexing a State wraps any dict, even one that is the value of a Variable.
         content = part.raw_mapping if isinstance(part, nnx.State) else part
         if isinstance(content, Mapping) and (path not in known or not (path or content)):
             stack += [((*path, key), value) for key, value in reversed([*content.items()])]

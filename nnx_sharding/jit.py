@@ -78,7 +78,7 @@ class _Jit(Transform):
             options["donate_argnums"] = donated
         with warnings.catch_warnings():
             if any(deprecated.values()):
-                warnings.simplefilter("ignore", DeprecationWarning)  # given at the decoration
+                warnings.simplefilter("ignore", DeprecationWarning)  # issued when decorating
             jitted = jax.jit(function, **options)
         top_level: Callable[..., Any] = jitted
         input_mesh = _abstract_mesh(in_specs)
@@ -162,10 +162,10 @@ def jit(
     """Compiles a function whose arguments and results may be NNX modules.
 
     Modules, optimizers, metrics, ``nnx.Rngs`` and bare Variables may be anywhere in the
-    arguments and in the result, next to arrays. Changes that the function makes to them are
-    made to the caller's own objects: updated Variables, changed static attributes, added and
-    removed submodules. Shared references and cycles are kept. A function without NNX objects
-    behaves as under ``jax.jit``.
+    arguments and in the result, alongside arrays. Changes that the function makes to them are made
+    to the caller's own objects: updated Variables, changed static attributes, added and removed
+    submodules. Shared references and cycles are kept. A function without NNX objects behaves as
+    under ``jax.jit``.
 
     Use it as ``jit(f)``, ``@jit`` or ``@jit(...)``: on a function, on a method in a class
     body (``model.method.lower(x)`` then works), or on a bound method (``jit(model.method)``),
@@ -184,39 +184,39 @@ def jit(
       mesh: resolves every ``PartitionSpec``; without it, the mesh in context does.
       activation_shardings: how the inputs and outputs of modules are sharded: an
         :class:`~nnx_sharding.ActivationSharding`, or a mapping from filters to specs, such as
-        ``{"blocks/*/up": P("data", "model")}``. It comes before what the shardings of arguments
-        say (:class:`~nnx_sharding.StateSharding`, ``activations``).
+        ``{"blocks/*/up": P("data", "model")}``. It has priority over the ``activations`` of an
+        argument's :class:`~nnx_sharding.StateSharding`.
       auto_axes: Explicit axes of the mesh that are Auto while the function runs, so that the
         compiler chooses how values are sharded over them: one or several names, or True for all.
-        The caller sees no difference: the types of arguments stay, Variables keep theirs, results
-        get what ``out_shardings`` declares. That has to cover all of them but scalars, which are
+        For the caller nothing changes: arguments and Variables keep their types, and results get
+        those that ``out_shardings`` declares. It has to cover all results but scalars, which are
         replicated.
       static_argnums: positions of static arguments, hashable and part of the cache key.
       static_argnames: their names. As in ``jax.jit``, one of the two implies the other.
-      donate_argnums: positions of arguments whose buffers may be reused. The Variables of a
-        donated module all hold new arrays after the call.
+      donate_argnums: positions of arguments whose buffers may be reused. All Variables of a
+        donated module hold new arrays after the call.
       donate_argnames: their names.
       keep_unused: keep arguments that the function does not use.
-      device: deprecated in JAX; not together with shardings.
-      backend: deprecated in JAX; not together with shardings.
+      device: deprecated in JAX; cannot be combined with shardings.
+      backend: deprecated in JAX; cannot be combined with shardings.
       inline: inline into enclosing jaxprs.
       abstracted_axes: removed from JAX; only None is accepted.
       compiler_options: passed to XLA.
-      on_committed: what to do with arrays that are committed to another sharding than
-        ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` them. Variables and
+      on_committed: what to do with arrays that are committed to a sharding other than
+        ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` to move them. Variables and
         attributes of modules then hold the moved arrays; others are moved at each call.
       on_indivisible: what to do with specs that do not divide the shape of an array:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide it.
         The latter two warn with a list of the corrections. A
         :class:`~nnx_sharding.StateSharding` may override it for its part.
-      strict: make every warning of this library an error, and a donated buffer that cannot be
-        reused, too.
-      max_traces: how often the function may be traced through this wrapper: a call that would
-        trace it once more raises instead, with what differs. A trace for arguments that were
-        traced before, as after ``jax.clear_caches()``, does not count. None for no limit.
-      graph: None uses Flax's global flag at decoration. False treats modules as pytrees:
+      strict: raise errors instead of the warnings of this library, and for donated buffers that
+        cannot be reused.
+      max_traces: how often the function may be traced through this wrapper: a call that would trace
+        it once more raises an error that says what differs. Tracing again for the same arguments,
+        as after ``jax.clear_caches()``, does not count. None for no limit.
+      graph: None uses Flax's global flag at decoration time. False treats modules as pytrees:
         shared references are an error, and only the values of Variables are updated.
-      graph_updates: None uses Flax's global flag at decoration. False keeps shared references,
+      graph_updates: None uses Flax's global flag at decoration time. False keeps shared references,
         but updates only the values and metadata of Variables.
 
     Returns:
@@ -253,8 +253,8 @@ def jit(
         in_shardings is not None or out_shardings is not None
     ):
         raise ValueError(
-            "device and backend cannot be combined with in_shardings or out_shardings: put the "
-            "device into the shardings."
+            "device and backend cannot be combined with in_shardings or out_shardings: use "
+            "shardings on that device."
         )
     check_options(
         "jit",

@@ -27,8 +27,8 @@ class Lifted(LiftedFunction[P, R]):
     """A function that takes and returns NNX objects, transformed by JAX.
 
     Made by :func:`~nnx_sharding.jit` and :func:`~nnx_sharding.shard_map`; call it like the
-    function itself. As a method of a class it binds to its object, and the bound form has all
-    of the methods below.
+    function itself. As a method of a class it binds to its object; the bound form has all the
+    methods below.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Lifted(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function; objects that it changes are the caller's own."""
+        """Calls the function; its changes are made to the caller's own objects."""
         if self._bound:
             args = (*self._bound, *args)  # type: ignore[assignment]
         if not _compat.trace_is_clean():
@@ -79,7 +79,7 @@ class Lifted(LiftedFunction[P, R]):
         """Traces the function for these arguments, without running it.
 
         Arguments may be abstract: ``jax.ShapeDtypeStruct`` for arrays, and models made by
-        ``nnx.eval_shape``. Nothing of the caller's is changed.
+        ``nnx.eval_shape``. The caller's objects are not changed.
 
         Returns:
           A :class:`~nnx_sharding.stages.Traced`, ready to be lowered.
@@ -110,7 +110,7 @@ class Lifted(LiftedFunction[P, R]):
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The output of the function with ``jax.ShapeDtypeStruct`` in place of arrays.
 
-        Modules in the output are new, abstract ones. Nothing of the caller's is changed.
+        Modules in the output are new, abstract ones. The caller's objects are not changed.
         """
         _, plan, flat = self._planned(args, kwargs)
         leaves = as_declared(plan, flat.leaves)
@@ -120,13 +120,13 @@ class Lifted(LiftedFunction[P, R]):
         return _abstract_output(outcome, arrays, flat)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Plan, Flat]:
-        """The plan for a call that is only prepared, and its arguments, flattened."""
+        """The plan for a call that is not run, and its flattened arguments."""
         call, flat = self._split((*self._bound, *args), kwargs)
         return call, self._plan(call, flat)[0], flat
 
     @contextlib.contextmanager
     def _tracing(self, flat: Flat, plan: Plan | None = None) -> Iterator[None]:
-        """Traces within the block are made for these arguments."""
+        """Records traces within the block as made for these arguments."""
         nested = not _compat.trace_is_clean()
         caller = Caller(self._fun, flat.objects, self._observer, nested, plan)
         with inherited(flat.objects), called_by(caller):
@@ -140,7 +140,7 @@ class Lifted(LiftedFunction[P, R]):
     def clear_cache(self) -> None:
         """Forgets all traces and compiled programs of this function with these options.
 
-        Also what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` know of the function.
+        Also what :func:`~nnx_sharding.explain_retraces` and ``max_traces`` have recorded.
         """
         self._plans.clear()
         self._cache.log.clear()
@@ -152,7 +152,7 @@ class Lifted(LiftedFunction[P, R]):
 
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:
-    """The output as new objects: those of the caller take part with copies."""
+    """The output as new objects, with copies of those of the caller."""
     static = set(outcome.structure.static_indices()).difference(outcome.statics)
     known = {
         index: flat.objects[index]

@@ -25,10 +25,7 @@ R = TypeVar("R")
 
 
 class LiftedFunction(Generic[P, R]):
-    """A function and a transform, with what is worked out once for each kind of arguments.
-
-    As a method of a class it binds to its object.
-    """
+    """A function, a transform, and the plans of its calls. As a method it binds to its object."""
 
     def __init__(
         self,
@@ -40,7 +37,7 @@ class LiftedFunction(Generic[P, R]):
         updates: bool,
         implicit: int = 0,
     ):
-        # What a class has in its __dict__ are methods, which would hide those of this one.
+        # The __dict__ of a class has methods, which would hide those of this class.
         updated = () if isinstance(fun, type) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, fun, updated=updated)  # type: ignore[arg-type]
         self._fun = fun
@@ -48,7 +45,7 @@ class LiftedFunction(Generic[P, R]):
         self._roles = roles
         self._graph = graph
         self._updates = updates
-        self._implicit = implicit  # how many leading parameters positions do not count
+        self._implicit = implicit  # the number of leading parameters that positions skip
         self._origin: Self | None = None
         self._bound: tuple[Any, ...] = ()
         self._parameters = Parameters(fun, roles, bound=implicit)
@@ -127,7 +124,7 @@ class LiftedFunction(Generic[P, R]):
     def __reduce__(self) -> Any:
         if self._origin is not None:
             return self._origin.__get__, (self._bound[-1],)
-        # A decorated function is found again under its own name, as functions are.
+        # A decorated function is pickled by its name, as functions are.
         module = sys.modules.get(getattr(self._fun, "__module__", None) or "")
         name = getattr(self._fun, "__qualname__", "")
         try:
@@ -161,7 +158,7 @@ def lift(
 ) -> Any:
     """Wraps a function; a bound method of an NNX object becomes a function of that object.
 
-    ``jax_options`` are options of ``jax.jit`` on which JAX may raise or warn here already,
+    ``jax_options`` are options of ``jax.jit`` about which JAX may raise or warn already here,
     ``options`` those of ``kind``.
     """
     # JAX knows best what it can transform: this raises its own errors for what it cannot.
@@ -177,7 +174,7 @@ def lift(
 
 
 def unbind(fun: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A method as the function behind it and the object that it is bound to."""
+    """Splits a method into its function and the object that it is bound to."""
     if inspect.ismethod(fun) and _compat.is_graph_object(fun.__self__):
         return fun.__func__, (fun.__self__,)
     if isinstance(fun, LiftedFunction) and fun._origin is not None:

@@ -10,7 +10,7 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 class Item(str):
-    """A key of a dict in a path: equal to the plain string, but written ``['key']``."""
+    """A key of a dict in a path: equals the plain string, but is written ``['key']``."""
 
     __slots__ = ()
 

@@ -14,7 +14,7 @@ from . import _compat
 DELAY_S = 2.0
 QUIET = "NNX_SHARDING_QUIET"
 
-# Held while there is a bar: work inside of other work shows none of its own.
+# Held while there is a bar: nested work shows none of its own.
 _BAR = threading.Lock()
 
 
@@ -67,8 +67,8 @@ def progress(
 
 
 def _is_shown() -> bool:
-    """Whether somebody reads stderr, who wants to see progress."""
+    """Whether stderr is shown to a user who wants to see progress."""
     if os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0:
         return False
-    # Nobody else shows what a kernel of Jupyter writes; rich finds out how.
+    # A Jupyter kernel has no terminal, but its output is shown; rich finds out how.
     return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())

@@ -81,7 +81,7 @@ class _ShardMap(Transform):
         return mesh, self._inferred(leaves, mesh), shapes
 
     def in_context(self) -> _ShardMap:
-        # Over axes that stay automatic, a sharding that was chosen elsewhere stays.
+        # Over axes that stay automatic, shardings chosen elsewhere are kept.
         new = super().in_context()
         is_fully_manual = new.context and new.usable_axes == frozenset(new.context.axis_names)
         return new if is_fully_manual else dataclasses.replace(new, on_committed="leave")
@@ -89,14 +89,14 @@ class _ShardMap(Transform):
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
     ) -> None:
-        """Along the axes that a spec leaves out, a result has to be the same on all devices."""
+        """Checks that results are equal on all devices along the axes that their specs omit."""
         if not self.check_vma or self.context is None:
             return
         here = frozenset(self.context.axis_names).difference(_compat.manual_axes(self.context))
         offenders = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
-                continue  # stays where it is; only its value could come out
+                continue  # refs are not returned, only updated in place
             used = {axis for entry in spec.partitions for axis in axes_of(entry)}
             used |= spec.unreduced | spec.reduced
             axes = sorted(_compat.varying_axes(leaf) & here - used, key=str)
@@ -133,7 +133,7 @@ class _ShardMap(Transform):
     ) -> Program:
         mapped = jax.shard_map(
             function,
-            # Inside a trace the mesh in context may have manual axes already: JAX knows.
+            # Inside a trace the mesh in context may already have Manual axes: JAX finds out.
             mesh=self.mesh,
             in_specs=tuple(in_specs),
             out_specs=(*out_specs, PartitionSpec()),
@@ -149,7 +149,7 @@ class _ShardMap(Transform):
             if is_manual:
                 options["in_shardings"] = inputs
         if isinstance(mesh, Mesh) and is_manual:
-            # Says nothing new, but results then have a NamedSharding like those of shard_map.
+            # Redundant, but gives results a NamedSharding like those of shard_map.
             options["out_shardings"] = (*(NamedSharding(mesh, s) for s in out_specs), None)
         jitted = jax.jit(typed, **options)
         top_level: Callable[..., Any] = jitted if self.compiled else typed
@@ -160,7 +160,7 @@ class _ShardMap(Transform):
     def _inferred(
         self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None
     ) -> tuple[PartitionSpec, ...] | None:
-        """The specs that the arrays have by their types, where the user gave none."""
+        """The specs in the types of the arrays, if the user gave none."""
         if self.in_specs.tree is not None or mesh is None:
             return None
         manual = self.axis_names or frozenset(mesh.axis_names) - self.auto
@@ -250,7 +250,7 @@ def shard_map(
 
     Inside, each Variable holds one device's shard, and collectives such as ``jax.lax.psum``
     communicate with the other devices. Modules as arguments and results work as with
-    :func:`~nnx_sharding.jit`. Called at top level the function is compiled once, not run
+    :func:`~nnx_sharding.jit`. Called at top level, the function is compiled once, not run
     operation by operation.
 
     Args:
@@ -259,7 +259,7 @@ def shard_map(
         ``PartitionSpec`` and :class:`~nnx_sharding.StateSharding`.
       in_specs: how the arguments are sharded, in the form of ``in_shardings`` of
         :func:`~nnx_sharding.jit`. Updated Variables leave with the same specs. A spec None makes
-        a Python value static: an argument, or a part of one if the None is in a pytree. An array
+        a Python value static: an argument, or a part of one if None is in a pytree. An array
         or module with spec None is replicated, and so is an argument that ``in_specs`` does not
         mention. Without ``in_specs`` the specs are those in the types of the arrays, on meshes
         whose axes are Explicit.
@@ -269,20 +269,19 @@ def shard_map(
       check_vma: check what the specs claim about replication. Default True.
       check_rep: the older name of ``check_vma``.
       auto: the complement of ``axis_names``, its older form: the axes that stay automatic.
-      jit: False runs operation by operation at top level, to debug with prints and
-        breakpoints.
-      on_committed: what to do with Variables and arrays of modules that are committed to another
-        sharding than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
-        ``"move"`` also arrays, and from other devices; or ``"error"``.
+      jit: False runs operation by operation at top level, to debug with prints and breakpoints.
+      on_committed: what to do with Variables and arrays of modules that are committed to a
+        sharding other than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
+        ``"move"`` to do so for all arrays, also from other devices; or ``"error"``.
       on_indivisible: as in :func:`~nnx_sharding.jit`, for arguments. The function then sees the
-        full dimension in place of a shard.
+        full dimension instead of a shard.
       strict: make every warning of this library an error.
       max_traces: how often the function may be traced through this wrapper; None for no limit.
       graph: False treats modules as pytrees, without shared references; None uses Flax's flag.
       graph_updates: False updates only values and metadata of Variables; None uses Flax's flag.
 
     Returns:
-      A :class:`~nnx_sharding.Lifted`, with the same staging methods as ``jit`` gives.
+      A :class:`~nnx_sharding.Lifted`, with the same staging methods as for ``jit``.
 
     Raises:
       TypeError: ``f`` is not callable, or the mesh or a spec has another type; at a call, no

@@ -1,4 +1,4 @@
-"""Calls of a stage, whose plan is made already."""
+"""Calls of a stage, which already has its plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Origin(NamedTuple):
     recorder: Recorder  # knows the calls of modules
 
     def reported(self) -> contextlib.AbstractContextManager[None]:
-        """What JAX reports within the block is about this plan."""
+        """Attributes what JAX reports within the block to this plan."""
         return called_by(Caller(None, (), plan=self.plan, leaves=self.recorder.leaves))
 
 
@@ -45,8 +45,8 @@ def call_stage(
     """Calls a stage of JAX for the user's arguments.
 
     Raises:
-      TypeError: they have another structure than those that the function was ``kind`` for.
-      ValueError: they have other shardings than those that it was compiled for.
+      TypeError: their structure differs from that for which the function was ``kind``.
+      ValueError: their shardings differ from those for which it was compiled.
     """
     plan = origin.plan
     args, kwargs = _with_statics(origin, args, kwargs)

@@ -1,10 +1,10 @@
 """The stages between a function and its execution, in the names of the user's own arguments.
 
-They are those of ``jax.stages``, with every pytree in the form of the user's arguments and result:
+They mirror ``jax.stages``, with every pytree in the form of the user's arguments and result:
 ``(positional, keywords)`` for inputs, without static arguments, and the function's own result for
 outputs. In both a module is an ``nnx.State`` by path, and a bare Variable is its value. Variables
-that the function did not change are not outputs of the program: an output that holds them has the
-information of the input. Whatever a backend does not provide is None.
+that the function did not change are not outputs of the program: where the result holds them, the
+information is that of the input. Whatever a backend does not provide is None.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 class Stage:
     """What all stages have in common.
 
-    Methods and attributes that are not listed here, such as ``cost_analysis()``, are those of the
-    stage of JAX.
+    Methods and attributes that are not listed here, such as ``cost_analysis()``, are those of JAX's
+    stage.
     """
 
     def __init__(self, stage: Any, origin: Origin):
@@ -54,7 +54,7 @@ class Stage:
 
     @property
     def args_info(self) -> Any:
-        """For each argument array its aval and whether it is donated (``jax.stages.ArgInfo``)."""
+        """The aval of each argument array, and whether it is donated (``jax.stages.ArgInfo``)."""
         return self._inputs(self._stage.args_info)
 
     @property
@@ -75,7 +75,7 @@ class Stage:
 
     @property
     def out_info(self) -> Any:
-        """Shape, dtype and, where it is known, sharding of each array of the result."""
+        """Shape, dtype and, if known, sharding of each array of the result."""
         return self._outputs(self._stage.out_info, [map(_shape_of, self._stage.args_info[0])])
 
     @property
@@ -89,7 +89,7 @@ class Stage:
     def updates_info(self) -> Any:
         """Shape and dtype of the arrays that the call writes back, in the form of the inputs.
 
-        Only changed Variables are in it. Objects that the call adds are not.
+        It has only changed Variables, not the objects that the call adds.
         """
         before, outcome = self._plan.structure, self._outcome
         arrays = outcome.arrays([None] * before.num_leaves, self._stage.out_info[:-1])
@@ -103,8 +103,8 @@ class Stage:
     def activations(self) -> ActivationTable:
         """How what modules return is sharded, in the order in which they return it.
 
-        A module that is called several times with equal results has one row. The first call traces
-        the function once more. In ``shard_map`` there are none.
+        A module that is called several times with equal results has one row. Calling this for the
+        first time traces the function once more. Under ``shard_map`` there are none.
         """
         return activation_rows(self._origin.recorder.calls)
 
@@ -151,11 +151,11 @@ class Traced(Stage):
 
         Args:
           lowering_platforms: platforms such as ``("tpu",)``; None for the current one.
-          **unknown: a TypeError; ``jax.export.export`` passes more.
+          **unknown: other options, as ``jax.export.export`` passes, raise a ``TypeError``.
         """
         if unknown:
             raise TypeError(
-                f"the lower of {self._plan.fun_name} has no option {', '.join(sorted(unknown))}. "
+                f"{self._plan.fun_name}.lower has no option {', '.join(sorted(unknown))}. "
                 "If this comes from jax.export.export: it takes functions of arrays only; use "
                 "nnx_sharding.export.export in the same way."
             )
@@ -197,7 +197,7 @@ class Lowered(Stage):
         return Compiled(compiled, self._origin, self._stage)
 
     def cost(self) -> Cost | None:
-        """What the program of all devices computes, before optimisation; None if unavailable."""
+        """What all devices together compute, before optimisation; None if unavailable."""
         return _lowered_cost(self._stage)
 
 
@@ -253,8 +253,8 @@ class Compiled(Stage):
         """What one device computes in a call, after optimisation; None if unavailable.
 
         Args:
-          loops: XLA counts the body of a loop once; whether to count it as often as it runs. The
-            stage of the result says what that leaves open, such as loops of unknown length.
+          loops: whether to count the body of a loop as often as it runs; XLA counts it once. The
+            ``stage`` of the result says what remains open, such as loops of unknown length.
         """
         cost = cost_of(self._stage.cost_analysis(), COMPILED)
         return with_loops(cost, parse(self._stage.as_text() or "")) if loops and cost else cost
@@ -276,7 +276,7 @@ class Compiled(Stage):
         return collectives_of(text, mesh, self.parameters())
 
     def roofline(self, device: Device | str) -> Roofline:
-        """The least time that a call can take, the bodies of loops counted as often as they run.
+        """The least time that a call can take; loop bodies are counted as often as they run.
 
         Args:
           device: the peak figures of the device, or its name, such as ``"TPU v5e"``, in
@@ -294,16 +294,16 @@ class Compiled(Stage):
         It traces the function once more, for the activations.
 
         Args:
-          name: the name in the report; None for that of the function.
-          device: as for :meth:`roofline`; None for the device that it was compiled for if the table
-            has that, and no roofline otherwise.
+          name: the name in the report; None for the name of the function.
+          device: as for :meth:`roofline`; None for the device that it was compiled for; if the
+            table does not have that, there is no roofline.
         """
         name = self._plan.fun_name if name is None else name
         report: ProgramReport = late("report.program", "describe")(self, name, device)
         return report
 
     def parameters(self) -> ParameterTable:
-        """How each argument array is sharded, also those that the program does not use."""
+        """How each argument array is sharded, including those that the program does not use."""
         plan, rows = self._plan, ParameterTable()
         shardings = zip(self._stage.input_shardings[0], plan.shardings, strict=True)
         infos = self._stage.args_info[0]
@@ -328,7 +328,7 @@ class Compiled(Stage):
         inputs = [*self._stage.input_shardings[0], *self._plan.shardings]
         try:
             return [*inputs, *jax.tree_util.tree_leaves(self._stage.output_shardings)]
-        except ValueError:  # JAX counts references among the outputs, and then finds too many
+        except ValueError:  # JAX counts refs as outputs, and then finds too many
             return inputs
 
 

@@ -33,7 +33,7 @@ class StateSharding:
         None to leave the choice to JAX.
       on_indivisible: what to do where a sharding does not divide the shape of its Variable:
         ``"error"``; ``"replicate"`` the array; or ``"drop"`` the mesh axes that do not divide.
-        The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None for that of
+        The latter two warn (:class:`~nnx_sharding.errors.CorrectedSpecWarning`). None uses that of
         the transform.
       activations: how the activations of the modules in the argument are sharded.
 
@@ -52,7 +52,7 @@ class StateSharding:
       >>> sharding.map_prefix(("down",), model.down) == P()
       True
 
-    The names and the rule are those of ``flax.nnx.StateSharding``.
+    Names and matching rules are those of ``flax.nnx.StateSharding``.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class StateSharding:
     ):
         if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
             raise ValueError(
-                f"on_indivisible is one of {ON_INDIVISIBLE} or None, not {on_indivisible!r}."
+                f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."
             )
         pairs = _pairs(filter_sharding)
         wrong = [
@@ -91,7 +91,7 @@ class StateSharding:
             )
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
-        # The search of a pattern is called directly: there may be many patterns.
+        # The search of a pattern is called directly, for speed: there may be many patterns.
         self._tests = tuple(
             (p, p.search if isinstance(p, PathPattern) else None)
             for p in map(to_predicate, self._filters)
@@ -121,7 +121,7 @@ class StateSharding:
 
     @property
     def depends_on_values(self) -> bool:
-        """Whether shapes or dtypes decide too: in predicates of the user, or for corrections."""
+        """Whether shapes or dtypes matter: to a user's predicates, or for corrections."""
         action = self._on_indivisible
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
@@ -146,7 +146,7 @@ class StateSharding:
         )
 
     def find(self, path: tuple[Any, ...], variable: Any) -> tuple[int | None, Any]:
-        """The number of the first filter that matches and its sharding; None if none does."""
+        """The index of the first filter that matches, and its sharding; None if none does."""
         name = path_name(path)
         for index, (predicate, search) in enumerate(self._tests):
             if predicate(path, variable) if search is None else search(name):
@@ -154,7 +154,7 @@ class StateSharding:
         return None, None
 
     def find_below(self, start: Path, path: Path, variable: Any) -> tuple[Path, int | None, Any]:
-        """The first of :func:`candidates` that a filter matches, and what :meth:`find` gives."""
+        """The first of :func:`candidates` that a filter matches, and the result of :meth:`find`."""
         for candidate in candidates(start, path):
             index, sharding = self.find(candidate, variable)
             if index is not None:
@@ -179,7 +179,7 @@ class StateSharding:
         return self._filters, self._shardings, self._on_indivisible, self.activations
 
     def with_activations(self, activations: ActivationSharding | None) -> StateSharding:
-        """The same shardings of Variables with other shardings of activations."""
+        """A copy with other shardings of activations."""
         pairs = zip(self._filters, self._shardings, strict=True)
         return StateSharding(pairs, on_indivisible=self._on_indivisible, activations=activations)
 
@@ -191,9 +191,9 @@ class StateSharding:
 
 
 def candidates(start: Path, path: Path) -> Sequence[Path]:
-    """The paths by which filters find a Variable in a pytree of modules, the first one first.
+    """The paths under which filters find a Variable in a pytree of modules, in the order tried.
 
-    As in Flax they start at the module. Strategies for the pytree give paths from its root.
+    As in Flax, they start at the module; strategies for the pytree give paths from its root.
 
     Args:
       start: the keys from the pytree to the module, or to a bare array.
@@ -215,7 +215,7 @@ def is_single_spec(x: Any) -> bool:
 
 
 def _pairs(filter_sharding: Any) -> list[tuple[Any, Any]]:
-    """Pairs of filters and shardings, for a state one of all paths with the same sharding."""
+    """Pairs of filters and shardings; for a state, one pair for all paths with one sharding."""
     is_state = isinstance(filter_sharding, nnx.State)
     is_mapping = isinstance(filter_sharding, Mapping) and not is_state
     if is_mapping:  # nested dicts are like a State
@@ -233,6 +233,6 @@ def _pairs(filter_sharding: Any) -> list[tuple[Any, Any]]:
         return [(filter_, sharding) for filter_, sharding in items]
     except (TypeError, ValueError):
         raise TypeError(
-            f"StateSharding takes a mapping from filters to shardings, or pairs of both, not "
+            f"StateSharding takes a mapping from filters to shardings, or such pairs, not "
             f"{filter_sharding!r}."
         ) from None

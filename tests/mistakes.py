@@ -702,7 +702,7 @@ def add_one(model: RefModel) -> None:
 
 @mistake(
     "committed-to-another-sharding",
-    "a reference with another sharding than declared",
+    "a reference with a sharding other than declared",
     ValueError,
     "model.w, shape (8, 4): is SingleDeviceSharding",
     "declared P('data',)",
@@ -906,7 +906,7 @@ def untyped_layers(lib: Library) -> Any:
 
 @mistake(
     "unused-filter-for-activations",
-    "filters for activations that match no module that is called",
+    "filters for activations that match no called module",
     ActivationError,
     "'blocks/*/upp'",
     "strict=False",

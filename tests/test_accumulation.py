@@ -205,8 +205,8 @@ def test_batch_norm_and_dropout_on_one_axis():
 @pytest.mark.parametrize(
     ("options", "arguments", "error", "message"),
     [
-        ({"steps": 0}, None, TypeError, "steps is a positive integer, got 0"),
-        ({"steps": True}, None, TypeError, "steps is a positive integer"),
+        ({"steps": 0}, None, TypeError, "steps must be a positive integer, got 0"),
+        ({"steps": True}, None, TypeError, "steps must be a positive integer"),
         ({"steps": 5}, 1, ValueError, r"batch\['x'\]: shape \(64, 16\)"),
         ({"steps": 4, "batch": "bath"}, 1, ValueError, "'bath'; did you mean 'batch'"),
         ({"steps": 4}, 0, ValueError, "no argument is a batch of arrays"),

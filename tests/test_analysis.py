@@ -517,7 +517,7 @@ class RooflineTest(parameterized.TestCase):
             Device("own", 1, 1, 1, 1.0, domain=0)
         with self.assertRaisesRegex(ValueError, "expected torus_dimensions of 0, 2 or 3, got 1"):
             Device("own", 1, 1, 1, 1.0, 1)
-        with self.assertRaisesRegex(TypeError, "a Device or the name of one, not 3"):
+        with self.assertRaisesRegex(TypeError, "a Device or the name of one, got 3"):
             roofline_of(None, None, 3)
 
 

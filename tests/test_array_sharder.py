@@ -395,7 +395,7 @@ class StatisticsTest(parameterized.TestCase):
     def test_mistakes(self):
         with fails(ValueError, "both given"):
             SharderModuleConfig(stats, {"a": 1})
-        with fails(TypeError, "batch_stats_fn is a function, not 3"):
+        with fails(TypeError, "batch_stats_fn must be a function, got 3"):
             SharderModuleConfig(3)
         with fails(TypeError, "mapping"):
             SharderModuleConfig(precomputed_stats=[1])
@@ -403,7 +403,7 @@ class StatisticsTest(parameterized.TestCase):
         for call in (lambda: sharder.compute_statistics(1), lambda: sharder.set_statistics(None)):
             with fails(TypeError, "mapping"):
                 call()
-        with fails(TypeError, "config is a SharderModuleConfig"):
+        with fails(TypeError, "config must be a SharderModuleConfig"):
             ArraySharder({"sharding_rules": RULES})
         with pytest.raises(dataclasses.FrozenInstanceError):
             CONFIG.sharding_rules = None
@@ -488,7 +488,7 @@ class CopyAndStateTest(parameterized.TestCase):
             "typo is unknown",
         ):
             sharder.set_state(wrong)
-        with fails(TypeError, "not a list"):
+        with fails(TypeError, "got a list"):
             sharder.set_state([])
         with fails(ValueError, "invalid rules"):
             sharder.set_state({**state, "sharding_rules": [("a", 3)], "applied": jnp.int32(9)})

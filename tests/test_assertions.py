@@ -144,7 +144,7 @@ class CollectiveTest(parameterized.TestCase):
         with pytest.raises(ValueError, match="no axis 'x'"):
             assert_collectives(program, {("all-gather", "x"): 1})
         for wrong in ({"all-reduce": 1}, [("all-reduce", "model")], 3):
-            with pytest.raises(TypeError, match="expected is a mapping"):
+            with pytest.raises(TypeError, match="expected must be a mapping"):
                 assert_collectives(program, wrong)
         with pytest.raises(ValueError, match="is not a size"):
             assert_bytes_sent_below(program, "much")
@@ -178,7 +178,7 @@ class PeakTest(parameterized.TestCase):
         report = dataclasses.replace(compiled().report(), memory=None)
         with pytest.raises(ValueError, match="does not report the memory of forward"):
             assert_peak_below(report, 1)
-        with pytest.raises(TypeError, match="a size is"):
+        with pytest.raises(TypeError, match="a size must be"):
             assert_peak_below(compiled(), 1.5)
 
 
@@ -216,7 +216,7 @@ class ReplicatedTest(parameterized.TestCase):
         with pytest.raises(ValueError, match="is not a regular expression"):
             assert_no_parameter_replicated(compiled(), allowed=["("])
         for wrong in (-1, 1.5, True, None):
-            with pytest.raises(ValueError, match="min_size is a number"):
+            with pytest.raises(ValueError, match="min_size must be a number"):
                 assert_no_parameter_replicated(compiled(), min_size=wrong)
 
 

@@ -375,14 +375,14 @@ class ErrorTest(TestCase):
 
         refused(NoMeshError, "no mesh", [], P("data"))
         refused(ValueError, "abstract", [], P("data"), AbstractMesh((4,), ("data",)))
-        refused(TypeError, "jax.sharding.Mesh", [], P("data"), "mesh")
+        refused(TypeError, "mesh must be a Mesh", [], P("data"), "mesh")
         refused(TypeError, r"write P\('data'\)", [], "data", MESH)
         refused(TypeError, "iterable", 3, P("data"), MESH)
         refused(ValueError, "uneven: .*'pad', 'drop', 'error'", [], P(), MESH, uneven="skip")
-        refused(ValueError, "prefetch is at least 0", [], P(), MESH, prefetch=-1)
-        refused(TypeError, "prefetch is an integer", [], P(), MESH, prefetch=1.5)
-        refused(TypeError, "batch_size is an integer", [], P(), MESH, batch_size="8")
-        refused(ValueError, "batch_size is at least 1", [], P(), MESH, batch_size=0)
+        refused(ValueError, "prefetch must be at least 0", [], P(), MESH, prefetch=-1)
+        refused(TypeError, "prefetch must be an integer", [], P(), MESH, prefetch=1.5)
+        refused(TypeError, "batch_size must be an integer", [], P(), MESH, batch_size="8")
+        refused(ValueError, "batch_size must be at least 1", [], P(), MESH, batch_size=0)
         refused(TypeError, "timeout", [], P(), MESH, timeout=None)
         refused(ValueError, "timeout", [], P(), MESH, timeout=0)
 
@@ -596,7 +596,7 @@ class StateTest(TestCase):
         batches = iter(padded(Stateful(loader(16, 8)), P("data"), MESH))
         next(batches)
         for state in (b"", b"[]", b"{}", b'{"batch_size": 8}', {"next": 0}, None):
-            with self.assertRaisesRegex(ValueError, "expected a state of get_state, got"):
+            with self.assertRaisesRegex(ValueError, "expected a state from get_state, got"):
                 batches.set_state(state)
         self.assertEqual(ids(batches), list(range(8, 16)))
 
@@ -707,6 +707,6 @@ class ProcessRowsTest(TestCase):
         refused(ValueError, "process 3 has none .* some are 0", P("data"), 8, 3, mesh=MESH)
         refused(ValueError, "did you mean 'data'", P("dat"), 8, mesh=MESH)
         refused(ValueError, "abstract", P("a"), 8, mesh=AbstractMesh((2,), ("a",)))
-        refused(TypeError, "batch_size is an integer", P("data"), 8.0, mesh=MESH)
+        refused(TypeError, "batch_size must be an integer", P("data"), 8.0, mesh=MESH)
         refused(TypeError, "write P\\('data'\\)", "data", 8, mesh=MESH)
         refused(TypeError, "a PartitionSpec or a Sharding, got None", None, 8, mesh=MESH)

@@ -181,7 +181,7 @@ def test_going_back_and_damage(tmp_path):
         with pytest.raises(CheckpointError, match=r"only process_0-of-2.json"):
             checkpoints.resume(other, data=data)
         assert contents_of(other) == before and data.state == {"next": 9}
-        with pytest.raises(TypeError, match=r"values of JSON, got .*object"):
+        with pytest.raises(TypeError, match=r"JSON values, got .*object"):
             checkpoints.save(6, tree, data={"x": object()})
         assert checkpoints.save(6, tree, data=data)
 

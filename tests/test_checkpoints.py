@@ -572,7 +572,7 @@ class SaveTest(FolderTest):
         with self.assertRaisesRegex(TypeError, "Tracer"):
             nnx.jit(lambda m: save(self.path, m))(model)
         save(self.path, model)
-        with self.assertRaisesRegex(ValueError, "inside of a traced function"):
+        with self.assertRaisesRegex(ValueError, "inside a traced function"):
             nnx.jit(lambda m: restore(self.path, m))(model)
         with self.assertRaisesRegex(TypeError, "up/kernel: str"):
             model.up.kernel.set_value("x")

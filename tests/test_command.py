@@ -324,7 +324,10 @@ class CommandTest(parameterized.TestCase):
         (["compare", "{path}:forward", "--mesh", "data=101,model=100"], "got 10100"),
         (["inspect", "{path}:f", "--devices", "99999999"], "must be from 1 to 10000, not 99999999"),
         (["inspect", "{path}:f", "--devices", "0"], "must be from 1 to 10000, not 0"),
-        (["inspect", "{path}:f", "--devices", "9"], "JAX runs in this process already, with 8"),
+        (
+            ["inspect", "{path}:f", "--devices", "9"],
+            "JAX is already running in this process, with 8",
+        ),
         (["inspect", "{path}:f", "--device", "TPU v5q"], "Did you mean"),
         (["compare", "{path}:f", "--memory-limit", "much"], "'much' is not a size"),
         (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),

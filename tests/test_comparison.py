@@ -115,7 +115,7 @@ class CompareTest(parameterized.TestCase):
         assert dataclasses.replace(found, memory_limit=None).fitting == ("dp", "fsdp", "tp")
         with pytest.raises(KeyError):
             found.fits("pp")
-        with pytest.raises(ValueError, match="the columns are"):
+        with pytest.raises(ValueError, match="the column must be one of"):
             found.best("price")
 
     def test_failures_keep_their_errors(self):
@@ -251,10 +251,10 @@ class CompareTest(parameterized.TestCase):
         assert str(caught.value).startswith(f"{file}: ")
 
     @parameterized.named_parameters(
-        ("no_mapping", [dp], {}, TypeError, "is a mapping"),
+        ("no_mapping", [dp], {}, TypeError, "must be a mapping"),
         ("none", {}, {}, ValueError, "no strategies"),
         ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is not a size"),
-        ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size is"),
+        ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size must be"),
         ("device", {"dp": dp}, {"device": "TPU v5q"}, ValueError, "Did you mean"),
         ("shardings", {"dp": dp}, {"in_shardings": None}, TypeError, "leave out in_shardings"),
     )
@@ -329,7 +329,7 @@ class LimitsTest(parameterized.TestCase):
 
     @parameterized.parameters(1.5, None, True, b"1")
     def test_other_types(self, value):
-        with pytest.raises(TypeError, match="a size is"):
+        with pytest.raises(TypeError, match="a size must be"):
             read_bytes(value)
 
 
@@ -420,9 +420,9 @@ class DiffTest(parameterized.TestCase):
 
     @parameterized.parameters(-0.1, float("nan"), "5%")
     def test_bad_threshold(self, threshold):
-        with pytest.raises(ValueError, match="threshold is a fraction"):
+        with pytest.raises(ValueError, match="threshold must be a fraction"):
             diff(planned(), planned(), threshold=threshold)
-        with pytest.raises(ValueError, match="threshold is a fraction"):
+        with pytest.raises(ValueError, match="threshold must be a fraction"):
             Changes([Change("memory", "peak", 1, 2)]).grown(threshold)
 
     def test_bad_types(self):

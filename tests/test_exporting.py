@@ -379,7 +379,7 @@ class LargerMachineTest(Case):
         kernel = model["up"]["kernel"]
         self.assertEqual(kernel.sharding, NamedSharding(mesh, P(None, "model")))
         with self.assertRaisesRegex(
-            errors.ExportError, r"256 devices \(mesh data=16, model=16\); here are 8 of cpu"
+            errors.ExportError, r"256 devices \(mesh data=16, model=16\); here there are 8 of cpu"
         ):
             loaded.call(MLP(), np.ones((32, 4), np.float32))
 

@@ -769,11 +769,11 @@ class ErrorTest(parameterized.TestCase):
         (ValueError, "more than once: .1, 'x'", {"argnums": (1, "x")}, product),
         (ValueError, "more than once: .1, -1", {"argnums": (1, -1)}, product),
         (ValueError, "nothing to differentiate in m", {"wrt": nnx.Cache}, product),
-        (TypeError, r"returns a scalar loss, got float32\[3\]", {}, lambda m, x: jnp.ones(3)),
-        (TypeError, "returns a scalar loss, got a tuple.*has_aux", {}, lambda m, x: (x, x)),
-        (TypeError, "returns a scalar loss, got a NoneType", {}, lambda m, x: None),
-        (TypeError, "returns a scalar loss, got a Param", {}, lambda m, x: m.a.w),
-        (TypeError, "returns a pair", {"has_aux": True}, product),
+        (TypeError, r"must return a scalar loss, got float32\[3\]", {}, lambda m, x: jnp.ones(3)),
+        (TypeError, "must return a scalar loss, got a tuple.*has_aux", {}, lambda m, x: (x, x)),
+        (TypeError, "must return a scalar loss, got a NoneType", {}, lambda m, x: None),
+        (TypeError, "must return a scalar loss, got a Param", {}, lambda m, x: m.a.w),
+        (TypeError, "must return a pair", {"has_aux": True}, product),
         (TypeError, r"m\.n: int32\[\]", {"wrt": nnx.Cache}, lambda m, x: 1.0),
     )
     def test_call(self, error, message, options, fun):

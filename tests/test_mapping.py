@@ -674,7 +674,7 @@ class ErrorTest(parameterized.TestCase):
         (r"m\.w: is changed", counter_step(lambda m: delattr(m, "w"))),
         (r"m\.s: is changed", counter_step(lambda m: m.s.set_metadata(mark=1))),
         (
-            r"other objects in the carry.*\n  carry\[0\]: Counter",
+            r"different objects in the carry.*\n  carry\[0\]: Counter",
             lambda: scan_of(lambda c, x: ((Counter(), 0.0), x))((Counter(), 0.0), jnp.ones(3)),
         ),
         (
@@ -691,8 +691,8 @@ class ErrorTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (r"carry\.c has type float32\[\]", lambda c, x: (jnp.ones(3), x)),
-        ("another structure", lambda c, x: ((c, c), x)),
-        ("returns a tuple", lambda c, x: c),
+        ("a different structure", lambda c, x: ((c, c), x)),
+        ("must return a tuple", lambda c, x: c),
     )
     def test_carry(self, message, step):
         with pytest.raises(TypeError, match=message):

@@ -125,7 +125,7 @@ class RulesTest(parameterized.TestCase):
         cases = [
             (None, ": no rule matches", P()),
             (P("bb"), ", P('bb',): the mesh has no axis 'bb'; did you mean 'b'?", P()),
-            (P("b", "b"), ", P('b', 'b'): 'b' is used 2 times; an axis can shard one ", P()),
+            (P("b", "b"), ", P('b', 'b'): 'b' is used 2 times; an axis can shard only one ", P()),
             (P(None, None, "b"), ", P(None, None, 'b'): the spec has 3 entries, the array 2", P()),
             (P(None, "b"), ": dimension 1 of size 6 is not divisible by 'b' (4)", P(None, None)),
         ]

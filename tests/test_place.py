@@ -408,9 +408,7 @@ class MistakesTest(parameterized.TestCase):
             P(),
             None,
         )
-        self.unchanged(
-            TypeError, ("place: mesh is a jax.sharding.Mesh or AbstractMesh, not 3",), P(), 3
-        )
+        self.unchanged(TypeError, ("place: mesh must be a Mesh or an AbstractMesh, got 3",), P(), 3)
         abstract = AbstractMesh((2,), ("data",))
         self.unchanged(ValueError, ("tree.down.kernel", "abstract", "tree.up"), P(), abstract)
         self.unchanged(ValueError, ("abstract",), NamedSharding(abstract, P()), None)

@@ -241,7 +241,7 @@ class FailureTest(Case):
         shown, message = err.split("launch: process 1 failed ", 1)
         assert re.match(how + r", after \d+\.\d s; the others were ended", message)
         assert "[1] before" in shown and "late noise" not in shown
-        message, others = message.split("launch: what the others wrote after that:\n")
+        message, others = message.split("launch: output of the others after that:\n")
         assert "\n  before\n" in message
         assert last is None or f"\n  {last}\n" in message
         assert others == "[0] late noise\n"
@@ -382,7 +382,7 @@ class UsageTest(Case):
             main(["launch", "--traceback", script])
 
     def test_arguments_of_the_function(self):
-        with pytest.raises(ValueError, match=r"processes is at least 1, not 0; .* is empty"):
+        with pytest.raises(ValueError, match=r"expected processes >= 1, got 0; .* is empty"):
             launch([], processes=0)
         with pytest.raises(ValueError, match="at most 10000 devices in all, got 200 processes of"):
             launch(["x.py"], processes=200, devices_per_process=51)

@@ -281,7 +281,7 @@ class ErrorTest(parameterized.TestCase):
     )
     def test_what_matches_nothing(self, policy, message):
         for transform in (lambda f: f, OURS.grad, OURS.jit):
-            with pytest.raises(ValueError, match=f"match no module(?s:.*){message}"):
+            with pytest.raises(ValueError, match=f"match no called module(?s:.*){message}"):
                 transform(OURS.remat(loss, policy=policy))(deep(), X)
 
     def test_names_of_modules_that_are_called(self):

@@ -186,7 +186,7 @@ class RulesTest(parameterized.TestCase):
     def test_mistakes(self):
         with self.assertRaisesRegex(ValueError, r"(?s)'\(a'.*'b\['"):
             from_rules({"(a": P(), "fine": P(), "b[": P()})
-        with self.assertRaisesRegex(ValueError, "kind is one of"):
+        with self.assertRaisesRegex(ValueError, "kind must be one of"):
             from_rules({}, kind="globs")
         for rules, text in [
             *((x, "from_rules takes a map") for x in (3, "ab", ["ab"], None, StateSharding({}))),

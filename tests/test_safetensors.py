@@ -466,7 +466,7 @@ class ErrorTest(TestCase):
             ({"a.*": "a", "b": "b"}, "no name can be made of 'a.*'"),
             ({r"(\d)x": "a", "b": "b"}, "no name can be made"),
             ({"a": Tensor("a", "h d -> h d", h=4, take={"h": slice(0, 2)}), "b": "b"}, "not fill"),
-            ({"a": ["a", "b"]}, "these tensors differ"),
+            ({"a": ["a", "b"]}, "arrays disagree about these tensors"),
             (
                 {"a": Tensor("a", "o i -> o i", put={"o": slice(0, 1)}), "b": "b"},
                 r"no tensor for \[1:2",

@@ -418,9 +418,9 @@ class ErrorTest(parameterized.TestCase):
             stack(changed(change))
 
     @parameterized.parameters(
-        (TypeError, "what makes one and their number", lambda: stack(Block)),
-        (TypeError, "what makes one and their number", lambda: stack("blocks")),
-        (TypeError, "what makes one and their number", lambda: stack(blocks(), 3)),
+        (TypeError, "what makes one and the number of layers", lambda: stack(Block)),
+        (TypeError, "what makes one and the number of layers", lambda: stack("blocks")),
+        (TypeError, "what makes one and the number of layers", lambda: stack(blocks(), 3)),
         (TypeError, r"expected modules, got:\n  \[1\]: 1", lambda: stack([MLP(), 1])),
         (ValueError, "expected at least one module", lambda: stack([])),
         (ValueError, "expected a positive length", lambda: stack(Block, 0, rngs=nnx.Rngs(0))),

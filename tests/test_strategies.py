@@ -287,9 +287,7 @@ class FsdpTest(parameterized.TestCase):
         with jax.set_mesh(mesh_of((2, 4), ("data", "model"))):
             self.assertEqual(only(fsdp(model, min_size=1)), P(None, "data"))
             self.assertEqual(tensor_parallel(model), replicated(model))
-        with self.assertRaisesRegex(
-            TypeError, "mesh is a jax.sharding.Mesh or AbstractMesh, not 8"
-        ):
+        with self.assertRaisesRegex(TypeError, "mesh must be a Mesh or an AbstractMesh, got 8"):
             fsdp(model, 8)
         for function in (fsdp, tensor_parallel):
             with self.assertRaisesRegex(ValueError, "did you mean 'data'?") as caught:
@@ -298,7 +296,7 @@ class FsdpTest(parameterized.TestCase):
         for axis, fault in (((), "names no axis"), (("data", "data"), "used 2 times")):
             with self.assertRaisesRegex(ValueError, fault):
                 fsdp(model, MESH, axis=axis)
-        with self.assertRaisesRegex(TypeError, "base is a StateSharding, not P"):
+        with self.assertRaisesRegex(TypeError, "base must be a StateSharding, got P"):
             fsdp(model, MESH, base=P("data"))
 
 
@@ -384,7 +382,7 @@ class OptimizerTest(parameterized.TestCase):
         rules = replicated(model)
         with self.assertRaisesRegex(ValueError, "Pass model="):
             optimizer_sharding(optimizer, rules)
-        with self.assertRaisesRegex(TypeError, "sharding is a StateSharding, not P"):
+        with self.assertRaisesRegex(TypeError, "sharding must be a StateSharding, got P"):
             optimizer_sharding(optimizer, P(), model=model)
         with self.assertRaisesRegex(TypeError, r"nnx\.Optimizer\(model, tx"):
             optimizer_sharding(optax.adam(1e-3), rules, model=model)

@@ -120,8 +120,8 @@ def test_placed_arrays():
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((5,), TypeError, "array is an array or a shape, not 5"),
-        (("ab",), TypeError, "not 'ab'"),
+        ((5,), TypeError, "array must be an array or a shape, got 5"),
+        (("ab",), TypeError, "got 'ab'"),
         (((4,),), ValueError, "no sharding"),
         (((4,), P("data")), ValueError, "Pass mesh="),
         (((3,), P("data"), MESH), ValueError, "3"),

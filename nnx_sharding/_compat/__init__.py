@@ -1,7 +1,7 @@
-"""All private names of JAX and Flax, and the texts of their messages that are recognized.
+"""All private names of JAX and Flax that are used, and the texts of messages that are recognized.
 
 The rest of the package uses public names and these functions, so a new release of either can break
-this package and its test, and nothing else.
+only this package and its test.
 """
 
 from .compiling import *  # noqa: F403

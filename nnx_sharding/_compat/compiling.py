@@ -16,10 +16,10 @@ _make_ir_context: Any = private_name("jax._src.interpreters.mlir", "make_ir_cont
 _Module: Any = private_name("jax._src.lib.mlir", "ir.Module")
 _CompileOnlyClient: Any = private_name("jax._src.lib", "_jax.CompileOnlyPyClient")
 
-# Compiles a module with options for the devices with these ids; returns what is read of the result.
+# Compiles a module with options for the devices with these ids; returns what is read from it.
 Compile: TypeAlias = Callable[[bytes, bytes, Sequence[int]], Mapping[str, Any]]
 
-# What JAX and reports read of an executable, but for the text and the memory.
+# What JAX and reports read from an executable, except the text and the memory.
 _READ = (
     "get_parameter_shardings",
     "get_output_shardings",
@@ -29,7 +29,7 @@ _READ = (
 
 
 def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:
-    """What ``stage.compile(options)`` returns for a stage of JAX: its figures, it does not run."""
+    """Like ``stage.compile(options)`` of a JAX stage; the result has figures but cannot run."""
     arguments = stage._lowering.compile_args
     backend = arguments["backend"]
     arguments["backend"] = _Backend(backend, compile)
@@ -67,7 +67,7 @@ def _returning(value: Any) -> Callable[[], Any]:
 def compile_module(
     devices: Mapping[int, jax.Device], module: bytes, options: bytes, ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Compiles for some of these devices, and returns what is read of the executable."""
+    """Compiles for some of these devices, and returns what is read from the executable."""
     chosen = [devices[i] for i in ids]
     client: Any = chosen[0].client
     only_compiles = isinstance(client, _CompileOnlyClient)

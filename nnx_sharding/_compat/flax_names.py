@@ -33,7 +33,7 @@ def is_node(x: Any) -> bool:
 def is_variable(x: Any) -> bool:
     """Whether ``x`` is a Variable whose value lives in the Python object.
 
-    A Variable made with ``hijax=True`` is a JAX value of its own type: to us it is a leaf.
+    A Variable made with ``hijax=True`` is a JAX value of its own type, and counts as a leaf.
     """
     return nnx.Variable in type(x).__mro__
 
@@ -69,7 +69,7 @@ def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
     return variable_type.from_metadata(None, metadata)  # type: ignore[attr-defined]
 
 
-# Slots: no hook runs, and no trace is checked; callers check before they write.
+# Slots, which run no hooks and check no trace; callers check before they write.
 _value: Any = private_name("flax.nnx.variablelib", "Variable._raw_value")
 _metadata: Any = private_name("flax.nnx.variablelib", "Variable._var_metadata")
 _trace: Any = private_name("flax.nnx.variablelib", "Variable._trace_state")
@@ -79,7 +79,7 @@ get_metadata: Callable[[Any], dict[str, Any]] = _metadata.__get__
 set_metadata: Callable[[Any, dict[str, Any]], None] = _metadata.__set__
 get_trace_state: Callable[[Any], Any] = _trace.__get__
 
-# The slots that a guard reads, by the name of the step that does (core/guard/walk.py).
+# The slots that a guard reads, by the name of the step that reads it (core/guard/walk.py).
 SLOTS = {
     "METADATA": _metadata,
     "VALUE": _value,
@@ -90,7 +90,7 @@ SLOTS = {
 
 
 def are_current(states: Iterable[Any]) -> bool:
-    """Whether all of these, each of a Variable (its trace) or of a module, are of this trace."""
+    """Whether all of these trace states, of Variables or modules, belong to the current trace."""
     current = jax.extend.core.get_opaque_trace_state()._trace_ref
     for state in states:
         trace = state._trace_state if type(state) is pytreelib.PytreeState else state
@@ -113,7 +113,7 @@ get_mapping: Callable[[nnx.State[Any, Any]], Any] = operator.attrgetter("raw_map
 
 
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
-    """What a pytree consists of, if JAX sees just that: a mapping by key, or a sequence.
+    """The items of a pytree, if they are its children to JAX: a mapping by key, or a sequence.
 
     None for a pytree whose class decides what its children are.
     """
@@ -132,7 +132,7 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
 
 
 def has_aux(kind: type, aux: Any) -> bool:
-    """Whether a node of a tree structure keeps data beside its children, other than plain keys."""
+    """Whether a node of a treedef has auxiliary data other than plain keys."""
     return aux is not None and kind not in (dict, nnx.State)
 
 

@@ -16,7 +16,7 @@ from .jax_names import private_name
 
 _GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
-# Where a Pytree keeps which of its attributes are data, and the trace that it belongs to.
+# The attributes in which a Pytree keeps which of its attributes are data, and its trace.
 STATUSES = "_pytree__nodes"
 STATE = "_pytree__state"
 
@@ -29,8 +29,8 @@ class NodeItems(NamedTuple):
 
     keys: tuple[Any, ...]
     values: Sequence[Any]
-    is_data: tuple[bool | None, ...]  # None where the node type leaves that to the value
-    metadata: Any  # what else belongs to the node, hashable
+    is_data: tuple[bool | None, ...]  # None if it depends on the value
+    metadata: Any  # hashable; everything else about the node
 
 
 class _Form(NamedTuple):
@@ -38,14 +38,14 @@ class _Form(NamedTuple):
 
     keys: tuple[str, ...]
     is_data: tuple[bool | None, ...]
-    statuses: Any  # which of the attributes are data, as the first node has it
-    position: int | None  # of that among the attributes, if nodes of this form cannot differ in it
+    statuses: Any  # which of the attributes are data, from the first node
+    position: int | None  # of the statuses among the attributes, if equal in all these nodes
 
 
 def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
-    """The attributes of a node; ``tracing`` is whether JAX is.
+    """The attributes of a node; ``tracing`` says whether JAX is tracing.
 
-    Every array among them is data, also where ``nnx.eval_shape`` has left a tracer.
+    Every array among them is data, even if ``nnx.eval_shape`` left a tracer in its place.
     """
     if tracing:
         _adopt_tracers(node)
@@ -58,7 +58,7 @@ def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
 def _own_items(node: Any, forms: dict[Any, Any]) -> NodeItems:
     node_type = type(node)
     if _has_plain_items(node_type):
-        # What the general way below does for these types, several times as fast.
+        # The same as the general code below, several times as fast for these types.
         own, statuses = vars(node), getattr(node, STATUSES, {})
         is_data: dict[str, bool] = getattr(statuses, "_mapping", statuses)
         key = (node_type, *own, None, *is_data, *map(id, is_data.values()))
@@ -93,10 +93,10 @@ def _form(node_type: type, own: dict[str, Any], statuses: Any, is_data: dict[str
 
 
 class _Tagged(HashableMapping[Any, Any]):
-    """The statuses of a node with something else that goes wherever Flax takes the node.
+    """The statuses of a node with a tag, which Flax copies along with the node.
 
-    Equal to the same statuses without it, so that graphs have the same structure; but not to those
-    with something else, for which JAX must not use the same trace.
+    Equal to the same statuses without a tag, so that graphs have the same structure, but not to
+    those with another tag, for which JAX must not use the same trace.
     """
 
     def __init__(self, mapping: Any, tag: Any):
@@ -114,12 +114,12 @@ class _Tagged(HashableMapping[Any, Any]):
 
 
 def _untagged(x: Any) -> Any:
-    """Statuses as they were before :func:`tag_node`; any other value as it is."""
+    """Statuses as they were before :func:`tag_node`; any other value unchanged."""
     return HashableMapping(x._mapping, copy=False) if type(x) is _Tagged else x
 
 
 def tag_node(node: Any, tag: Any) -> None:
-    """Attaches something to a node of the current trace, for :func:`tag_of`."""
+    """Attaches a tag to a node of the current trace, for :func:`tag_of`."""
     if is_plain_pytree(node) and is_statuses(statuses := vars(node).get(STATUSES)):
         object.__setattr__(node, STATUSES, _Tagged(statuses._mapping, tag))
 
@@ -130,12 +130,12 @@ def tag_of(node: Any) -> Any:
 
 
 def is_statuses(x: Any) -> bool:
-    """Whether ``x`` may be what says which attributes of a node are data."""
+    """Whether ``x`` may be the statuses of a node, which say which attributes are data."""
     return type(x) is HashableMapping
 
 
 def are_same_statuses(a: Any, b: Any) -> bool:
-    """Whether two objects both say the same about which attributes are data."""
+    """Whether two objects are statuses with the same data attributes."""
     if not is_statuses(a) or not is_statuses(b):
         return False
     return bool(a._mapping == b._mapping) and all(
@@ -144,7 +144,7 @@ def are_same_statuses(a: Any, b: Any) -> bool:
 
 
 def _abstracted(items: NodeItems, left: Sequence[int]) -> NodeItems:
-    """The items with a shape, as data, for each array that is a tracer of an ended trace."""
+    """The items, with tracers of ended traces replaced by their shapes, as data."""
     values, is_data = list(items.values), list(items.is_data)
     marks = {}
     for index in left:
@@ -155,12 +155,12 @@ def _abstracted(items: NodeItems, left: Sequence[int]) -> NodeItems:
     if marks:
         position = items.keys.index(STATUSES)
         values[position] = values[position].update(marks)
-    # Other keys than the form's: nodes of this form are not alike.
+    # A new tuple of keys, not the form's: nodes of this form are not alike.
     return NodeItems((*items.keys,), values, tuple(is_data), items.metadata)
 
 
 def _shape_of(tracer: Any) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding of a tracer, as ``jax.eval_shape`` has them."""
+    """The shape, dtype and sharding of a tracer, as from ``jax.eval_shape``."""
     aval = jax.typeof(tracer)
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
@@ -176,7 +176,7 @@ def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _adopt_tracers(node: Any) -> None:
-    """Marks traced arrays in attributes as data, as concrete arrays are when they are set.
+    """Marks traced arrays in attributes as data, as Flax does for concrete arrays.
 
     ``nnx.is_data`` does not recognise tracers, so Flax would keep them as static attributes,
     and they would leak out of the trace.
@@ -194,7 +194,7 @@ def _adopt_tracers(node: Any) -> None:
 
 
 def is_plain_pytree(node: Any) -> bool:
-    """Whether the content of a node is all in its ``__dict__``, and nothing hides that."""
+    """Whether all content of a node is in its ``__dict__``, and nothing hides that."""
     kind = type(node)
     is_plain = _HAS_PLAIN_DICT.get(kind)
     if is_plain is None:
@@ -218,7 +218,7 @@ def is_pytree_type(node_type: type) -> bool:
     return bool(getattr(node_type, "_pytree__is_pytree", True))
 
 
-# What Flax notes on a Pytree while it is set up: a pytree without leaves, but not a constant.
+# The state of a Pytree while it is set up: a pytree without leaves, but not constant.
 initializing: Any = private_name("flax.nnx.pytreelib", "PytreeState._initializing")
 is_setup: Any = private_name("flax.nnx.pytreelib", "PytreeState._is_setup")
 
@@ -233,12 +233,12 @@ new_node_state: Callable[..., Any] = pytreelib.PytreeState
 
 
 def is_node_state(x: Any) -> bool:
-    """Whether ``x`` is what Flax notes on a Pytree while it is set up."""
+    """Whether ``x`` is Flax's state of a Pytree while it is set up."""
     return type(x) is pytreelib.PytreeState
 
 
 def node_flags(state: Any) -> tuple[bool, bool]:
-    """All in a node state that is part of its tree structure: arguments of ``new_node_state``."""
+    """The parts of a node state that are in its treedef: arguments of ``new_node_state``."""
     return initializing.__get__(state), is_setup.__get__(state)
 
 
@@ -258,7 +258,7 @@ def node_operations(
     removed: Sequence[Any],
     attributes: Callable[[], list[tuple[Any, Any]]],
 ) -> list[tuple[Any, ...]]:
-    """What changes some attributes of an existing node: functions with their arguments.
+    """The operations that change some attributes of an existing node: functions with arguments.
 
     ``attributes`` makes the complete list, for node types that can only be rewritten as one.
     """

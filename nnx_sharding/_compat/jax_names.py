@@ -55,8 +55,8 @@ _trace_context: Any = private_name("jax._src.config", "trace_context")
 _trace_context_names: Any = private_name("jax._src.config", "trace_context_names")
 _distributed: Any = private_name("jax._src.distributed", "global_state")
 _ShardMapTracer: Any = private_name("jax._src.shard_map", "ShardMapTracer")
-# Without these: a legacy `with mesh:` is not seen; tracebacks show our frames; exported programs
-# contain source locations; strategies are compared on the devices at hand only.
+# Without these, a legacy `with mesh:` is not seen, tracebacks show our frames, exported programs
+# contain source locations, and strategies are compared only on the present devices.
 _thread_resources: Any = private_name("jax._src.mesh", "thread_resources", optional=True)
 _traceback_util: Any = private_name("jax._src", "traceback_util", optional=True)
 _frames_in_locations: Any = private_name(
@@ -67,13 +67,13 @@ _make_cpu_client: Any = private_name("jaxlib.xla_client", "make_cpu_client", opt
 
 # Messages of JAX
 
-# The events by which JAX reports the phases of each compilation to ``jax.monitoring``, and that its
-# persistent cache had the program.
+# The events by which JAX reports to ``jax.monitoring`` the phases of each compilation, and hits of
+# its persistent cache.
 TRACING = "/jax/core/compile/jaxpr_trace_duration"
 LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# Its warning that donated buffers have another size than the new ones: they are freed.
+# JAX's warning that the sizes of donated buffers differ from the new ones: they are freed.
 UNUSED_DONATION = "Some donated buffers were not usable"
 
 
@@ -94,7 +94,7 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def is_array_like(x: Any) -> bool:
-    """Whether JAX takes ``x`` as an array, or as another value of a type of its own."""
+    """Whether JAX accepts ``x`` as an array, or as another value of one of its own types."""
     if isinstance(x, jax.Array | int | float | complex):
         return True
     if not isinstance(x, np.ndarray | np.generic) and hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -141,7 +141,7 @@ _CONTEXT_LABELS = {
 
 
 def trace_context() -> dict[str, Any]:
-    """What in JAX's configuration and contexts a trace depends on, by a name for messages."""
+    """The parts of JAX's configuration and contexts on which a trace depends, by name."""
     labels = (_CONTEXT_LABELS.get(name, name) for name in _trace_context_names())
     return dict(zip(labels, _trace_context(), strict=True))
 
@@ -192,9 +192,9 @@ def trace_constants() -> list[Any]:
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mesh axes along which a value inside of ``shard_map`` is not known to be the same.
+    """The mesh axes along which a value inside ``shard_map`` is not known to be equal.
 
-    Empty also where a release of JAX does not show them; JAX then checks them itself.
+    Also empty if a release of JAX does not show them; JAX then checks them itself.
     """
     aval = jax.typeof(x)
     kind = getattr(aval, "mat", None)
@@ -213,9 +213,9 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
 def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
     """The shardings of the inputs and outputs of an exported program; None for open ones.
 
-    Each is a ``NamedSharding`` on the abstract mesh of its own, empty for one device.
+    Each is a ``NamedSharding`` on its own abstract mesh, which is empty for one device.
     """
-    no_mesh: Any = None  # which leaves the meshes as they are; JAX does not document it
+    no_mesh: Any = None  # keeps the meshes unchanged; JAX does not document it
     return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
 
 
@@ -228,18 +228,18 @@ def no_source_locations() -> contextlib.AbstractContextManager[Any]:
 
 
 def key_value_store() -> Any:
-    """The client of the coordination service by which processes can speak; None without one."""
+    """The client of the coordination service, for messages between processes; None without one."""
     return getattr(_distributed, "client", None)
 
 
 def process_id() -> int:
-    """The number of this process; unlike ``jax.process_index()`` it starts no backend."""
+    """The index of this process; unlike ``jax.process_index()`` it initializes no backend."""
     return getattr(_distributed, "process_id", None) or 0
 
 
 @functools.lru_cache(maxsize=8)
 def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
-    """CPU devices beside those of ``jax.devices()``; None if a release of JAX makes none."""
+    """CPU devices in addition to ``jax.devices()``; None if a release of JAX cannot make them."""
     if _make_cpu_client is None:
         return None
     try:

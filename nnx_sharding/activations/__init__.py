@@ -1,1 +1,1 @@
-"""What modules take and return while a function is traced, and how it is sharded."""
+"""The inputs and outputs of modules while a function is traced, and how they are sharded."""

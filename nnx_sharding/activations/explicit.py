@@ -1,4 +1,4 @@
-"""Layers on Explicit axes: how the output is sharded where JAX cannot know."""
+"""Layers on Explicit axes: how the output is sharded where JAX cannot infer it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def takes_out_sharding(call: Callable[..., Any], kwargs: dict[str, Any]) -> bool
 
 
 class Untyped(NamedTuple):
-    """A call of a module in which JAX cannot know how an output is sharded."""
+    """A call of a module in which JAX cannot infer how an output is sharded."""
 
     module: Any
     error: Exception
-    inputs: tuple[str, ...]  # types of the arrays that it gets, and of its own Variables
-    specs: tuple[PartitionSpec, ...]  # for ``out_sharding``, with which it works
+    inputs: tuple[str, ...]  # types of its input arrays and of its own Variables
+    specs: tuple[PartitionSpec, ...]  # values of ``out_sharding`` with which it works
 
 
 def inferred(
@@ -41,17 +41,17 @@ def inferred(
     kwargs: dict[str, Any],
     untyped: Callable[[Untyped], None] | None = None,
 ) -> Any:
-    """Calls a method; if JAX cannot type an operation in it, with an ``out_sharding`` or Auto axes.
+    """Calls a method, with an ``out_sharding`` or Auto axes if JAX cannot type an operation in it.
 
     Args:
       module: the module.
       call: its method.
       args: the arguments.
       kwargs: the keyword arguments.
-      untyped: hears of a call that needs it, with all specs that would do.
+      untyped: is notified of a call that needs this, with all specs that would work.
 
     Raises:
-      Exception: whatever the method raises with Auto axes too.
+      Exception: whatever the method raises even with Auto axes.
     """
     saved = Saved((module, args, kwargs))
     try:
@@ -89,8 +89,8 @@ def _output_specs(
 ) -> Iterator[PartitionSpec]:
     """Specs for the output of a layer, best first.
 
-    Its first dimensions are those of the input that are not summed over, its last ones those of
-    the kernel.
+    The first dimensions of the output are those of the input that are not summed over, the last
+    ones those of the kernel.
     """
     first = _first_typed((args, kwargs))
     if first is None:
@@ -113,7 +113,7 @@ def _output_specs(
 
 
 def _rank(module: Any, name: str) -> int:
-    """In how many dimensions a layer has its features."""
+    """The number of dimensions of a layer's features."""
     features = getattr(module, name, None)
     return len(features) if isinstance(features, tuple) else 1
 
@@ -121,7 +121,7 @@ def _rank(module: Any, name: str) -> int:
 def without_open(
     spec: PartitionSpec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PartitionSpec:
-    """A spec for the output of a layer, with what would be inferred where it is UNCONSTRAINED."""
+    """A spec for the output of a layer, with UNCONSTRAINED entries replaced by inferred ones."""
     if PartitionSpec.UNCONSTRAINED not in spec.partitions:
         return spec
     inferred_spec = next(_output_specs(module, args, kwargs), PartitionSpec())
@@ -139,7 +139,7 @@ def _axes(entries: Iterable[Any]) -> set[Any]:
 def with_auto_axes(
     module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a method with all axes Auto; its outputs are sharded as its first input.
+    """Calls a method with all axes Auto; its outputs are sharded like its first input.
 
     Args:
       module: the module.
@@ -159,7 +159,7 @@ def with_auto_axes(
     return rebuilt(after, left, foreign=True)
 
 
-# Layers that compute each row by itself.
+# Layers that compute each row independently.
 _BY_ROWS = (
     nnx.Linear,
     nnx.LinearGeneral,
@@ -177,7 +177,7 @@ _BY_ROWS = (
 def summed_axes(module: Any, inputs: Any) -> frozenset[Any]:
     """The axes over which the gradients of a layer are sums over rows: those of its first input.
 
-    Parameters of reduced type are safe there. Elsewhere JAX may count their gradients once for each
+    There, parameters may have a reduced type. Elsewhere JAX may count their gradients once for each
     device: where axes become Auto, and where an embedding looks up replicated indices.
     """
     spec = type_spec(_first_typed(inputs))
@@ -203,10 +203,10 @@ def _as_input(x: jax.Array, first: Any) -> PartitionSpec:
 
 
 def as_inputs(out: Any, inputs: Any, axes: Iterable[Any]) -> Any:
-    """What a model returns, sharded over ``axes`` and those of its inputs only.
+    """The outputs of a model, sharded only over ``axes`` and those of its inputs.
 
-    Code around a model expects no other: a loss that picks the logits of labels cannot be typed if
-    these are sharded over the vocabulary. After a layer of a model there may be the next layer.
+    Code around a model expects this: a loss that picks the logits of labels cannot be typed if
+    these are sharded over the vocabulary. Layers within a model may be followed by further layers.
     """
     kept = {axis for x in _arrays(inputs) if (spec := type_spec(x)) for axis in spec_axes(spec)}
     kept.update(axes)

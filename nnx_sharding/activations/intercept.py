@@ -1,7 +1,7 @@
 """Intercepts the calls of modules while a function is traced.
 
-A method is replaced in the class that defines it, for as long as a trace needs that, and calls the
-original at once where no trace of this thread handles it.
+A method is replaced in the class that defines it for as long as a trace needs that, and calls the
+original directly if no trace of this thread handles it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class _Patch:
         def intercepted(module: Any, *args: Any, **kwargs: Any) -> Any:
             handler = _HANDLER.get()
             call = original.__get__(module, type(module))
-            # A method that a subclass calls by `super()` is a part of that of the subclass.
+            # A method called through `super()` is part of the subclass's method.
             if handler is None or getattr(type(module), name, None) is not intercepted:
                 return call(*args, **kwargs)
             if not isinstance(module, nnx.Module):
                 return call(*args, **kwargs)
             return handler(module, name, call, args, kwargs)
 
-        # Not by functools.wraps, which copies the mark that `nnx.capture` leaves on a method.
+        # Not by functools.wraps, which would copy the mark that `nnx.capture` sets on a method.
         intercepted.__wrapped__ = original  # type: ignore[attr-defined]
         self.replacement = intercepted
 
@@ -57,16 +57,16 @@ class _Patch:
 
 
 def handler_here() -> Handler | None:
-    """What handles the calls of modules now."""
+    """The current handler of the calls of modules."""
     return _HANDLER.get()
 
 
 @contextlib.contextmanager
 def intercepting(handler: Handler, methods: Collection[str] | None) -> Iterator[None]:
-    """Hands the calls of modules to ``handler``, in this thread only.
+    """Passes the calls of modules to ``handler``, in this thread only.
 
     Args:
-      handler: it gets the module, the name of the method, the bound method and the arguments.
+      handler: gets the module, the name of the method, the bound method and the arguments.
       methods: the methods besides ``__call__``; None for all public ones.
     """
     with _LOCK:
@@ -100,7 +100,7 @@ _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
 
 
 def _module_types() -> set[type]:
-    """All types of modules that exist, and the classes that they inherit methods from."""
+    """All existing module classes, and the classes from which they inherit methods."""
     kinds, pending = set[type](), [nnx.Module]
     while pending:
         new = [kind for kind in pending.pop().__subclasses__() if kind not in kinds]

@@ -1,4 +1,4 @@
-"""Calls of modules during a trace: their names in the program, and a record of what they return."""
+"""Calls of modules during a trace: their names in the program, and a record of their outputs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Call(NamedTuple):
       path: the module as an expression, such as ``model.blocks[0].up``.
       module: the name of its class.
       method: the method that was called.
-      output: where the array is in what the method returned; empty if it is that.
+      output: where the array is in the method's output; empty if it is all of the output.
       shape: its shape.
       dtype: its dtype.
-      sharding: how it is sharded, by its type or by what was chosen; None if neither says so.
-      chosen_by: who chose that.
+      sharding: how it is sharded, by its type or by choice; None if neither determines it.
+      chosen_by: what decided that.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Calls(list[Call]):
     __eq__ = object.__eq__
 
 
-# As a part of the keys of JAX's caches it also makes JAX trace again what it has traced before.
+# As part of the keys of JAX's caches it also makes JAX retrace what it has traced before.
 RECORD = jax.make_user_context()
 _FRAME: ContextVar[Frame | None] = ContextVar("frame", default=None)
 
@@ -70,12 +70,12 @@ class Frame:
         self._constrained: list[tuple[Any, NamedSharding]] = []
 
     def constrained(self, x: Any, sharding: NamedSharding) -> None:
-        """Notes that an array got a sharding that was chosen for it."""
+        """Records the sharding that was chosen for an array."""
         if self._calls is not None:
             self._constrained.append((x, sharding))
 
     def retry(self) -> None:
-        """Forgets the calls inside: an attempt failed, and the library tries something else."""
+        """Drops the calls inside: an attempt failed, and another one follows."""
         self._is_retried = True
         if self._calls is not None:
             del self._calls[self._start :]
@@ -108,10 +108,10 @@ def frame_here() -> Frame | None:
 
 @contextlib.contextmanager
 def in_call(path: str, method: str) -> Iterator[Frame]:
-    """What is traced within the block has the path of a module in its name.
+    """Adds the path of a module to the names of what is traced within the block.
 
-    A call within another one adds only what follows the path of that, as in a path of files, or the
-    name of the method if that is nothing.
+    A call within another one adds only the rest of its path below that one's, or, if there is none,
+    the name of the method.
     """
     outer = _FRAME.get()
     inside = path if outer is None else path.removeprefix(outer.path)
@@ -126,7 +126,7 @@ def in_call(path: str, method: str) -> Iterator[Frame]:
 
 
 class Recorder:
-    """Traces a function once more, for the calls of modules in it. It holds no arrays.
+    """Traces a function once more, to record the calls of modules in it. It holds no arrays.
 
     Args:
       fun: the function.

@@ -1,4 +1,4 @@
-"""What happens at the calls of modules while one function is traced."""
+"""Handles the calls of modules while one function is traced."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Scope:
         self._transform, self._pure, self._built = pure.transform, pure, built
         self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
         self._mesh = _mesh_of(pure)
-        # Those that are not manual, as all in `jit`.
+        # Those that are not manual; all of them in `jit`.
         manual = pure.transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
-        self._sources = [*sources]  # those for all arguments, then those of one
+        self._sources = [*sources]  # those for all arguments, then those of single ones
         self._declared = len(sources)
         self._roots: dict[int, tuple[Tag, Any]] = {}
         self._depth = 0  # of calls within calls
-        # Within another trace that one explains and records.
+        # Within another trace, that one explains and records.
         self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
         self._untyped: list[tuple[str, Untyped]] = []
@@ -73,7 +73,7 @@ class Scope:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to do, to explain or to record."""
+        """Whether there is anything to apply, explain or record."""
         return bool(self._sources) or self._observes
 
     @property
@@ -133,7 +133,7 @@ class Scope:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls a method of a module with what is chosen for it."""
+        """Calls a method of a module with the shardings chosen for it."""
         tag = _compat.tag_of(module) or self._root_tag(module)
         with in_call(tag.accessor, method) as frame:
             out = self._called(tag, module, method, call, args, kwargs)
@@ -166,7 +166,7 @@ class Scope:
         return out
 
     def _root_tag(self, module: Any) -> Tag:
-        """The tag of a module that is not from the arguments: of the outermost one, all in it."""
+        """Tags a module that is not from the arguments, as the root of a path, and all in it."""
         known = self._roots.get(id(module))
         if known is None:
             sources, name = tuple(self._sources), type(module).__name__
@@ -178,7 +178,7 @@ class Scope:
         return known[0]
 
     def _find(self, tag: Tag, module: Any, method: str) -> tuple[Activation, bool]:
-        """What the first of the sources chooses that chooses anything, and whether it is strict."""
+        """The choice of the first source that has one, and whether that source is strict."""
         choices = []
         for source in tag.sources:
             index, activation = source.find(tag.path, module, method)
@@ -191,7 +191,7 @@ class Scope:
         return choices[0] if choices else (_NOTHING, False)
 
     def _gathered(self, tag: Tag, module: Any, inputs: Any) -> list[tuple[Any, Any]]:
-        """The own Variables of a module with their values gathered."""
+        """The module's own Variables, with gathered values."""
         axes = tag.axes
         is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
         if not is_explicit and not (axes and tag.gathered):
@@ -206,7 +206,7 @@ class Scope:
                 kept = spec
                 if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
                     kept = with_entries(spec, only_axes(spec, self._axes - axes).partitions)
-                if spec.reduced:  # stays, if it can, for gradients that are reduced only once
+                if spec.reduced:  # kept if possible, so that gradients are reduced only once
                     kept = with_reduced(kept, spec.reduced & summed_axes(module, inputs))
                 if kept != spec:
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
@@ -228,7 +228,7 @@ class Scope:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The output of a method; on Explicit axes with the sharding that its operations need."""
+        """The output of a method; on Explicit axes, with the shardings that its operations need."""
         mesh = jax.sharding.get_abstract_mesh()
         explicit = axes_of_type(mesh, AxisType.Explicit)
         if not explicit:
@@ -278,7 +278,7 @@ class Scope:
             if strict:
                 self._misfits[fit.line(name)] = None
             return x
-        # JAX supports UNCONSTRAINED on meshes with Auto axes only.
+        # JAX supports UNCONSTRAINED only on meshes with Auto axes.
         is_open = AxisType.Auto in mesh.axis_types
         spec = fit.sharding if is_open else without_unconstrained(fit.sharding, x, mesh)
         sharding = NamedSharding(mesh, spec)
@@ -288,14 +288,14 @@ class Scope:
         return new
 
     def forget(self) -> None:
-        """Keeps JAX from using the traces of inner functions again, as what is wrong in them."""
+        """Keeps JAX from reusing traces of inner functions, whose problems would go unnoticed."""
         DECLARATIONS.pop(self._key, None)
 
     def check(self) -> None:
-        """Refuses layers that cannot be typed, specs that did not fit, and filters without effect.
+        """Checks for layers that cannot be typed, specs that did not fit, and unused filters.
 
         Raises:
-          ValueError: there are some.
+          ValueError: there are any.
         """
         name = self._transform.name
         if self._untyped:

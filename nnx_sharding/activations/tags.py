@@ -1,4 +1,4 @@
-"""What a trace knows of a module, and what traces with the same declarations share."""
+"""What a trace knows about a module, and what traces with the same declarations share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..paths import Path, accessor
 
 
 class Tag(NamedTuple):
-    """What is known of a module, wherever Flax takes it."""
+    """What is known about a module; Flax passes it on with the module."""
 
     name: str  # of its argument
     path: Path
     sources: tuple[ActivationSharding, ...]
     axes: frozenset[Any]  # over which its own Variables are gathered
-    gathered: Mapping[Path, PartitionSpec]  # by own Variable, what it is while the module runs
+    gathered: Mapping[Path, PartitionSpec]  # the spec of each own Variable while the module runs
 
     @property
     def accessor(self) -> str:
@@ -31,9 +31,9 @@ class Tag(NamedTuple):
 
 
 class Declaration:
-    """What traces with the same declarations share, so that they share inner functions, too.
+    """What traces with the same declarations share, as they share traces of inner functions.
 
-    JAX does not trace those again, so filters that matched in them would seem to have no effect.
+    JAX does not retrace those, so filters that matched in them would seem to have no effect.
     """
 
     __slots__ = ("__weakref__", "used")
@@ -42,5 +42,5 @@ class Declaration:
         self.used = set[tuple[int, int]]()  # the filters that matched, by source
 
 
-# As long as JAX keeps traces for one.
+# Each lives as long as JAX keeps traces for it.
 DECLARATIONS: weakref.WeakValueDictionary[Any, Declaration] = weakref.WeakValueDictionary()

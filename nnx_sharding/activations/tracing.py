@@ -1,4 +1,4 @@
-"""What surrounds a function while it is traced: the scope that shards its activations."""
+"""The context of a function while it is traced: the scope that shards its activations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..core.unflatten import Built
 from .intercept import intercepting
 from .scope import Scope
 
-# A change of activation shardings is a change for the traces that JAX keeps of inner functions.
+# Makes activation shardings part of the key of JAX's cached traces of inner functions.
 _CONTEXT = jax.make_user_context()
 _TAGS = jax.make_user_context()
 
 
 def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Within it JAX uses no trace that was made for objects of modules declared otherwise.
+    """A context in which JAX reuses no trace made for modules with other declarations.
 
     Args:
       objects: the objects of a call within a trace.
@@ -46,7 +46,7 @@ def sharded_activations(
 
     Args:
       pure: what is traced.
-      caller: who makes the call.
+      caller: the call in which it is traced.
       built: the objects of the arguments in the trace.
       leaves: the arrays in the trace.
 
@@ -78,21 +78,21 @@ def sharded_activations(
 
 
 def pass_tags(caller: Caller, built: Built) -> None:
-    """Lets what the surrounding trace declares for modules hold in an inner one."""
+    """Passes the surrounding trace's declarations for modules on to an inner trace."""
     for old, new in zip(caller.objects, built.objects, strict=True):
         if _compat.is_node(old) and (tag := _compat.tag_of(old)) is not None:
             _compat.tag_node(new, tag)
 
 
 _NOTE = (
-    "The operation is outside of modules, so nothing was inferred for it. Shard what it gets with "
-    "activation_shardings={...} for the module that returns that, give the operation an "
+    "The operation is outside of modules, so nothing was inferred for it. Shard its inputs with "
+    "activation_shardings={...} for the module that returns them, give the operation an "
     "out_sharding, or let the compiler choose with jit(..., auto_axes=True)."
 )
 
 
 def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function; one that is a method of a module as such."""
+    """Calls a function; a module's method is called as a method."""
     name = getattr(fun, "__name__", "")
     if args and isinstance(args[0], nnx.Module):
         method = inspect.getattr_static(type(args[0]), name, None)
@@ -105,7 +105,7 @@ def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 
 
 def _type_mesh(leaves: Sequence[Any]) -> Any:
-    """The mesh in the types of arrays on Explicit axes, where none is in context."""
+    """The mesh in the types of arrays on Explicit axes, if none is in context."""
     if not jax.sharding.get_abstract_mesh().empty:
         return None
     meshes = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)

@@ -14,16 +14,16 @@ from .. import _compat
 from ..paths import Path
 from .record import frame_here
 
-# What most attributes of modules are.
+# The types of most attributes of modules.
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
-# By the base classes: isinstance takes as long as all else for the abstract ones of these.
+# Found among the base classes: isinstance with abstract base classes would dominate the run time.
 _CONTAINERS = frozenset({nnx.List, nnx.Dict, list, tuple, dict})
-# A cache is data: its rows are those of the batch, and stay where these are.
+# A cache is data: it is sharded with the batch, like activations.
 _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
-    """The Variables of a module itself, not of those in it, by path; no random state, no cache."""
+    """A module's own Variables by path, without those of submodules, random state and caches."""
     stack: list[tuple[Path, Any]] = [((name,), value) for name, value in vars(module).items()]
     while stack:
         path, value = stack.pop()
@@ -63,7 +63,7 @@ def modules_by_path(root: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def is_layer(module: Any) -> bool:
-    """Whether a module has no others in it."""
+    """Whether a module has no submodules."""
     return next(itertools.islice(modules_by_path(module), 1, None), None) is None
 
 
@@ -102,7 +102,7 @@ class Saved:
         self._values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
 
     def restore(self) -> None:
-        """Takes back what a call changed."""
+        """Undoes what a call changed."""
         for module, attributes in self._attributes:
             vars(module).clear()
             vars(module).update(attributes)
@@ -114,7 +114,7 @@ class Saved:
 
 
 class Replaced:
-    """Values of Variables that are others during a call."""
+    """Replaces values of Variables for the duration of a call."""
 
     def __init__(self, values: list[tuple[Any, Any]]):
         self._values = [(variable, _compat.get_value(variable), new) for variable, new in values]
@@ -124,7 +124,7 @@ class Replaced:
             _compat.set_value(variable, new)
 
     def __exit__(self, *_: Any) -> None:
-        """Brings back the old values; new ones get the sharding of the old ones."""
+        """Restores the old values; values set meanwhile are kept, with the old sharding."""
         for variable, old, new in self._values:
             value = _compat.get_value(variable)
             _compat.set_value(variable, old if value is new else resharded(value, old))

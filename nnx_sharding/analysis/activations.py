@@ -1,4 +1,4 @@
-"""The table of activations: what modules return, how it is sharded, and who chose that."""
+"""The table of activations: what modules return, how it is sharded, and what decided that."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class ActivationRow:
       path: the module, such as ``model.blocks[0].up``.
       module: the name of its class.
       method: the method that returned the array.
-      output: where the array is in what the method returned, such as ``[0]``; empty if that is it.
-      shape: the shape of the array in the call; where that is mapped, without the dimension.
+      output: where the array is in the output of the method, such as ``[0]``; empty if it is all of
+        the output.
+      shape: the shape of the array in the call; without mapped dimensions under ``vmap``.
       dtype: its dtype.
       spec: its ``PartitionSpec``, with one entry per dimension; None if the compiler chooses.
       shard_shape: the shape of the shard of one device; None if the compiler chooses.
@@ -50,7 +51,7 @@ class ActivationRow:
 
     @property
     def name(self) -> str:
-        """The path with the method, unless that is ``__call__``, and the place of the array."""
+        """The path, the method unless it is ``__call__``, and the array's place in the output."""
         return self.path + f".{self.method}()" * (self.method != "__call__") + self.output
 
     @property
@@ -67,7 +68,7 @@ class ActivationTable(list[ActivationRow], Pictured):
 
 
 def activation_rows(calls: Iterable[Any]) -> ActivationTable:
-    """The rows of recorded calls of modules; equal ones, as in a loop traced twice, once."""
+    """The rows of recorded calls of modules, without duplicates, as from a loop traced twice."""
     return ActivationTable(dict.fromkeys(map(_row, calls)))
 
 
@@ -97,7 +98,7 @@ _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes
 
 
 def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
-    """The table for consoles: axes in colours, bytes with units."""
+    """The table for consoles, with coloured axes, and units for bytes."""
     rows = list(rows)
     styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
     quoted = {repr(axis): style for axis, style in styles.items()}

@@ -34,10 +34,11 @@ _UNKNOWN = Use(None, (), None)
 class Collective:
     """One collective of a compiled program; a pair of ``-start`` and ``-done`` is one.
 
-    What a ring algorithm sends for n devices in a group, as in the documentation of NCCL's tests
-    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): 2·bytes·(n-1)/n for an
-    all-reduce, bytes·(n-1)/n for all-gather, reduce-scatter and all-to-all. A permutation sends
-    all bytes, and so does a broadcast. For a ragged all-to-all it is an upper bound.
+    ``bytes_sent`` is what a ring algorithm sends for n devices in a group, as in the documentation
+    of NCCL's tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
+    2·bytes·(n-1)/n for an all-reduce, bytes·(n-1)/n for all-gather, reduce-scatter and all-to-all.
+    A permutation sends all bytes, and so does a broadcast. For a ragged all-to-all it is an upper
+    bound.
 
     Attributes:
       kind: such as ``all-reduce``.
@@ -45,24 +46,24 @@ class Collective:
       computation: the name of the computation that it is in.
       dtype: the dtype of the arrays, as HLO writes it; several are joined by ``+``.
       shapes: the shapes of its results on one device.
-      bytes: of the larger of operand and result on one device.
-      bytes_sent: what one device sends to others in one run; of devices that differ, the most.
-      group_size: how many devices take part together; of groups that differ, the most.
-      num_groups: how many such groups there are.
+      bytes: the size of the larger of operand and result on one device.
+      bytes_sent: the bytes that one device sends to others in one run; the maximum over devices.
+      group_size: the number of devices in a group; the maximum over groups.
+      num_groups: the number of groups.
       axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1; None
         if no set of axes has these groups, or the mesh is not known.
       in_loop: whether it is in a loop.
       conditional: whether it is in a branch of a conditional. Each branch counts as taken, so that
         ``times`` is an upper bound.
-      times: how often it runs in one call. None in a loop of unknown length.
+      times: how often it runs in one call; None in a loop of unknown length.
       operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
       source: the line of the user's code, such as ``model.py:12``.
       purpose: ``parameter`` if it moves parameters or other Variables to where they are used;
-        ``gradient`` if it sums or moves gradients of parameters; ``sum`` if it sums what an
-        operation left in parts; ``result`` if it moves what the program returns; ``reshard`` if it
+        ``gradient`` if it sums or moves gradients of parameters; ``sum`` if it adds up partial
+        results of an operation; ``result`` if it moves what the program returns; ``reshard`` if it
         moves anything else, such as activations. None if the arguments are not known.
       parameters: the paths of the parameters.
-      module: the module whose call it is in, such as ``model.blocks[0].up``, where that is known.
+      module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.
     """
 
     kind: Kind
@@ -86,12 +87,12 @@ class Collective:
 
     @property
     def total_bytes_sent(self) -> int:
-        """What one device sends in all runs; in a loop of unknown length in one."""
+        """What one device sends in all runs; in one run for a loop of unknown length."""
         return self.bytes_sent * (1 if self.times is None else self.times)
 
     @property
     def of(self) -> str:
-        """The parameters, the first two by their paths, or else the operation."""
+        """The parameters (the paths of the first two), or else the operation."""
         some = [*self.parameters[:2], *["…"] * (len(self.parameters) > 2)]
         return ", ".join(some) or self.operation or ""
 
@@ -114,11 +115,11 @@ class Collectives(tuple[Collective, ...], Pictured):
     """
 
     def of(self, kind: Kind | None = None, *axes: str) -> Collectives:
-        """Those of one kind, of the kind and exactly these mesh axes, or of the axes alone.
+        """The collectives of one kind, over exactly these mesh axes, or both.
 
         Args:
-          kind: None for any.
-          *axes: in any order; none for any.
+          kind: the kind; None for any.
+          *axes: the mesh axes, in any order; none for any.
 
         Raises:
           ValueError: there is no such kind.
@@ -142,7 +143,7 @@ class Collectives(tuple[Collective, ...], Pictured):
 
     @property
     def resharded(self) -> Collectives:
-        """Those that move activations, or others that are not parameters, gradients or results."""
+        """Those that move activations or others that are not parameters, gradients or results."""
         return Collectives(one for one in self if one.purpose == "reshard")
 
     @property
@@ -152,24 +153,24 @@ class Collectives(tuple[Collective, ...], Pictured):
 
     @property
     def has_unknown_times(self) -> bool:
-        """Whether one is in a loop of unknown length, so that there may be more."""
+        """Whether one is in a loop of unknown length, so that sums may be too low."""
         return any(one.times is None for one in self)
 
     @property
     def has_conditional(self) -> bool:
-        """Whether one is in a branch that may not be taken, so that there may be less."""
+        """Whether one is in a branch that may not be taken, so that sums may be too high."""
         return any(one.conditional for one in self)
 
     @property
     def remark(self) -> str:
-        """What the sums leave open, as the end of a sentence."""
+        """What limits the sums, worded as the end of a sentence."""
         return (
             " or more, as a loop is of unknown length" * self.has_unknown_times
             + ", each branch of a conditional counted as taken" * self.has_conditional
         )
 
     def counts(self) -> dict[CollectiveKind, int]:
-        """The number of instructions of each kind, zeros included; one in a loop counts once."""
+        """The number of instructions of each kind, including zeros; one in a loop counts once."""
         counts = Counter(one.kind for one in self)
         return {kind: counts[kind] for kind in get_args(CollectiveKind)}
 
@@ -186,7 +187,7 @@ class Collectives(tuple[Collective, ...], Pictured):
         return self._sums(lambda one: one.purpose)
 
     def totals(self) -> dict[tuple[Kind, MeshAxes], tuple[int, int]]:
-        """By kind and mesh axes the number of instructions, and what one device sends for them."""
+        """The number of instructions, and what one device sends for them, by kind and mesh axes."""
         numbers = Counter((one.kind, one.axes) for one in self)
         sent = self._sums(lambda one: (one.kind, one.axes))
         return {key: (number, sent[key]) for key, number in numbers.items()}
@@ -223,12 +224,12 @@ def collectives_of(
     """Lists the collectives of a compiled program.
 
     Args:
-      hlo: the text of the compiled program, or what :func:`~nnx_sharding.analysis.hlo.parse` made
-        of it.
+      hlo: the text of the compiled program, or the result of
+        :func:`~nnx_sharding.analysis.hlo.parse`.
       mesh: the mesh that it was compiled for, or the sizes of its axes by name; its devices are
         counted in its order, as JAX assigns them. None leaves the axes unknown.
-      arguments: the rows of its arguments, as ``Compiled.parameters()`` has them. None leaves open
-        what the collectives are for.
+      arguments: the rows of its arguments, from ``Compiled.parameters()``. None leaves the purposes
+        unknown.
 
     Returns:
       The collectives, in the order of the text. None if a part of it is not understood.
@@ -284,7 +285,7 @@ def _collective(
     larger = sum(shape.bytes for shape in results) * (size if kind == "reduce-scatter" else 1)
     if kind == "all-reduce" and runs.is_fused and size > 1:
         parts = [s for one in computation.instructions if one.is_root for s in arrays(one.shape)]
-        # A fusion that sums, and keeps the part of each device, is a reduce-scatter.
+        # A fusion that sums and keeps each device's part is a reduce-scatter.
         if sum(shape.bytes for shape in parts) * size == larger:
             kind, results = "reduce-scatter", parts
     return Collective(
@@ -321,7 +322,7 @@ def _groups(instruction: Instruction, count: int) -> Groups:
     groups, attributes = instruction.replica_groups or (), instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
     of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
-    # Then the groups are of replicas, of which JAX makes one, and each is joined by all partitions.
+    # These are groups of replicas, of which JAX has one, and all partitions take part in each.
     if groups == () or (groups == ((0,),) and over_partitions and of_replicas):
         return (tuple(range(count)),)
     return groups

@@ -20,18 +20,19 @@ class Cost(Pictured):
 
     XLA counts the body of a loop once, however often it runs. Before optimisation the program is
     that of all devices together, but the inside of a ``shard_map``, which is written for one
-    device, counts as written; and each annotation of a sharding, like any other custom call, counts
-    as -1 flop and -1 byte.
+    device, counts as written; and each sharding annotation, like any other custom call, counts as
+    -1 flop and -1 byte.
 
     Attributes:
-      flops: additions and multiplications, each of them one, so 2·m·k·n for a matrix product.
+      flops: additions and multiplications, so 2·m·k·n for a matrix product.
       bytes_accessed: the bytes that operations read and write.
-      transcendentals: exponentials, logarithms, roots and the like, which are not in ``flops``.
+      transcendentals: exponentials, logarithms, roots and similar operations, which are not in
+        ``flops``.
       stage: what the figures are for.
       optimal_seconds: the compiler's own estimate of the time of a call, for the device that it
-        compiles for. Only the compiler for TPUs makes one.
-      host_bytes: the bytes copied between the memories of the device and of the host, loops counted
-        as often as they run; None before that is known.
+        compiles for. Only the TPU compiler makes one.
+      host_bytes: the bytes copied between device and host memory, with loops counted as often as
+        they run; None before that is known.
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,7 +76,7 @@ class Costs(Pictured):
     Attributes:
       lowered: before optimisation, for all devices together.
       compiled: after optimisation, for one device.
-      executed: the same with the bodies of loops counted as often as they run.
+      executed: the same, with loop bodies counted as often as they run.
     """
 
     lowered: Cost | None
@@ -114,6 +115,6 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:
-    """A figure; XLA leaves out those that are zero, and writes -1 for those it does not know."""
+    """A figure; XLA omits those that are zero, and writes -1 for those it does not know."""
     value = float(figures.get(name, 0.0))
     return value if math.isfinite(value) and value >= 0 else None

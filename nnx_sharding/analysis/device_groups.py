@@ -1,4 +1,4 @@
-"""Groups of devices: as HLO writes them, and the mesh axes over which they run."""
+"""Groups of devices as HLO writes them, and the mesh axes over which they run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
-# More devices than any program has: the text is damaged, and no memory is taken for them.
+# More devices than any program has: the text is damaged, and must not allocate memory for them.
 _MAX_DEVICES = 1 << 22
 
 
 @functools.lru_cache(maxsize=1024)
 def read_groups(text: str) -> Groups | None:
-    """Reads groups of devices in each form that XLA writes.
+    """Reads groups of devices in all forms that XLA writes.
 
     These are ``{{0,1},{2,3}}``, ``[2,4]<=[8]``, ``[4,2]<=[2,4]T(1,0)``, and
     ``mesh['data'=2,'model'=4] {'model'}``, with ``device_ids=(...)`` and parts of axes such as
@@ -46,7 +46,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Reads ``[2,4]T(1,0)``: counted up in this shape, then transposed."""
+    """Reads ``[2,4]T(1,0)``: an iota of this shape, transposed."""
     dims, _, permutation = text.partition("T")
     sizes = _sizes(dims)
     count = math.prod(sizes)

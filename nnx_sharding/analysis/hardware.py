@@ -9,22 +9,22 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """The peak figures of one device, as JAX counts devices.
+    """The peak figures of one device, in JAX's sense of a device.
 
     Attributes:
       name: such as ``TPU v5e``.
       flops: additions and multiplications per second, dense bfloat16.
       memory_bytes: the size of its memory.
       memory_bandwidth: bytes per second from and to its memory.
-      interconnect_bandwidth: bytes per second that it can send to others of its kind over all
-        of its links together, in one direction; ``math.inf`` for a single device.
+      interconnect_bandwidth: bytes per second that it can send to others of its kind over all its
+        links together, in one direction; ``math.inf`` for a single device.
       torus_dimensions: the dimensions of the torus that its links form, two links in each: 2 or 3;
         0 if each device can send to all others over all of its links, as through switches.
-      domain: how many devices the links connect where switches do so, such as the 8 GPUs of a node
-        with NVLink; None for any number.
-      network_bandwidth: bytes per second that it can send to devices out of its slice or domain;
+      domain: the number of devices that switched links connect, such as the 8 GPUs of a node with
+        NVLink; None for any number.
+      network_bandwidth: bytes per second that it can send to devices outside its slice or domain;
         None if that is unknown.
-      sources: for each figure the page that it is from.
+      sources: the page that each figure is from.
 
     Raises:
       ValueError: a figure is not positive, or ``torus_dimensions`` is none of 0, 2 and 3.
@@ -132,8 +132,8 @@ _V5E, _TPU7X = _sources(_TPU + "v5e"), _sources(_TPU + "tpu7x")
 _V5P, _V6E = (_sources(_TPU + "tpu7x", torus_dimensions=_TPU + page) for page in ("v5p", "v6e"))
 _A100 = _gpu("a100/", "https://developer.nvidia.com/blog/defining-ai-innovation-with-dgx-a100/")
 
-# Halved are bandwidths that a vendor gives for both directions together, and flops that it gives
-# with sparsity. A chip of TPU7x is two devices to JAX, each with half of its figures.
+# Bandwidths that a vendor gives for both directions together, and flops that it gives with
+# sparsity, are halved. A TPU7x chip is two devices to JAX, each with half of its figures.
 DEVICES: Mapping[str, Device] = {
     one.name: one
     for one in (

@@ -1,8 +1,8 @@
 """A reader of HLO text: computations, instructions, and how often each computation runs.
 
-A line is split into name, shape, opcode and the rest when the text is read; the parts are read on
+Lines are split into name, shape, opcode and the rest when the text is read; the parts are parsed on
 access. So ten megabytes take about a second, and nothing unknown can stop the reader: what is not
-understood is listed, and makes what the program does unknown.
+understood is listed, and then the behaviour of the program counts as unknown.
 
 The format is that of ``HloModule::ToString`` in XLA; it has no specification.
 """
@@ -25,7 +25,7 @@ from .trip_counts import trip_counts
 
 
 class Instruction(NamedTuple):
-    """One instruction: its parts as they are written, the percent sign of the name left out."""
+    """One instruction: its parts as written, without the percent sign of the name."""
 
     name: str
     opcode: str
@@ -40,7 +40,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The operands as they are written; those of a constant or parameter are its literal."""
+        """The operands as written; for a constant or parameter, its literal."""
         cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
         return tuple(part for part in cleaned if part)
 
@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, str]:
-        """The attributes as they are written, by name."""
+        """The attributes as written, by name."""
         attributes: dict[str, str] = {}
         _, end = _split(self.rest, 0, ")")
         for part in _split(self.rest, end, "")[0]:
@@ -71,12 +71,12 @@ class Instruction(NamedTuple):
 
     @property
     def source_target_pairs(self) -> Groups:
-        """From which device to which a permutation sends."""
+        """The pairs of devices between which a permutation sends."""
         return number_lists(self.attributes.get("source_target_pairs", ""))
 
     @property
     def operation(self) -> str | None:
-        """The operation that it was made from, as ``jit(f)/mlp/dot_general``."""
+        """The operation that it was made from, such as ``jit(f)/mlp/dot_general``."""
         name = OP_NAME.search(self.attributes.get("metadata", ""))
         return re.sub(r"\\(.)", r"\1", name[1]) if name else None
 
@@ -90,7 +90,7 @@ class Instruction(NamedTuple):
 
     @property
     def results(self) -> list[Shape]:
-        """The arrays that it makes, also if it is the start of a pair."""
+        """The arrays that it makes, even if it is the start of a pair."""
         shape, opcode = self.shape, self.opcode
         # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...);
         # other starts are (operand, result, ...).
@@ -112,7 +112,7 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """A list of instructions in the order in which they are written."""
+    """A list of instructions, in the order of the text."""
 
     name: str  # without the percent sign; empty for instructions outside of any
     is_entry: bool  # whether the program begins with it
@@ -126,7 +126,7 @@ class Module:
     Attributes:
       name: the name of the module; empty if there is none.
       head: the text before the first computation: options, and the tables of source lines.
-      computations: in the order in which they are written.
+      computations: in the order of the text.
       skipped: lines in or after computations that were not understood.
     """
 
@@ -142,19 +142,19 @@ class Module:
 
     @property
     def entry(self) -> Computation | None:
-        """The computation that the program begins with, if there is one."""
+        """The entry computation, if there is one."""
         return next((one for one in self.computations if one.is_entry), None)
 
     @property
     def num_devices(self) -> int | None:
-        """The number of partitions times that of replicas; None if neither is given."""
+        """The number of partitions times the number of replicas; None if neither is given."""
         options = re.search(r"^HloModule .*", self.head, re.MULTILINE)
         counts = _COUNT.findall(options[0]) if options else ()
         return math.prod(map(int, counts)) if counts else None
 
     @property
     def is_for_tpu(self) -> bool:
-        """Whether the compiler for TPUs wrote it, whose layouts have tiles."""
+        """Whether the TPU compiler, whose layouts have tiles, wrote it."""
         return ":T(" in self.head
 
     @functools.cached_property
@@ -176,10 +176,10 @@ class Module:
 
     @functools.cached_property
     def unread(self) -> list[str]:
-        """What is not understood; unless it is empty, what the program does is unknown."""
+        """What is not understood; unless this is empty, the behaviour of the program is unknown."""
         unread = [*self.skipped]
         if not self.computations or (self.name and self.entry is None):
-            unread.append("no computation that the program begins with")
+            unread.append("no entry computation")
         unread += ["computations that call each other"] * (self.callees_first is None)
         for computation in self.computations:
             unread += [str(one) for one in computation.instructions if not _is_known(one)]
@@ -206,7 +206,7 @@ class Module:
 
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
-        """How often each computation runs. What nothing calls counts once."""
+        """How often each computation runs. One that nothing calls counts once."""
         return runs_of(self)
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
@@ -233,7 +233,7 @@ class Module:
         files = {int(n): name for n, name in _FILE.findall(head)}
         locations = {int(n): (int(file), int(line)) for n, file, line in _LOCATION.findall(tables)}
         frames = {int(n): (int(at), int(parent or 0)) for n, at, parent in _FRAME.findall(tables)}
-        # Up to jax 0.12 the number of a parent is one too high, and so can be that of its child.
+        # Up to jax 0.12 the number of a parent is one too high, so it can equal that of its child.
         if any(number == parent for number, (_, parent) in frames.items()):
             frames = {number: (at, parent - 1) for number, (at, parent) in frames.items()}
         return files, locations, frames
@@ -304,7 +304,7 @@ _MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")
 
 
 def _is_known(one: Instruction) -> bool:
-    """Whether it is understood what an instruction does, and with which devices."""
+    """Whether the behaviour and the devices of an instruction are understood."""
     kind = base(one.opcode)
     if not is_shape(one.shape_text):
         return False

@@ -1,4 +1,4 @@
-"""What a program copies between the memory of its device and that of the host."""
+"""What a program copies between device and host memory."""
 
 from __future__ import annotations
 

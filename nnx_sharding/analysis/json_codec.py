@@ -1,4 +1,4 @@
-"""Dataclasses as JSON data and back. Reading is strict, and names all faults in one error."""
+"""Dataclasses as JSON data and back. Reading is strict, and lists all faults in one error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .units import printable
 
 T = TypeVar("T")
 
-# Metadata of a field of a dataclass that JSON leaves out.
+# Metadata of a dataclass field that JSON omits.
 UNWRITTEN = {"written": False}
 
 _MAX_FAULTS = 40
@@ -31,11 +31,11 @@ def json_text(data: Any) -> str:
 
 
 def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """A dataclass, or what it consists of, as dicts and lists.
+    """A dataclass, or the value of a field, as dicts and lists.
 
     A ``PartitionSpec`` becomes a list with one entry per dimension; with unreduced or reduced axes
-    it becomes a dict, which has this list as ``partitions``. What is not data becomes what
-    ``other`` makes of it.
+    it becomes a dict, which has this list as ``partitions``. Other values are converted
+    by ``other``.
     """
     if value is None or isinstance(value, str | int | float):
         return value
@@ -58,7 +58,7 @@ def read(kind: type[T], data: Any, what: str) -> T:
     """Makes a dataclass, called ``what`` in messages, from the data that :func:`as_data` returned.
 
     Raises:
-      ValueError: keys are missing or unknown, or values have other types; all are named.
+      ValueError: keys are missing or unknown, or values have wrong types; all are listed.
     """
     faults: list[str] = []
     value = _read(kind, data, "", faults)

@@ -1,4 +1,4 @@
-"""The links that collectives run over, and the least time that they take there."""
+"""The links that collectives run over, and the least time that they take."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .units import UNKNOWN, bytes_text, count_text, time_text
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the collectives over some mesh axes send over links of one kind.
+    """What the collectives over some mesh axes send over one kind of link.
 
     Attributes:
       axes: the mesh axes; None for collectives whose axes are unknown.
       links: such as ``ICI x (ring of 16)``, ``ICI x (line of 2, 8 apart)`` or ``NVLink``; ``DCN``
         or, for GPUs, ``network`` between slices or nodes; ``chip`` between two devices in one chip;
         ``all links`` if it is not known which ones are used.
-      bandwidth: bytes per second that one device, at the end of a line, can send over them; None if
-        that is unknown or unlimited.
+      bandwidth: bytes per second that one device (at the end, if they form a line) can send over
+        them; None if unknown or unlimited.
       bytes_sent: what one device sends over them in one call.
       seconds: the least time for that, 0 within a chip; None if the bandwidth is unknown.
     """
@@ -61,7 +61,7 @@ _UNKNOWN = _Route("all links", 2, 2, 1)  # all bytes over all links, as between 
 def traffic_of(
     collectives: Collectives, mesh: MeshDescription | None, device: Device
 ) -> tuple[Traffic, ...]:
-    """What collectives send over which links of a device, by mesh axes."""
+    """What collectives send over each kind of link of a device, by mesh axes."""
     rows = []
     for axes in collectives.by_axes():
         some = [one for one in collectives if one.axes == axes and one.bytes_sent]
@@ -84,7 +84,7 @@ def traffic_of(
 
 
 def interconnect_seconds(traffic: Iterable[Traffic], device: Device) -> float:
-    """The least time for all traffic: over the same links in turn, over others at once."""
+    """The least time for all traffic: in sequence over the same links, else in parallel."""
     times: defaultdict[str, float] = defaultdict(float)
     sent = 0
     for row in traffic:
@@ -110,8 +110,8 @@ def _network(device: Device) -> str:
 def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
     """What a device sends in one call within its slice, between slices, and within its chip.
 
-    Each as bytes, and as the bytes that take as long if they use all links evenly. What several
-    devices of a slice or chip need enters it once, which is the least.
+    Each is a pair: the bytes, and the bytes that take as long if all links are used evenly. What
+    several devices of a slice or chip need enters it once, which is a lower bound.
     """
     devices, chips, slices = route[1:4]
     others, sent, factor = devices - 1, one.total_bytes_sent, 1.0
@@ -119,10 +119,10 @@ def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
         shares = np.eye(3)[1 if slices > 1 else 0 if chips > 1 else 2] * others
         if route.torus:  # some devices send up, and some down
             factor = route.num_links / (2 * len(route.torus))
-    elif one.kind == "all-to-all":  # nothing is needed twice
+    elif one.kind == "all-to-all":  # no two devices need the same data
         slice_, chip = devices // slices, devices // chips
         shares = np.array([slice_ - chip, devices - slice_, chip - 1])
-        if route.torus and shares[0]:  # of all bytes in a line or ring, half cross its middle
+        if route.torus and shares[0]:  # half of all bytes in a line or ring cross its middle
             crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
             factor = crossing * route.num_links * slice_ / shares[0]
     else:
@@ -134,7 +134,7 @@ def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
 
 
 def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Route:
-    """The links between the devices of a group over mesh axes; of groups that differ the worst."""
+    """The links between the devices of a group over mesh axes; the worst if groups differ."""
     if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
         return _UNKNOWN
     positions = np.arange(math.prod(mesh.axes.values())).reshape(*mesh.axes.values())
@@ -164,7 +164,7 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Rou
 def _is_closed(dimension: int, extents: Sequence[int], device: Device) -> bool:
     """Whether links close a dimension of a slice to a ring.
 
-    In two dimensions if it is as long as a pod, in three if the slice consists of full cubes:
+    In two dimensions, if it is as long as a pod; in three, if the slice consists of full cubes:
     https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
     """
     if device.torus_dimensions == 2:

@@ -1,4 +1,4 @@
-"""What loops add to the estimates of XLA, which counts the body of each once."""
+"""What loops add to XLA's estimates, which count each loop body once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ BRANCHES = "of conditionals the largest branch, so at most"
 CUSTOM_CALLS = "custom calls of unknown cost left out"
 MAIN_MEMORY = "bytes of the main memory"
 
-# What instructions do, each loop counted once as XLA does, and as often as it runs.
+# The work of instructions with each loop counted once, as in XLA, and as often as it runs.
 _Both = tuple[Work, Work]
 _NONE: _Both = (Work(), Work())
 
 
 def with_loops(cost: Cost, module: Module) -> Cost | None:
-    """XLA's estimate for a program with the body of each loop counted as often as it runs.
+    """XLA's estimate for a program, with loop bodies counted as often as they run.
 
-    Added is what bodies do in all runs but the first. A slice of an array counts for itself, not
-    for the array. What the figures leave open is in the name of their stage. For TPUs XLA counts
-    what stays in the vector memory as well; here only bytes of the main memory count.
+    This adds the work of loop bodies in all runs but the first. A slice of an array counts with its
+    own size, not that of the array. The name of the stage says what the figures leave open. For
+    TPUs, XLA also counts what stays in vector memory; here only bytes of main memory count.
 
     Returns:
       The estimate; None if the program is not understood.
@@ -51,7 +51,7 @@ def _plus(figure: float | None, more: int) -> float | None:
 
 
 def _work(module: Module) -> _Both:
-    """What a program does; out of loops only what contains some, as the rest is the same."""
+    """The work of a program; outside of loops only what contains loops, as the rest is the same."""
     known: dict[str, _Both] = {}
     for name in module.callees_first or ():
         computation = module.by_name.get(name)
@@ -61,7 +61,7 @@ def _work(module: Module) -> _Both:
         if module.runs[name].in_loop or module.is_for_tpu:
             shapes = shapes_of(computation, module)
             others = (one for one in computation.instructions if one.opcode not in _NO_WORK)
-            is_fused = module.runs[name].is_fused  # then what calls it counts the bytes
+            is_fused = module.runs[name].is_fused  # then its caller counts the bytes
             own = (_own(one, shapes, known, module, is_fused) for one in others)
             parts += [(work, work) for work in own]
         known[name] = _sum(parts)
@@ -80,7 +80,7 @@ _NO_WORK = _CALLS | FREE
 
 
 def _called(one: Instruction, known: Mapping[str, _Both], module: Module) -> _Both:
-    """What the computations do that an instruction calls, as often as it calls them."""
+    """The work of the computations that an instruction calls, as often as it calls them."""
     called = [(attribute, known.get(name, _NONE)) for attribute, name in one.calls()]
     if one.opcode == "conditional" and called:
         once, executed = zip(*(both for _, both in called), strict=True)
@@ -102,7 +102,7 @@ def _own(
     module: Module,
     is_fused: bool,
 ) -> Work:
-    """What an instruction does, with what it applies to elements or has fused."""
+    """The work of an instruction, including what it applies to elements or has fused."""
     own = work_of(one, shapes, None if is_fused else module)
     times = 1 if one.opcode == "fusion" else applications(one, shapes)
     for _, name in one.calls() if times else ():

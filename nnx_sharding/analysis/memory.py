@@ -1,4 +1,4 @@
-"""How much memory a compiled program takes on one device."""
+"""The memory that a compiled program takes on one device."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Memory(Pictured):
     memory kinds of the host, such as ``pinned_host``; the others do not include them.
 
     Attributes:
-      arguments: the arrays that the program is given, aliased ones included.
-      outputs: the arrays that it returns, aliased ones included.
+      arguments: the arrays that the program is given, including aliased ones.
+      outputs: the arrays that it returns, including aliased ones.
       temporaries: what it needs in between.
-      aliased: the outputs that replace donated arguments; they are in both of the above.
+      aliased: the outputs that reuse donated arguments; both of the above include them.
       generated_code: the program itself; 0 on the CPU.
       peak: what has to be free for a call: arguments + outputs - aliased + temporaries + generated
         code, as XLA allocates the temporaries of a call as one block; more if JAX reports more.
-      host_arguments: arguments in the memory of the host.
-      host_outputs: outputs there.
-      host_temporaries: temporaries there.
-      host_aliased: aliased outputs there.
-      host_generated_code: generated code there.
+      host_arguments: arguments in host memory.
+      host_outputs: outputs in host memory.
+      host_temporaries: temporaries in host memory.
+      host_aliased: aliased outputs in host memory.
+      host_generated_code: generated code in host memory.
       by_path: the bytes of each argument array by its path, such as ``model.up.kernel``, without
         those that the program does not use.
 
@@ -56,7 +56,7 @@ class Memory(Pictured):
     host_temporaries: int | None = None
     host_aliased: int | None = None
     host_generated_code: int | None = None
-    # In JSON the rows of the arguments have them.
+    # Not in JSON, where the rows of the arguments have these figures.
     by_path: Mapping[str, int] = dataclasses.field(default_factory=dict, metadata=UNWRITTEN)
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -95,7 +95,7 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     parts = [sizes[name] for name in ("arguments", "outputs", "temporaries", "generated_code")]
     aliased = sizes["aliased"]
     total = None if aliased is None or None in parts else sum(filter(None, parts)) - aliased
-    # The peak of XLA for CPUs leaves temporaries out (seen with JAX 0.10 and 0.12).
+    # XLA's peak for CPUs leaves temporaries out (seen with JAX 0.10 and 0.12).
     peaks = (_size(getattr(analysis, "peak_memory_in_bytes", None)), total)
     return Memory(**sizes, peak=max(filter(None, peaks), default=None), by_path=dict(by_path or {}))
 

@@ -1,4 +1,4 @@
-"""What reports keep of a mesh: its axes, and where its devices are."""
+"""What reports store about a mesh: its axes, and where its devices are."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class MeshDescription:
     Attributes:
       axes: the sizes of the axes by name, major first.
       axis_types: their types, such as ``Auto``.
-      device_ids: the ids of the devices in lists that are nested like the mesh; None for an
-        abstract mesh.
+      device_ids: the ids of the devices, in lists nested like the mesh; None for an abstract mesh.
       coordinates: where the devices are, in the order of the mesh: the ``slice``, which a slower
         network connects to others, and for TPUs ``x``, ``y`` and ``z`` in the torus and the
-        ``core`` of the chip, as far as devices differ in them. Empty if that is unknown.
+        ``core`` of the chip, as far as the devices differ. Empty if unknown.
     """
 
     axes: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""The opcodes of HLO, by what the operations do. One that is not here is not understood."""
+"""The opcodes of HLO, by what the operations do. Others are not understood."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRANSCENDENTAL = _set(
     "log-plus-one logistic power rsqrt sine sinh sqrt tan tanh"
 )
 
-# They move no data: names for it, and calls of computations, which count themselves.
+# These move no data: they name it, or call computations, which count themselves.
 FREE = _set(
     "add-dependency after-all bitcast call conditional constant domain get-tuple-element iota "
     "opt-barrier optimization-barrier parameter partition-id replica-id tuple while"
@@ -42,5 +42,5 @@ OPCODES |= _set(
 
 
 def base(opcode: str) -> str:
-    """The operation that a pair such as ``all-gather-start`` and ``all-gather-done`` makes."""
+    """The operation that a pair such as ``all-gather-start`` and ``all-gather-done`` performs."""
     return opcode.removesuffix("-start").removesuffix("-update").removesuffix("-done")

@@ -1,4 +1,4 @@
-"""What the values of a compiled program are computed from: which of its arguments."""
+"""Which arguments of a compiled program its values are computed from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 from .hlo import Instruction, Module
 from .shapes import Shape
 
-# The names of the arguments that an array is computed from; a tuple of arrays has one for each.
+# The names of the arguments from which an array is computed; for a tuple, one set for each array.
 Origin: TypeAlias = "frozenset[str] | tuple[Origin, ...]"
 
 _NOTHING: frozenset[str] = frozenset()
@@ -20,16 +20,16 @@ def origins(
 ) -> dict[str, tuple[frozenset[str], ...]]:
     """Which arguments the operands of instructions are computed from.
 
-    What a loop carries counts as what it begins with, such as a parameter that each step changes;
-    where that is a constant, as what the loop computes.
+    A loop carry counts as its initial value, such as a parameter that each step changes; if that is
+    a constant, as what the loop computes.
 
     Args:
       module: the program.
       names: the instructions.
-      arguments: the names of its arguments in their order; if there are none, their operations.
+      arguments: the names of its arguments in their order; if empty, their operations are used.
 
     Returns:
-      For each of them that can run, and each of its operands, the names of the arguments.
+      The names of the arguments, for each instruction that can run and each of its operands.
     """
     entry = module.entry
     tracer = _Tracer(module, frozenset(names))
@@ -43,7 +43,7 @@ def origins(
 
 
 class _Tracer:
-    """Follows values from the arguments of a program on."""
+    """Follows values from the arguments of a program onwards."""
 
     def __init__(self, module: Module, wanted: frozenset[str]):
         self._module, self._wanted = module, wanted
@@ -111,7 +111,7 @@ class _Tracer:
             for callee, operand in results:
                 value = _union(value, self.run(callee, [operand], depth + 1))
             return value
-        # A collective of several arrays gives one for each.
+        # A collective of several arrays returns one for each.
         shape = instruction.shape
         if not isinstance(shape, Shape) and 1 < len(shape) == len(operands):
             return tuple(operands)
@@ -129,7 +129,7 @@ def _all(origin: Origin) -> Iterator[str]:
 
 
 def _carried(before: Origin, after: Origin) -> Origin:
-    """What a loop carries: as before it, or as after one run where that was a constant."""
+    """The origin of a loop carry: the initial one, or after one run if that is a constant."""
     if isinstance(before, tuple) and isinstance(after, tuple):
         return tuple(map(_carried, before, after))
     return before or after

@@ -49,10 +49,9 @@ class ParameterRow:
       shard_shape: the shape of the shard of one device.
       bytes_per_device: the size of that shard.
       bytes_total: the size of the global array, counted once however often it is replicated.
-      memory_kind: the memory that holds it, such as ``device`` or ``pinned_host``; None if that is
-        not known.
+      memory_kind: the memory that holds it, such as ``device`` or ``pinned_host``; None if unknown.
       donated: whether the caller donates it to the program.
-      used: whether the program uses it; an array that it does not use is not passed to it.
+      used: whether the program uses it; unused arrays are not passed to it.
       variable: the type of its Variable, such as ``Param``; None for an array outside of Variables.
       sharding: the sharding itself; None without one, and in a report that was read from a file.
         The properties below are those of ``jax.sharding.Sharding``; without a sharding each is
@@ -79,7 +78,7 @@ class ParameterRow:
 
     @property
     def marks(self) -> list[str]:
-        """``donated`` and ``unused``, as far as they hold."""
+        """``donated`` and ``unused``, as far as they apply."""
         return ["donated"] * self.donated + ["unused"] * (not self.used)
 
     device_set = _of_sharding("device_set", "The devices that hold a shard of the array.")
@@ -87,7 +86,7 @@ class ParameterRow:
         "addressable_devices", "Those of them that are addressable by this process."
     )
     num_devices = _of_sharding(
-        "num_devices", "How many devices hold a shard, those of an abstract mesh included."
+        "num_devices", "How many devices hold a shard, including those of an abstract mesh."
     )
     is_fully_addressable = _of_sharding(
         "is_fully_addressable", "Whether all of them are addressable by this process."
@@ -98,7 +97,7 @@ class ParameterRow:
 
     @property
     def bytes_addressable(self) -> int | None:
-        """The size of all shards, equal ones included, on devices of this process."""
+        """The size of all shards, including equal ones, on devices of this process."""
         devices = self.addressable_devices
         return None if devices is None else len(devices) * self.bytes_per_device
 
@@ -189,10 +188,10 @@ def parameter_table(tree: Any) -> ParameterTable:
 
 
 def format_table(rows: Iterable[ParameterRow]) -> str:
-    """Formats a table of parameters as aligned plain text, with a last line for the sums.
+    """Formats a table of parameters as aligned plain text, with sums in the last line.
 
     Args:
-      rows: what :func:`parameter_table` returned.
+      rows: the result of :func:`parameter_table`.
 
     Returns:
       The lines of the table, with exact bytes, without a newline at the end.
@@ -217,7 +216,7 @@ HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "byte
 
 
 def cells(row: ParameterRow) -> tuple[str, ...]:
-    """The texts of one row of the table, below those of ``HEADER``."""
+    """The texts of one row of the table, in the order of ``HEADER``."""
     shape, shard_shape = (f"({','.join(map(str, of))})" for of in (row.shape, row.shard_shape))
     path = " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)])
     sizes = str(row.bytes_per_device), str(row.bytes_total)
@@ -229,7 +228,7 @@ def _sums(rows: Iterable[ParameterRow]) -> tuple[int, int]:
 
 
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any:
-    """The table for consoles: axes in colours, bytes with units; without shard shapes if narrow."""
+    """The table for consoles: coloured axes, units for bytes; without shard shapes if narrow."""
     styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
     quoted = {repr(axis): style for axis, style in styles.items()}
     lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, _sums(rows))]]
@@ -252,7 +251,7 @@ def spec_axes(spec: PartitionSpec | str | None) -> tuple[str, ...]:
 
 
 def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str, Any]]:
-    """The arrays of one Variable with their paths, which begin with that of the Variable."""
+    """The arrays of one Variable with their paths, which begin with the path of the Variable."""
     keys = keys_inside(flat, location.entry, len(location.slots))
     for slot, key in zip(location.slots, keys, strict=True):
         leaf = flat.leaves[slot]
@@ -269,7 +268,7 @@ def variable_type(structure: Structure, index: int | None) -> str | None:
 
 
 def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
-    """The paths of the arrays inside of one Variable, whose value may be a pytree."""
+    """The paths of the arrays within one Variable, whose value may be a pytree."""
     entry = None if index is None else flat.structure.entries[index]
     if isinstance(entry, VariableEntry) and isinstance(entry.value, Container):
         return container_keys(entry.value.treedef)

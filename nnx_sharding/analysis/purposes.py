@@ -1,4 +1,4 @@
-"""What collectives are for: parameters, gradients, sums, results, or the resharding of others."""
+"""What collectives are for: parameters, gradients, sums, results, or resharding of other values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Use(NamedTuple):
 
     Attributes:
       purpose: ``parameter`` if it moves parameters or other Variables to where they are used,
-        ``gradient`` if it sums or moves gradients of parameters, ``sum`` if it sums what an
-        operation left in parts, ``result`` if it moves what the program returns, and ``reshard``
+        ``gradient`` if it sums or moves gradients of parameters, ``sum`` if it adds up partial
+        results of an operation, ``result`` if it moves what the program returns, and ``reshard``
         if it moves anything else, such as activations; None if that is not known.
       parameters: the paths of the parameters.
-      module: the module whose call it is in, where the program has names for that.
+      module: the module whose call it is in, if the names in the program show it.
     """
 
     purpose: Purpose | None
@@ -48,7 +48,7 @@ def uses_of(
 def _names(module: Module, rows: Sequence[ParameterRow]) -> list[str]:
     """The paths of the arguments by their numbers; none if the rows are in another order.
 
-    The compiler for TPUs gives some of them the names of what uses them.
+    The TPU compiler gives some arguments the names of operations that use them.
     """
     entry, paths = module.entry, {row.path for row in rows}
     inputs = [one for one in entry.instructions if one.opcode == "parameter"] if entry else []
@@ -69,8 +69,8 @@ class _Variables:
 
     def __init__(self, rows: Iterable[ParameterRow]):
         self.paths: set[str] = set()
-        self.modules: set[str] = set()  # the paths of all that they are in
-        # Of all Variables (None) and of the own ones of each module, by shape and shape of a shard.
+        self.modules: set[str] = set()  # the paths of all modules that contain them
+        # The paths of all Variables (None) and of each module's own, by shape and shard shape.
         self._by_shape: dict[str | None, dict[_Shapes, list[str]]] = {}
         for row in rows:
             self.paths.add(row.path)
@@ -82,9 +82,9 @@ class _Variables:
                 shapes.setdefault((row.shape, row.shard_shape), []).append(row.path)
 
     def with_part(self, module: str | None, dims: Sequence[int], missing: int) -> Iterator[str]:
-        """Those of a module that can have a part of this shape which is not less than a shard.
+        """The Variables of a module that can have a part of this shape, no smaller than a shard.
 
-        ``missing`` dimensions of them are not in the shape.
+        ``missing`` is the number of their dimensions that the shape lacks.
         """
         for (shape, shard), paths in self._by_shape.get(module, {}).items():
             sizes = zip(dims, shape[missing:], shard[missing:], strict=False)
@@ -125,7 +125,7 @@ def _is_at(path: str | None, module: str) -> bool:
 
 
 def _results(module: Module) -> set[str]:
-    """The instructions whose values the program returns as they are."""
+    """The instructions whose values the program returns unchanged."""
     entry = module.entry
     by_name = {x.name: x for x in entry.instructions} if entry is not None else {}
     moves = {
@@ -150,7 +150,7 @@ _SAME.add("parameter")
 
 
 def operations(operation: str) -> list[str]:
-    """The operations that one was made from, written as ``f/(a/dot:b/dot)`` or ``f/a;f/b``."""
+    """The operations that one was made from, written ``f/(a/dot:b/dot)`` or ``f/a;f/b``."""
     found = []
     for name in operation.split(";"):
         start = 0 if name.startswith("(") else name.find("/(") + 1
@@ -175,5 +175,5 @@ def _parts(operation: str) -> Iterator[str]:
             yield part.rpartition("(")[2].rstrip(")")
 
 
-# Where a part of a path begins: an attribute or a key.
+# The beginning of a part of a path: an attribute or a key.
 _PART = re.compile(r"(?<!^)[.\[]")

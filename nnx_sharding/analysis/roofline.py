@@ -20,22 +20,22 @@ Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 class Roofline:
     """Lower bounds of the time of a call, each as if the device did nothing else.
 
-    The largest of the three is a lower bound, for a device whose parts work at once and at their
-    peak all the time: the roofline model (Williams, Waterman and Patterson, 2009,
-    https://doi.org/10.1145/1498765.1498785). Compilers overlap collectives with computation in
-    part (``async-start`` and ``async-done`` in the program), so a device at its peak takes between
+    The largest of the three is a lower bound, for a device whose parts all work simultaneously and
+    at their peak: the roofline model (Williams, Waterman and Patterson, 2009,
+    https://doi.org/10.1145/1498765.1498785). Compilers partly overlap collectives with computation
+    (``async-start`` and ``async-done`` in the program), so a device at its peak takes between
     ``seconds`` and ``seconds_without_overlap``. A time is None if its figure is unknown.
 
     Attributes:
       device: the name of the device.
       compute_s: seconds for the flops, at the peak of dense bfloat16.
       memory_s: seconds for the bytes that operations read and write.
-      interconnect_s: seconds for the bytes that collectives send: those over the same links one
-        after another, those over different links at once.
-      bound_by: the largest of them; None if none is known.
-      arithmetic_intensity: flops for each byte of memory.
+      interconnect_s: seconds for the bytes that collectives send: one after another over the same
+        links, in parallel over different ones.
+      bound_by: the resource with the largest time; None if none is known.
+      arithmetic_intensity: flops per byte of memory traffic.
       traffic: what collectives send over which links, and in what time.
-      sources: for each figure of the device the page that it is from.
+      sources: the page that each figure of the device is from.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,7 +62,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The largest of the three times: all parts of the device work at once."""
+        """The largest of the three times: all parts of the device work simultaneously."""
         return max(time or 0.0 for time in self.times.values())
 
     @property
@@ -90,9 +90,9 @@ def roofline_of(
       cost: what one device does in one call; None if it is unknown.
       collectives: what the devices exchange in one call; None if that is unknown.
       device_or_name: the peak figures of the device, or its name in the table.
-      mesh: where the devices are. Where that is unknown, as for virtual CPU devices, a TPU sends
-        everything over all of its links, which is the least time for any placement; and GPUs are in
-        nodes of ``Device.domain`` in the order of the mesh.
+      mesh: where the devices are. If that is unknown, as for virtual CPU devices, a TPU is assumed
+        to send everything over all its links, which takes the least time of any placement, and GPUs
+        to be in nodes of ``Device.domain`` in the order of the mesh.
 
     Raises:
       ValueError: there is no device of this name in the table.
@@ -109,7 +109,7 @@ def roofline_of(
       True
     """
     if not isinstance(device_or_name, Device | str):
-        raise TypeError(f"the device is a Device or the name of one, not {device_or_name!r}.")
+        raise TypeError(f"expected a Device or the name of one, got {device_or_name!r}.")
     peak = device(device_or_name) if isinstance(device_or_name, str) else device_or_name
     flops, accessed = (None, None) if cost is None else (cost.flops, cost.bytes_accessed)
     compute = None if flops is None else flops / peak.flops

@@ -16,7 +16,7 @@ class Runs(NamedTuple):
 
     times: int | None  # each branch of a conditional counts as taken; None if it is unknown
     in_loop: bool
-    is_fused: bool  # part of a single operation: a fusion, or what a reduction applies
+    is_fused: bool  # part of a single operation: a fusion, or the computation of a reduction
     in_branch: bool  # of a conditional, which may not be taken
 
 
@@ -29,7 +29,7 @@ class _Call(NamedTuple):
 
 
 def runs_of(module: Module) -> dict[str, Runs]:
-    """How often each computation runs. What nothing calls counts once."""
+    """How often each computation runs. One that nothing calls counts once."""
     calls = {name: list(_calls_of(name, module)) for name in module.calls}
     runs: dict[str, Runs] = {}
     for name in reversed(module.callees_first or [*calls]):

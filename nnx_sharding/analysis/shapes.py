@@ -17,7 +17,7 @@ class Shape(NamedTuple):
 
     Attributes:
       dtype: as HLO writes it, such as ``f32`` or ``bf16``.
-      dims: the sizes of its dimensions; of a dynamic one, the largest.
+      dims: the sizes of its dimensions; the upper bound of a dynamic one.
       bytes: the bytes of its elements, without padding.
       memory_space: the number of the memory that it is in; 5 is the memory of the host.
     """
@@ -33,7 +33,7 @@ Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
 
 @functools.lru_cache(maxsize=4096)
 def read_shape(text: str) -> Shapes:
-    """Reads a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``, as far as it is understood."""
+    """Reads as much as it understands of a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``."""
     levels: list[list[Shapes]] = [[]]
     for match in _SHAPE_TOKEN.finditer(text):
         if match[0] == "(":
@@ -49,7 +49,7 @@ def read_shape(text: str) -> Shapes:
 
 @functools.lru_cache(maxsize=4096)
 def is_shape(text: str) -> bool:
-    """Whether all of a shape is understood, with the widths of its numbers."""
+    """Whether all of a shape is understood, including the widths of its dtypes."""
     rest = _SHAPE_TOKEN.sub("", text).strip(", ")
     dtypes = {match[1] for match in _SHAPE_TOKEN.finditer(text) if match[1]}
     is_known = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Tables of text, drawn by rich, which Flax requires; it is imported when the first is drawn."""
+"""Tables of text, drawn by rich (a dependency of Flax), which is imported on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pictured:
-    """An object that ``print``, rich's consoles and notebooks show as rich draws it."""
+    """An object that rich draws for ``print``, its own consoles and notebooks."""
 
     __slots__ = ()
 
@@ -46,13 +46,13 @@ class Pictured:
 
 
 def drawn(*pictures: RenderableType) -> str:
-    """Pictures as plain text, in as many columns as they take."""
+    """Pictures as plain text, in as many columns as they need."""
     lines = _recording(*pictures).export_text().splitlines()
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _recording(*pictures: RenderableType) -> Console:
-    """A console that has drawn pictures, whatever the environment asks for."""
+    """A console that has drawn pictures, independent of environment variables."""
     from rich.console import Console
 
     console = Console(
@@ -65,7 +65,7 @@ def _recording(*pictures: RenderableType) -> Console:
 
 
 def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None) -> Text:
-    """Text in which nothing is markup or a control sequence, with a style, and some for words."""
+    """Text without markup or control sequences, with a style, and styles for some words."""
     from rich.text import Text
 
     shown = Text(printable(content), style, overflow="fold")

@@ -1,4 +1,4 @@
-"""Forms in which only the compiler for TPUs writes collectives."""
+"""Forms of collectives that only the TPU compiler writes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from .purposes import operations
 
 
 def with_metadata(one: Instruction, computation: Computation, module: Module) -> Instruction:
-    """An instruction, with the metadata that the compiler for TPUs leaves out.
+    """An instruction, with the metadata that the TPU compiler leaves out.
 
-    In a fusion or a loop it is that of what calls it. Of several arrays the compiler names the
+    In a fusion or a loop it is that of the caller. For several arrays the compiler names the
     operation of one; each operand has its own.
     """
     caller, seen = one, {""}
@@ -30,9 +30,9 @@ def with_metadata(one: Instruction, computation: Computation, module: Module) ->
 
 
 def repeated_in_fusions(module: Module) -> set[str]:
-    """Collectives that are repeated in fusions which run while they are under way.
+    """Collectives that are repeated in fusions that run while they are in progress.
 
-    The compiler for TPUs writes one in the fusion that starts it, and again in each that goes on.
+    The TPU compiler writes one in the fusion that starts it, and again in each that continues it.
     """
     starts: dict[str, str | None] = {}
     others: dict[str, str | None] = {}

@@ -1,7 +1,7 @@
-"""How often loops run whose length XLA does not write down, as its compiler for TPUs does not.
+"""Trip counts of loops for which XLA records none, as its TPU compiler does not.
 
 The condition of such a loop compares a counter with a number, and its body adds a number to it.
-Both are found by evaluating the program as far as its integers do not depend on arguments.
+Both are found by evaluating those integers of the program that do not depend on arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Value: TypeAlias = "int | _Carried | _Test | tuple[_Value, ...] | None"
 
 
 def trip_counts(module: Module) -> dict[str, int]:
-    """How often the body of each ``while`` runs, by the name of the instruction, where known."""
+    """How often the body of each ``while`` runs, by the name of the instruction, if known."""
     loops = [i for c in module.computations for i in c.instructions if i.opcode == "while"]
     known = {one.name: one.trip_count for one in loops}
     entry = module.entry
@@ -120,7 +120,7 @@ class _Evaluator:
         after = self.run(body, [carried], False, depth)
         if not _is_tuple(after) or len(after) != len(initial):
             after = (None,) * len(initial)
-        # What the body returns unchanged keeps its first value.
+        # What the body returns unchanged keeps its initial value.
         kept = [new == was for new, was in zip(after, carried, strict=True)]
         either = zip(initial, carried, kept, strict=True)
         state = tuple(value if same else was for value, was, same in either)
@@ -128,7 +128,7 @@ class _Evaluator:
         test = self.run(condition, [state], final, depth)
         if final and _is_tuple(after):
             count = _count(initial, after, test)
-            # It may be called from several places, and run as often as in none of them.
+            # It may be called from several places with different counts.
             is_same = self.counts.setdefault(one.name, count) == count
             self.counts[one.name] = count if is_same else None
         return tuple(value if same else None for value, same in zip(initial, kept, strict=True))
@@ -170,7 +170,7 @@ def _computed(one: Instruction, operands: Sequence[_Value]) -> _Value:
 
 
 def _count(initial: Sequence[_Value], after: Sequence[_Value], test: _Value) -> int | None:
-    """How often a loop runs that begins with some values, and makes others of what it carries."""
+    """How often a loop runs, given its initial carry, the carry after a step, and its condition."""
     if not isinstance(test, _Test):
         return None
     counter, limit, direction = test

@@ -30,14 +30,14 @@ def time_text(seconds: float | None) -> str:
 
 
 def read_bytes(limit: int | str) -> int:
-    """A number of bytes, or of a text such as ``"16 GiB"`` (1024³) or ``"16 GB"`` (1000³).
+    """The bytes of a limit: a number, or text such as ``"16 GiB"`` (1024³) or ``"16 GB"`` (1000³).
 
     Raises:
       ValueError: it is negative, or cannot be read.
       TypeError: it is neither an integer nor a text.
     """
     if isinstance(limit, bool) or not isinstance(limit, int | str):
-        raise TypeError(f"a size is a number of bytes or a text such as '16 GiB', not {limit!r}.")
+        raise TypeError(f"a size must be a number of bytes or like '16 GiB', got {limit!r}.")
     size = _SIZE.fullmatch(str(limit))
     if size is None:
         raise ValueError(f"{limit!r} is not a size; write bytes, or a text such as '16 GiB'.")
@@ -54,10 +54,10 @@ _SIZE = re.compile(
 def printable(
     text: Any, kept: str = "", escape: Callable[[str], str] = lambda c: ascii(c)[1:-1]
 ) -> str:
-    """A text whose control characters are escaped, so that a terminal only shows it.
+    """Text with control characters escaped, so that printing it is safe for terminals.
 
-    All that is printed passes through here: names of modules, axes, files and functions may
-    contain anything. The characters in ``kept`` stay, such as newlines.
+    Everything that is printed passes through here: names of modules, axes, files and functions may
+    contain anything. The characters in ``kept`` are kept, such as newlines.
     """
 
     def shown(char: re.Match[str]) -> str:
@@ -78,5 +78,5 @@ def _scaled(n: float, units: Sequence[str], base: int) -> str:
 
 
 def _digits(n: float) -> str:
-    """Three significant digits; more only before the point."""
+    """Three significant digits, or more before the decimal point."""
     return f"{n:.{0 if n >= 99.95 else 1 if n >= 9.995 else 2}f}"

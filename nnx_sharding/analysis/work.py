@@ -14,24 +14,24 @@ from .hlo import Computation, Instruction, Module
 from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
 from .shapes import Shape
 
-# More positions of a kernel than this are not looked at one by one; their padding counts then.
+# Above this number of kernel positions, they are not examined one by one, and padding counts.
 _MAX_POSITIONS = 1 << 22
 
 
 class Work(NamedTuple):
-    """What is done: as the figures of :class:`~nnx_sharding.analysis.Cost`."""
+    """An amount of work, with the figures of :class:`~nnx_sharding.analysis.Cost`."""
 
     flops: int = 0
     transcendentals: int = 0
     bytes_accessed: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """This, and the other so many times."""
+        """This plus ``times`` times the other."""
         return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 def shapes_of(computation: Computation, module: Module) -> dict[str, list[Shape]]:
-    """The arrays that each instruction makes; those in the vector memory of a TPU take no bytes."""
+    """The arrays that each instruction makes; those in a TPU's vector memory have 0 bytes."""
     shapes = {one.name: one.results for one in computation.instructions}
     if not module.is_for_tpu:
         return shapes
@@ -42,9 +42,9 @@ def shapes_of(computation: Computation, module: Module) -> dict[str, list[Shape]
 
 
 def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module | None) -> Work:
-    """What an instruction does itself, without the computations that it calls.
+    """The work of an instruction itself, without the computations that it calls.
 
-    Without the module, bytes do not count.
+    Without the module, bytes are not counted.
     """
     elements = _elements(shapes[one.name])
     accessed = 0 if module is None else _bytes(one, shapes, module)
@@ -75,7 +75,7 @@ def applications(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
         return max(operands[0] - result, 0)
     if one.opcode == "reduce-window":
         sizes, dims = _window(one).get("size", [1]), shapes[one.name][0].dims
-        # Windows that cover all elements wherever they are: a reduction whose result is repeated.
+        # Windows that cover all elements at any position: a reduction whose result is repeated.
         if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, dims, strict=False)):
             return operands[0]
         return (math.prod(sizes) - 1) * result
@@ -85,7 +85,7 @@ def applications(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
 
 
 def custom_work(one: Instruction) -> Work | None:
-    """What a custom call does by the estimate that its author gave, as Pallas kernels have it."""
+    """The work of a custom call by its author's estimate, as in Pallas kernels."""
     estimate = _ESTIMATE.search(one.attributes.get("backend_config", ""))
     figures = dict(re.findall(r'"(\w+)"\s*:\s*"?(\d{1,18})', estimate[1])) if estimate else {}
     return Work(*(int(figures.get(name, 0)) for name in Work._fields)) if estimate else None
@@ -99,7 +99,7 @@ def _elements(shapes: Sequence[Shape]) -> int:
 
 
 def _product_flops(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
-    """2·m·k·n for a matrix product, the like for a convolution, 0 for all else."""
+    """2·m·k·n for a matrix product, likewise for a convolution, 0 for everything else."""
     if one.opcode not in ("dot", "ragged-dot", "convolution", "custom-call"):
         return 0
     operands = [shapes.get(name, []) for name in one.operand_names[:2]]
@@ -110,7 +110,7 @@ def _product_flops(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
     attributes = one.attributes
     if one.opcode == "convolution":
         return 2 * _multiplications(one, lhs, rhs, result)
-    # The dimensions that a product sums over; of a GEMM of a library in its configuration.
+    # The dimensions that a product sums over; for a library GEMM, they are in its configuration.
     gemm = _GEMM.search(attributes.get("backend_config", ""))
     text = attributes.get("lhs_contracting_dims", gemm[1] if gemm else None)
     axes = [int(axis) for axis in re.findall(r"\d{1,3}", text or "")]
@@ -125,7 +125,7 @@ _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 def _multiplications(
     one: Instruction, lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int]
 ) -> int:
-    """Those of a convolution; with zeros, of padding or between elements, there are none."""
+    """The multiplications of a convolution, except with zeros of padding or between elements."""
     labels = _LABELS.fullmatch(one.attributes.get("dim_labels", ""))
     if labels is None:
         return 0
@@ -149,7 +149,7 @@ def _multiplications(
 def _positions(
     size: int, kernel: int, outputs: int, stride: int, low: int, dilation: int, spacing: int
 ) -> int:
-    """How many elements the windows of a kernel have in one dimension, padding left out."""
+    """The number of elements in all windows of a kernel in one dimension, without padding."""
     if kernel * outputs > _MAX_POSITIONS or not dilation:
         return kernel * outputs
     at = np.arange(outputs)[:, None] * stride + np.arange(kernel) * spacing - low
@@ -160,7 +160,7 @@ _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 
 
 def _window(one: Instruction) -> dict[str, list[int]]:
-    """The numbers of a window by their names; of paddings, which are pairs, the lower."""
+    """The numbers of a window by name; for paddings, which are pairs, the lower one."""
     text = one.attributes.get("window", "")
     return {
         name: [int(number) for number in re.findall(r"(?:^|x)(-?\d{1,9})", numbers)]
@@ -191,7 +191,7 @@ def _bytes(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) 
 
 
 def _fusion_bytes(callee: Computation, operands: list[int], result: int, module: Module) -> int:
-    """The bytes of a fusion; of arrays that it slices, only the slices read or replaced."""
+    """The bytes of a fusion; for arrays that it slices, only the slices read or replaced."""
     shapes = shapes_of(callee, module)
     users: dict[str, list[Instruction]] = {}
     by_name = {one.name: one for one in callee.instructions}

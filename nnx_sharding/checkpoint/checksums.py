@@ -21,7 +21,7 @@ def checksums(arrays: Sequence[Any]) -> list[int | None]:
     """The checksum of each array, PRNG key or number, modulo 2³².
 
     It is the sum of a hash of each 32-bit word with its position. Large arrays are summed on their
-    devices. None for an array of which this process holds nothing.
+    devices. None for an array of which this process holds no shard.
     """
     sums = [_sum(jax.random.key_data(x) if is_key(x) else x) for x in arrays]
     return [None if total is None else int(total) for total in jax.device_get(sums)]

@@ -1,4 +1,4 @@
-"""``save`` and ``restore``: single checkpoints, each in a directory of its own."""
+"""``save`` and ``restore``: single checkpoints, each in its own directory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def save(
 ) -> None:
     """Writes a model, an optimizer or any pytree of them and of arrays to a checkpoint.
 
-    The checkpoint is what Orbax's ``StandardCheckpointer`` writes of ``nnx.state(tree)``, and
-    ``StandardCheckpointer`` reads it. A shared Variable is stored once. Each process writes its own
-    shards of global arrays; the first process writes all other arrays and numbers. ``save`` returns
-    when everything is written.
+    The checkpoint is what Orbax's ``StandardCheckpointer`` writes for ``nnx.state(tree)``, and
+    ``StandardCheckpointer`` can read it. A shared Variable is stored once. Each process writes its
+    own shards of global arrays; the first process writes all other arrays and numbers. ``save``
+    returns when everything is written.
 
     Args:
       path: the directory to make, with its parents.
@@ -38,7 +38,7 @@ def save(
 
     Raises:
       FileExistsError: ``path`` exists, and ``overwrite`` is false or it is not a checkpoint.
-      TypeError: ``tree`` contains something else than arrays and numbers, or abstract arrays.
+      TypeError: ``tree`` contains anything but arrays and numbers, or abstract arrays.
       ValueError: arrays were donated or deleted, there are none, or two have the same name.
       CheckpointError: writing failed. What was at ``path`` is still there.
 
@@ -109,8 +109,8 @@ def restore(
         array in ``tree``; an array without one goes to the default device.
       mesh: the mesh of partition specs; without ``sharding``, the mesh for the specs of the arrays
         in ``tree``.
-      only: an NNX filter for what to restore, such as ``nnx.Param``. The rest of ``tree`` is left
-        as it is, and the rest of the checkpoint is ignored.
+      only: an NNX filter for what to restore, such as ``nnx.Param``. The rest of ``tree`` is not
+        changed, and the rest of the checkpoint is ignored.
       cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
         among integer and among complex types. Integers never wrap.
       rename: the paths that arrays of the checkpoint have in ``tree``, if they differ: rules
@@ -124,7 +124,7 @@ def restore(
     Raises:
       NoCheckpointError: there is no checkpoint.
       CheckpointError: it cannot be read, is damaged, or does not fit: paths that are missing on
-        either side, other shapes and dtypes, integers that ``cast`` would wrap, all in one
+        either side, different shapes and dtypes, integers that ``cast`` would wrap, all in one
         message.
       TypeError: ``tree`` or ``sharding`` contains something of the wrong type.
       ValueError: arrays have no sharding, or none with devices; ``only`` or a rule of ``rename``

@@ -1,6 +1,6 @@
-"""What Orbax saves and restores by: models, and the states of data iterators.
+"""Arguments with which Orbax saves and restores models and the states of data iterators.
 
-Each is a pair of arguments, for ``ocp.args.Composite``, with the handler that Orbax finds for them.
+For each kind of item: a pair of arguments for ``ocp.args.Composite``, and their Orbax handler.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
 class ModelSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """Saves a model, an optimizer or any pytree of them and of arrays, as an item of Orbax.
 
-    What is written is what ``ocp.args.StandardSave(nnx.state(tree))`` writes, and
-    ``ocp.args.StandardRestore`` reads it. A shared Variable is stored once. The tree may change as
-    soon as ``save`` of an asynchronous manager returns, also by donation.
+    The item is what ``ocp.args.StandardSave(nnx.state(tree))`` writes, and
+    ``ocp.args.StandardRestore`` can read it. A shared Variable is stored once. The tree may change
+    as soon as ``save`` of an asynchronous manager returns, also by donation.
 
     Attributes:
       tree: what to save.
       checksums: whether to store a checksum of each array, which restoring compares.
 
     Raises:
-      TypeError: when it is saved: ``tree`` contains something else than arrays and numbers, or
-        abstract arrays.
+      TypeError: when it is saved: ``tree`` contains anything but arrays and numbers, or abstract
+        arrays.
       ValueError: when it is saved: arrays were donated or deleted, there are none, or two have the
         same name.
 
@@ -85,9 +85,9 @@ class ModelSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """Restores an item of Orbax into a model, as :func:`~nnx_sharding.checkpoint.restore` does.
 
-    The attributes, what is returned and the errors are the arguments, the result and the errors of
-    that function. The item may be one of :class:`ModelSave`, or ``ocp.args.StandardSave`` of an
-    ``nnx.state`` or of ``nnx.to_pure_dict``. See :class:`ModelSave` for an example.
+    Attributes, result and errors are the arguments, result and errors of that function. The item
+    may be one of :class:`ModelSave`, or ``ocp.args.StandardSave`` of an ``nnx.state`` or of
+    ``nnx.to_pure_dict``. See :class:`ModelSave` for an example.
 
     Attributes:
       dry_run: whether to read and compare everything, but to change and return nothing.
@@ -118,7 +118,7 @@ class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
         if not file.exists():
             found = ", ".join(sorted(path.name for path in directory.glob("process_*")))
             raise CheckpointError(
-                f"restore: {directory} has no state of data for this process, {file.name}, only "
+                f"restore: {directory} has no data state for this process, {file.name}, only "
                 f"{found or 'nothing'}. Restore the model alone, or with as many processes."
             )
         content = file.read_bytes()
@@ -139,8 +139,8 @@ class DataSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """Saves the state of a data iterator, as an item of Orbax. Each process saves its own.
 
     Attributes:
-      iterator: what has ``get_state`` and ``set_state``, such as an iterator of Grain, or a state.
-        States are bytes or values of JSON.
+      iterator: an object with ``get_state`` and ``set_state``, such as an iterator of Grain, or a
+        state. States are bytes or JSON values.
 
     Raises:
       TypeError: when it is saved: the state is something else.
@@ -155,13 +155,13 @@ class DataSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(DataHandler, for_restore=True)
 @dataclasses.dataclass
 class DataRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """Restores the state of a data iterator, as it was saved by this process.
+    """Restores the state of a data iterator that this process saved.
 
     The item may be one of :class:`DataSave` or of Grain's ``CheckpointSave``.
 
     Attributes:
-      iterator: what to set to the state, which is returned; None returns the state as bytes, of
-        values of JSON as text.
+      iterator: the iterator to set to the state, which is returned; None returns the state as
+        bytes, for JSON values as text.
 
     Raises:
       CheckpointError: another number of processes saved it.
@@ -186,7 +186,7 @@ def _file_name() -> str:
 
 
 def encoded(iterator: Any) -> bytes:
-    """The state of a data iterator, or a state, as it is written."""
+    """The bytes to write for a data iterator or a state."""
     state = iterator.get_state() if hasattr(iterator, "get_state") else iterator
     if isinstance(state, bytes):
         return state
@@ -194,12 +194,12 @@ def encoded(iterator: Any) -> bytes:
         return json.dumps(state, indent=4).encode()
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"save: expected a state of data of bytes or values of JSON, got {state!r}: {error}"
+            f"save: expected a data state of bytes or JSON values, got {state!r}: {error}"
         ) from None
 
 
 def standard_args(args: ModelSave) -> Any:
-    """The arguments of Orbax: nested dicts of arrays; what it does not store as metadata."""
+    """The arguments for Orbax: nested dicts of arrays, and as metadata what it does not store."""
     flat = flatten(args.tree)
     arrays = named_arrays(flat)
     check_storable(arrays)
@@ -250,7 +250,7 @@ def check_storable(arrays: Sequence[NamedArray]) -> None:
 
 
 def _content(leaf: Any) -> Any:
-    """What is written of an array; of one that is not global, a NumPy array."""
+    """What is written for an array: a NumPy array unless it is global."""
     value = leaf[...] if is_reference(leaf) else leaf
     if not isinstance(value, jax.Array):
         return np.asarray(value) if isinstance(value, complex | np.generic) else value

@@ -1,4 +1,4 @@
-"""The names of tensors and the paths of arrays, each from the other by regular expressions."""
+"""Maps names of tensors to paths of arrays and back, by regular expressions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .tensor_rules import Placement, Tensor, gaps
 # What a tensor becomes: an array by its path, one in another layout, several, or nothing.
 Rule: TypeAlias = str | Tensor | Sequence[str | Tensor] | None
 
-# What a pattern consists of if names can be made of it: groups, escaped and plain characters.
+# The parts of a pattern from which names can be made: groups, escaped and plain characters.
 _PART = re.compile(r"(\((?:[^()\\]|\\.)*\))|\\(\W)|([\w\-/.:])")
 
 
 class Target(NamedTuple):
-    """An array that a tensor belongs to, by the groups of a pattern."""
+    """An array that a tensor belongs to, with the groups of the pattern."""
 
     tensor: Tensor
     path: str
@@ -72,22 +72,22 @@ def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placem
     """The tensors that an array is written to.
 
     Raises:
-      ValueError: no rule has this path, no name can be made of one that has, or they do not fill
-        the array.
+      ValueError: no rule has this path, no name can be made from such a rule, or the tensors do not
+        fill the array.
     """
     placements: list[Placement] = []
     kept: list[Placement] = []  # the first of each rule
     for pattern, tensors in rules.pairs:
         for tensor in tensors:
             found = list(_written(rules, pattern, tensor, path, shape))
-            # Of several names that the same array is read from, the first is written.
+            # If the same array can be read from several names, the first is written.
             if found and not any(_overlap(found[0].region, other.region) for other in kept):
                 kept.append(found[0])
                 placements += found
     if not placements:
         raise ValueError("no rule has this path")
     if missing := gaps(shape, placements):
-        raise ValueError(f"it is not written once{missing[0]}")
+        raise ValueError(f"it is not written exactly once{missing[0]}")
     return placements
 
 
@@ -126,7 +126,7 @@ def _written(
         name = _name(pattern, groups)
         targets = rules.targets(name) or []
         if not any(t.tensor == tensor and t.path == path for t in targets):
-            raise ValueError(f"its tensor would be {name}, which the rules read to elsewhere")
+            raise ValueError(f"its tensor would be {name}, which the rules read into another array")
         yield tensor.place(name, [groups[i] for i in range(pattern.groups)], shape)
 
 

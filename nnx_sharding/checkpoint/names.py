@@ -26,7 +26,7 @@ class NamedArray(NamedTuple):
     slot: int  # its index in the flat list
     leaf: Any
     name: Name  # its keys in a checkpoint of the `nnx.state` of the tree
-    plain_name: Name  # without the key of the Variable's value, as of `nnx.to_pure_dict`
+    plain_name: Name  # without the key of the Variable's value, as in `nnx.to_pure_dict`
     path: str  # for messages
     variable_path: Path  # of its Variable, as NNX filters see it
     variable: Any  # or the array itself outside of any

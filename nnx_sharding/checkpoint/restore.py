@@ -26,7 +26,7 @@ from .sources import NUMBERS, Finder, Piece, Target, check_fit
 from .stored import Stored, key_kind, load, opened
 
 _range_of: Any = jnp.iinfo
-_ON_HOST = (np.ndarray, np.generic, *NUMBERS)  # these stay what they are
+_ON_HOST = (np.ndarray, np.generic, *NUMBERS)  # these keep their types
 _SHOWN = 40  # paths in a message
 
 
@@ -42,7 +42,7 @@ def prepare(
     """Reads and checks everything; returns a function that fills the tree and returns it."""
     flat = flatten(tree)
     if not _compat.trace_is_clean():
-        raise ValueError("restore: a checkpoint cannot be read inside of a traced function.")
+        raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
     arrays = _selected(named_arrays(flat), only)
     shardings = _shardings(tree, flat, arrays, sharding, mesh)
     stored = opened("restore", folder)
@@ -67,7 +67,7 @@ def prepare(
 
 
 def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
-    """The arrays that a filter selects, which all can be restored."""
+    """The arrays that a filter selects, all of which can be restored."""
     keep = to_predicate(only)
     selected = [array for array in arrays if keep(array.variable_path, array.variable)]
     if arrays and not selected:
@@ -113,7 +113,7 @@ def _present(leaf: Any) -> Any:
 
 
 def _wanted(stored: Stored, targets: Sequence[Target]) -> dict[Name, Any]:
-    """The sharding in which each array is read; None for a NumPy array."""
+    """The sharding with which each array is read; None for a NumPy array."""
     wanted: dict[Name, Any] = {}
     for target in targets:
         for piece, levels in target.pieces():
@@ -125,7 +125,7 @@ def _wanted(stored: Stored, targets: Sequence[Target]) -> dict[Name, Any]:
 
 
 def _is_global(sharding: Any) -> bool:
-    """Whether an array is sharded while it is read; one of this process alone is not."""
+    """Whether an array is read with its sharding; one of this process alone is not."""
     return sharding is not None and not (jax.process_count() > 1 and sharding.is_fully_addressable)
 
 
@@ -147,7 +147,7 @@ def _auto(sharding: NamedSharding) -> NamedSharding:
 
 
 def _may_wrap(stored: Stored, target: Target, piece: Piece) -> bool:
-    """Whether integers of the checkpoint may be out of the range of those in the model."""
+    """Whether integers of the checkpoint may be out of range for the dtype in the model."""
     there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
     if isinstance(leaf, NUMBERS):
         return False
@@ -158,10 +158,10 @@ def _may_wrap(stored: Stored, target: Target, piece: Piece) -> bool:
 
 
 def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
-    """Each array as the model has it; what was read is freed once nothing else needs it."""
+    """Each array in the form of the model's; what was read is freed once nothing else needs it."""
     uses = Counter(piece.name for target in targets for piece, _ in target.pieces())
     converted, wrapping = [], []
-    # Layers of one stack come one after the other.
+    # Layers of one stack follow each other.
     for target in sorted(targets, key=lambda target: next(target.pieces())[0].name):
         array, value = target.array, _assembled(target, values)
         if line := _wrapping(value, array.leaf):
@@ -174,8 +174,8 @@ def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple
                 del values[piece.name]
     raise_listed(
         CheckpointError,
-        "restore: cast=True would wrap these integers, of this range in the checkpoint and of "
-        "this dtype in the model:",
+        "restore: cast=True would wrap these integers (range in the checkpoint, dtype in the "
+        "model):",
         sorted(wrapping),
         "Use a larger dtype in the model.",
     )
@@ -183,7 +183,7 @@ def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple
 
 
 def _wrapping(value: Any, leaf: Any) -> str:
-    """The range of integers that a smaller dtype cannot hold, which were read to the host."""
+    """The range of integers (on the host) that a smaller dtype cannot hold; empty if it can."""
     dtype: Any = getattr(leaf, "dtype", np.dtype(object))
     is_read = isinstance(value, np.ndarray) and value.size and value.dtype.kind in "iu"
     if not is_read or not jnp.issubdtype(dtype, jnp.integer):
@@ -193,7 +193,7 @@ def _wrapping(value: Any, leaf: Any) -> str:
 
 
 def _assembled(target: Target, values: Mapping[Name, Any]) -> Any:
-    """An array as it was read, one layer of it, or layers that are stacked."""
+    """An array as it was read, one layer of it, or stacked layers."""
 
     def found(source: Any) -> Any:
         if isinstance(source, Piece):
@@ -223,7 +223,7 @@ def _built(source: Any, numpy: Any) -> Any:
 
 
 def _like(value: Any, leaf: Any, sharding: Any) -> Any:
-    """What was read, as the model has it."""
+    """What was read, with the dtype and sharding of the model."""
     if isinstance(leaf, NUMBERS):
         return type(leaf)(np.asarray(value).item())
     if isinstance(leaf, np.generic):

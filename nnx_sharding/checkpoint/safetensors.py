@@ -1,4 +1,4 @@
-"""``load_safetensors``: models from the files of Hugging Face, each array in its sharding."""
+"""``load_safetensors``: models from Hugging Face files, each array in its sharding."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from .tensor_rules import Placement, gaps
 
 _NAME = "load_safetensors"
 
-# What files of weights have: all but the state of random numbers.
+# What files of weights contain: all but the state of random streams.
 WEIGHTS = nnx.Not(nnx.RngState)
 
 _CHUNK = 2**24  # bytes
-_SUGGESTIONS = 40  # comparing each name with each takes too long for a model of thousands
+_SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
 
 Parts: TypeAlias = list[tuple[Placement, StoredTensor]]
 
@@ -69,8 +69,8 @@ def load_safetensors(
         the path of an array, a :class:`Tensor`, a list of these, or None for tensors to ignore. The
         first that matches applies. Every tensor needs a rule.
       cast: whether to convert floating-point tensors of another dtype to that of the model.
-      only: an NNX filter for what to load. The rest of the model is left as it is, and tensors
-        that belong there are ignored. The default is all but the state of random numbers.
+      only: an NNX filter for what to load. The rest of the model is not changed, and tensors
+        that belong there are ignored. The default is all but the state of random streams.
 
     Returns:
       ``model``.
@@ -78,8 +78,8 @@ def load_safetensors(
     Raises:
       NoCheckpointError: there is no file.
       CheckpointError: a file is damaged, or does not fit: arrays without tensors, tensors without
-        rules or arrays, other shapes and dtypes, all in one message.
-      TypeError: what ``only`` selects has something else than arrays, or a rule has a wrong type.
+        rules or arrays, different shapes and dtypes, all in one message.
+      TypeError: what ``only`` selects is not only arrays, or a rule has a wrong type.
       ValueError: a rule is not a regular expression or names a group that it does not have,
         ``only`` selects nothing, or a sharding has an abstract mesh.
 
@@ -135,7 +135,7 @@ def select(
         for p, x in selected.items()
         if getattr(getattr(x.leaf, "dtype", None), "name", None) not in NAMES
     ]
-    head = f"{caller}: these are not arrays of a dtype that safetensors has:"
+    head = f"{caller}: these are not arrays of a dtype that safetensors supports:"
     raise_listed(TypeError, head, wrong, "Leave them out by only=...")
     meshes = {p: getattr(sharding_of(x.leaf), "mesh", None) for p, x in selected.items()}
     raise_listed(
@@ -154,7 +154,7 @@ def _matched(
     selected: Mapping[str, NamedArray],
     cast: bool,
 ) -> dict[str, Parts]:
-    """The tensors of each array, which have to fill it; an error names all that does not fit."""
+    """The tensors of each array, which have to fill it; an error lists all that does not fit."""
     parts: dict[str, Parts] = {array_path: [] for array_path in selected}
     unknown, shapes, dtypes = [], [], []
     misfits = set()
@@ -227,7 +227,7 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
     if sharding is None:
         return jnp.asarray(read(everything))
     array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
-    # What is read for the next array would otherwise be there at the same time.
+    # Otherwise what is read for the next array would take memory simultaneously.
     return transfer([array], [sharding])[0].block_until_ready()
 
 
@@ -252,7 +252,7 @@ def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Regio
 
 
 def _chunks(bounds: Region, itemsize: int) -> Iterator[Region]:
-    """A region in parts, so that what is converted or transposed takes little memory beside it."""
+    """A region in parts, so that converting or transposing takes little extra memory."""
     lengths = [last - first for first, last in bounds]
     size = math.prod(lengths) * itemsize
     if size <= _CHUNK:

@@ -1,4 +1,4 @@
-"""``save_safetensors``: models in files as those of Hugging Face."""
+"""``save_safetensors``: models to files like those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def save_safetensors(
     max_shard_size: int = 5 * 10**9,
     only: Any = WEIGHTS,
 ) -> None:
-    """Writes a model to safetensors files, with the names and layouts that Hugging Face has.
+    """Writes a model to safetensors files, with the names and layouts that Hugging Face uses.
 
     All processes call it, with a path on a file system that they share. Each writes the bytes
     of its own shards.
 
     Args:
-      path: a folder, which is made. It gets ``model.safetensors``, or several files and
+      path: a folder, which is created. It gets ``model.safetensors``, or several files and
         ``model.safetensors.index.json``, and must not have such files yet.
       model: what to save.
-      rules: as for :func:`load_safetensors`. Since names are made of them, patterns are names with
+      rules: as for :func:`load_safetensors`. As names are made from them, patterns are names with
         groups in parentheses, and each group is in the path or the dimensions.
       max_shard_size: the bytes of tensors in one file, unless a single tensor has more.
-      only: an NNX filter for what to save. The default is all but the state of random numbers.
+      only: an NNX filter for what to save. The default is all but the state of random streams.
 
     Raises:
       CheckpointError: the folder has such files already, or they cannot be written.
-      TypeError: what ``only`` selects has something else than arrays with a value.
-      ValueError: arrays have no rule, no name can be made by one, tensors are not filled by their
+      TypeError: what ``only`` selects is not only arrays with values.
+      ValueError: arrays have no rule, no name can be made from one, tensors are not filled by their
         arrays, or ``only`` selects nothing.
 
     Example:
@@ -112,7 +112,7 @@ def save_safetensors(
 
 
 class NewTensor(NamedTuple):
-    """A tensor to write: what it consists of."""
+    """A tensor to write, and its parts."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -142,11 +142,11 @@ def _tensors(selected: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewT
             if old[:2] != new[:2]:
                 here, there = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
                 differing.append(f"  {placement.name}: {here} by {path}, {there} by another array")
-    raise_listed(ValueError, f"{_NAME}: these arrays make no tensors:", unnamed)
-    raise_listed(ValueError, f"{_NAME}: these tensors differ by the arrays in them:", differing)
+    raise_listed(ValueError, f"{_NAME}: these arrays cannot be written as tensors:", unnamed)
+    raise_listed(ValueError, f"{_NAME}: arrays disagree about these tensors:", differing)
     raise_listed(
         ValueError,
-        f"{_NAME}: the arrays of these tensors do not fill them once:",
+        f"{_NAME}: the arrays of these tensors do not fill them exactly once:",
         [
             f"  {name}, shape {tensor.shape}"
             for name, tensor in tensors.items()
@@ -178,7 +178,7 @@ def _unfinished(folder: Path, name: str) -> Path:
 
 
 def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement, Any]]) -> None:
-    """Writes what this process has of a tensor."""
+    """Writes the parts of a tensor that this process holds."""
     for placement, value in parts:
         for bounds, data in _shards(value):
             for piece in placement.pieces(bounds):

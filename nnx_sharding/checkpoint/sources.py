@@ -1,4 +1,4 @@
-"""Where a checkpoint has each array of a model, and in what the two differ.
+"""Where a checkpoint has each array of a model, and how the two differ.
 
 An array is found by its path, after the rules of ``rename``. A ``Stack`` is also found as the list
 of its layers (``blocks/layers/kernel`` as ``blocks/0/kernel``, …), and a list as a ``Stack``.
@@ -24,7 +24,7 @@ from .stored import Entry, Stored, key_words
 
 NUMBERS = (bool, int, float, complex)
 
-_SUGGESTIONS = 40  # comparing each name with each takes too long for a model of thousands
+_SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
 _NUMBER_KINDS = {"i": int, "f": float, "c": complex}
 _LAYERS = "layers"  # the attribute of a `Stack` in the place of the index into a list
 
@@ -47,7 +47,7 @@ class Target(NamedTuple):
     sharding: Any
 
     def pieces(self) -> Iterator[tuple[Piece, int]]:
-        """What is read for it, with the number of dimensions of layers that a piece lacks."""
+        """What is read for it: pieces, each with the number of layer dimensions that it lacks."""
         return _pieces(self.source, 0)
 
 
@@ -86,7 +86,7 @@ class Finder:
         raise_listed(ValueError, head, lines)
 
     def source(self, array: NamedArray) -> Source:
-        """Where an array is; a piece with a name that does not exist if it is nowhere."""
+        """Where an array is; if it is missing, a piece with a name that does not exist."""
         name = array.name if array.name in self._names else array.plain_name
         return self._find(name, array.leaf, 0) or Piece(array.plain_name)
 
@@ -114,7 +114,7 @@ class Finder:
         return None
 
     def _extra(self, piece: Piece, leaf: Any, levels: int) -> int:
-        """How many dimensions a piece has beyond those that the model needs of it."""
+        """How many more dimensions a piece has than the model needs."""
         entry = self._entries[piece.name]
         shape, _ = type_of(leaf, entry)
         return len(entry.array.shape) - len(piece.layer) - len(shape[levels:])
@@ -125,12 +125,12 @@ def _with(name: Name, place: int, key: str) -> Name:
 
 
 def _length(leaf: Any, levels: int) -> int:
-    """The number of layers in a stacked array; 1 of what they may share."""
+    """The number of layers in a stacked array; 1 for what they may share."""
     return leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
 
 
 def type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype that an array should have in the checkpoint; the type of a number."""
+    """The shape and dtype that an array should have in the checkpoint; for a number, its type."""
     if isinstance(leaf, NUMBERS):
         return (), type(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number

@@ -26,8 +26,8 @@ class Checkpoints:
     A thin layer over Orbax's ``CheckpointManager``, which is :attr:`manager` and decides which
     steps are saved and kept, also when the job is preempted. All further attributes are those of
     the manager: ``latest_step()``, ``best_step()``, ``all_steps()``, ``delete(step)``,
-    ``reached_preemption(step)``, ``wait_until_finished()``. As a context manager it waits at its
-    end for what is still being written.
+    ``reached_preemption(step)``, ``wait_until_finished()``. As a context manager it waits on exit
+    for what is still being written.
 
     Args:
       directory: the directory of the steps, which is made, or a ``CheckpointManager``.
@@ -72,7 +72,7 @@ class Checkpoints:
         force: bool = False,
         checksums: bool = True,
     ) -> bool:
-        """Saves one step, if the manager decides so. Call it in each step of the training.
+        """Saves one step if the manager decides to. Call it at each training step.
 
         Args:
           step: its number, larger than those of all saved steps.
@@ -80,15 +80,15 @@ class Checkpoints:
             :class:`~nnx_sharding.checkpoint.ModelSave`. It may change as soon as this returns.
           data: a data iterator, or its state, as for :class:`~nnx_sharding.checkpoint.DataSave`.
           metrics: numbers by name, for ``best_fn`` of the manager.
-          force: whether to save whatever the manager decides.
+          force: whether to save regardless of what the manager decides.
           checksums: whether to store a checksum of each array.
 
         Returns:
           Whether the step is saved.
 
         Raises:
-          TypeError, ValueError: the step is not an integer, negative or not after all saved steps;
-            or as for ``ModelSave`` and ``DataSave``.
+          TypeError, ValueError: the step is not an integer, is negative, or does not come after all
+            saved steps; or as for ``ModelSave`` and ``DataSave``.
           Exception: what Orbax raises if this step, or the one before, cannot be written.
         """
         step, latest = operator.index(step), self.manager.latest_step()
@@ -121,7 +121,7 @@ class Checkpoints:
         data: Any = None,
         **options: Any,
     ) -> Any:
-        """Restores one step, and changes no step.
+        """Restores one step; no step is changed.
 
         Args:
           tree: what to fill, as for :func:`~nnx_sharding.checkpoint.restore`.
@@ -136,7 +136,7 @@ class Checkpoints:
 
         Raises:
           NoCheckpointError: there is no step, or not this one.
-          CheckpointError: as for ``restore``, or the step has no state of data. Neither ``tree``
+          CheckpointError: as for ``restore``, or the step has no data state. Neither ``tree``
             nor ``data`` is changed. The message says which earlier step is intact.
         """
         args = ModelRestore(tree, sharding, mesh, **options)
@@ -161,10 +161,10 @@ class Checkpoints:
         """Continues a training run in place, from the last step or, with ``step``, an earlier one.
 
         The arguments are those of :meth:`restore`. With ``step``, all steps after it are deleted
-        once it is restored, so that the training can save them again.
+        once it is restored, so that training can save them again.
 
         Returns:
-          The step, or None if there is none: then nothing is changed.
+          The step, or None if there is none and nothing is changed.
 
         Raises:
           TypeError: ``tree`` has arrays outside of Variables, which cannot be changed in place.
@@ -216,7 +216,7 @@ class Checkpoints:
             raise
 
     def _intact(self, damaged: int, args: ModelRestore, data: Any) -> str:
-        """What to do about a step that cannot be restored: the last one before it that can."""
+        """The advice for a step that cannot be restored: the last one before it that can."""
         earlier = [step for step in self.manager.all_steps() if step < damaged]
         before = None if data is None else data.get_state()
         for step in sorted(earlier, reverse=True):

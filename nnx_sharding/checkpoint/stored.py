@@ -85,10 +85,10 @@ def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
 class Entry(NamedTuple):
     """One array before it is read."""
 
-    array: StoredArray  # of PRNG keys, without the words of each
+    array: StoredArray  # for PRNG keys, without the dimension of their words
     plain_name: Name  # without the key of the Variable's value
     position: int | None = (
-        None  # among Orbax's leaves; None if it is empty, which Orbax does not store
+        None  # its index among Orbax's leaves; None if it is empty, which Orbax does not store
     )
     is_number: bool = False  # whether it was a Python number
     checksum: int | None = None
@@ -118,7 +118,7 @@ def as_folder(path: str | os.PathLike[str]) -> Any:
 
 
 def beside(folder: Any, what: str) -> Any:
-    """A path next to a checkpoint that nobody else uses."""
+    """An unused path next to a checkpoint."""
     return folder.parent / f".{folder.name}.nnx_sharding-{what}"
 
 
@@ -188,7 +188,7 @@ def _entries(metadata: Any) -> dict[Name, Entry]:
 
 
 def _variables(names: Iterable[Name]) -> set[Name]:
-    """The names of what looks like Variables: all that they contain is a value."""
+    """The names of what looks like a Variable: it contains a value and nothing else."""
     inside: dict[Name, set[str]] = {}
     for name in names:
         for level, key in enumerate(name):
@@ -224,7 +224,8 @@ def key_words(keys: Any) -> Any:
 def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, Any]:
     """Reads arrays, each process its own shards, and compares their checksums.
 
-    ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys come as words.
+    ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys are returned as
+    words.
 
     Raises:
       CheckpointError: something cannot be read, or is not what was written.
@@ -287,5 +288,5 @@ def _check_sums(caller: str, stored: Stored, arrays: Mapping[Name, Any]) -> None
 
 
 def _is_shortened(x: Any, dtype: Any) -> bool:
-    """Whether JAX has shortened an array while it was read, with 64 bits disabled."""
+    """Whether JAX truncated an array while it was read, with 64 bits disabled."""
     return isinstance(x, jax.Array) and isinstance(dtype, np.dtype) and x.dtype != dtype

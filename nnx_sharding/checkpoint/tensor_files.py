@@ -107,11 +107,11 @@ def _header(caller: str, path: Path) -> dict[str, StoredTensor]:
 
 
 def _damaged(caller: str, path: Path, reason: object) -> CheckpointError:
-    return CheckpointError(f"{caller}: {path} is damaged, or no safetensors file: {reason}.")
+    return CheckpointError(f"{caller}: {path} is damaged, or not a safetensors file: {reason}.")
 
 
 def create(path: Path, tensors: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Writes a file without the values of its tensors, which have a shape and a dtype each."""
+    """Writes a file with the shapes and dtypes of its tensors, but not their values."""
     # Transformers only reads files whose metadata says that names and layouts are PyTorch's.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -133,7 +133,7 @@ def create(path: Path, tensors: Mapping[str, Any]) -> dict[str, StoredTensor]:
 def read_region(
     file: BinaryIO, tensor: StoredTensor, shape: Sequence[int], region: Region
 ) -> np.ndarray[Any, Any]:
-    """Reads the bytes of a region of a tensor, seen in this shape, and no others."""
+    """Reads the bytes of a region of a tensor, viewed in this shape, and no others."""
     run, starts = _runs(shape, region)
     size = tensor.dtype.itemsize
     data = empty([last - first for first, last in region], tensor.dtype)
@@ -147,9 +147,9 @@ def read_region(
 
 
 def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
-    """An array without values, in memory that the system gets back once it is not used.
+    """An uninitialised array, in memory that returns to the system once it is unused.
 
-    What ``malloc`` gives for one array after the other leaves holes between those that are kept.
+    Repeated ``malloc`` would leave holes between the arrays that are kept.
     """
     size = math.prod(shape)
     if size * dtype.itemsize < _LARGE:
@@ -164,7 +164,7 @@ def write_region(
     region: Region,
     data: np.ndarray[Any, Any],
 ) -> None:
-    """Writes a region of a tensor, seen in this shape."""
+    """Writes a region of a tensor, viewed in this shape."""
     run, starts = _runs(shape, region)
     if not data.size:
         return

@@ -42,7 +42,8 @@ class Tensor:
       take: for axes of which the array has only a part, a slice of the tensor; or an index, for
         axes that the array does not have.
       put: for axes of which the tensor has only a part, a slice of the array; or an index, for axes
-        that the tensor does not have. Of several axes in one dimension, only the first can be one.
+        that the tensor does not have. Of several axes in one dimension, only the first can be in
+        ``put``.
       **sizes: the sizes of axes in the tensor. One axis of each dimension of the array may be left
         out, unless ``take`` has it.
 
@@ -110,7 +111,7 @@ class Tensor:
             refuse(f"give the size in the tensor of {', '.join(unsized)}")
         inner = {name for group in self.sides(0)[1] for name in group[1:]}
         if inner & {*self.put}:
-            refuse("put: only the first axis of a dimension can be one")
+            refuse("only the first axis of a dimension can be in put")
         for option in {**self.take, **self.put}.values():
             is_range = isinstance(option, slice) and option.step in (None, 1)
             if not isinstance(option, int) and not (
@@ -156,7 +157,7 @@ class Tensor:
         return Placement(name, left, right, axes)
 
     def _known(self, axis: str) -> int | None:
-        """The size of an axis in the array, if it can be known without it."""
+        """The size of an axis in the array, if it is known without the array."""
         if axis in self.put or axis.startswith("{"):
             return None
         if axis in self.take:
@@ -199,7 +200,7 @@ class Axis(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of an array that is also a box of a tensor, seen as one dimension for each axis."""
+    """A box of an array that is also a box of a tensor, viewed with one dimension for each axis."""
 
     array: tuple[slice, ...]
     tensor: Region
@@ -298,7 +299,7 @@ def _boxes(start: int, end: int, sizes: Sequence[int]) -> Iterator[list[tuple[in
 
 
 def gaps(shape: Sequence[int], placements: Sequence[Placement]) -> list[str]:
-    """What of an array no tensor fills, or more than one does."""
+    """The parts of an array that no tensor fills, or more than one does."""
     if not placements:
         return [""]
     regions = [placement.region for placement in placements]

@@ -1,1 +1,1 @@
-"""The command line. The module of a command has ``add_commands(subparsers)``."""
+"""The command line. The module of each command has ``add_commands(subparsers)``."""

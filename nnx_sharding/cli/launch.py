@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         program = ["-m", *arguments.module]
         if not arguments.module:
             raise UsageError("which module? -m needs a name")
-        # As the processes will look for it, but without importing the packages that it is in.
+        # As the processes will look for it, but without importing its packages.
         package = arguments.module[0].partition(".")[0]
         if not PathFinder.find_spec(package, ["", *sys.path]):
             raise UsageError(f"there is no module {arguments.module[0]}")

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-      argv: the words of the command line after the program; None for those of this process.
+      argv: the arguments of the command line; None for those of this process.
 
     Returns:
       The exit code: 0 after success, 1 after an error, 2 if the command line is wrong. A command

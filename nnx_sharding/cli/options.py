@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def say(text: Any) -> None:
-    """Prints a text of several lines without control characters."""
+    """Prints text, which may have several lines, without control characters."""
     print(printable(text, kept="\n"))
 
 
@@ -53,7 +53,7 @@ def say_error(text: Any) -> None:
 
 
 def option(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """An option's type, which shows the message of a ValueError."""
+    """The type of an option, which shows the message of a ValueError."""
 
     def convert(text: str) -> T:
         try:
@@ -82,7 +82,7 @@ def seconds(text: str) -> float:
 
 @option
 def percentage(text: str) -> float:
-    """The fraction that ``5%`` or ``5`` is."""
+    """The fraction for ``5%`` or ``5``."""
     with contextlib.suppress(ValueError):
         percent = float(text.strip().removesuffix("%"))
         if 0 <= percent < float("inf"):

@@ -208,7 +208,7 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
 
 
 def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
-    """What is made of the result of the user's function, both in the context of the mesh."""
+    """Applies ``make`` to the result of the user's function, both in the context of the mesh."""
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
     function = find(arguments.target)
@@ -235,7 +235,7 @@ def _use_virtual_devices(number: int) -> None:
     except RuntimeError:  # JAX has been initialized
         if jax.device_count() != number:
             raise UsageError(
-                f"--devices {number}: JAX runs in this process already, with "
+                f"--devices {number}: JAX is already running in this process, with "
                 f"{jax.device_count()} devices. Start a new process: python -m nnx_sharding ..."
             ) from None
 

@@ -1,4 +1,4 @@
-"""Functions of the user by the names of the command line: ``module:function``."""
+"""The user's functions by their names on the command line: ``module:function``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .options import UsageError, user_code
 
 
 def find(text: str) -> Callable[..., Any]:
-    """The function of a text such as ``package.module:Model.plan`` or ``path/to/file.py:plan``."""
+    """The function for a name such as ``package.module:Model.plan`` or ``path/to/file.py:plan``."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise UsageError(

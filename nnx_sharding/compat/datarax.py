@@ -35,15 +35,15 @@ class ArraySharder(SharderModule):
     """Shards batches, inside and outside of traced functions.
 
     A sharding is anything that :func:`~nnx_sharding.placement.place` takes. A spec is truncated to
-    the rank of its array: ``P("data", None)`` is valid for images and labels. What is not an array
+    the rank of its array: ``P("data", None)`` is valid for images and labels. Everything else
     is kept. In a traced function, arrays are constrained or resharded as by
     :func:`~nnx_sharding.partition.with_sharding_constraint`.
 
     Logical names are a tuple (or a list) with a name, several names or None for each dimension, a
-    ``PartitionSpec``, which is used as it is, or dicts and lists of these.
+    ``PartitionSpec``, which is used unchanged, or dicts and lists of these.
 
-    The counts are on the devices that computed them last: after the first call of a function on a
-    mesh, JAX traces once more. ``place(sharder, P(), mesh)`` before that avoids it.
+    The counts are on the devices that last computed them, so JAX retraces after the first call of a
+    function on a mesh. ``place(sharder, P(), mesh)`` before that call avoids it.
 
     Args:
       config: the rules for logical names, and statistics.
@@ -77,7 +77,7 @@ class ArraySharder(SharderModule):
 
         Raises:
           NoMeshError: a ``PartitionSpec`` has no mesh.
-          TypeError: ``sharding`` contains something else than shardings.
+          TypeError: ``sharding`` contains something other than shardings.
           ValueError: the shardings are not a prefix of the batch, or do not fit it.
         """
         result = _shard("ArraySharder.shard", batch, sharding)
@@ -86,16 +86,16 @@ class ArraySharder(SharderModule):
 
     @staticmethod
     def shard_static(batch: Any, sharding: Any) -> Any:
-        """Does the same as :meth:`shard` without a sharder, so it is not counted."""
+        """Does the same as :meth:`shard` without a sharder, and is not counted."""
         return _shard("ArraySharder.shard_static", batch, sharding)
 
     def shard_with_info(self, batch: Any, sharding: Any, info: dict[str, Any] | None = None) -> Any:
         """Does the same as :meth:`shard`, and describes the batch before and after.
 
         ``info`` gets ``batch_pre_sharding`` and ``batch_post_sharding``: each a dict with the
-        ``structure`` of the batch and the ``shapes`` of its arrays (None for what is not one); the
-        second also with their ``shardings`` and ``bytes_per_device``, by the id of the device (its
-        position in the mesh in a traced function).
+        ``structure`` of the batch and the ``shapes`` of its arrays (None for other leaves); the
+        second also with their ``shardings`` and ``bytes_per_device``, by device id (in a traced
+        function, by position in the mesh).
         """
         result = self.shard_with_info_static(batch, sharding, info)
         self._count(batch)
@@ -105,7 +105,7 @@ class ArraySharder(SharderModule):
     def shard_with_info_static(
         batch: Any, sharding: Any, info: dict[str, Any] | None = None
     ) -> Any:
-        """Does the same as :meth:`shard_with_info` without a sharder, so it is not counted."""
+        """Does the same as :meth:`shard_with_info` without a sharder, and is not counted."""
         before = _described(batch)
         result = _shard("ArraySharder.shard_with_info", batch, sharding)
         after = _described(result)
@@ -118,7 +118,7 @@ class ArraySharder(SharderModule):
     def shard_with_logical_names(
         self, batch: Any, mesh: Mesh | AbstractMesh, logical_spec: Any
     ) -> Any:
-        """Does the same as :meth:`shard`, by :meth:`get_named_sharding`."""
+        """Does the same as :meth:`shard`, with the shardings of :meth:`get_named_sharding`."""
         return self.shard(batch, self.get_named_sharding(mesh, logical_spec))
 
     def apply_parallel_transform(
@@ -138,7 +138,7 @@ class ArraySharder(SharderModule):
           transform_fn: takes a shard of the batch and returns a shard of the result.
           mesh: the mesh.
           in_spec: logical names for the batch.
-          out_spec: logical names for the result; None for those of the batch.
+          out_spec: logical names for the result; None to use those of the batch.
         """
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
@@ -158,8 +158,8 @@ class ArraySharder(SharderModule):
     ) -> nnx.Param[Any]:
         """Creates a parameter in its sharding, never fully on one device.
 
-        Its metadata have the logical names as ``out_sharding``, and the rules as
-        ``sharding_rules``, as ``nnx.get_partition_spec`` reads them.
+        Its metadata contain the logical names as ``out_sharding`` and the rules as
+        ``sharding_rules``, for ``nnx.get_partition_spec``.
 
         Args:
           init_fn: takes a key of the stream ``params`` and the shape.
@@ -190,12 +190,12 @@ class ArraySharder(SharderModule):
         # In a trace, out_shardings may have no effect, or leave a sharding without a spec.
         [value] = apply_shardings([make(self.rngs.params(), shape)], [sharding])
         param = nnx.Param(value)
-        # Given to Param as arguments, they would shard the value once more.
+        # Passed to Param as arguments, they would shard the value once more.
         param.set_metadata(metadata)
         return param
 
     def get_partition_spec(self, logical_spec: Any) -> Any:
-        """Returns the partition spec of logical names: by the first rule whose axes are free.
+        """Returns the partition spec for logical names, by the first rule whose axes are free.
 
         Raises:
           ValueError: a name has no rule; the message lists the names that have one.
@@ -217,7 +217,7 @@ class ArraySharder(SharderModule):
         )
 
     def get_named_sharding(self, mesh: Mesh | AbstractMesh, logical_spec: Any) -> Any:
-        """Returns the sharding on a mesh of logical names; see :meth:`get_partition_spec`."""
+        """Returns the sharding on a mesh for logical names; see :meth:`get_partition_spec`."""
         return jax.tree.map(
             lambda spec: NamedSharding(mesh, spec),
             self.get_partition_spec(logical_spec),

@@ -25,7 +25,7 @@ class SharderModuleConfig:
 
     Attributes:
       batch_stats_fn: computes statistics of a batch: a function or module that returns a dict.
-      precomputed_stats: statistics that are known from the start, instead.
+      precomputed_stats: instead, statistics that are known from the start.
       sharding_rules: pairs, or a mapping, as for :class:`~nnx_sharding.partition.LogicalRules`;
         kept as a tuple of pairs. Without rules, logical names are those of mesh axes.
       cacheable: accepted for configurations of Datarax; a sharder caches nothing.
@@ -54,7 +54,7 @@ class SharderModuleConfig:
                 "Statistics are either computed or precomputed."
             )
         if self.batch_stats_fn is not None and not callable(self.batch_stats_fn):
-            raise TypeError(f"batch_stats_fn is a function, not {self.batch_stats_fn!r}.")
+            raise TypeError(f"batch_stats_fn must be a function, got {self.batch_stats_fn!r}.")
         if self.precomputed_stats is not None:
             object.__setattr__(self, "precomputed_stats", _statistics(self.precomputed_stats))
         if self.sharding_rules is not None:
@@ -98,11 +98,11 @@ class SharderModule(nnx.Module):
     ):
         config = SharderModuleConfig() if config is None else config
         if not isinstance(config, SharderModuleConfig):
-            raise TypeError(f"config is a SharderModuleConfig, not {config!r}.")
+            raise TypeError(f"config must be a SharderModuleConfig, got {config!r}.")
         self.config = config
         self.rngs = rngs
         self.name = name
-        # A module may change what it holds; as a part of the static config it could not.
+        # A module may change its own state, which it could not as a part of the static config.
         is_module = isinstance(config.batch_stats_fn, nnx.Module)
         self.batch_stats_module = config.batch_stats_fn if is_module else None
         self.applied = OperationCount(jnp.zeros((), jnp.int32))
@@ -112,7 +112,7 @@ class SharderModule(nnx.Module):
     def get_operation_stats(self) -> dict[str, Any]:
         """Returns the number of batches that were sharded, and of those that had no array.
 
-        Waits for the devices that count. In a traced function the counts are traced.
+        Waits for the devices that hold the counts. In a traced function the counts are traced.
         """
         counts = {"applied_count": self.applied[...], "skipped_count": self.skipped[...]}
         traced = any(isinstance(count, jax.core.Tracer) for count in counts.values())
@@ -120,7 +120,7 @@ class SharderModule(nnx.Module):
 
     def reset_operation_stats(self) -> None:
         """Sets both counts to 0."""
-        self.applied[...] *= 0  # on the same devices, so that no function is traced again
+        self.applied[...] *= 0  # on the same devices, to avoid retraces
         self.skipped[...] *= 0
 
     def _count(self, batch: Any) -> None:
@@ -131,7 +131,7 @@ class SharderModule(nnx.Module):
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``.
 
         Raises:
-          TypeError: the function returned something else than a mapping.
+          TypeError: the function returned something other than a mapping.
         """
         function = self.batch_stats_module or self.config.batch_stats_fn
         if function is None:
@@ -146,7 +146,7 @@ class SharderModule(nnx.Module):
     def set_statistics(self, stats: Mapping[str, Any]) -> None:
         """Replaces the statistics; a TypeError if ``stats`` is not a mapping."""
         if stats is None:
-            raise TypeError("statistics are a mapping; reset_statistics() removes them.")
+            raise TypeError("statistics must be a mapping; reset_statistics() removes them.")
         self.statistics.set_value(_statistics(stats))
 
     def reset_statistics(self) -> None:
@@ -160,7 +160,7 @@ class SharderModule(nnx.Module):
         rngs: nnx.Rngs | None = None,
         name: str | None = None,
     ) -> Self:
-        """Returns a new sharder with these settings, and otherwise those of this one.
+        """Returns a new sharder with these settings; the others are copied from this one.
 
         It shares the random streams, and counts from 0. Its statistics are those of its config.
         """
@@ -188,15 +188,15 @@ class SharderModule(nnx.Module):
         """Restores what :meth:`get_state` returned.
 
         Neither ``state`` nor a config that other sharders share is changed, now or later. The state
-        may have statistics where the sharder had none.
+        may have statistics even if the sharder had none.
 
         Raises:
           TypeError: ``state`` is not a mapping.
-          ValueError: something is missing, unknown, or of another shape or dtype; all is named, and
-            nothing was changed.
+          ValueError: something is missing, unknown, or of another shape or dtype; all of it is
+            listed, and nothing is changed.
         """
         if not isinstance(state, Mapping):
-            raise TypeError(f"the state is a dict, not a {type(state).__name__}.")
+            raise TypeError(f"the state must be a dict, got a {type(state).__name__}.")
         variables = dict(nnx.to_flat_state(nnx.state(self)))
         others = {key: value for key, value in state.items() if key != _RULES}
         values = traverse_util.flatten_dict(others, is_leaf=lambda path, _: path in variables)
@@ -225,7 +225,7 @@ _RULES = "sharding_rules"
 def _statistics(stats: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """A copy of statistics, including their NumPy arrays."""
     if stats is not None and not isinstance(stats, Mapping):
-        raise TypeError(f"statistics are a mapping of names, not {stats!r}.")
+        raise TypeError(f"statistics must be a mapping of names, got {stats!r}.")
     return None if stats is None else _copied(dict(stats))
 
 

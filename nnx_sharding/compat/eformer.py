@@ -1,8 +1,8 @@
 """The names of ``eformer.escale.partition.constraints``.
 
-``nnx_sharding.partition`` does the work. ``mesh=None`` always means the mesh in context, by
+``nnx_sharding.partition`` implements them. ``mesh=None`` always means the mesh in context, by
 ``jax.set_mesh`` or by the older ``with mesh:``; functions that need one raise a
-:class:`~nnx_sharding.errors.NoMeshError`, which is an ``AssertionError`` too, if there is none.
+:class:`~nnx_sharding.errors.NoMeshError`, here also an ``AssertionError``, if there is none.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def get_corrected_named_sharding(
     Args:
       shape: the shape of the array.
       partition_spec: the spec to correct.
-      raise_mesh_error: whether it is an error that there is no mesh; otherwise the sharding is on
+      raise_mesh_error: whether it is an error if there is no mesh; otherwise the sharding is on
         an empty mesh.
       mesh: the mesh.
 
@@ -111,7 +111,7 @@ class ShardAndGather(tuple[Any, Any]):
     _mesh: Mesh | AbstractMesh | None
 
     def shard(self, tree: Any) -> Any:
-        """Shards all arrays of a tree at once; modules are updated in place."""
+        """Shards all arrays of a tree together; modules are updated in place."""
         return with_sharding_constraint(tree, self._specs, mesh=self._mesh)
 
     def gather(self, tree: Any) -> Any:
@@ -129,7 +129,7 @@ def make_shard_and_gather_fns(
 
     Args:
       partition_specs: a pytree of specs, shardings and ``StateSharding``.
-      mesh: the mesh; None for the one that is in context now, not when a function is called.
+      mesh: the mesh; None for the one in context now, not when a function is called.
 
     Returns:
       ``(shard_fns, gather_fns)``, two trees like ``partition_specs``; see :class:`ShardAndGather`.
@@ -199,7 +199,7 @@ def analyze_sharding_strategy(
 
     Returns:
       ``total_parameters`` and ``sharded_parameters`` (elements of arrays of which a device holds
-      a part only); ``memory_per_device``, bytes by the id of the device (its position in an
+      only a part); ``memory_per_device``, bytes by the id of the device (its position in an
       abstract mesh); ``balance_score``, the mean of these over their maximum, 1.0 at best; and
       ``partition_stats``: for each spec its ``arrays``, ``parameters``, ``bytes`` and
       ``bytes_per_device``.
@@ -244,7 +244,7 @@ def analyze_sharding_strategy(
 
 
 def _as_prefix(tree: Any, specs: Any) -> Any:
-    """Specs as a prefix of the tree, also those that a mapping has by path."""
+    """Specs as a prefix of the tree, also if they are a mapping by path."""
     if not isinstance(specs, Mapping) or (
         isinstance(tree, Mapping) and specs.keys() <= tree.keys()
     ):

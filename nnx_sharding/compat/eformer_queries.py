@@ -24,20 +24,20 @@ AxisNames: TypeAlias = str | tuple[str, ...] | list[str]
 
 
 class NoContextMeshError(NoMeshError, AssertionError):
-    """A query about the mesh in context, where there is none."""
+    """A query about the mesh in context found none."""
 
 
 def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
     """The mesh in context: that of ``jax.set_mesh``, else of the older ``with mesh:``.
 
     Args:
-      raise_error: whether it is an error that there is none.
+      raise_error: whether it is an error if there is none.
 
     Returns:
       The mesh, abstract while JAX traces under ``jax.set_mesh``; an empty one if there is none.
 
     Raises:
-      NoContextMeshError: there is none. It is an ``AssertionError``, too.
+      NoContextMeshError: there is none. It is also an ``AssertionError``.
 
     Example:
       >>> import jax
@@ -149,17 +149,17 @@ def _axis_tuple(function: str, axis_names: Any) -> tuple[str, ...]:
     names = (axis_names,) if isinstance(axis_names, str) else axis_names
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{function}: axis_names is a name or a tuple of names, not {axis_names!r}."
+            f"{function}: axis_names must be a name or a tuple of names, got {axis_names!r}."
         )
     return tuple(names)
 
 
 def extract_sharding_structure(pytree: Any) -> Any:
-    """The ``NamedSharding`` of each array, None for arrays that have none.
+    """The ``NamedSharding`` of each array; None for arrays that have none.
 
     Returns:
-      The tree with shardings in the place of arrays: an ``nnx.State`` for a module, a sharding
-      for a Variable.
+      The tree with shardings in place of arrays: an ``nnx.State`` for a module, a sharding for a
+      Variable.
 
     Example:
       >>> import numpy as np

@@ -35,7 +35,7 @@ def match_partition_rules(
       tree: arrays or modules, also abstract ones.
       min_size: arrays with fewer elements get ``P()``, as scalars do. None for the environment
         variable ``MIN_SHARDING_SIZE``, or 16384.
-      strict: if false, a leaf gets the spec of the first rule that matches as it is, whatever its
+      strict: if false, a leaf gets the spec of the first rule that matches, unchanged, whatever its
         size and rank; else specs are truncated to the rank.
       mesh: the mesh that the specs have to fit; None for no check.
 
@@ -116,9 +116,9 @@ def create_pattern_based_partition_spec(
     """Reads rules such as ``"attention|mlp->data,hidden->None.model"``.
 
     Args:
-      pattern: rules with commas between them, each a regular expression, ``->`` and the axes of
-        the dimensions with dots (or commas) between them; the first that is found in a name
-        decides. ``None`` replicates a dimension, ``data+model`` shards it over both axes.
+      pattern: rules separated by commas, each a regular expression, ``->`` and the axes of the
+        dimensions, separated by dots (or commas); the first that is found in a name decides.
+        ``None`` replicates a dimension, ``data+model`` shards it over both axes.
       mesh: a mesh that must have the axes; None for no check.
       default_spec: the spec of names that no rule matches; None for ``P()``.
 

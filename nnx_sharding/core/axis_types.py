@@ -1,4 +1,4 @@
-"""Axis types that are others during a call, and the types of arrays before, in and after it."""
+"""Axis types that change for the duration of a call, and array types before, in and after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def type_mesh(x: Any) -> Any:
 
 
 def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
-    """The mesh that JAX types arrays with: the one in context, a default, or that of an array."""
+    """The mesh with which JAX types arrays: the one in context, a default, or that of an array."""
     here = jax.sharding.get_abstract_mesh()
     if not here.empty:
         return here
@@ -51,12 +51,11 @@ def retyped(
     """An array with the axis types of a mesh.
 
     Args:
-      x: the array. Without ``spec`` anything else is returned as it is.
+      x: the array. Without ``spec`` anything else is returned unchanged.
       mesh: the mesh.
       spec: the sharding over its Explicit axes; None for the present one.
       summed: the axes over which a gradient is a sum of what the devices compute. Where a reduced
-        axis becomes Auto, JAX takes that for granted, and counts any other gradient once for each
-        device.
+        axis becomes Auto, JAX assumes this, and counts any other gradient once per device.
     """
     here = type_mesh(x)
     if spec is None:
@@ -80,7 +79,7 @@ def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
 
 
 class Retyping(NamedTuple):
-    """Axis types that are others during a call.
+    """Axis types that change for the duration of a call.
 
     Attributes:
       outer: the mesh around the call.
@@ -94,11 +93,11 @@ class Retyping(NamedTuple):
     def of(
         cls, mesh: Any, axes: Any, kind: AxisType, *, name: str, option: str = "axes"
     ) -> Retyping | None:
-        """That of axes which get another type; None if all of them have it already.
+        """The retyping of some axes to a type; None if all of them already have it.
 
         Args:
           mesh: the mesh around the call.
-          axes: their names; None or True for all over which no ``shard_map`` is mapped.
+          axes: their names; None or True for all axes over which no ``shard_map`` is mapped.
           kind: the type that they get.
           name: the name of the caller, for messages.
           option: the name of its option.
@@ -119,7 +118,7 @@ class Retyped(NamedTuple):
     """The arrays that go into a call.
 
     Attributes:
-      retyping: the axis types that are others during the call; None if none is.
+      retyping: the axis types that change for the call; None if none do.
       leaves: the arrays before the call.
       inside: the same arrays during the call.
     """
@@ -148,14 +147,14 @@ class Retyped(NamedTuple):
         return jax.sharding.use_abstract_mesh(self.retyping.inner)
 
     def leave(self, before: Structure, after: Flat) -> tuple[list[Any], dict[int, Any]]:
-        """The arrays after the call, and those among them, by slot, that have no type yet.
+        """The arrays after the call, and, by slot, those that have no type yet.
 
-        What was left alone is what it was; what is new in an object that was there has the type of
-        what it replaces; scalars are replicated.
+        Unchanged arrays are the original ones; new ones in existing objects have the type of what
+        they replace; scalars are replicated.
 
         Args:
-          before: the structure of what went in; its objects have the same indices in ``after``.
-          after: what came out.
+          before: the structure of the inputs, whose objects have the same indices in ``after``.
+          after: the outputs.
         """
         assert self.retyping is not None
         outer, inner = self.retyping
@@ -180,10 +179,10 @@ class Retyped(NamedTuple):
         names: Sequence[str],
         **details: Any,
     ) -> Flat:
-        """What came out, with the types of :meth:`leave`, but as declared where there is a spec.
+        """The outputs with the types of :meth:`leave`, but as declared where there is a spec.
 
         Raises:
-          ValueError: an array has neither a spec nor a type of before.
+          ValueError: an array has neither a spec nor a previous type.
         """
         if self.retyping is None:
             return after

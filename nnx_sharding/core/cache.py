@@ -11,15 +11,15 @@ from .guard.store import Guards, make_room
 from .plan import Plan
 from .transform import Transform
 
-# Bounds of the caches: plans for each set of options, and sets of options for each function.
+# Limits of the caches: plans for each set of options, and sets of options for each function.
 MAX_PLANS = 1024
 MAX_OPTIONS = 64
 
 
 class Plans:
-    """The plans of one function with one set of options; beyond a bound the oldest go.
+    """The plans of one function with one set of options; the oldest are dropped beyond a limit.
 
-    Without a lock: comparing keys and collecting garbage may run code of the user's.
+    There is no lock: comparing keys and collecting garbage may run the user's code.
     """
 
     def __init__(self, transform: Transform) -> None:
@@ -27,7 +27,7 @@ class Plans:
         self._plans: dict[Hashable, Plan] = {}
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
-        """The plan with this key, and whether it was made now."""
+        """The plan with this key, and whether it is new."""
         plan = self._plans.get(key)
         if plan is not None:
             return plan, False
@@ -44,10 +44,10 @@ class Plans:
 
 
 class FunctionCache:
-    """All that is kept for one function. Nothing in it refers to the function itself.
+    """Everything that is kept for one function, without a reference to the function itself.
 
-    As in JAX, transforming the same function again traces it no more than once, so this lives
-    as long as the function does.
+    As in JAX, transforming the same function again does not retrace it, so this lives as long as
+    the function.
     """
 
     def __init__(self, log: Any) -> None:
@@ -67,13 +67,13 @@ class FunctionCache:
         return plans
 
 
-# By the identity of the function; a bound method is a new object at each lookup, so it goes by its
+# By the identity of the function; for a bound method, a new object at each access, by that of its
 # function and its object.
 _CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
 
 
 def cache_of(fun: Any, make_log: Callable[[], Any]) -> FunctionCache:
-    """The cache of a function; made with a log of its traces at first."""
+    """The cache of a function; a new one gets a log of traces from ``make_log``."""
     parts = (fun.__func__, fun.__self__) if inspect.ismethod(fun) else (fun,)
     key = (*map(id, parts),)
     entry = _CACHES.get(key)

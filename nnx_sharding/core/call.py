@@ -37,9 +37,9 @@ def run(
     *,
     nested: bool = False,
 ) -> Any:
-    """One call: gather, place, execute, write back.
+    """Runs one call: gather, place, execute, write back.
 
-    Nothing of the caller's is touched before ``execute`` returned. Nothing here waits for
+    The caller's objects are not changed before ``execute`` has returned. Nothing here waits for
     the device.
 
     Args:
@@ -47,8 +47,8 @@ def run(
       flat: the arguments of this call, flattened.
       execute: takes the arrays and returns the outputs: JAX's jitted function, or an
         executable compiled from it.
-      fun: the user's function, in case that ``execute`` traces it.
-      observer: who hears of that.
+      fun: the user's function, in case ``execute`` traces it.
+      observer: is notified of that.
       nested: whether this is part of a trace.
 
     Raises:
@@ -90,7 +90,7 @@ def _place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[i
       ValueError: one is committed to another sharding, or has a shape that does not fit.
     """
     try:
-        # Lists compare by identity first: this is all that a call costs from the second on.
+        # Lists compare by identity first, so this is all the work from the second call on.
         if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:
             return leaves, ()
     except AttributeError:  # a NumPy array, a number, a ref
@@ -150,7 +150,7 @@ def _check_placing(plan: Plan, leaves: Sequence[Any], slots: Sequence[int]) -> N
 class _Update:
     """What to write back after a call that only changed the arrays of Variables.
 
-    Nearly every call is of this kind, so it is worked out once for each outcome.
+    Nearly all calls are of this kind, so it is computed once for each outcome.
     """
 
     __slots__ = ("_arrays", "_root", "_root_sources", "_variables")
@@ -171,11 +171,11 @@ class _Update:
 
     @classmethod
     def of(cls, outcome: Outcome, known: int) -> _Update | Literal[False]:
-        """The update for an outcome, or False if it is of another kind.
+        """The update for an outcome, or False if the outcome is of another kind.
 
         Args:
           outcome: what the call did.
-          known: how many objects went in.
+          known: the number of input objects.
         """
         entries = outcome.structure.entries
         is_simple = (
@@ -211,7 +211,7 @@ def _write_back(
     outcome: Outcome,
     placed: Sequence[int],
 ) -> Any:
-    """Brings the caller's objects to the state after the call, and returns the output.
+    """Updates the caller's objects to their state after the call, and returns the output.
 
     All new objects are made, and all checks done, before the first old one is changed.
     """
@@ -243,7 +243,7 @@ def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> No
 def _keep_placed(
     plan: Plan, flat: Flat, leaves: Sequence[Any], placed: Sequence[int]
 ) -> list[Operation]:
-    """What lets the caller's objects hold the placed arrays, so that they are moved only once."""
+    """Operations by which the caller's objects get the placed arrays, to be moved only once."""
     moved, structure = set(placed), plan.structure
     variables = [
         index
@@ -253,7 +253,7 @@ def _keep_placed(
     attributes = []
     for slot in moved.intersection(plan.attributes):
         index, key = plan.attributes[slot]
-        old = flat.leaves[slot]  # a NumPy array stays one, and what was assigned since stays too
+        old = flat.leaves[slot]  # NumPy arrays stay, and so does what was assigned meanwhile
         if isinstance(old, jax.Array) and vars(flat.objects[index]).get(str(key)) is old:
             attributes.append(graph.NodeChange(index, ((key, LEAF, (slot,)),), ()))
     return graph.update(structure, leaves, flat.objects, variables, nodes=attributes)

@@ -1,4 +1,4 @@
-"""Who makes a call: what a trace needs of it, and who hears of traces and compilations."""
+"""The caller of a trace: what a trace needs of its call, and who observes it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from .. import _compat
 
 
 class Observer(Protocol):
-    """Who hears of the traces and compilations of a function."""
+    """Is notified of the traces and compilations of a function."""
 
     def traced(
         self, pure: Any, fun: Any, leaves: Sequence[Any], *, nested: bool
     ) -> Callable[[], None]:
-        """Hears that ``pure`` is being traced; may refuse it.
+        """Is called when ``pure`` is being traced; may raise an error to refuse it.
 
         Returns:
-          What takes it back, if tracing fails.
+          A function that undoes this, to be called if tracing fails.
         """
 
     def compiled(self, plan: Any, leaves: Sequence[Any]) -> None:
-        """Hears that JAX compiled the program of a plan in a call with these arrays."""
+        """Is called when JAX compiled the program of a plan in a call with these arrays."""
 
 
 class Caller(NamedTuple):
-    """Who makes a call.
+    """The call in which a trace is made.
 
-    A plan serves equal functions and equal static objects, too; a trace must get those of the call
-    that it is made in.
+    A plan also serves equal functions and equal static objects, but a trace must get those of its
+    own call.
 
     Attributes:
       fun: the function.
       objects: the objects of its arguments.
-      observer: who hears of traces.
+      observer: is notified of traces.
       nested: whether the call is part of a trace.
-      plan: the plan of what JAX may compile, at top level; else None.
-      leaves: the arrays, in this case.
+      plan: the plan of what JAX may compile, for a call at top level; else None.
+      leaves: the arrays of a call at top level.
     """
 
     fun: Any
@@ -52,13 +52,13 @@ class Caller(NamedTuple):
     leaves: Sequence[Any] = ()
 
 
-# A plain tuple of these fields, because it is made at each call. None while a function is traced.
+# A plain tuple of these fields, for speed: each call makes one. None while a function is traced.
 CALLER: ContextVar[tuple[Any, ...] | None] = ContextVar("caller", default=None)
 
 
 @contextlib.contextmanager
 def called_by(caller: Caller | None) -> Iterator[None]:
-    """Traces within the block belong to this call."""
+    """Attributes traces within the block to this call."""
     token = CALLER.set(caller)
     try:
         yield
@@ -88,7 +88,7 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:
-        plan.reported.pop(_compat.CACHE_HIT, None)  # of a program that moved arguments
+        plan.reported.pop(_compat.CACHE_HIT, None)  # belongs to a program that moved arguments
     if event == _compat.COMPILATION:
         if _LOGGER.isEnabledFor(logging.INFO):
             _LOGGER.info("%s", _described(plan, caller.leaves))

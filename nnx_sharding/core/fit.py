@@ -1,4 +1,4 @@
-"""Specs against the mesh and the shapes of arrays: all that do not fit, or the corrected ones."""
+"""Checks specs against the mesh and the shapes of arrays, and corrects them where requested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .transform import Transform
 
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
-    """The shape of an array or number; None for what has none."""
+    """The shape of an array or number; None for anything else."""
     shape = getattr(leaf, "shape", None)
     if shape is not None:
         return tuple(shape)
@@ -26,7 +26,7 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
 def check_arrays(
     problem: Problem, names: Sequence[str], leaves: Sequence[Any], **details: Any
 ) -> None:
-    """Refuses leaves that are not arrays."""
+    """Raises an error if leaves are not arrays."""
     pairs = zip(names, leaves, strict=True)
     offenders = [(name, leaf) for name, leaf in pairs if not _compat.is_array_like(leaf)]
     if offenders:
@@ -39,7 +39,7 @@ def check_mesh(
     objects: Sequence[Any],
     leaves: Sequence[Any],
 ) -> None:
-    """Checks that the specs of a transform name axes of its mesh, each once.
+    """Checks that the specs of a transform only name axes of its mesh, each once.
 
     Args:
       transform: the transform, with its mesh.
@@ -99,19 +99,19 @@ def fit_specs(
     outputs: bool = False,
     before: Mapping[int, Sequence[int] | None] | None = None,
 ) -> list[Any]:
-    """Specs that fit arrays of these shapes: the declared ones, corrected where that is asked for.
+    """Specs that fit arrays of these shapes: the declared ones, corrected where requested.
 
     Args:
       transform: the transform.
       names: the expression for each array.
-      shapes: their shapes; None for what has none.
+      shapes: their shapes; None if they have none.
       specs: their specs, in final form.
-      on_indivisible: by slot, what to do instead of what the transform does.
+      on_indivisible: by slot, the option that has priority over that of the transform.
       outputs: whether these are outputs.
-      before: for outputs that are updates, the shapes before.
+      before: for outputs that are updates, the previous shapes.
 
     Raises:
-      ValueError: a spec does not fit, and is not to be corrected.
+      ValueError: a spec does not fit, and no correction was requested.
       StrictError: one was corrected, and the transform is strict.
     """
     if not transform.shards:

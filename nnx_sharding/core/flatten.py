@@ -1,4 +1,4 @@
-"""Graph of NNX objects → :class:`~nnx_sharding.core.structure.Structure` and flat arrays."""
+"""A graph of NNX objects → a :class:`~nnx_sharding.core.structure.Structure` and flat arrays."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def flatten(
       tree: any pytree; NNX objects in it may share references and form cycles.
       graph: False for Flax's tree mode: no Variable may be shared, and each leaf of data is an
         array.
-      known: objects that get the first indices. None if ``tree`` is what a function takes, not what
-        it returns.
+      known: objects that get the first indices. None if ``tree`` is a function's input, not its
+        output.
       describe_known: which of the known objects are described even if they are not reachable from
         ``tree``; the entries of the others are then None.
       statics: static arguments.
-      held: whether the structure keeps static objects alive that are compared by identity.
-      borrowed: the ids of objects that it does not keep alive in any case.
-      snapshot: the known objects as they were before; those that are unchanged keep their entries.
+      held: whether the structure keeps alive static objects that are compared by identity.
+      borrowed: the ids of objects that it never keeps alive.
+      snapshot: the known objects as they were before; unchanged ones keep their entries.
 
     Raises:
       ValueError: in tree mode, an object is not a pytree, or ``tree`` is not one.
     """
     flattener = _Flattener(graph, known or (), held, borrowed, snapshot)
     root_slots: list[int] = []
-    # JAX has a rule of its own against passing a ref twice; results may share one.
+    # JAX itself refuses a ref that is passed twice; results may share one.
     root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
     static_children = tuple(map(flattener.static, statics))
     for obj in filter(describe_known, known or ()):
@@ -93,12 +93,12 @@ def flatten(
 
 
 class _Row:
-    """The last node with its names and data whose statics cannot change, to share these."""
+    """The last node with these names and data whose statics cannot change, which others share."""
 
     __slots__ = ("children", "keys", "others", "pick", "statics")
 
     def __init__(self, items: _compat.NodeItems):
-        self.keys = items.keys  # whose id is the key of this row
+        self.keys = items.keys  # held because its id is the key of this row
         is_static = [is_data is False for is_data in items.is_data]
         self.pick = picker([i for i, static in enumerate(is_static) if static])
         self.others = [i for i, static in enumerate(is_static) if not static]
@@ -130,14 +130,14 @@ class _Flattener:
         self.origins: dict[int, Any] = {}
         self._linked: set[int] = set()
         self._pending: list[int] = []
-        # By id, with the value itself: another object could get its id otherwise.
+        # By id, with the value to keep it alive, so that no other object gets its id.
         self._statics: dict[int, tuple[Static | Group, Any]] = {}
         self._forms: dict[Any, Any] = {}
         self._rows: dict[int, _Row] = {}
         self._metadata: dict[tuple[Any, ...], tuple[tuple[tuple[str, Child], ...], list[Any]]] = {}
 
     def link(self, obj: Any) -> int:
-        """The index of an object, which is to be described if this is the first link to it."""
+        """The index of an object, which will be described if this is the first link to it."""
         index = self.index.get(id(obj))
         if index is None:
             index = self.index[id(obj)] = len(self.objects)
@@ -187,12 +187,12 @@ class _Flattener:
             self.origins[index] = obj
         if not content.shallow:
             return StaticEntry(content.kind, tuple(map(self.static, content.parts)))
-        # Not as `static` has them: elsewhere the same object may be compared by content.
+        # Not from `static`: elsewhere the same object may be compared by content.
         parts = [Static.of(part, hold=self._holds(part)) for part in content.parts]
         return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
 
     def _describe_metadata(self, variable: Any) -> tuple[tuple[str, Child], ...]:
-        """The metadata of a Variable: the same tuple for all that hold the same objects."""
+        """The metadata of a Variable: one tuple for all Variables with the same objects in it."""
         metadata = _compat.get_metadata(variable)
         values = [*metadata.values()]
         key = (*metadata, *map(id, values))
@@ -200,7 +200,7 @@ class _Flattener:
         if known is None:
             items = sorted(metadata.items())
             known = tuple([(name, self.static(setting)) for name, setting in items]), values
-            if all(isinstance(child, Static) for _, child in known[0]):  # else each is a link
+            if all(isinstance(child, Static) for _, child in known[0]):  # links must be counted
                 self._metadata[key] = known
         return known[0]
 
@@ -231,7 +231,7 @@ class _Flattener:
             return self.link(value)
         if _compat.is_node_state(value):
             return node_state(value)
-        # Flax makes a value that was put under nnx.data an array, whatever its type.
+        # Flax turns any value under nnx.data into an array.
         all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
         return self.pytree(value, slots, all_leaves=all_leaves)
 
@@ -274,8 +274,8 @@ class _Flattener:
           slots: the slots of the object that holds it.
           all_leaves: whether leaves that are not arrays are kept with the arrays; else as statics.
           link_refs: whether a ``jax.Ref`` is an object that may be shared; else it is a leaf.
-          is_root: whether it is outside of any object. Then its arrays and those of its objects are
-            in its order.
+          is_root: whether it is outside any object. Then its arrays and those of its objects are in
+            its order.
         """
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
         children: list[Child] = []
@@ -283,7 +283,7 @@ class _Flattener:
             is_object = _compat.is_graph_object(part) or _compat.is_hijax_variable(part)
             if is_object or (link_refs and _compat.is_ref(part)):
                 children.append(self.link(part))
-            elif isinstance(part, Static):  # the transform has declared it static
+            elif isinstance(part, Static):  # the transform declared it static
                 children.append(self.static(part.value))
             elif all_leaves or isinstance(part, _ARRAYS):
                 children.append(self._leaf(part, slots))
@@ -305,7 +305,7 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
-    """The data that the node types of a pytree keep beside their children, without plain keys."""
+    """The auxiliary data of the node types of a pytree, except plain keys."""
     stack = [treedef]
     while stack:
         node = stack.pop()
@@ -318,12 +318,12 @@ def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
 
 
 def _check_tree(structure: Structure) -> None:
-    """Refuses what a tree cannot express: a shared Variable, or a cycle."""
+    """Raises an error for what a tree cannot express: a shared Variable, or a cycle."""
     entries: Sequence[Any] = structure.entries
     shared = structure.shared_objects(structure.root)
     nodes = {index for index in shared if isinstance(entries[index], NodeEntry)}
     duplicates = shared - nodes
-    for node in nodes:  # can be copied if it has no Variables and is not in itself
+    for node in nodes:  # can be copied if it has no Variables and does not contain itself
         below = structure.paths_to_objects(parts_of(entries[node]).items())
         variables = (i for i in below if isinstance(entries[i], VariableEntry | RefEntry))
         duplicates.update(variables, {node}.intersection(below))

@@ -1,8 +1,8 @@
 """Limits the programs in flight on virtual CPU devices.
 
-There XLA runs all devices of a process on one pool of threads, and each device waits in a
-collective for the others. With many programs queued, all threads may wait for devices that have
-none, and after a while XLA aborts the process.
+There, XLA runs all devices of a process on one thread pool, and in a collective each device waits
+for the others. With many programs queued, all threads may wait for devices that have no thread, and
+after a while XLA aborts the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COUNT = _Count()
 
 
 def wait_for_some(groups: Sequence[OutputGroup]) -> None:
-    """Waits for the results of every 16th program on several devices: earlier ones end first."""
+    """Waits for every 16th program on several devices, which ends after all earlier ones."""
     _COUNT.value += 1
     if _COUNT.value < MAX_IN_FLIGHT:
         return

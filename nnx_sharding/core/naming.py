@@ -1,4 +1,4 @@
-"""Names for the pure function, so that JAX's messages and HLO show those of the user."""
+"""Names for the pure function, so that JAX's messages and HLO show the user's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def name_as(pure: Callable[..., Any], fun: Any, parameters: Sequence[str]) -> No
     pure.__qualname__ = getattr(fun, "__qualname__", pure.__name__)
     code = getattr(inspect.unwrap(fun), "__code__", None)
     if code is not None:
-        # JAX names functions in messages by file and line, which it finds through this.
+        # From this JAX finds the file and line by which messages name functions.
         pure.__wrapped__ = types.SimpleNamespace(  # type: ignore[attr-defined]
             __code__=code, __name__=pure.__name__
         )
@@ -40,5 +40,5 @@ class _SlotParameter(inspect.Parameter):
 
     def __init__(self, label: str):
         super().__init__("_", inspect.Parameter.POSITIONAL_ONLY)
-        # The constructor takes only identifiers; a path says more.
+        # The constructor accepts only identifiers, not paths.
         self._name = label

@@ -13,10 +13,10 @@ from .unflatten import NodeChange
 
 
 class OutputGroup:
-    """Outputs of one spec, each with the name under which JAX's messages and HLO show it.
+    """Outputs with one spec, each with the name under which JAX's messages and HLO show it.
 
-    JAX wants the shardings of outputs before it traces, when their number is not known yet.
-    The specs are known: they are those that the user wrote. So there is a group for each.
+    JAX needs the shardings of outputs before it traces, when their number is not yet known.
+    But their specs are known, those that the user wrote, so there is a group for each.
     """
 
     __slots__ = ("arrays", "names")
@@ -32,7 +32,7 @@ jax.tree_util.register_pytree_with_keys(
         tuple(zip(map(jax.tree_util.GetAttrKey, group.names), group.arrays, strict=True)),
         group.names,
     ),
-    OutputGroup,  # called at every call: a function around it would cost as much again
+    OutputGroup,  # runs at every call: a wrapper would double its cost
     lambda group: (group.arrays, group.names),
 )
 
@@ -43,15 +43,15 @@ class Outcome:
     """The static part of what a call did.
 
     Attributes:
-      structure: the graph after the call. The objects that went in have the first indices;
-        its root is the output of the function.
-      sources: for each array of ``structure`` where it is found: ``(group, position)`` among
-        the outputs, or ``(-1, slot)`` for an input that was left alone.
+      structure: the graph after the call. The input objects have the first indices; its root is the
+        output of the function.
+      sources: where each array of ``structure`` is: ``(group, position)`` among the outputs, or
+        ``(-1, slot)`` for an unchanged input.
       values: indices of input Variables whose arrays changed.
       metadata: indices of input Variables whose metadata or kind of value changed.
       nodes: the attributes of input modules that changed.
       statics: indices of static objects of the inputs that were changed in place.
-      update: set by ``call.run`` at the first call: what to write back, worked out from all this.
+      update: what to write back, set by ``call.run`` at the first call from all of this.
     """
 
     structure: Structure
@@ -63,6 +63,6 @@ class Outcome:
     update: Any = dataclasses.field(default=None, compare=False)
 
     def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:
-        """For each array of ``structure`` the input or output that it is."""
+        """The arrays of ``structure``, from the inputs and outputs."""
         outputs = [group.arrays for group in groups]
         return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]

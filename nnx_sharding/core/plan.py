@@ -1,4 +1,4 @@
-"""What is worked out once per structure: specs, names, and the pure function in JAX's hands."""
+"""What is computed once per structure: specs, names, and the pure function transformed by JAX."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from .unflatten import parts, picker
 
 
 class Plan(NamedTuple):
-    """All that a call needs after its arguments were split.
+    """All that a call needs once its arguments are split.
 
     Attributes:
-      transform: what the transform decides, with the mesh that applies.
+      transform: the transform, with the mesh that applies.
       fun_name: the name of the function.
       structure: the structure of the arguments that the plan serves.
       signature: the roles of the arguments.
       targets: the dynamic arguments and their parts.
-      names: for each slot the expression for the array: ``model.up.kernel``.
+      names: the expression for the array in each slot: ``model.up.kernel``.
       specs: the spec of each slot.
-      shardings: for each slot the sharding that is declared for it, or None.
+      shardings: the declared sharding of each slot, or None.
       out_specs: all specs that outputs can have.
       donated: the slots whose arrays are donated.
       attributes: the slots of arrays that are attributes of modules, each with the index of the
-        module and the name. Empty where attributes of the caller's modules are not updated.
-      placed_slots: the slots that are brought to their sharding before the function runs: those of
-        Variables and of these attributes, and all where committed arrays may be moved.
-      placed_shardings: these shardings.
+        module and the name. Empty if attributes of the caller's modules are not updated.
+      placed_slots: the slots that are placed before the function runs: those of Variables and of
+        these attributes, and all if committed arrays may be moved.
+      placed_shardings: the shardings of these slots.
       pick_placed: picks these slots from all arrays.
-      program: the pure function in JAX's hands.
+      program: the pure function, transformed by JAX.
       fun: the function, held weakly.
-      reported: what JAX has reported of a compilation that is not finished.
+      reported: what JAX has reported about an unfinished compilation.
     """
 
     transform: Transform
@@ -89,13 +89,13 @@ def make_plan(
       flat: the arguments, flattened.
       graph: whether references are kept.
       updates: whether changes of structure are written back to the caller's objects.
-      traced: pure functions of ``fun`` that were made before, by their keys. Options that do
-        not matter to the trace, such as compiler options, then do not cost another one.
+      traced: existing pure functions of ``fun``, by their keys, so that options that do not affect
+        the trace, such as compiler options, do not cause another one.
 
     Raises:
       ValueError: the specs do not fit the arguments.
       TypeError: an argument is not an array.
-      StrictError: the transform is strict, and there is something to warn of.
+      StrictError: the transform is strict, and there would be a warning.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
@@ -222,7 +222,7 @@ def _donated_slots(
 def known_variables(
     locations: Sequence[NamedLocation], object_specs: Mapping[int, Any]
 ) -> dict[int, tuple[str, Any]]:
-    """For each Variable its first name and its spec."""
+    """The first name and the spec of each Variable."""
     known: dict[int, tuple[str, Any]] = {}
     for found in locations:
         index, slots = found.location.entry, found.location.slots
@@ -232,9 +232,9 @@ def known_variables(
 
 
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
-    """Arrays to trace with: those that a call gives the declared sharding have it.
+    """Arrays to trace with: with the declared sharding if a call would place them there.
 
-    So do abstract ones, where JAX does not get the declared shardings as an option.
+    This includes abstract ones, if JAX does not get the declared shardings as an option.
     """
     placed, by_type = frozenset(plan.placed_slots), not plan.transform.passes_shardings
     return [
@@ -265,7 +265,7 @@ def is_committed(leaf: Any) -> bool:
 
 
 def _is_open(leaf: Any, declared: jax.sharding.Sharding, on_committed: OnCommitted) -> bool:
-    """Whether a call brings an array to its declared sharding."""
+    """Whether a call moves an array to its declared sharding."""
     if isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return False
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -282,5 +282,5 @@ def _is_open(leaf: Any, declared: jax.sharding.Sharding, on_committed: OnCommitt
 def _weak(fun: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(fun)
-    except TypeError:  # some callables of NumPy; nothing is kept for them beyond their callers
+    except TypeError:  # some NumPy callables; nothing is kept for them beyond their wrappers
         return lambda: fun

@@ -1,7 +1,7 @@
-"""What can be wrong with a call, as data, and the hooks by which diagnostics hear of it.
+"""What can be wrong with a call, as data, and the hooks by which diagnostics learn of it.
 
-The core does not import diagnostics. It collects all offenders of one kind and hands them, as
-tuples, to the installed :class:`Diagnostics`, which make the exception or the warning of them
+The core does not import diagnostics. It collects all offenders of one kind and passes them, as
+tuples, to the installed :class:`Diagnostics`, which make an exception or a warning from them
 (``diagnostics/messages.py``).
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 
 class Problem(enum.Enum):
-    """A kind of problem; behind each the fields of an offender."""
+    """A kind of problem; the comments list the fields of an offender."""
 
     # Arguments and options
     ARGUMENT_IS_NOT_ARRAY = enum.auto()  # path, value
@@ -56,7 +56,7 @@ class Problem(enum.Enum):
 
 
 class Diagnostics:
-    """What is asked when something is wrong; by default nothing is explained."""
+    """Makes exceptions and warnings for problems; by default nothing is explained."""
 
     def error(
         self, problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any
@@ -65,10 +65,10 @@ class Diagnostics:
         return ValueError(problem.name, *offenders, details)
 
     def warn(self, problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any) -> None:
-        """Warns of a problem; with ``strict`` among the details it is an error."""
+        """Warns about a problem; with ``strict`` among the details it is an error."""
 
     def failed(self, plan: Any, leaves: Sequence[Any], error: Exception) -> None:
-        """Raises what explains an error of JAX better than itself, or adds a note to it."""
+        """Raises an error that explains one of JAX better, or adds a note to it."""
 
 
 _installed = Diagnostics()
@@ -86,10 +86,10 @@ def refuse(problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: An
 
 
 def warn(problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any) -> None:
-    """Warns of a problem."""
+    """Warns about a problem."""
     _installed.warn(problem, offenders, **details)
 
 
 def failed(plan: Any, leaves: Sequence[Any], error: Exception) -> None:
-    """Lets diagnostics explain an error of JAX; returns if they do not."""
+    """Lets diagnostics explain an error from JAX; returns if they do not."""
     _installed.failed(plan, leaves, error)

@@ -1,10 +1,10 @@
 """The pure function of flat arrays that JAX transforms in place of the user's function.
 
 It builds the graph around the arrays, calls the user's function, flattens the graph again and
-compares. Outputs are as few as possible: an array that the function left alone is not an
-output, the caller's object simply keeps it. How the outputs belong together is known only
-after tracing and may depend on shapes, so it travels as the static part of the output
-(:class:`~.outcome.Outcome`), of which JAX keeps one for each trace.
+compares. Outputs are as few as possible: an array that the function did not change is not an
+output, and the caller's object keeps it. What the outputs mean is known only after tracing and may
+depend on shapes, so it is the static part of the output (:class:`~.outcome.Outcome`), of which JAX
+keeps one for each trace.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from .unflatten import Built, assemble, is_leaf_variable, node_changes, parts, r
 
 
 class Pure(NamedTuple):
-    """The pure function, as a value: those with equal keys trace alike.
+    """The pure function, as a value: functions with equal keys have the same trace.
 
     Attributes:
       transform: what the transform decides.
       signature: the roles of the arguments.
       structure: the structure of the arguments.
       targets: the graph objects among the arguments, with their specs.
-      known: for each Variable of the arguments its name, and its final spec.
+      known: the name and the final spec of each Variable of the arguments.
       object_specs: the final specs of all arrays that belong to objects, by slot.
-      on_indivisible: by slot, what to do on an indivisible spec instead of what the transform does.
+      on_indivisible: by slot, the option that has priority over that of the transform.
       donated: slots whose arrays are always outputs.
-      must_be_used: slots that are donated, and whose memory an output has to use.
-      names: for each slot the expression for the array.
+      must_be_used: donated slots whose buffers an output has to use.
+      names: the expression for the array in each slot.
       uses: the decisions of each ``StateSharding`` among the arguments.
-      graph: whether references are kept (graph mode) or refused (tree mode).
+      graph: whether shared references are kept (graph mode) or refused (tree mode).
       updates: whether changes of structure are written back.
       batch_axes: the mesh axes over which the first dimension of arrays outside of objects is
         sharded, if activations are.
       typed: the declared shardings on Explicit axes of arrays outside of objects, by slot. JAX
-        leaves them out of the types of arrays that are not committed.
+        omits them from the types of uncommitted arrays.
     """
 
     transform: Transform
@@ -94,7 +94,7 @@ class Pure(NamedTuple):
         )
 
     def group_specs(self) -> tuple[Any, ...]:
-        """The spec of each group of outputs: every spec that an output can have."""
+        """The spec of each group of outputs: all specs that outputs can have."""
         transform = self.transform
         written = [part.spec for target in self.targets for part in target.parts]
         specs = [transform.spec_of(None)]
@@ -109,9 +109,9 @@ class Pure(NamedTuple):
         return tuple(dict.fromkeys([*specs, *self.object_specs.values()]))
 
     def function(self, fun: Any) -> Callable[..., Any]:
-        """The function to give to JAX, with the user's names for its many arguments.
+        """The function to pass to JAX, with the user's names for its many arguments.
 
-        It does not hold ``fun``: traces that are kept for later must not keep it alive.
+        It has no reference to ``fun``: cached traces must not keep that alive.
         """
 
         def pure(*leaves: Any) -> Any:
@@ -143,7 +143,7 @@ class Pure(NamedTuple):
             restore(self.structure, built.objects)
 
     def _typed(self, leaves: Sequence[Any], *, nested: bool) -> Sequence[Any]:
-        """The arrays with the declared shardings in their types; within a trace those without."""
+        """The arrays with the declared shardings in their types; in a trace, untyped ones only."""
         typed = [*leaves]
         for slot, sharding in self.typed:
             here, declared = type_mesh(typed[slot]), sharding.mesh.axis_types
@@ -177,7 +177,7 @@ class Pure(NamedTuple):
             check_output(after, self.known, name=name)
         written, option = self.transform.out_specs.tree, f"{name}: {self.transform.out_name}"
         output = target("output", written, out, after.structure.root, option)
-        # What is known keeps its spec and name, so only new things are looked for.
+        # Known Variables keep their spec and name, so only new things are located.
         changed = updates and not self._is_unchanged(after.structure)
         locations = locate(after.structure, [*self.targets, output] if changed else [output])
         names = self._output_names(after.structure, locations)
@@ -195,7 +195,7 @@ class Pure(NamedTuple):
         return self._pack(name_of(fun), leaves, after, specs, names)
 
     def _is_unchanged(self, after: Structure) -> bool:
-        """Whether there are the same objects as before, and no module changed or holds arrays."""
+        """Whether the objects are the same as before, and no module changed or holds arrays."""
         before = self.structure.entries
         return len(before) == len(after.entries) and all(
             new == old and not slots
@@ -255,7 +255,7 @@ class Pure(NamedTuple):
         specs: Sequence[Any],
         names: Sequence[str],
     ) -> tuple[Any, ...]:
-        """Sorts the arrays into outputs and those left alone, and notes what changed."""
+        """Sorts the arrays into outputs and unchanged ones, and notes what changed."""
         structure = after.structure
         sources: dict[int, tuple[int, int]] = {}
         values, metadata, nodes, statics = [], [], [], []
@@ -297,7 +297,7 @@ class Pure(NamedTuple):
         return (*packed, Outcome(structure, by_slot, *changes))
 
     def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Every donated array should have an output of its type, which can use its memory."""
+        """Checks that every donated array has an output of its type, which can reuse its buffer."""
         if not self.must_be_used:
             return
         left = Counter(map(_shape_and_dtype, outputs))
@@ -314,9 +314,9 @@ class Pure(NamedTuple):
     def _unchanged(
         self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
     ) -> dict[int, int]:
-        """The arrays of one object that were left alone: slot after the call to slot before."""
+        """The unchanged arrays of one object: slot after the call to slot before."""
         entries = self.structure.entries[index], after.structure.entries[index]
-        if all(map(is_leaf_variable, entries)):  # nearly all are: no need to look for parts
+        if all(map(is_leaf_variable, entries)):  # nearly all are, and have no parts
             pairs = [(after.structure.slots[index][0], self.structure.slots[index][0])]
         else:
             before = parts(self.structure, index)

@@ -1,4 +1,4 @@
-"""Parts with their specs → one spec for every Variable and array, each with its path."""
+"""Parts with their specs → one spec for each Variable and array, with its path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NamedLocation(NamedTuple):
       part: the part of it.
       location: the location.
       name: the expression for it: ``model.blocks[3].kernel``.
-      paths: all paths from the part to it, the first one first.
+      paths: all paths from the part to it, in order.
     """
 
     target: Target
@@ -41,7 +41,7 @@ class NamedLocation(NamedTuple):
         return accessor(self.target.name, (*self.part.keys, *path))
 
     def subject(self, objects: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        """The Variable there, or the array that is in none."""
+        """The Variable there, or the array outside of Variables."""
         index = self.location.entry
         return leaves[self.location.slots[0]] if index is None else objects[index]
 
@@ -65,7 +65,7 @@ def locate(structure: Structure, targets: Sequence[Target]) -> list[NamedLocatio
 
 
 def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]:
-    """For each array the first expression for it; empty for one in no location."""
+    """The first expression for each array; empty for one in no location."""
     names = [""] * num_leaves
     for found in locations:
         for slot in found.location.slots:
@@ -78,8 +78,8 @@ class Resolved(NamedTuple):
 
     Attributes:
       slots: the spec of each array, by slot.
-      variables: for each located Variable or ref its name and spec.
-      on_indivisible: by slot, what the ``StateSharding`` there does on an indivisible spec.
+      variables: the name and spec of each located Variable or ref.
+      on_indivisible: by slot, the option of the ``StateSharding`` there.
       uses: the decisions of each ``StateSharding``.
     """
 
@@ -98,14 +98,14 @@ def resolve(
     known: Mapping[int, tuple[str, Any]] | None = None,
     settled: Set[str] = frozenset(),
 ) -> Resolved:
-    """Gives the array at every location its spec.
+    """Resolves the spec of the array at every location.
 
     Args:
       locations: those of all targets.
       objects: the object of each entry.
       leaves: the arrays, by slot.
       spec_of: makes the final form of a spec.
-      known: Variables that have their spec already: their names and specs.
+      known: Variables that already have their spec: their names and specs.
       settled: names of targets that do not decide about known Variables.
 
     Raises:
@@ -178,8 +178,8 @@ class FilterUse:
     ) -> tuple[int | None, Any]:
         """The index of the filter that decides about a location, and its spec.
 
-        Of a shared Variable all paths are tried: a filter that names one of them comes before
-        those that do not look at paths.
+        All paths of a shared Variable are tried: a filter that names one of them has priority over
+        those that do not depend on paths.
         """
         decisions = []
         for path in found.paths:
@@ -205,7 +205,7 @@ class FilterUse:
         self._arguments[argument] = None
 
     def is_inside(self, path: Path) -> bool:
-        """Whether one of the paths is this one after another key, as for a tuple of modules."""
+        """Whether one of the paths is this one below another key, as in a tuple of modules."""
         paths = (path for x in self.rules.filters if isinstance(x, Paths) for path in x.paths)
         return any(other[1:] == path for other in paths)
 
@@ -215,7 +215,7 @@ class FilterUse:
         return in_range and names_paths(to_predicate(filters[index]))  # type: ignore[index]
 
     def joined(self, other: FilterUse) -> FilterUse:
-        """The decisions of both, which have equal rules."""
+        """The decisions of both, whose rules are equal."""
         new = FilterUse(self.rules)
         for use in (self, other):
             new._matched |= use._matched
@@ -227,8 +227,8 @@ class FilterUse:
     def unused(self) -> Iterator[tuple[str, list[str], str]]:
         """The filters that decided nothing: name, arguments, and a suggestion.
 
-        Only those that look misspelt, and those after a filter that takes all they match: others
-        may be meant for another argument or function.
+        Only those that look misspelt, or that come after filters that match the same: others may be
+        meant for another argument or function.
         """
         for index, filter_ in enumerate(self.rules.filters):
             is_rest = isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything())
@@ -240,10 +240,10 @@ class FilterUse:
 
 
 def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
-    """Warns of filters that decided nothing in any use of equal rules.
+    """Warns about filters that decided nothing in any use of equal rules.
 
     Raises:
-      StrictError: there are some, and ``strict`` is true.
+      StrictError: there are such filters, and ``strict`` is true.
     """
     joined: list[FilterUse] = []
     for use in uses:

@@ -17,7 +17,7 @@ ArgTree = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, keywor
 
 
 class Roles(NamedTuple):
-    """Which parameters are static or donated, as the user wrote it, in hashable form."""
+    """Which parameters are static or donated, as the user declared, in hashable form."""
 
     static_argnums: tuple[int, ...] | None = None
     static_argnames: tuple[str, ...] | None = None
@@ -54,7 +54,7 @@ def _names(value: Any) -> tuple[str, ...] | None:
 
 
 class Signature(NamedTuple):
-    """The roles of the arguments for one way of calling: so many positional, these keywords.
+    """The roles of the arguments for one number of positional arguments and these keywords.
 
     Attributes:
       names: a name for each positional argument, as in the signature (``args[2]`` beyond it).
@@ -91,7 +91,7 @@ class Signature(NamedTuple):
 class Parameters:
     """The parameters of a function with the roles that the user gave them.
 
-    Where only one of ``argnums`` and ``argnames`` is given, the signature gives the other, as in
+    If only one of ``argnums`` and ``argnames`` is given, the signature gives the other, as in
     ``jax.jit``.
 
     Args:
@@ -141,7 +141,7 @@ class Parameters:
         return positions or (), frozenset(names or ())
 
     def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
-        """The roles for a call with so many positional arguments, bound ones included."""
+        """The roles for a call with this many positional arguments, including bound ones."""
         key = (num_positional, keywords)
         signature = self._signatures.get(key)
         if signature is None:
@@ -154,7 +154,7 @@ class Parameters:
         beyond = max(0, num_positional - len(self.positional))
 
         def positions(declared: tuple[int, ...], option: str) -> frozenset[int]:
-            # As in JAX: a position beyond the call was not passed; from the end, all count.
+            # As in JAX: what is beyond the call was not passed; negative ones count from the end.
             if any(i + count < 0 for i in declared):
                 refuse(Problem.POSITION_OUT_OF_RANGE, [(option, declared, count)])
             inside = (i if i >= 0 else i + count for i in declared)
@@ -198,7 +198,7 @@ def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any
 def join_call(
     signature: Signature, statics: Sequence[Any], tree: ArgTree
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The opposite of :func:`sort_call`: all arguments, static ones in their places."""
+    """The inverse of :func:`sort_call`: all arguments, with static ones in their places."""
     dynamic, static = iter(tree[0]), iter(statics)
     args = [next(static if i in signature.static else dynamic) for i in range(len(signature.names))]
     return args, {**tree[1], **dict(zip(sorted(signature.static_keywords), static, strict=True))}
@@ -287,7 +287,7 @@ def _specs_by_name(
 
 
 def _static_parameters(parameters: Parameters, signature: Signature) -> frozenset[int]:
-    """Positions in the signature that are static, also those that this call left out."""
+    """Positions in the signature that are static, including those that this call left out."""
     by_name = {i for i, n in enumerate(parameters.positional) if n in signature.static_keywords}
     count = len(parameters.positional) - parameters.bound
     declared = {i if i >= 0 else i + count for i in parameters.static[0]}

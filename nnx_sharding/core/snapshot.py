@@ -1,4 +1,4 @@
-"""Which objects a function left alone: most of them, and their entries need not be made again."""
+"""Which objects a function did not change: most of them, and their entries can be reused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .structure import LEAF, Container, Entry, NodeEntry, Structure, VariableEnt
 
 
 class Snapshot:
-    """Objects before a function may change them, to see afterwards which of them it left alone."""
+    """Objects before a function may change them, to find those that it did not change."""
 
     def __init__(self, structure: Structure, objects: Sequence[Any]):
         self._entries: Sequence[Any] = structure.entries
@@ -26,7 +26,7 @@ class Snapshot:
         ]
 
     def entry_of(self, index: int, obj: Any) -> NodeEntry | VariableEntry | None:
-        """The entry of an object that is as it was, but for the array of a Variable; else None."""
+        """The entry of an object that is unchanged, except for a Variable's array; else None."""
         before = self._contents[index] if index < len(self._contents) else None
         if before is None:
             return None
@@ -36,7 +36,7 @@ class Snapshot:
 
 
 def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: Any) -> bool:
-    """Whether nothing in an object can change unless its content does."""
+    """Whether any change in an object shows in its content."""
     if isinstance(entry, VariableEntry):
         return entry.value is LEAF
     if not isinstance(entry, NodeEntry) or slots or not _compat.is_plain_pytree(obj):
@@ -61,7 +61,7 @@ def _content(obj: Any) -> tuple[Any, ...]:
 
 
 def node_state(value: Any) -> Container:
-    """The child for Flax's note on how far a module is set up: a pytree without leaves."""
+    """The child for Flax's record of how far a module is set up: a pytree without leaves."""
     return _node_state(_compat.node_flags(value))
 
 

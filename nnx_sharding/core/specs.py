@@ -50,7 +50,7 @@ class PathFunction(StateSharding):
 
 
 def _normalized(spec: Any) -> Any:
-    """A spec as our own types: Flax's StateSharding and prefixes, and modules of specs."""
+    """A spec in our own types, converted from Flax's StateSharding and prefixes, and modules."""
     if type(spec) is getattr(nnx, "StateSharding", None):
         return StateSharding(zip(spec.filters, spec.shardings, strict=True))
     if _compat.is_unspecified(spec):
@@ -71,10 +71,10 @@ class Specs:
     Attributes:
       tree: the prefix itself.
       rules: its leaves.
-      written: its leaves, with those inside of a ``StateSharding`` instead of it.
-      invalid: what is in it and is not a spec: the place, the value, and a suggestion.
+      written: its leaves, with those inside a ``StateSharding`` instead of that.
+      invalid: what is not a spec in it: the place, the value, and a suggestion.
       has_partition_spec: whether one of them needs a mesh.
-      depend_on_values: whether shapes and dtypes decide too, through a predicate of the user's.
+      depend_on_values: whether shapes and dtypes matter, to a user's predicate.
       may_hold_none: whether arguments, or parts of them, can have None.
     """
 
@@ -105,7 +105,7 @@ class Specs:
         except AttributeError:  # a number or a NumPy array
             return _shapes_and_dtypes(leaves)
         last_types, key = self._last
-        if types != last_types:  # they are nearly always the same objects
+        if types != last_types:  # nearly always the same objects
             key = _shapes_and_dtypes(types)
             self._last = types, key
         return key
@@ -149,8 +149,8 @@ def check_specs(name: str, kinds: Any = object, **options: Specs) -> None:
 
     Args:
       name: the name of the transform.
-      kinds: the types of specs that it takes, besides None.
-      options: for each option its value.
+      kinds: the types of specs that it accepts, besides None.
+      options: the value of each option.
 
     Raises:
       TypeError: something is not a spec.
@@ -193,7 +193,7 @@ class Target(NamedTuple):
     parts: tuple[Part, ...]
 
     def objects_only(self) -> Target:
-        """The target without its arrays, which a function cannot change in place."""
+        """The target without arrays, which a function cannot change in place."""
         return Target(self.name, tuple(p for p in self.parts if isinstance(p.child, int)))
 
 
@@ -213,7 +213,7 @@ def argument_targets(
 
 
 def _take(value: Any, children: Iterator[Child]) -> Child:
-    """The next children of the root, as the child for one argument."""
+    """Takes the next children of the root as the child for one argument."""
     if _compat.is_graph_object(value):
         return next(children)
     treedef: PyTreeDef = jax.tree_util.tree_structure(value, is_leaf=_compat.is_graph_object)
@@ -225,7 +225,7 @@ def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -
     """A target for a pytree: broadcasts a prefix of specs over its parts.
 
     Args:
-      name: what it is called in messages.
+      name: its name in messages.
       prefix: the specs.
       value: the pytree.
       child: where it is in the structure.
@@ -260,7 +260,7 @@ def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -
 
 
 def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[tuple[Any, int]]:
-    """For each leaf of ``full`` its spec, and the number of keys that lead to the spec."""
+    """The spec of each leaf of ``full``, and the number of keys that lead to the spec."""
     if isinstance(prefix, dict) and (
         isinstance(full, nnx.State) or jax.tree_util.all_leaves([full])
     ):

@@ -1,4 +1,4 @@
-"""Values of arguments that are static because their spec is None, as in ``jax.shard_map``."""
+"""Argument values that are static because their spec is None, as in ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_static_values(
       args: the positional arguments.
       kwargs: the keyword arguments.
     """
-    # An argument that has no spec may be another number at each call: it stays dynamic.
+    # An argument without a spec may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
     found: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -55,7 +55,7 @@ def _fixed(spec: Any, value: Any) -> Any:
     specs, treedef = jax.tree_util.tree_flatten(spec, is_leaf=lambda x: x is not spec)
     try:
         parts: list[Any] = treedef.flatten_up_to(value)  # type: ignore[attr-defined]
-    except ValueError:  # not a prefix, which is reported with all other problems
+    except ValueError:  # not a prefix; reported with all other problems
         return value
     return jax.tree_util.tree_unflatten(treedef, map(_fixed, specs, parts))
 

@@ -1,7 +1,7 @@
 """Static objects to kinds and parts, and back.
 
-The parts of an object are the items of the built-in class that it derives from, then the values of
-its attributes. Its kind is everything else, and hashable.
+The parts of an object are its items as the built-in class that it derives from, then the values of
+its attributes. Its kind is everything else, and is hashable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Operation: TypeAlias = tuple[Any, ...]  # a function and its arguments
 
 
 class Kind(NamedTuple):
-    """All of a static object but its parts."""
+    """Everything about a static object except its parts."""
 
     type: type
     detail: Hashable  # what its form keeps besides items, such as the bytes of an array
@@ -31,8 +31,8 @@ class Kind(NamedTuple):
 class Form(NamedTuple):
     """How objects of a built-in class are opened, and made or assigned to.
 
-    What is fixed is made with all of its items. Anything else is made empty, by ``__new__`` where
-    there is no function for it, and is then assigned to.
+    Immutable objects are made with all their items. Others are made empty, by ``empty`` or by
+    ``__new__``, and then assigned to.
     """
 
     open: Callable[[Any], tuple[Hashable, Sequence[Any]]]  # object to detail and items
@@ -49,7 +49,7 @@ def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
     return [part for item in items for part in item]
 
 
-# Methods are those of the built-in class: subclasses may override them.
+# The methods are those of the built-in class, since subclasses may override them.
 
 
 def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
@@ -92,7 +92,7 @@ def _assign_array(x: Any, detail: Any, items: Sequence[Any]) -> list[Operation]:
     return [(type(plain).__setitem__, plain, ..., content.reshape(shape))]
 
 
-# By what strings and numbers of a subclass become plain ones.
+# Convert strings and numbers of subclasses to plain ones.
 SCALARS: dict[type, Callable[[Any], Any]] = {
     str: str.__str__,
     int: int.__int__,
@@ -145,7 +145,7 @@ _FORMS: dict[type, Form] = {
 
 
 def _base_of(kind: type) -> type:
-    """The built-in class in the table that a class derives from, if only ``object``."""
+    """The class in the table that a class derives from; ``object`` if there is no other."""
     return next(base for base in kind.__mro__ if base in _FORMS)
 
 
@@ -155,7 +155,7 @@ def is_builtin(kind: type) -> bool:
 
 
 def is_fixed(kind: Kind) -> bool:
-    """Whether an object of this kind cannot be changed itself, only what it holds."""
+    """Whether objects of this kind are immutable themselves, whatever they hold."""
     return not kind.names and _FORMS[_base_of(kind.type)].make is not None
 
 
@@ -170,7 +170,7 @@ def open_object(value: Any) -> tuple[Kind, list[Any]]:
 
 
 def make_fixed(kind: Kind, parts: Sequence[Any]) -> Any:
-    """A new object of a kind that cannot be changed."""
+    """A new object of an immutable kind."""
     make: Any = _FORMS[_base_of(kind.type)].make
     return make(kind.type, kind.detail, parts)
 
@@ -217,9 +217,9 @@ def has_only_dict(value: Any) -> bool:
 
 
 def has_hidden_state(kind: type) -> bool:
-    """Whether objects of a class have content that Python does not show, as those of C may.
+    """Whether objects of a class have content that Python does not show, as C types may.
 
-    The size shows it, as it does where ``object.__reduce_ex__`` refuses to pickle such an object.
+    It is found by their size, as when ``object.__reduce_ex__`` refuses to pickle such an object.
     """
     # Offsets are negative where the interpreter manages the dict or the weak references.
     pointers = len(_slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
@@ -234,12 +234,12 @@ def _instance_dict(value: Any) -> dict[str, Any]:
     return content
 
 
-# ``default_factory`` is an attribute of the same kind.
+# ``default_factory`` of a defaultdict is such a descriptor, too.
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    """The names of the slots that classes written in Python gave their objects."""
+    """The names of the slots that classes written in Python define."""
     names = _SLOTS.get(kind)
     if names is None:
         names = _SLOTS[kind] = tuple(

@@ -1,4 +1,4 @@
-"""Static values: when two of them are equal, and what a change of one of them is.
+"""Static values: when two of them are equal, and when one has changed.
 
 A trace may be used again only for equal static values. The rule has three parts; the table in
 ``docs/architecture.md`` lists the types.
@@ -6,12 +6,12 @@ A trace may be used again only for equal static values. The rule has three parts
 By value: types and values are equal. It is stricter than ``==``: 1, 1.0 and True are different, so
 are 0.0 and -0.0, ``np.int4(1)`` and ``np.uint4(1)``, and frozensets in different orders.
 
-By content: all parts are equal by this same rule, with the order of keys and all attributes. It
-counts which places share one object.
+By content: all parts are equal by this same rule, with the order of keys and all attributes, and
+the same places share one object.
 
 By identity: it is the same object, as for Python and ``jax.jit``. Its attributes are compared as
-well, but not what is inside of them: replacing ``schedule.scale`` is a change, appending to a list
-in it is not.
+well, but not what is inside them: replacing ``schedule.scale`` is a change, appending to a list in
+it is not.
 
 An object that is compared by content or has attributes can be changed in place, so it is an entry
 of the structure (:class:`~nnx_sharding.core.structure.StaticEntry`), like a module.
@@ -63,7 +63,7 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
     if issubclass(kind, _IDENTITY_TYPES) or _compat.is_graph_object(value):
         return None
     if issubclass(kind, enum.Enum | type):
-        return kind, id(value)  # whoever has the key has the value as well
+        return kind, id(value)  # whoever holds the key also holds the value
     if issubclass(kind, np.generic) and not issubclass(kind, np.void):
         return kind, value.dtype, value.tobytes()
     if issubclass(kind, tuple | frozenset) and not has_state(kind):
@@ -117,16 +117,16 @@ class Static:
         self.by_identity = key is None
         self._key = id(value) if key is None else key
         self._value, self._ref = value, None
-        self.note: Any = None  # for diagnostics: a description of what is compared by identity
+        self.note: Any = None  # for diagnostics: a description of an object compared by identity
         if self.by_identity and not hold:
             with contextlib.suppress(TypeError):  # not every object has weak references
                 self._ref, self._value = weakref.ref(value), None
 
     @staticmethod
     def of(value: Any, *, hold: bool = True) -> Static:
-        """A static for ``value``; for common ones always the same, which saves time and memory.
+        """A static for ``value``; common ones are cached, which saves time and memory.
 
-        With ``hold=False`` it does not keep an object alive that is compared by identity.
+        With ``hold=False`` it does not keep alive an object that is compared by identity.
         """
         return _shared(value) if type(value) in _SHARED_TYPES else Static(value, hold)
 
@@ -158,7 +158,7 @@ _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
 class Content(NamedTuple):
-    """What an object consists of: its kind, its items and then the values of its attributes."""
+    """The content of an object: its kind, its items and then the values of its attributes."""
 
     kind: Kind
     parts: Sequence[Any]
@@ -166,7 +166,7 @@ class Content(NamedTuple):
 
 
 def content_of(value: Any) -> Content | None:
-    """The content of an object that is not compared by value; None if it has none to compare."""
+    """The content of an object that is not compared by value; None if there is none to compare."""
     kind = type(value)
     if issubclass(kind, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None

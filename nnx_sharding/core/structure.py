@@ -1,9 +1,9 @@
 """The hashable description of a graph of NNX objects.
 
-A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``, a static
-object that can be changed) is one entry, and whatever refers to it holds its index: two children
-with the same index are the same object, so sharing and cycles need no special case. Arrays are in
-a flat list, whose positions are called slots; in the table ``LEAF`` marks where they belong.
+A graph is kept as a table. Every object with an identity (module, Variable, ``jax.Ref``, mutable
+static object) is one entry, and whatever refers to it holds its index: two children with the same
+index are the same object, so sharing and cycles need no special case. Arrays are in a flat list,
+whose positions are called slots; in the table ``LEAF`` marks where they belong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Container(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A static value that cannot be changed itself, but holds objects that can."""
+    """An immutable static value that holds mutable objects."""
 
     kind: Kind
     children: tuple[Any, ...]
@@ -106,13 +106,13 @@ class Location(NamedTuple):
 
 @dataclasses.dataclass(slots=True, repr=False)
 class Structure:
-    """All of a graph but its arrays: types, static attributes, metadata, who is who.
+    """All of a graph except its arrays: types, static attributes, metadata, shared references.
 
-    Hashable and comparable: two graphs with equal structures differ only in their arrays,
-    so a function traced for one serves the other. Made by :func:`~nnx_sharding.split`.
+    Hashable and comparable: two graphs with equal structures differ only in their arrays, so a
+    function traced for one can be used for the other. Made by :func:`~nnx_sharding.split`.
 
     Attributes:
-      entries: the table. An entry is None where the object was left out on purpose.
+      entries: the table. An entry is None if its object is not described.
       root: the pytree that was split, in terms of the table.
       slots: for each entry, the slots of the arrays that belong to it.
       root_slots: the slots of arrays that belong to no entry.
@@ -150,11 +150,11 @@ class Structure:
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Every Variable, ``jax.Ref`` and bare array that is reachable from ``child``.
 
-        Depth first with keys in order, as Flax walks a graph; a shared object comes once, under its
-        first path. ``slots`` are those of the leaves that ``child`` holds outside of any entry.
+        Depth first with keys in order, as Flax walks a graph; a shared object is yielded once,
+        under its first path. ``slots`` are those of the leaves of ``child`` outside of any entry.
         """
         seen: set[int] = set()
-        # No recursion: models may be nested deeply. The last item is the Variable around a leaf.
+        # No recursion: models may be nested deeply. The last item is the Variable of a leaf.
         stack: list[tuple[Path, Child, Iterator[int], int | None]] = [((), child, slots, None)]
         while stack:
             path, child, slots, variable = stack.pop()
@@ -199,7 +199,7 @@ class Structure:
     ) -> dict[int, list[Path]]:
         """Up to ``limit`` paths to each object that is reachable from ``starts``, short ones first.
 
-        No path passes an object twice, but it may end at one that it has passed.
+        No path passes through an object twice, but it may end at one that it passed through.
         """
         paths: dict[int, list[Path]] = {}
         queue = deque((path, child, frozenset[int]()) for path, child in starts)
@@ -220,12 +220,12 @@ class Structure:
         return paths
 
     def names(self, starts: Iterable[tuple[str, Child]]) -> dict[int, str]:
-        """What a user would write for each object that is reachable from named ones."""
+        """The expression for each object that is reachable from named ones."""
         paths = self.paths_to_objects(((name,), child) for name, child in starts)
         return {index: accessor(path[0], path[1:]) for index, [path] in paths.items()}
 
     def shared_objects(self, child: Child) -> set[int]:
-        """The modules, Variables and refs in ``child`` that are referred to more than once."""
+        """The modules, Variables and refs in ``child`` with more than one reference."""
         links: Counter[int] = Counter()
         pending: list[Sequence[Child]] = [(child,)]
         while pending:
@@ -240,7 +240,7 @@ class Structure:
         return {index for index in shared if not isinstance(self.entries[index], StaticEntry)}
 
     def aliases(self, child: Child, limit: int = 8) -> dict[int, list[Path]]:
-        """Up to ``limit`` paths to each Variable that ``child`` leads to by more than one."""
+        """Up to ``limit`` paths to each Variable that has more than one path from ``child``."""
         if not self.shared_objects(child):
             return {}
         return {
@@ -254,7 +254,7 @@ class Structure:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the hash, which another process computes differently.
+        # Without the hash, which differs between processes.
         fields = self.entries, self.root, self.slots, self.root_slots, self.statics, self.origins
         return Structure, fields
 
@@ -269,14 +269,14 @@ class Structure:
 
 
 def children_of(entry: Entry | None) -> Sequence[Any]:
-    """What an entry consists of."""
+    """The children of an entry."""
     if isinstance(entry, VariableEntry):
         return (entry.value, *(setting for _, setting in entry.metadata))
     return entry.children if isinstance(entry, NodeEntry | StaticEntry) else ()
 
 
 def atoms(children: Iterable[Any]) -> Iterator[Any]:
-    """The indices, leaves and statics that children consist of."""
+    """The indices, leaves and statics within children."""
     for child in children:
         if isinstance(child, Container | Group):
             yield from atoms(chain(child.children, getattr(child, "aux", ())))
@@ -297,7 +297,7 @@ def holds_objects(entry: VariableEntry) -> bool:
 
 
 def parts_of(x: Entry | Container | Group | None) -> dict[Path, Child]:
-    """What an entry or a value consists of, by the path to it."""
+    """The parts of an entry or a value, by path."""
     if isinstance(x, Container):
         return dict(zip(container_keys(x.treedef), x.children, strict=True))
     if isinstance(x, Group | StaticEntry):
@@ -329,7 +329,7 @@ def _static_paths(x: StaticEntry | Group) -> list[Path]:
 def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
     """The path of each leaf of a pytree, in the keys that NNX uses.
 
-    Not cached: treedefs hold data of the user's, which a cache would keep and compare.
+    Not cached: treedefs hold the user's data, which a cache would keep alive and compare.
     """
     count = treedef.num_leaves
     if not count:
@@ -337,7 +337,7 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
     try:
         tree = jax.tree_util.tree_unflatten(treedef, [LEAF] * count)
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    except Exception:  # a class whose constructor checks its children; then positions must do
+    except Exception:  # a class whose constructor checks its children; then positions are used
         leaves = []
     paths = tuple(tuple(map(path_key, path)) for path, _ in leaves)
     if len(set(paths)) != count:  # or one whose children have equal keys

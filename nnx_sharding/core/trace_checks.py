@@ -1,4 +1,4 @@
-"""What a traced function may not do to the graph, because it means nothing outside of the trace."""
+"""Checks for changes of the graph by a traced function that have no meaning outside the trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_objects(
       before: the structure of the arguments.
       after: the graph after the call.
       targets: the arguments.
-      borrowed: ids of the static values that are compared by identity and were there before.
+      borrowed: ids of the earlier static values that are compared by identity.
       name: the name of the transform.
       updates: whether changes of structure are written back.
 
@@ -87,7 +87,7 @@ def check_objects(
 
 
 def check_output(after: Flat, known: Mapping[int, tuple[str, Any]], *, name: str) -> None:
-    """Without graph updates an output cannot hold a Variable of the inputs, or a captured one."""
+    """Checks that, without graph updates, no output is an input or captured Variable."""
     offenders: list[tuple[str, str | None]] = []
     structure = after.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):

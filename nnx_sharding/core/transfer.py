@@ -18,22 +18,22 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .. import _compat
 from ..fitting import unsummed
 
-# Where one device's part of an array begins and ends, for each dimension.
+# The beginning and end of one device's part of an array, in each dimension.
 _Bounds: TypeAlias = tuple[tuple[int, int], ...]
-_ALIGNMENT = 64  # of memory that a CPU device takes over; XLA copies what begins elsewhere
+_ALIGNMENT = 64  # of memory that a CPU device adopts; XLA copies buffers that are not aligned
 
 
 def transfer(
     leaves: Sequence[Any], shardings: Sequence[Any], *, donate: bool = False, alias: bool = True
 ) -> list[Any]:
-    """Arrays, each with its sharding; those without one, or that have it, as they are.
+    """Moves each array to its sharding; those without one, or that already have it, are returned.
 
     Args:
-      leaves: NumPy or JAX arrays, numbers, abstract arrays. Those of which this process has all
-        parts are taken to be the same in each process.
-      shardings: concrete ones (``Format`` too), or None, one for each.
-      donate: whether to free the arrays that are replaced, unless one of ``leaves`` stays as it
-        is or goes to two places.
+      leaves: NumPy or JAX arrays, numbers, abstract arrays. Arrays that this process holds in full
+        are assumed to be equal in all processes.
+      shardings: one for each leaf: a concrete sharding, a ``Format``, or None.
+      donate: whether to free replaced arrays, unless they are among ``leaves`` also unchanged or
+        with another sharding.
       alias: whether the result may share buffers with ``leaves``. It never does with NumPy arrays.
     """
     alias = alias and not donate
@@ -63,7 +63,7 @@ def transfer(
 
 
 def obstacle(leaf: Any, sharding: Sharding) -> str | None:
-    """Why a concrete array cannot get a sharding, whatever its shape is; None if it can."""
+    """Why a concrete array cannot get a sharding, whatever its shape; None if it can."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         return "the mesh is abstract, without devices to place the array on"
     if not isinstance(leaf, jax.Array):
@@ -73,7 +73,7 @@ def obstacle(leaf: Any, sharding: Sharding) -> str | None:
     if leaf.is_fully_addressable or leaf.sharding.device_set == sharding.device_set:
         return None
     return (
-        "it is on devices of other processes, and JAX moves it between these only; save it and "
+        "it is on devices of other processes, and JAX moves it only between these; save it and "
         "restore it where it is needed"
     )
 
@@ -84,7 +84,7 @@ class _Move:
 
     array: Any
     goal: Any
-    is_ours: bool = False  # whether the array may be freed: it is donated, or intermediate
+    is_ours: bool = False  # whether the array may be freed, being donated or intermediate
     slots: list[int] = dataclasses.field(default_factory=list)  # of the result
 
     def advance(self, array: Any) -> None:
@@ -97,13 +97,13 @@ _Steps: TypeAlias = Sequence[tuple[_Move, Any]]
 
 
 def _perform(moves: Sequence[_Move], alias: bool) -> None:
-    """Brings each array to its goal.
+    """Moves each array to its goal.
 
-    What stays on its devices, in any order, is resharded by one compiled program for each mesh.
-    What comes from other devices, and has the parts that are wanted, is copied from device to
-    device, all at once. The rest is assembled part by part on the host.
+    Arrays that stay on their devices, in any order, are resharded by one compiled program for each
+    mesh. Arrays on other devices that have the wanted parts are copied from device to device, all
+    together. The rest is assembled part by part on the host.
     """
-    # JAX cannot move summands to other devices, only their sum.
+    # JAX cannot move unreduced arrays to other devices, only their sum.
     sums = [move for move in moves if _has_summands(move.array, move.goal)]
     _reshard([(move, unsummed(move.array.sharding)) for move in sums])
     last = [(move, move.goal) for move in moves if _has_summands(move.goal, move.array)]
@@ -112,7 +112,7 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
     for move in moves:
         if _needs_host(move.array, move.goal, alias):
             move.advance(_assembled(move.array, move.goal))
-    # XLA reshards in the main memory of devices only.
+    # XLA reshards only in the default memory of devices.
     programs = [move for move in moves if _needs_program(move.array, move.goal)]
     _put([(move, _in_main_memory(move.array.sharding)) for move in programs])
     _reshard([(move, _in_main_memory(move.goal)) for move in programs])
@@ -121,12 +121,12 @@ def _perform(moves: Sequence[_Move], alias: bool) -> None:
 
 
 def _is_placed(leaf: Any, sharding: Any) -> bool:
-    """Whether an array is committed to just this sharding."""
+    """Whether an array is committed to exactly this sharding."""
     return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
 
 
 def _has_summands(one: Any, other: Any) -> bool:
-    """Whether one of an array and a sharding is unreduced, and the other on other devices."""
+    """Whether either of an array and a sharding is unreduced, and their devices differ."""
     sharding, others = (getattr(x, "sharding", x) for x in (one, other))
     if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
         return False
@@ -134,7 +134,7 @@ def _has_summands(one: Any, other: Any) -> bool:
 
 
 def _put(steps: _Steps, alias: bool = True) -> None:
-    """Copies from device to device what is not where it should be, or may not be shared."""
+    """Copies arrays from device to device if they are misplaced or must not be shared."""
     pending = [
         (move, goal)
         for move, goal in steps
@@ -161,7 +161,7 @@ def _needs_program(array: Any, goal: Any) -> bool:
 
 
 def _reshard(steps: _Steps) -> None:
-    """Reshards arrays on their own devices, with one program for each order of these."""
+    """Reshards arrays on their own devices, with one program for each device order."""
     for devices in dict.fromkeys(_compat.device_assignment(goal) for _, goal in steps):
         group = [step for step in steps if _compat.device_assignment(step[1]) == devices]
         group.sort(key=lambda step: step[0].is_ours)
@@ -170,7 +170,7 @@ def _reshard(steps: _Steps) -> None:
             old[move.is_ours].append(_reordered(move.array, goal, devices))
         program = jax.jit(_join, out_shardings=[goal for _, goal in group], donate_argnums=1)
         with warnings.catch_warnings():
-            # Buffers of another size than the new ones cannot be used again; they are freed.
+            # Buffers whose size differs from the new ones cannot be reused; they are freed.
             warnings.filterwarnings("ignore", _compat.UNUSED_DONATION)
             new = program(*old)
         for (move, _), array in zip(group, new, strict=True):
@@ -204,21 +204,21 @@ def _needs_host(array: Any, goal: Any, alias: bool) -> bool:
     if not isinstance(goal, Sharding):
         return False
     if not isinstance(array, jax.Array):
-        # As a number JAX keeps it weakly typed.
+        # JAX keeps a Python number weakly typed.
         return isinstance(array, np.ndarray | np.generic) or not goal.is_fully_addressable
     current = array.sharding
     if not array.is_fully_addressable or current.device_set == goal.device_set:
         return False
     if not goal.is_fully_addressable:
         return True
-    if getattr(array, "weak_type", False):  # which only jax.device_put keeps
+    if getattr(array, "weak_type", False):  # preserved only by jax.device_put
         return False
-    # Where devices have a part already JAX does not copy it, also if asked to.
+    # JAX does not copy a part to a device that already has it, even if asked to.
     may_share = alias or current.device_set.isdisjoint(goal.device_set)
-    if current.memory_kind != goal.memory_kind:  # which some releases of JAX confuse
+    if current.memory_kind != goal.memory_kind:  # some releases of JAX confuse them
         return True
     device: Any = next(iter(current.device_set))
-    if current.num_devices == 1 and device.platform != "cpu":  # there JAX slices on the device
+    if current.num_devices == 1 and device.platform != "cpu":  # JAX then slices on the device
         return not may_share and goal.shard_shape(array.shape) == array.shape
     wanted, held = (x.devices_indices_map(array.shape).values() for x in (goal, current))
     parts = {_bounds(index, array.shape) for index in held}
@@ -240,7 +240,7 @@ def _assembled(array: Any, goal: Sharding) -> Any:
     held = {tuple((0, size) for size in shape): array}
     if isinstance(array, jax.Array):
         held = {_bounds(shard.index, shape): shard.data for shard in array.addressable_shards}
-    # A CPU device may use the memory that it is given.
+    # A CPU device may alias the memory that it is given.
     if isinstance(array, jax.Array) or any(device.platform == "cpu" for device in devices):
         part = functools.partial(_part, held, shape, dtype)
     dtype = jax.dtypes.canonicalize_dtype(dtype)

@@ -19,8 +19,8 @@ from .problems import Problem, refuse
 from .signature import Call, Parameters, Signature, sort_call
 from .specs import Specs
 
-# What is done with arrays that are committed to another sharding than declared: an error; they are
-# resharded on the same devices, or moved from wherever they are; or their own sharding counts.
+# What is done with arrays that are committed to a sharding other than declared: raise an error,
+# reshard them on the same devices, move them from any devices, or keep their own sharding.
 OnCommitted: TypeAlias = Literal["error", "reshard", "move", "leave"]
 
 
@@ -28,7 +28,7 @@ NO_SPECS = Specs(None)
 
 
 class Program(NamedTuple):
-    """A pure function made ready by JAX.
+    """A pure function, transformed by JAX.
 
     Attributes:
       staged: the form with ``trace``, ``lower`` and ``eval_shape``.
@@ -47,22 +47,22 @@ class Transform:
 
     Attributes:
       name: its name in messages.
-      in_name: the name of its option for the specs of inputs.
+      in_name: the name of the option for the specs of inputs.
       in_specs: the specs of inputs as the user wrote them.
       out_specs: the specs of outputs as the user wrote them.
       mesh: the mesh that the user gave, or the concrete one in context when a plan is made.
       context: the mesh that applies to one plan: ``mesh``, or the one in context.
-      on_committed: what is done with arrays committed to another sharding than declared.
+      on_committed: what is done with arrays committed to a sharding other than declared.
       on_indivisible: what is done with specs that do not divide a shape.
       strict: whether warnings are errors.
-      activation_shardings: how activations are sharded, whatever argument a module is from.
+      activation_shardings: how activations are sharded, for modules of all arguments.
       auto_axes: the Explicit axes that are Auto while the function runs; True for all.
       passes_shardings: whether JAX gets the shardings of inputs as an option, not by their types.
-      divides_outputs: whether specs must divide the arrays that come out.
+      divides_outputs: whether specs must divide the output arrays.
       shards: whether specs are shardings, which have to fit a mesh.
-      takes_any: whether arguments may be other than arrays.
-      returns_any: whether results may.
-      returns_inputs: whether results may be objects of the arguments without graph updates, too.
+      takes_any: whether arguments need not be arrays.
+      returns_any: whether results need not be arrays.
+      returns_inputs: whether results may be objects of the arguments even without graph updates.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Transform:
 
     @property
     def out_name(self) -> str:
-        """The name of its option for the specs of outputs."""
+        """The name of the option for the specs of outputs."""
         return self.in_name.replace("in_", "out_")
 
     @property
@@ -134,7 +134,7 @@ class Transform:
         """This transform with the mesh that applies now.
 
         Raises:
-          ValueError: there has to be one, and there is none.
+          ValueError: a mesh is needed, and there is none.
         """
         if not self.reads_context:
             return dataclasses.replace(self, context=self.mesh)
@@ -177,11 +177,11 @@ class Transform:
     def tracing(
         self, pure: Any, caller: Caller, built: Any, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        """What surrounds the user's function while it is traced; gives what to call for it.
+        """The context of the user's function while it is traced; yields what to call in its place.
 
         Args:
           pure: what is traced.
-          caller: who makes the call.
+          caller: the call in which it is traced.
           built: the objects of the arguments in the trace.
           leaves: the arrays in the trace.
         """
@@ -190,7 +190,7 @@ class Transform:
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
     ) -> None:
-        """Refuses arrays that must not come out with these specs."""
+        """Raises an error for arrays that cannot be outputs with these specs."""
 
     def compile(
         self,
@@ -203,8 +203,8 @@ class Transform:
         """The JAX form of a pure function.
 
         Args:
-          pure: what the function does.
-          function: takes all arrays, and returns them in groups of one spec each.
+          pure: the pure function, as a value.
+          function: takes all arrays, and returns outputs in groups of one spec each.
           in_specs: the spec of each array.
           out_specs: the spec of each group.
           donated: the slots of the arrays that are donated.
@@ -214,7 +214,7 @@ class Transform:
     def needing_devices(
         self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool
     ) -> Callable[..., Any]:
-        """A call at top level with an abstract mesh, refused where nothing gives the devices.
+        """A call at top level with an abstract mesh; raises if nothing determines the devices.
 
         Args:
           mesh: the mesh.
@@ -234,10 +234,10 @@ class Transform:
 
 
 def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
-    """Checks that each option has one of the values that it can have.
+    """Checks that each option has one of its valid values.
 
     Raises:
-      ValueError: one has another.
+      ValueError: an option has another value.
     """
     offenders = [
         (option, value, values)

@@ -1,4 +1,4 @@
-"""Structure and flat arrays → graph of NNX objects: new ones, or those of the caller."""
+"""A structure and flat arrays → a graph of NNX objects: new ones, or the caller's."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def unflatten(
     Args:
       structure: what to build.
       leaves: the arrays, by slot. For a ``jax.Ref`` the ref itself, or an array for a new one.
-      existing: objects to use as they are, by index.
-      share: whether to use the lists and other static containers that were flattened, as long as
-        they are unchanged, and not new ones.
+      existing: objects to use unchanged, by index.
+      share: whether to use the flattened lists and other static containers instead of new ones,
+        as long as they are unchanged.
     """
     existing = existing or {}
     existing = {**existing, **_originals(structure, existing, share)}
@@ -67,7 +67,7 @@ def unflatten(
             continue
         arrays = (leaves[slot] for slot in structure.slots[index])
         if isinstance(entry, VariableEntry):
-            if len(plain[id(entry.metadata)]) < len(entry.metadata):  # it links to objects
+            if len(plain[id(entry.metadata)]) < len(entry.metadata):  # some of it links to objects
                 _compat.set_metadata(objects[index], _metadata(entry, objects))
             _compat.set_value(objects[index], assemble(entry.value, arrays, objects))
         elif isinstance(entry, NodeEntry):
@@ -94,7 +94,7 @@ def _new_object(
     if entry is None:
         return None
     leaf = leaves[slots[0]]
-    # An abstract value stays one: there is nothing yet that a ref could refer to.
+    # An abstract value stays abstract: there is nothing yet for a ref to refer to.
     is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
     is_ref = _compat.is_ref(leaf) or _compat.is_hijax_variable(leaf)
     return leaf if is_abstract or is_ref else jax.new_ref(leaf)
@@ -165,7 +165,7 @@ def _assign(entry: StaticEntry, value: Any, objects: Sequence[Any]) -> list[Oper
 
 
 def restore(structure: Structure, objects: Sequence[Any]) -> None:
-    """Gives static objects the content of their entries back, where it has changed."""
+    """Restores the content of static objects from their entries, where it has changed."""
     known = dict(enumerate(objects))
     for index, entry in enumerate(structure.entries):
         if isinstance(entry, StaticEntry) and not _has_content(entry, objects[index], known):
@@ -173,10 +173,10 @@ def restore(structure: Structure, objects: Sequence[Any]) -> None:
 
 
 def _originals(structure: Structure, existing: Mapping[int, Any], share: bool) -> dict[int, Any]:
-    """The static objects that were flattened and that still have their content.
+    """The flattened static objects that still have their content.
 
-    Without ``share`` lists and the like count only as a part of others: nearly all that a function
-    creates while it runs are such containers.
+    Without ``share``, lists and other containers count only as a part of others: nearly all objects
+    that a function creates while it runs are such containers.
     """
     entries: Sequence[Any] = structure.entries
     originals = {i: value for i, value in structure.origins.items() if i not in existing}
@@ -227,7 +227,7 @@ class NodeChange(NamedTuple):
 
 
 def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int, ...]]]:
-    """For each attribute of an object its child, and the slots of the arrays in that."""
+    """The child of each attribute of an object, and the slots of the arrays in it."""
     entry, slots = structure.entries[index], iter(structure.slots[index])
     children: dict[Any, Child] = {}
     if isinstance(entry, NodeEntry):
@@ -250,9 +250,9 @@ def count_leaves(child: Child) -> int:
 def node_changes(
     index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
 ) -> NodeChange | None:
-    """What changes a node from its entry ``before`` to that in ``after``; None for nothing.
+    """The changes of a node from its entry ``before`` to that in ``after``; None for none.
 
-    The arrays in ``fresh`` slots are new, even where the entry is the same. If ``before`` is None,
+    The arrays in ``fresh`` slots are new, even if the entry is the same. If ``before`` is None,
     every attribute is set.
     """
     new = parts(after, index)
@@ -296,8 +296,8 @@ def update(
       after: the structure with the new content.
       leaves: its arrays, by slot.
       objects: its objects, by entry.
-      values: the Variables to set the value of.
-      metadata: the Variables to set the metadata of.
+      values: the Variables whose values to set.
+      metadata: the Variables whose metadata to set.
       nodes: changes of attributes.
       statics: the static objects to give their new content.
     """
@@ -318,7 +318,7 @@ def update(
 
 
 def perform(operations: Iterable[Operation]) -> None:
-    """Runs all operations without a step of Python in between, which a signal could interrupt."""
+    """Runs all operations without Python code in between, which a signal could interrupt."""
     deque(itertools.starmap(operator.call, operations), maxlen=0)
 
 
@@ -326,7 +326,7 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
     """A function that picks these positions from a sequence, at C speed."""
     if not positions:
         return lambda items: ()
-    if len(positions) == 1:  # of one position, itemgetter would not give a sequence
+    if len(positions) == 1:  # for one position, itemgetter would not give a sequence
         start = positions[0]
         return operator.itemgetter(slice(start, start + 1))
     return operator.itemgetter(*positions)

@@ -24,7 +24,7 @@ def user_tree(
     Args:
       structure: the structure.
       values: one value for each slot.
-      keep: whether the value with these slots is in the tree; None is in its place otherwise.
+      keep: whether the value with these slots is in the tree; otherwise None takes its place.
     """
 
     def build(child: Child, slots: Iterator[int]) -> Any:

@@ -1,4 +1,4 @@
-"""Sharded arrays that a function captures, by the names that they have in it."""
+"""Sharded arrays that a function captures, by their names in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..paths import accessor
 
 
 def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[tuple[str, Any]]:
-    """The sharded arrays that a function may capture, or its trace did capture, with names."""
+    """The sharded arrays that a function may capture, or that its trace captured, with names."""
     arrays = [array for name, value in captured_values(fun) for array in _arrays(name, value)]
     if constants is not None:
         names = {id(array): name for name, array in reversed(arrays)}

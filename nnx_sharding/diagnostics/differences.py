@@ -1,4 +1,4 @@
-"""Describes in what the arguments of two calls differ: ``model.dropout.rate: 0.1 → 0.2``."""
+"""Describes how the arguments of two calls differ: ``model.dropout.rate: 0.1 → 0.2``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Side: TypeAlias = tuple[Signature, Structure]
 
 
 class Fact(NamedTuple):
-    """What one part of the arguments is. It does not refer to any object of the user's."""
+    """A description of one part of the arguments, without references to the user's objects."""
 
     text: str  # the part in a message
     origin: str = ""  # where its class or its code is defined
-    content: Any = None  # all else that is compared, besides its own parts
+    content: Any = None  # everything else that is compared, except its own parts
     rest: Any = None  # what is compared if none of its own parts differs
     by_identity: str = ""  # the name of its class, if `rest` compares identities
 
 
-_MAX_FACTS = 1000  # of one static value, which may refer to any number of objects
+_MAX_FACTS = 1000  # about one static value, which may refer to any number of objects
 
 
 class Facts(NamedTuple):
-    """The facts on a call by the expression for each part, and the expressions by a hash."""
+    """The facts about a call by the expression for each part, and the expressions by a hash."""
 
     facts: dict[str, Fact]
     labels: dict[int, str]
@@ -42,25 +42,25 @@ class Facts(NamedTuple):
 
 
 def differences(old: Side, new: Side, limit: int = 10) -> list[str]:
-    """In what the arguments of two calls differ, as far as both calls have them."""
+    """How the arguments of two calls differ, as far as both calls have them."""
     lines = compare(facts_of(*old), facts_of(*new))
     return lines if len(lines) <= limit else [*lines[:limit], "…"]
 
 
 def facts_of(signature: Signature, structure: Structure) -> Facts:
-    """All facts on a call."""
+    """All facts about a call."""
     facts = _facts(signature, structure)
     labels = {hash((label, fact)): label for label, fact in facts.items()}
     return Facts(facts, labels, frozenset(_arguments(signature)))
 
 
 def distance(old: Facts, new: Facts) -> int:
-    """How many facts differ; much faster than to compare them."""
+    """The number of facts that differ; much faster than comparing them."""
     return len(old.labels.keys() ^ new.labels.keys())
 
 
 def compare(old: Facts, new: Facts) -> list[str]:
-    """As :func:`differences`, without a limit."""
+    """Like :func:`differences`, without a limit."""
     before, after = old.facts, new.facts
     marks = old.labels.keys() ^ new.labels.keys()
     different = {
@@ -87,7 +87,7 @@ def compare(old: Facts, new: Facts) -> list[str]:
 
 
 def _below(label: str) -> tuple[str, ...]:
-    """How the labels of the parts of a part begin."""
+    """The prefixes of labels for the parts of a part."""
     return (f"{label}.", f"{label}[", f"{label},") if label else ("",)
 
 
@@ -142,13 +142,13 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
                 is_keyword, argument, *rest = path
                 start = argument if is_keyword else names[min(argument, len(names) - 1)]
                 stack.append((accessor(start, tuple(rest)), part))
-            elif path != (_compat.STATUSES,):  # what is data is seen in the attributes
+            elif path != (_compat.STATUSES,):  # the attributes show what is data
                 stack.append((accessor(label, path) if path else f"{label}[...]", part))
     return facts
 
 
 def _fact(text: str, x: Any) -> Fact:
-    """What a part is that is not a single static value."""
+    """The fact about a part that is not a single static value."""
     if x is LEAF or isinstance(x, Container):
         return Fact(text, content=type(x), rest=getattr(x, "treedef", None))
     if isinstance(x, Group):
@@ -205,14 +205,14 @@ def _shorten(text: str, length: int = 120) -> str:
 
 
 def note_identities(structure: Structure) -> None:
-    """Notes what messages show of static objects that may no longer exist when somebody asks."""
+    """Stores the text for static objects that may no longer exist when a message is made."""
     for static in structure.identities():
         if static.note is None:
             static.note = _facts_of_value(static.value)
 
 
 def _facts_of_value(value: Any) -> dict[str, Fact]:
-    """A static value and its parts, by what one writes behind the value to access each."""
+    """A static value and its parts, by the accessor of each part."""
     facts: dict[str, Fact] = {}
     stack = [("", value)]
     seen: set[int] = set()

@@ -1,7 +1,7 @@
 """Explains errors of JAX in terms of the user's arguments.
 
 Nothing here runs before JAX has refused a call. If the arguments show the reason, the user gets an
-error that names them; otherwise the error of JAX stays, with a note if there is more to say.
+error that names them; otherwise JAX's error is kept, with a note if there is more to say.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_NAMES = 5  # of the arrays on one set of devices
 def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     """Raises an error that says what is wrong with the arguments, if they show it.
 
-    An error of the user's function, or of the program while it runs, is never replaced; it gets a
-    note at most.
+    An error of the user's function, or of the program while it runs, is never replaced; at most it
+    gets a note.
     """
     if isinstance(error, _compat.TraceContextError):
         _note_object(plan, error)
@@ -56,7 +56,7 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
 
 
 def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
-    """The result of a function of the arrays, whose errors are explained."""
+    """The result of a function of the arrays, with its errors explained."""
     try:
         return function(*leaves)
     except Exception as error:
@@ -65,7 +65,7 @@ def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -
 
 
 def _is_of_the_function(error: Exception) -> bool:
-    """Whether an error was raised while the user's function was called."""
+    """Whether an error was raised within the user's function."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code is Pure._called.__code__ for frame, _ in frames)
 
@@ -77,7 +77,7 @@ _Check: TypeAlias = Callable[[Plan, Sequence[Any]], None]
 def _check(
     first: str, last: str, error: type[Exception] = ValueError
 ) -> Callable[[_Lines], _Check]:
-    """Makes a check of a function that yields a line for each wrong argument.
+    """Makes a check from a function that yields a line for each wrong argument.
 
     ``first`` and ``last`` are the lines around them.
     """
@@ -177,7 +177,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 
 
 def _meaning(spec: PartitionSpec, ndim: int, axes: frozenset[Any]) -> tuple[Any, ...]:
-    """What a spec says about some mesh axes, in a form that compares equal."""
+    """The meaning of a spec for some mesh axes; equal for equivalent specs."""
     entries = [*spec.partitions, *[None] * (ndim - len(spec))]
     sharded = [tuple(axis for axis in axes_of(entry) if axis in axes) for entry in entries]
     return sharded, spec.unreduced, spec.reduced
@@ -190,7 +190,7 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 @_check(
-    "{name}: these references have another sharding than declared, and a jax.Ref cannot be "
+    "{name}: these references have a sharding other than declared, and a jax.Ref cannot be "
     "resharded:",
     "Create them from arrays with the declared sharding, or declare the one they have.",
 )
@@ -203,7 +203,7 @@ def _check_ref_shardings(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 def _other_shardings(
     plan: Plan, leaves: Sequence[Any], is_wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any, Any]]:
-    """The names, shapes, shardings and declared shardings of arrays where the latter differ."""
+    """The names, shapes, shardings and declared shardings of arrays whose shardings differ."""
     for slot, leaf, declared in _declared(plan, leaves):
         if not is_wanted(leaf):
             continue
@@ -216,15 +216,15 @@ def _other_shardings(
 def explain_shardings(
     plan: Plan, leaves: Sequence[Any], shardings: Sequence[Any], error: Exception
 ) -> None:
-    """Raises an error if arguments have other shardings than a program was compiled for.
+    """Raises an error if arguments have shardings for which the program was not compiled.
 
     Args:
       plan: the plan of the call.
       leaves: the arrays.
-      shardings: for each of them the sharding that the program takes; None if it is not used.
+      shardings: the sharding that the program expects of each; None if it is not used.
       error: what JAX raised.
     """
-    # What a spec is declared for is moved there, or refused because of that.
+    # Arrays with a declared spec are moved, or refused for that reason.
     done = {*plan.placed_slots, *(slot for slot, *_ in _declared(plan, leaves))}
     lines = []
     for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
@@ -278,7 +278,7 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
         if _is_concrete_ref(leaf) or is_committed(leaf):
             pairs.append((leaf.sharding, name))
     pairs += [(spec, plan.transform.out_name) for spec in plan.out_specs]
-    groups: dict[tuple[jax.Device, ...], dict[str, None]] = {}  # the names in order, once each
+    groups: dict[tuple[jax.Device, ...], dict[str, None]] = {}  # unique names in order
     for sharding, name in pairs:
         devices = _compat.device_assignment(sharding)
         if devices is not None:

@@ -1,4 +1,4 @@
-"""The words for each kind of problem: the exception, what is wrong, a line each, what to do."""
+"""The message for each kind of problem: the exception, what is wrong, a line each, what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .failures import explain
 
 
 class Message(NamedTuple):
-    """The words for one kind of problem."""
+    """The message for one kind of problem."""
 
     head: str  # what is wrong, with details in braces; preceded by the name of the transform
     line: Callable[..., str]  # for one offender
@@ -151,7 +151,7 @@ MESSAGES: dict[Problem, Message] = {
         kind=errors.CorrectedSpecWarning,
     ),
     Problem.FILTER_UNUSED: Message(
-        "these filters match nothing that an earlier filter does not match:",
+        "these filters match nothing, or only what earlier filters match:",
         lambda name, arguments, near: f"{name}, for {', '.join(arguments)}{near}",
         "Correct or remove them, or put them before the filter that matches the same.",
         kind=errors.UnusedFilterWarning,
@@ -165,9 +165,9 @@ MESSAGES: dict[Problem, Message] = {
         kind=errors.ActivationError,
     ),
     Problem.ACTIVATION_UNUSED: Message(
-        "no module that these filters of activation_shardings match was called:",
+        "these filters of activation_shardings match no called module:",
         repr,
-        "Paths are those of modules, such as blocks/*/up, from the argument on. Correct the "
+        "Paths are those of modules within the argument, such as blocks/*/up. Correct the "
         "filters, or pass ActivationSharding(..., strict=False).",
         kind=errors.ActivationError,
     ),
@@ -195,7 +195,7 @@ MESSAGES: dict[Problem, Message] = {
         lambda path, reason: f"{path}: {reason}",
     ),
     Problem.COMMITTED_ELSEWHERE: Message(
-        "these arrays are committed to another sharding than the declared one:",
+        "these arrays are committed to a sharding other than the declared one:",
         lambda path, shape, *both: "{}, shape {}: is {}, declared {}".format(
             path, shape, *describe_both(*both)
         ),
@@ -297,14 +297,14 @@ class Messages(Diagnostics):
         strict: bool = False,
         **details: Any,
     ) -> None:
-        """Warns at the user's line; with ``strict`` that is a ``StrictError``."""
+        """Warns with the user's line of code; with ``strict``, raises a ``StrictError``."""
         if problem is Problem.CAPTURED_ARRAY:
             offenders = captured_shards(details.pop("fun"), [array for (array,) in offenders])
         kind: Any = MESSAGES[problem].kind
         errors.report(kind, _text(problem, offenders, **details), strict=strict)
 
     def failed(self, plan: Any, leaves: Sequence[Any], error: Exception) -> None:
-        """Raises what explains an error of JAX better than itself, or adds a note to it."""
+        """Raises an error that explains one of JAX better, or adds a note to it."""
         explain(plan, leaves, error)
 
 
@@ -342,8 +342,8 @@ _ON_INDIVISIBLE = (
 )
 _ADD_FILTER = "Add one for these, or a last entry `...: {rest}`."
 _FOR_A_PYTREE = (
-    "Their paths have another key first, as in a tuple or dict of modules: pass that as one "
-    "argument, or choose shardings for each; fsdp(model, optimizer=optimizer) is for both."
+    "Their paths begin with another key, as in a tuple or dict of modules: pass that as one "
+    "argument, or choose shardings for each; fsdp(model, optimizer=optimizer) covers both."
 )
 _ONE_ENTRY = "Give each a spec with at most one entry for each dimension."
 

@@ -27,13 +27,13 @@ class Trace(NamedTuple):
     number: int
     pure: Pure
     avals: tuple[Any, ...]
-    context: dict[str, Any]  # the part of JAX's configuration on which a trace depends
-    key: tuple[Any, ...]  # all on which the trace depends
+    context: dict[str, Any]  # the part of JAX's configuration on which the trace depends
+    key: tuple[Any, ...]  # everything on which the trace depends
     nested: bool
 
 
 class Compilation(NamedTuple):
-    """A compilation in a call of a function. ``number`` is that of the latest trace then."""
+    """A compilation in a call of a function; ``number`` is that of the latest trace at the time."""
 
     number: int
     structure: Structure
@@ -56,10 +56,10 @@ class Retrace:
       function: the name of the function.
       kind: ``"trace"``; or ``"compilation"`` if JAX compiled an existing trace once more, for
         arguments with other shardings.
-      number: the number of the trace, from 1 on; for a compilation, of the latest trace before it.
+      number: the number of the trace, from 1; for a compilation, of the latest trace before it.
       compared_to: the number of the earlier trace that is most similar; None for the first.
-      differences: in what the two differ, each as ``model.dropout.rate: 0.1 → 0.2``. Empty for
-        the first trace, and if there is no visible difference.
+      differences: how the two differ, each as ``model.dropout.rate: 0.1 → 0.2``. Empty for the
+        first trace, and if there is no visible difference.
       nested: whether it was part of another trace, as far as JAX shows that.
     """
 
@@ -100,11 +100,11 @@ class Retraces(tuple[Retrace, ...]):
 
 
 def explain_retraces(fun: Any) -> Retraces:
-    """Explains why a function was traced and compiled, each time: what differed from before.
+    """Explains why a function was traced and compiled: how each trace differs from earlier ones.
 
     Each trace is compared with the most similar earlier one; the latest 256 traces of a function
-    are recorded. Traces belong to the function: those of all its ``jit`` and ``shard_map`` are
-    listed together.
+    are recorded. Traces belong to the function: those of all its ``jit`` and ``shard_map`` wrappers
+    are listed together.
 
     Args:
       fun: a function returned by :func:`~nnx_sharding.jit` or :func:`~nnx_sharding.shard_map`,
@@ -136,7 +136,7 @@ def explain_retraces(fun: Any) -> Retraces:
     entries: list[Retrace] = []
     lines: list[str] = []
     for name, log in _logs(fun):
-        # A compilation comes after the trace that was the latest then.
+        # A compilation comes after the trace that was the latest at the time.
         of_fun = sorted([*_traces(log, name), *_compilations(log, name)], key=lambda x: x.number)
         recorded = sum(entry.kind == "trace" for entry in of_fun)
         times = "once" if log.count == 1 else f"{log.count} times"
@@ -186,7 +186,7 @@ def _traces(log: Any, name: str) -> Iterator[Retrace]:
 
 
 def _compilations(log: Any, name: str) -> Iterator[Retrace]:
-    """Those that no trace explains: JAX had compiled the same trace before."""
+    """The compilations that no trace explains: JAX had already compiled the same trace."""
     traces, compilations = log.traces(), list(log.compilations)
     for index, new in enumerate(compilations):
         earlier = [
@@ -218,7 +218,7 @@ def shown(differences: Sequence[str], reason: str) -> list[str]:
 def nearest(
     new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]
 ) -> tuple[Trace, list[str]] | None:
-    """The earlier trace with the fewest differences to a new one, and these differences."""
+    """The earlier trace with the fewest differences from a new one, and these differences."""
 
     def facts(trace: Trace) -> Facts:
         side = trace.pure.signature, trace.pure.structure
@@ -249,7 +249,7 @@ def nearest(
 
 
 def _other_differences(old: Trace, new: Trace) -> list[str]:
-    """All but those of static values."""
+    """All differences except those of static values."""
     calls = arguments_of(old.pure.signature), arguments_of(new.pure.signature)
     lines = [f"arguments {calls[0]} → {calls[1]}"] * (calls[0] != calls[1])
     return [*lines, *_arrays(old, new), *_options(old, new)]
@@ -293,7 +293,7 @@ def _transforms(old: Any, new: Any) -> Iterator[str]:
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
-    """What a trace depends on besides the arguments and the transform, with labels."""
+    """What a trace depends on besides the arguments and the transform, by label."""
     pure, names, signature = trace.pure, trace.pure.names, trace.pure.signature
     arguments = (*signature.names, *signature.keywords)
     return {
@@ -307,7 +307,7 @@ def _facts(trace: Trace) -> dict[str, Any]:
 
 
 def _both(old: Any, new: Any) -> str:
-    """Two values that differ, in the shortest form that shows it."""
+    """Two different values, in the shortest form that shows the difference."""
     if isinstance(old, jax.sharding.Sharding) or isinstance(new, jax.sharding.Sharding):
         return " → ".join(describe_both(old, new))
     meshes = [value is None or hasattr(value, "axis_types") for value in (old, new)]

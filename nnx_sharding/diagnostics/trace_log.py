@@ -25,14 +25,14 @@ class TraceLog:
     """The latest traces and compilations of one function.
 
     Threads share it without a lock, because finalizers may call the function at any point: every
-    change is one operation of a dict or deque.
+    change is a single operation of a dict or deque.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all of them; numbers start from 1 again."""
+        """Drops all of them; numbers start from 1 again."""
         self.by_number: dict[int, Trace] = {}
         self.compilations: deque[Compilation] = deque(maxlen=MAX_TRACES)
 
@@ -42,7 +42,7 @@ class TraceLog:
         return max(self.by_number, default=0)
 
     def traces(self) -> list[Trace]:
-        """Those that are recorded, by number."""
+        """The recorded traces, by number."""
         return sorted(self.by_number.values(), key=operator.attrgetter("number"))
 
 
@@ -109,7 +109,7 @@ def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace])
 
 
 class TraceLimit:
-    """How many traces one wrapped function, or one block of code, may have."""
+    """The number of traces that one wrapped function, or one block of code, may have."""
 
     def __init__(self, limit: Any, option: str, least: int):
         try:
@@ -144,8 +144,8 @@ LIMITS: ContextVar[tuple[TraceLimit, ...]] = ContextVar("limits", default=())
 def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
     """Allows at most ``limit`` traces in a block of code, of all functions of this library.
 
-    Around a loop whose first step has run, ``limit_traces(0)`` makes a step that is traced again
-    an error that says what changed. It counts the traces of the current thread.
+    Around a loop whose first step has run, ``limit_traces(0)`` turns a retrace into an error that
+    says what changed. It counts the traces of the current thread.
 
     Args:
       limit: how many traces are allowed in total, 0 or more.
@@ -156,7 +156,7 @@ def limit_traces(limit: int) -> contextlib.AbstractContextManager[None]:
     Raises:
       TypeError: ``limit`` is not an integer.
       ValueError: it is negative.
-      RetraceError: in the block, by a call that needs one trace more. The function does not run,
+      RetraceError: in the block, at a call that would exceed the limit. The function does not run,
         and no object of the caller changes.
 
     Example:

@@ -1,4 +1,4 @@
-"""Programs in files: exported ones, called without their code, and compiled ones."""
+"""Programs in files: exported ones, which are called without their code, and compiled ones."""
 
 from .executable import load_executable, save_executable
 from .export import export

@@ -1,4 +1,4 @@
-"""The arguments of a call → the arrays of the program, matched by path."""
+"""From the arguments of a call to the arrays of the program, matched by path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
 def bind(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Form]]:
-    """The arrays of a call by position, and for each argument its form."""
+    """The arrays of a call by position, and the form of each argument."""
     arguments = _arguments(manifest, args, kwargs)
     arrays: dict[int, tuple[str, Any]] = {}
     forms: dict[str, Form] = {}

@@ -15,7 +15,7 @@ from ..core.transfer import transfer
 from ..errors import ExportError
 from .manifest import Manifest, MeshInfo, meshes_of
 
-# Of each input, or of each output; None where the sharding is left open.
+# Of all inputs, or of all outputs; None where the sharding is left open.
 Shardings: TypeAlias = tuple[NamedSharding | None, ...]
 
 
@@ -47,8 +47,8 @@ def mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
         devices = jax.devices()
         if len(devices) < manifest.devices:
             raise ExportError(
-                f"{exported}; here are {len(devices)} of {devices[0].platform}. Call it where "
-                "there are as many, or export it again for a smaller mesh."
+                f"{exported}; here there are {len(devices)} of {devices[0].platform}. Call it "
+                "where there are as many, or export it again for a smaller mesh."
             )
         if like is None:
             return Mesh(np.array(devices[: manifest.devices]), ("devices",))
@@ -71,7 +71,7 @@ def shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shard
     sides = _compat.exported_shardings(program)
     inputs, outputs = (tuple(_on_devices(mesh, sharding) for sharding in side) for side in sides)
     if mesh is not None and not any((*inputs, *outputs)):
-        # No sharding names the devices that the program runs on: all arrays have to be there.
+        # No sharding names the devices of the program, and yet all arrays have to be on them.
         everywhere = NamedSharding(mesh, PartitionSpec())
         return (everywhere,) * len(inputs), (everywhere,) * len(outputs)
     return inputs, outputs

@@ -1,4 +1,4 @@
-"""Compiled programs in files, which run on devices like those that they were compiled for."""
+"""Compiled programs in files, which run on devices like those they were compiled for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .manifest import MeshInfo, meshes_of
 
 @dataclasses.dataclass(frozen=True)
 class _Device:
-    """A device by its id, with its place among TPUs."""
+    """A device by its id, with its location among TPUs."""
 
     id: int
     coords: tuple[int, ...]
@@ -45,7 +45,7 @@ class _Device:
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """What an executable was compiled from, and what for."""
+    """What an executable was compiled from, and for what."""
 
     function: str
     inputs: dict[str, str]
@@ -127,13 +127,13 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
 def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     """Reads what :func:`save_executable` wrote, instead of ``lowered.compile()``.
 
-    Because the function is traced and lowered, the program takes and returns modules as the
-    function itself does, and a file of another function, or of an older version of it, is refused.
+    Because the function is traced and lowered, the program takes and returns modules like the
+    function itself, and a file of another function, or of an older version of it, is refused.
 
     Warning:
       Loading an executable runs code of the file, which JAX keeps as a pickle. Load only files
-      written by yourself, or by someone whom you would let run code here. The digest in the file
-      detects damage, not forgery.
+      that you wrote, or that come from someone whom you would let run code here. The digest in the
+      file detects damage, not forgery.
 
     Args:
       path: the file.
@@ -141,12 +141,13 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
         abstract.
 
     Returns:
-      The compiled function, as ``lowered.compile()`` returns it.
+      The compiled function, as from ``lowered.compile()``.
 
     Raises:
       TypeError: ``lowered`` is something else.
-      ExportError: the file is of another kind or version, or damaged; jax or jaxlib, the compiler,
-        platform, devices or their order differ; or the function does. All differences are listed.
+      ExportError: the file is of another kind or version, or damaged; jax, jaxlib, the compiler,
+        the platform, the devices or their order differ, or the function does. All differences are
+        listed.
       OSError: the file cannot be read.
 
     Example:
@@ -173,7 +174,7 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     stage, origin = lowered._stage, lowered._origin
     try:
         available = jax.devices(saved.platform)
-    except RuntimeError:  # there are none of this platform
+    except RuntimeError:  # this platform has none
         available = jax.devices()
     by_id = {device.id: device for device in available}
     devices = [by_id[device.id] for device in saved.devices if device.id in by_id]
@@ -240,6 +241,6 @@ def _other_function(saved: _Manifest, here: _Manifest) -> Iterator[str]:
 
 
 def _build(version: str) -> str:
-    """The build of a compiler, which is named alike with and without devices."""
+    """The build of a compiler, in the same form with and without devices."""
     found = re.search(r"cl/\d+", version)
     return found[0] if found else version

@@ -46,7 +46,7 @@ def export(
 
     Args:
       fun: the function, or a bound method, as the decorator returned it.
-      platforms: the platforms to lower for, of ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``;
+      platforms: the platforms to lower for, among ``"cpu"``, ``"cuda"``, ``"rocm"`` and ``"tpu"``;
         None for the current one. They need not be present.
       disabled_checks: checks of ``jax.export`` to leave out.
 
@@ -58,7 +58,7 @@ def export(
       TypeError: ``fun`` was not returned by ``jit`` or ``shard_map``; an argument holds a
         ``jax.Ref`` or a Variable made with ``hijax=True``, whose identity a file cannot keep.
       ValueError: the function changes its arguments in a way that arrays by path cannot express,
-        such as a static attribute; a platform is ``"gpu"``; and what ``lower`` raises.
+        such as a static attribute; a platform is ``"gpu"``; or what ``lower`` raises.
 
     Example:
       >>> import jax.numpy as jnp
@@ -111,7 +111,7 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
-    """The type of an argument, with its declared sharding; if none is declared, with its own."""
+    """The type of an argument, with its declared sharding if there is one, else its own."""
     if sharding is None and spec is None and is_committed(leaf):
         sharding = leaf.sharding
     return abstract(leaf, sharding)
@@ -142,8 +142,8 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
     raise ValueError(
         f"{plan.fun_name} cannot be exported, because it changes more than arrays:\n"
         + "\n".join(f"  {line}" for line in lines)
-        + "\nOnly values of Variables, and added Variables, are returned by a program in a file. "
-        "Make these changes outside of the function, or keep what changes in a Variable."
+        + "\nA program in a file returns only values of Variables, and added Variables. "
+        "Make these changes outside the function, or keep what changes in a Variable."
     )
 
 

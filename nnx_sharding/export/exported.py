@@ -25,8 +25,8 @@ class Result(NamedTuple):
     Attributes:
       output: what the function returned. Tuples, lists and dicts keep their type; a module is an
         ``nnx.State``, and an object of any other class a dict.
-      updates: for each argument that the function changed, by name, its new arrays: those of
-        changed and of added Variables. They have the form in which the argument was passed: a
+      updates: the new arrays, by name of the argument, of each argument that the function changed:
+        those of changed and added Variables. They have the form in which the argument was passed: a
         mapping by path if it was a mapping, else an ``nnx.State``.
     """
 
@@ -40,7 +40,7 @@ class Exported(Pictured):
     Returned by :func:`export` and :func:`load`.
 
     Attributes:
-      manifest: how it is called, and what it was made with; ``str`` of it is a table.
+      manifest: how it is called, and what it was made with; its ``str`` is a table.
       jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
 
     Example:
@@ -81,16 +81,16 @@ class Exported(Pictured):
 
     @_compat.api_boundary
     def call(self, *args: Any, **kwargs: Any) -> Result:
-        """Runs the program; inside another trace, makes it part of that.
+        """Runs the program; inside another trace, makes it part of that trace.
 
-        The arguments are not changed, but the memory of donated ones is taken.
+        The arguments are not changed, but the buffers of donated ones are consumed.
 
         Args:
           *args: the arguments of the function, without static ones. A module is passed as its
             arrays by path, in any of these forms: an ``nnx.State``; nested dicts; a flat mapping
             by paths such as ``"up/kernel"`` or ``("up", "kernel")``; or a module. Arrays are moved
-            to the mesh in context, which has to be like the exported one; without one, to the first
-            devices.
+            to the mesh in context, which has to be like the exported one, or without one to the
+            first devices.
           **kwargs: the arguments that are passed by name.
 
         Raises:
@@ -123,7 +123,7 @@ class Exported(Pictured):
             in ``jax.export``. A loaded program keeps the order that it was saved with.
 
         Raises:
-          ImportError: ``flatbuffers`` is missing, which ``jax.export`` writes with.
+          ImportError: ``flatbuffers`` is missing, which ``jax.export`` needs.
           ValueError: a part of the program cannot be written, or there are too many arrays.
         """
         try:
@@ -156,14 +156,14 @@ def load(path: str | os.PathLike[str]) -> Exported:
     """Reads what :meth:`Exported.save` wrote; the code of the model is not needed.
 
     Reading runs no code of the file and needs none of the exported devices. But a *call* runs the
-    program, so load files only from sources that you would install a library from.
+    program, so load files only from sources from which you would install a library.
 
     Args:
       path: the file.
 
     Raises:
       ExportError: the file is of another kind or version, damaged or changed.
-      ImportError: ``flatbuffers`` is missing, which ``jax.export`` reads with.
+      ImportError: ``flatbuffers`` is missing, which ``jax.export`` needs.
       OSError: the file cannot be read.
 
     Example:

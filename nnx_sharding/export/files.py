@@ -1,7 +1,7 @@
 """The file: a zip archive with a manifest and a program, sealed by a digest.
 
 The two entries are stored uncompressed, so nothing grows when it is read. The comment of the
-archive, which is the end of the file, is the SHA-256 of everything before it. It protects from
+archive, which is the end of the file, is the SHA-256 of everything before it. It protects against
 accidents; it is not a signature.
 """
 
@@ -31,7 +31,7 @@ _DIGEST = 64  # hexadecimal digits of SHA-256
 def write(
     path: str | os.PathLike[str], manifest: dict[str, Any], program: bytes, kind: str = EXPORT
 ) -> None:
-    """Writes a file; a ValueError if the manifest is larger than what is read."""
+    """Writes a file; a ValueError if the manifest is larger than ``read`` allows."""
     head = {"format": kind, "version": VERSION, "program": _description(program)}
     text = json.dumps({**head, **manifest}, indent=1, sort_keys=True).encode()
     if len(text) > MAX_MANIFEST:
@@ -42,7 +42,7 @@ def write(
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in ((_MANIFEST, text), (_PROGRAM, program)):
-            # The same entry, whenever and wherever it is made.
+            # The same bytes whenever and wherever the entry is written.
             info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             info.create_system, info.external_attr = 3, 0o644 << 16
             archive.writestr(info, data)

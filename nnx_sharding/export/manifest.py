@@ -30,7 +30,7 @@ class ArrayInfo:
       mesh: the position of its mesh in ``Manifest.meshes``; None if the sharding is left open, or
         the array is on one device.
       spec: its spec; None if ``mesh`` is.
-      memory_kind: the kind of memory, where a sharding is declared.
+      memory_kind: the kind of memory, if a sharding is declared.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Argument:
     Attributes:
       name: its name in the signature.
       keyword: whether it was passed by keyword.
-      donated: whether its arrays are donated: a call takes their memory.
+      donated: whether its arrays are donated: a call consumes their buffers.
       tree: its structure, as JSON.
     """
 
@@ -154,7 +154,7 @@ class Manifest(Pictured):
       inputs: the arrays that the program takes. An array that several arguments share is one.
       outputs: the arrays that it returns.
       result: what the function returns, as JSON.
-      updates: for each argument what the function changes in it, as JSON.
+      updates: what the function changes in each argument, as JSON.
       devices: the number of devices that the program runs on.
       meshes: their meshes: usually one; none if the program has no sharding.
       platforms: the platforms that it was lowered for.
@@ -189,7 +189,7 @@ class Manifest(Pictured):
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """Reads the manifest from JSON data; a ValueError if it is not that of a manifest."""
+        """Reads the manifest from JSON data; a ValueError if the data is not a manifest."""
         return read(cls, data, "manifest")
 
     def _pictures(self, width: int) -> Iterable[Any]:

@@ -33,7 +33,7 @@ Tree: TypeAlias = Any
 
 
 def tree_of(structure: Structure, array: Callable[[int], Tree]) -> Tree:
-    """The tree of a structure's root; ``array`` returns that of a slot."""
+    """The tree of a structure's root; ``array`` returns the tree of a slot."""
     return _tree(structure, structure.root, iter(structure.root_slots), array)
 
 
@@ -120,7 +120,7 @@ def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
 
 
 def check(tree: Tree, counts: Mapping[str, int]) -> None:
-    """Raises a ValueError for what is not a tree of so many ``"input"`` and ``"output"`` arrays."""
+    """Raises a ValueError unless it is a tree of that many ``"input"`` and ``"output"`` arrays."""
     if tree is None:
         return
     is_tree = isinstance(tree, dict) and len(tree) == 1

@@ -25,15 +25,14 @@ from .constrain import fitted
 
 
 def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None) -> Any:
-    """Runs a function with axes Auto that are Explicit around it.
+    """Runs a function with mesh axes Auto that are Explicit outside it.
 
     ``jax.sharding.auto_axes``, for functions and methods whose arguments and results may hold
-    modules. The compiler then chooses how values are sharded in the function, as it does where JAX
+    modules. The compiler then chooses how values are sharded in the function, for example where JAX
     cannot type an operation. The Variables of modules among the arguments, by position or keyword,
-    are converted like arrays. After the call they have the types that they had before, with new
-    values where the function changed them; an exception leaves all of them as they were.
-
-    What the function captures is not converted: pass it as an argument.
+    are converted like arrays. After the call they have their previous types, with new values where
+    the function changed them; an exception leaves all of them unchanged. What the function captures
+    is not converted: pass it as an argument.
 
     Args:
       fun: the function. Without it, the result is a decorator.
@@ -41,7 +40,7 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
         on a mesh with Auto axes, the function is just called.
       out_sharding: how results are sharded outside: a ``PartitionSpec``, a ``NamedSharding``, a
         :class:`~nnx_sharding.StateSharding`, or a prefix of the result with these as leaves. It has
-        to cover all but scalars, which are replicated, and Variables of the arguments. It may also
+        to cover all but scalars, which are replicated, and the Variables of arguments. It may also
         be a keyword argument of each call.
 
     Returns:
@@ -70,13 +69,13 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
 
 
 def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = None) -> Any:
-    """Runs a function with axes Explicit that are Auto around it.
+    """Runs a function with mesh axes Explicit that are Auto outside it.
 
     ``jax.sharding.explicit_axes``, for functions and methods whose arguments and results may hold
     modules: JAX then knows in the function how each value is sharded over these axes, and refuses
     to guess. Variables of modules among the arguments, by position or keyword, are converted like
-    arrays. After the call they have the types that they had before, with new values where the
-    function changed them; an exception leaves all of them as they were.
+    arrays. After the call they have their previous types, with new values where the function
+    changed them; an exception leaves all of them unchanged.
 
     Args:
       fun: the function. Without it, the result is a decorator.
@@ -87,8 +86,8 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
         replicated. It may also be a keyword argument of each call.
 
     Returns:
-      The function with these axes Explicit in it. Its results have the axis types of the mesh
-      outside.
+      The function with these axes Explicit in it. Its results have the axis types of the outer
+      mesh.
 
     Raises:
       TypeError: something is not a spec; at a call, there is no ``in_sharding``.
@@ -177,7 +176,7 @@ class _Lifted:
     def fit(
         self, locations: list[NamedLocation], flat: Flat, mesh: Any
     ) -> tuple[list[str], list[PartitionSpec | None]]:
-        """For each array its name, and its spec, or None."""
+        """The name of each array, and its spec or None."""
         names = slot_names(len(flat.leaves), locations)
         resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
         assigned = fitted(self.name, names, flat.leaves, resolved, mesh)

@@ -43,21 +43,21 @@ def with_sharding_constraint(
     strict: bool = False,
     log: bool | None = None,
 ) -> Any:
-    """Shards arrays: in a trace by a constraint, elsewhere by moving them.
+    """Shards arrays: by a constraint in a trace, elsewhere by moving them.
 
     A spec need not fit: it is padded or truncated to the rank of its array; axes that the mesh
     does not have, over which an enclosing ``shard_map`` is mapped, or that do not divide their
     dimension are dropped. One warning lists all corrections. ``UNCONSTRAINED`` dimensions are not
     changed.
 
-    Where JAX traces, Auto axes are constrained (``jax.lax.with_sharding_constraint``), Explicit
-    ones resharded (``jax.sharding.reshard``). Elsewhere arrays are placed, NumPy arrays too; an
+    In a trace, Auto axes are constrained (``jax.lax.with_sharding_constraint``) and Explicit ones
+    resharded (``jax.sharding.reshard``). Elsewhere arrays are placed, including NumPy arrays; an
     abstract array gets the sharding.
 
     Args:
       tree: an array, or a pytree of arrays and modules. Modules and Variables are updated in
-        place, within the trace that they belong to. Leaves that are not arrays are kept, and so
-        are references (``jax.Ref``, hijax Variables).
+        place, within the trace that they belong to. Leaves that are not arrays are kept, as are
+        references (``jax.Ref``, hijax Variables).
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, None
         to change nothing, the logical names of the dimensions (``("batch", None, "embed")``), or
         a prefix of ``tree`` with these as leaves.
@@ -95,10 +95,10 @@ def with_sharding_constraint(
 
 @_compat.api_boundary
 def reshard(tree: Any, out_shardings: Any) -> Any:
-    """Shards arrays over Explicit axes, in a trace or elsewhere, so that their types say it.
+    """Shards arrays over Explicit axes, in a trace or elsewhere, so that their types show it.
 
-    ``jax.sharding.reshard``, for modules and Variables, too. Where
-    :func:`~nnx_sharding.partition.with_sharding_constraint` corrects a spec, this is an error.
+    ``jax.sharding.reshard``, also for modules and Variables. A spec that
+    :func:`~nnx_sharding.partition.with_sharding_constraint` would correct is an error.
 
     Args:
       tree: an array, or a pytree of arrays and modules. Modules and Variables are updated in
@@ -157,7 +157,7 @@ def assign(
 ) -> list[Assignment]:
     """The sharding of each array of a tree, as in :func:`with_sharding_constraint`.
 
-    With ``exact`` as in :func:`reshard`.
+    With ``exact``, as in :func:`reshard`.
     """
     mesh = given_mesh(caller, mesh)
     specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
@@ -177,7 +177,7 @@ def fitted(
     exact: bool = True,
     places: bool = False,
 ) -> list[Assignment]:
-    """The sharding of each array by what its spec was resolved to.
+    """The sharding of each array, from its resolved spec.
 
     Args:
       caller: the name of the caller, for messages.
@@ -187,7 +187,7 @@ def fitted(
       mesh: the mesh of a ``PartitionSpec``; None for none.
       strict: whether corrections are errors.
       exact: whether specs must fit, and name Explicit axes only.
-      places: whether arrays get these shardings in the present context, outside of a trace by
+      places: whether arrays get these shardings in the present context: outside of a trace, by
         moving them.
 
     Raises:
@@ -214,7 +214,7 @@ def fitted(
             continue
         if fit.corrections:
             corrected.append(fit.line(name))
-        # JAX supports UNCONSTRAINED where it traces, and only on meshes with Auto axes.
+        # JAX supports UNCONSTRAINED only in traces, and only on meshes with Auto axes.
         is_known = isinstance(leaf, jax.core.Tracer) and AxisType.Auto in here.axis_types
         final = fit.sharding if is_known else without_unconstrained(fit.sharding, leaf, here)
         assigned.append(
@@ -238,7 +238,7 @@ def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
 def resolved_prefix(
     caller: str, name: str, tree: Any, flat: Flat, specs: Specs
 ) -> tuple[list[str], Resolved, list[NamedLocation]]:
-    """The names of the arrays of a tree, their specs by a prefix of it, and their locations."""
+    """The names, specs (from a prefix of the tree) and locations of the arrays of a tree."""
     check_specs(caller, sharding=specs)
     argument = target(name, specs.tree, tree, flat.structure.root, caller)
     locations = locate(flat.structure, [argument])
@@ -254,12 +254,12 @@ def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None
 
 
 def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) -> Any:
-    """The prefix, with a function of the array for each tuple of logical names."""
+    """The prefix, with each tuple of logical names replaced by a function of the array."""
     if rules is None:
         return sharding
     if not callable(getattr(rules, "spec", None)):
         raise TypeError(
-            f"{caller}: rules have a method spec(names, shape=…, mesh=…), not {rules!r}."
+            f"{caller}: rules must have a method spec(names, shape=…, mesh=…), got {rules!r}."
         )
 
     def resolved(names: Any) -> Any:
@@ -289,7 +289,7 @@ def is_array(x: Any) -> bool:
 
 
 def _log_moves(leaves: Sequence[Any], assigned: Sequence[Assignment]) -> None:
-    """Logs which arrays get another sharding, as a warning so that it is shown by default."""
+    """Logs which arrays get another sharding, at level WARNING so that it is shown by default."""
     for leaf, (name, sharding) in zip(leaves, assigned, strict=True):
         old = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if sharding is not None and old != sharding:

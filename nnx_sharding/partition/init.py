@@ -1,4 +1,4 @@
-"""Models that are created sharded, and the same without data."""
+"""Creates models sharded, or abstract."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ def sharded_init(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Creates a model with each parameter sharded from the start, never replicated on a device.
+    """Creates a model with each parameter sharded from the start, never in full on one device.
 
     The constructor is compiled with ``out_shardings``, as with ``nnx.jit`` in Flax. The random
-    bits are those of plain ``jit`` as long as ``jax_threefry_partitionable`` is on, its default.
+    bits are the same as with plain ``jit`` if ``jax_threefry_partitionable`` is on, as by default.
     All axes of the mesh are Auto in the constructor, unless it needs Explicit ones.
 
     Args:
       make_model: a class or function that makes the model, or any pytree, such as ``(model,
         optimizer)``; references shared between its parts stay shared.
       sharding: as ``out_shardings`` of :func:`~nnx_sharding.jit`; or a function from the abstract
-        model to them; or None, for the metadata of each Variable, as ``nnx.get_partition_spec``.
+        model to them; or None to use the metadata of each Variable, as ``nnx.get_partition_spec``
+        does.
       mesh: the mesh of partition specs, in context while the constructor runs; None for the mesh
         in context.
-      *args: passed to ``make_model``: arrays and NNX objects (``nnx.Rngs``) as traced values; all
-        else, such as sizes and configurations, unchanged.
+      *args: passed to ``make_model``: arrays and NNX objects (``nnx.Rngs``) as traced values;
+        everything else, such as sizes and configurations, unchanged.
       **kwargs: likewise.
 
     Returns:
@@ -77,14 +78,14 @@ def abstract_init(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Makes the model of :func:`sharded_init` without data: to restore a checkpoint into it.
+    """Makes the model of :func:`sharded_init` without data, to restore a checkpoint into.
 
     The arguments and errors are those of :func:`sharded_init`, but ``mesh`` may be abstract, for
     devices that this machine does not have, and objects among the arguments are not changed. An
     array for which ``sharding`` has None gets no sharding.
 
     Returns:
-      The model with a ``jax.ShapeDtypeStruct`` with a sharding for each array.
+      The model, with a sharded ``jax.ShapeDtypeStruct`` for each array.
 
     Example:
       >>> from flax import nnx
@@ -122,7 +123,7 @@ def _from_metadata(abstract: Any) -> Any:
 
 
 def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """The constructor as a function of arrays and objects only, and these."""
+    """The constructor as a function of arrays and objects only, and those arguments."""
     if not callable(make_model):
         raise TypeError(f"make_model is not a function or class: {make_model!r}.")
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_compat.is_graph_object)
@@ -157,7 +158,7 @@ def _mesh_inside(build: Callable[..., Any], arrays: list[Any], mesh: Any) -> Any
     try:
         with _in_context(auto):
             jit(build).eval_shape(*arrays)
-    except ValueError:  # of JAX for `out_sharding` with Auto axes; any other will be raised again
+    except ValueError:  # JAX's, for `out_sharding` with Auto axes; any other will be raised again
         return mesh
     return auto
 

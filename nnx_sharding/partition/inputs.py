@@ -15,7 +15,7 @@ from .variables import variables
 
 
 def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
-    """The mesh, or the one in context, and the axes of it that a strategy uses, checked."""
+    """The mesh, or the one in context, and those of its axes that a strategy uses, checked."""
     mesh = given_mesh(name, mesh)
     if mesh is None:
         remedy = "Pass one, or call within `with jax.set_mesh(mesh):`."
@@ -36,7 +36,7 @@ def base_specs(
     if base is None:
         return specs
     if not isinstance(base, StateSharding):
-        raise TypeError(f"{name}: base is a StateSharding, not {base!r}.")
+        raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
     chosen, _ = _chosen(f"{name}: specs of base do not fit:", "model", model, base, mesh)
     return specs | {path: spec for path, spec in chosen.items() if spec is not None}
 
@@ -44,13 +44,13 @@ def base_specs(
 def override_specs(
     name: str, root: str, tree: Any, specs: dict[Path, Any], overrides: Any, mesh: Any = None
 ) -> dict[Path, Any]:
-    """Shardings by path, with those that the filters of the user choose instead."""
+    """Shardings by path, with those that the user's filters choose instead."""
     if overrides is None:
         return specs
     rules = overrides if isinstance(overrides, StateSharding) else StateSharding(overrides)
     chosen, unused = _chosen(f"{name}: overrides do not fit:", root, tree, rules, mesh)
     if unused:
-        message = f"{name}: these overrides match nothing that an earlier one does not match:\n  "
+        message = f"{name}: these overrides match nothing, or only what earlier ones match:\n  "
         report(UnusedFilterWarning, message + "\n  ".join(unused), strict=False)
     return specs | chosen
 
@@ -58,7 +58,7 @@ def override_specs(
 def _chosen(
     head: str, root: str, tree: Any, rules: StateSharding, mesh: Any
 ) -> tuple[dict[Path, Any], list[str]]:
-    """The sharding of each path for which a filter decides, and the filters that decide nothing."""
+    """The sharding of each path that a filter matches, and the filters that are never used."""
     specs: dict[Path, Any] = {}
     lines, used = [], set()
     for each in variables(tree):

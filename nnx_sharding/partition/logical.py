@@ -1,4 +1,4 @@
-"""Specs from logical names of dimensions, such as ``embed``, and rules that give them mesh axes."""
+"""Specs from logical names of dimensions, such as ``embed``, and rules that give mesh axes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Unsharded(NamedTuple):
 class LogicalRules:
     """Ordered rules for the mesh axes that shard a dimension with a logical name.
 
-    As ``flax.linen.logical_to_mesh_axes``; beyond it, a dimension may have a tuple of names, and
-    two dimensions the same name. A name without a rule is an error.
+    Like ``flax.linen.logical_to_mesh_axes``; in addition, a dimension may have a tuple of names,
+    and two dimensions the same name. A name without a rule is an error.
 
     Args:
       rules: pairs, or a mapping, of a logical name and a mesh axis, a sequence of mesh axes that
         shard it together, or None to replicate it. Earlier rules have priority. A name may have
-        several rules: where another dimension of the same array has the axes of the first, the
+        several rules: where another dimension of the array already has the axes of the first, the
         next one is used.
 
     Attributes:
@@ -50,7 +50,8 @@ class LogicalRules:
 
     Raises:
       TypeError: it is neither a mapping nor a sequence of pairs.
-      ValueError: names or axes are not strings, or a rule has an axis twice; all are named.
+      ValueError: names or axes are not strings, or a rule has an axis twice; all such rules are
+        listed.
 
     Example:
       >>> from nnx_sharding.partition import LogicalRules
@@ -90,7 +91,7 @@ class LogicalRules:
           mesh: the mesh; axes that it does not have are left out of the rules.
 
         Raises:
-          ValueError: names have no rule or are not strings, or their number is not the rank.
+          ValueError: names have no rule, are not strings, or differ in number from the dimensions.
 
         Example:
           >>> from jax.sharding import AbstractMesh
@@ -114,7 +115,7 @@ class LogicalRules:
     def unsharded(
         self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
     ) -> list[Unsharded]:
-        """The names that :meth:`spec` replicates although a rule has axes for them, and why.
+        """The names that :meth:`spec` replicates although a rule maps them to axes, and why.
 
         The arguments are those of :meth:`spec`.
 
@@ -168,7 +169,7 @@ class LogicalRules:
 
 @dataclasses.dataclass(eq=False)
 class _Name:
-    """A logical name of a dimension, and the mesh axes that the rules give it."""
+    """A logical name of a dimension, and the mesh axes that the rules map it to."""
 
     dimension: int
     name: str
@@ -219,13 +220,13 @@ def from_logical(
 
     Args:
       model: a model, an optimizer or a pytree of them, placed or abstract.
-      rules: the mesh axes for each logical name: :class:`LogicalRules` or the argument of it.
+      rules: the mesh axes for each logical name: :class:`LogicalRules` or its argument.
       names: names by path, which have priority over those in the metadata (``out_sharding``):
         pairs, or a mapping, of a pattern for paths, or an NNX filter, and one name for each
         dimension, or None to replicate the array. The first pattern that matches decides.
       kind: how patterns that are strings are read: ``"regex"`` or ``"glob"``.
       mesh: as in :meth:`LogicalRules.spec`.
-      strict: whether an entry of ``names`` that decides about no Variable is an error, not an
+      strict: whether an entry of ``names`` that applies to no Variable is an error, not an
         :class:`~nnx_sharding.errors.UnusedFilterWarning`.
 
     Returns:
@@ -233,9 +234,9 @@ def from_logical(
 
     Raises:
       TypeError: ``rules`` or ``names`` are not pairs, or a filter is invalid.
-      ValueError: names have no rule or their number is not the rank, with all paths; or a
-        pattern is invalid.
-      StrictError: ``strict``, and an entry of ``names`` decides about no Variable.
+      ValueError: names have no rule or differ in number from the dimensions (all paths are
+        listed); or a pattern is invalid.
+      StrictError: ``strict``, and an entry of ``names`` applies to no Variable.
 
     Example:
       >>> from flax import nnx

@@ -1,4 +1,4 @@
-"""Meshes by the names and sizes of their axes, also with more devices than this machine has."""
+"""Meshes from the names and sizes of their axes, also with more devices than this machine has."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh from the sizes and names of its axes, with ``jax.make_mesh``.
 
-    The axes are Explicit, as those of ``jax.make_mesh``, so that both make equal meshes: the types
-    of arrays then say how they are sharded. ``axis_types`` makes axes Auto, over which the
+    The axes are Explicit, like those of ``jax.make_mesh``, so that both make equal meshes: the
+    types of arrays then show how they are sharded. ``axis_types`` can make them Auto, so that the
     compiler decides; ``jit(..., auto_axes=True)`` does so for one function.
 
     Args:
       axes: the size of each axis by name, major first; or only the sizes, as in JAX. One may be
         -1, for the devices that the others leave.
       axis_names: the names, if ``axes`` has only sizes.
-      axis_types: the type of each axis; one for all of them; or those of some by name, the
-        others are then Explicit.
-      devices: the devices, all of which are used; None for all there are.
+      axis_types: the type of each axis; one for all of them; or those of some by name, and
+        the others are Explicit.
+      devices: the devices, all of which are used; None for all devices.
 
     Raises:
       ValueError: a name occurs twice, sizes and names differ in number, a size is neither positive
@@ -95,7 +95,7 @@ def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> tuple[int, ...]:
     ]
     rest = [repr(name) for name, size in pairs if size == -1]
     if len(rest) > 1:
-        problems.append(f"one axis only can be -1, not {', '.join(rest)}")
+        problems.append(f"only one axis can be -1, not {', '.join(rest)}")
     if problems:
         raise ValueError("make_mesh: " + "; ".join(problems) + ".")
     known = math.prod(size for _, size in pairs if size != -1)
@@ -136,26 +136,26 @@ def planning_mesh(
     *,
     num_slices: int = 1,
 ) -> Mesh:
-    """Makes a mesh to compile for, of devices that need not be attached to this machine.
+    """Makes a mesh to compile for, whose devices need not be attached to this machine.
 
     For a TPU topology, as in ``planning_mesh("v5e:4x4", {"data": 4, "model": 4})``, programs are
     compiled by the TPU compiler, which needs ``pip install 'nnx_sharding[tpu]'`` but no TPU. The
     mesh follows the links between the devices. Equal topologies and axes make equal meshes.
 
     From sizes alone, the mesh consists of the devices of this machine if there are enough of them,
-    and of virtual CPU devices otherwise: XLA partitions a program for those as for any others, and
-    reports the memory that its CPU compiler needs.
+    and of virtual CPU devices otherwise: XLA partitions a program for them as for any other
+    devices, and reports the memory that its CPU compiler needs.
 
     Devices that this machine does not have cannot hold arrays or run programs.
 
     Args:
       mesh: the sizes of the axes by name, major first, which makes Explicit axes, as in
-        :func:`make_mesh`; an abstract mesh; a mesh of devices, which is returned as it is; or the
+        :func:`make_mesh`; an abstract mesh; a mesh of devices, which is returned unchanged; or the
         name of a TPU topology.
       axes: for a topology, the sizes of the axes by name, of which one may be -1, or an abstract
         mesh.
       num_slices: for a topology, the number of slices. Each has this topology, and a slower network
-        connects them. They are along the first axes.
+        connects them. The slices are along the first axes.
 
     Raises:
       TypeError: ``mesh`` or ``axes`` is something else, a size is not an integer, or one of
@@ -193,7 +193,7 @@ def planning_mesh(
         return mesh
     if not isinstance(mesh, AbstractMesh | Mapping):
         raise TypeError(
-            f"mesh is a mesh, or the sizes of its axes by name as in {{'data': 8}}, not {mesh!r}."
+            f"expected a mesh, or the sizes of its axes by name as in {{'data': 8}}, got {mesh!r}."
         )
     if (default := DEFAULT.get()) is not None:
         return planning_mesh(default[0], mesh, num_slices=default[1])
@@ -216,7 +216,7 @@ def _planning_devices(sizes: list[Any]) -> list[jax.Device]:
         raise ValueError(
             f"expected a mesh of at most {MOST_DEVICES} devices, got {count}: each virtual device "
             "takes memory and a thread on this machine. Make an axis smaller; a smaller mesh "
-            "shows what a device holds and sends, too."
+            "also shows what a device holds and sends."
         )
     virtual = _compat.virtual_cpu_devices(count)
     if virtual is None:

@@ -30,25 +30,26 @@ def optimizer_sharding(
     of Optax transformations. The spec depends on the shape of the state:
 
     * that of the parameter (moments, traces, averages, gradients): the same spec;
-    * the same with dimensions of size 1, or without some (the factors of ``adafactor``): the
+    * that shape with some dimensions of size 1 or left out (the factors of ``adafactor``): the
       entries of the dimensions that remain;
-    * the same after further dimensions (the memory of ``lbfgs``): those are replicated;
+    * that shape with more dimensions in front (the memory of ``lbfgs``): those are replicated;
     * any other, such as placeholders, counts and schedules: ``P()``.
 
-    No state is ``reduced`` or ``unreduced``, as its parameter may be: Optax computes it from summed
-    gradients, and JAX adds no array to a reduced one that is not.
+    State is never ``reduced`` or ``unreduced``, even if its parameter is: Optax computes it from
+    summed gradients, and JAX cannot add an array that is not reduced to one that is.
 
     Args:
       optimizer: an ``nnx.Optimizer``, an ``nnx.ModelAndOptimizer`` or any pytree with state of
         Optax, abstract (``nnx.eval_shape``) or not.
       sharding: the shardings of the model; a parameter without one counts as ``P()``.
-      model: the model of the optimizer, abstract or not; an ``nnx.ModelAndOptimizer`` has it.
+      model: the model of the optimizer, abstract or not; not needed for an
+        ``nnx.ModelAndOptimizer``.
       overrides: as for :func:`~nnx_sharding.partition.tensor_parallel`, for Variables of the
         optimizer.
 
     Returns:
-      The spec of each path of the optimizer. They divide the state where those of the parameters
-      divide these.
+      The spec of each path of the optimizer. It divides the shape of the state if the parameter's
+      spec divides the parameter.
 
     Raises:
       TypeError: ``sharding`` is not a ``StateSharding``, or ``optimizer`` holds no state.
@@ -75,7 +76,7 @@ def optimizer_sharding(
 def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict[Path, Any]:
     """The sharding of each path of an optimizer, as :func:`optimizer_sharding` chooses it."""
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"optimizer_sharding: sharding is a StateSharding, not {sharding!r}.")
+        raise TypeError(f"optimizer_sharding: sharding must be a StateSharding, got {sharding!r}.")
     is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
     if is_transformation or not any(True for _ in variables(optimizer)):
         raise TypeError(
@@ -93,7 +94,7 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
     found = {path: sharding.find(path, each.variable) for path, each in parameters.items()}
     specs = {path: PartitionSpec() if i is None else spec for path, (i, spec) in found.items()}
     meshes = {spec.mesh if isinstance(spec, NamedSharding) else None for spec in specs.values()}
-    mesh = meshes.pop() if len(meshes) == 1 else None  # what all parameters agree on
+    mesh = meshes.pop() if len(meshes) == 1 else None  # if all parameters agree
     other = PartitionSpec() if mesh is None else NamedSharding(mesh, PartitionSpec())
     result: dict[Path, Any] = {}
     for state in variables(optimizer):
@@ -104,7 +105,7 @@ def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict
 
 
 def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) -> Any:
-    """The sharding of a Variable of the optimizer, by that of its parameter."""
+    """The sharding of a Variable of the optimizer, derived from its parameter's."""
     shape, full = state.shape, parameter.shape
     if sharding is None or state.variable is parameter.variable:
         return sharding
@@ -139,7 +140,7 @@ def _entries(
     # largest in `v_row`, all but the second largest in `v_col` (`optax.scale_by_factored_rms`).
     removed = -1 if "v_row" in path else -2 if "v_col" in path else 0
     if removed and len(full) > 1:
-        left_out = np.argsort(full)[removed]  # as Optax sorts them: equal sizes in the same order
+        left_out = np.argsort(full)[removed]  # as Optax sorts them, including ties
         factor = tuple(d for d in range(len(full)) if d != left_out)
         choices = [factor] if factor in choices else choices
     remaining = {tuple(entries[d] for d in dimensions) for dimensions in choices}
@@ -153,7 +154,7 @@ def with_optimizer(
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
-    """The shardings of a model and of its optimizer, if there is one, which follow them."""
+    """The shardings of a model and, following them, of its optimizer if there is one."""
     if optimizer is not None:
         specs = union(specs, optimizer_specs(optimizer, from_paths(specs), model))
     return from_paths(specs, activations, notes)

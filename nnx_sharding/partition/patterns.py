@@ -24,7 +24,7 @@ def read_pairs(caller: str, pairs: Any) -> list[tuple[Any, Any]]:
 def read_patterns(caller: str, pairs: Any, kind: PatternKind) -> list[tuple[Any, Any]]:
     """Pairs of a filter and a value; strings are read as patterns for paths."""
     if kind not in get_args(PatternKind):
-        raise ValueError(f"kind is one of {get_args(PatternKind)}, not {kind!r}.")
+        raise ValueError(f"kind must be one of {get_args(PatternKind)}, got {kind!r}.")
     result: list[tuple[Any, Any]] = []
     wrong: list[str] = []
     for pattern, value in read_pairs(caller, pairs):

@@ -40,7 +40,7 @@ def from_rules(
 
     Raises:
       TypeError: ``rules`` are not pairs, or a filter or sharding is invalid.
-      ValueError: patterns are invalid; all of them are named.
+      ValueError: patterns are invalid; all of them are listed.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -62,7 +62,7 @@ def override(
 
     Args:
       base: the shardings to start from; its ``on_indivisible`` and ``activations`` are kept.
-      overrides: what has priority over them, as ``rules`` of :func:`from_rules`.
+      overrides: what has priority over them, in the form of ``rules`` of :func:`from_rules`.
       kind: as for :func:`from_rules`.
 
     Raises:
@@ -78,7 +78,7 @@ def override(
       P()
     """
     if not isinstance(base, StateSharding):
-        raise TypeError(f"override changes a nnx_sharding.StateSharding, not {base!r}.")
+        raise TypeError(f"override changes a nnx_sharding.StateSharding, got {base!r}.")
     pairs = read_patterns("override", overrides, kind)
     pairs += zip(base.filters, base.shardings, strict=True)
     return StateSharding(pairs, on_indivisible=base.on_indivisible, activations=base.activations)
@@ -91,8 +91,8 @@ def from_arrays(model: Any) -> StateSharding:
       model: a model, an optimizer or a pytree of them; the arrays may be abstract.
 
     Returns:
-      The sharding of each path; None, which leaves the choice to JAX, where there is none, an
-      array is not committed to its device, or the arrays of a Variable differ.
+      The sharding of each path; None, which leaves the choice to JAX, for arrays without a sharding
+      or not committed to a device, and for Variables whose arrays differ.
 
     Example:
       >>> import jax
@@ -128,8 +128,8 @@ def from_metadata(
       model: a model, an optimizer or a pytree of them, placed or abstract. The metadata is
         ``out_sharding`` (in older models ``sharding`` or ``sharding_names``): names, a
         ``PartitionSpec`` or a sharding.
-      rules: mesh axes for logical names: :class:`~nnx_sharding.partition.LogicalRules` or the
-        argument of it. None for those of ``nnx.logical_axis_rules``. The ``sharding_rules`` of
+      rules: mesh axes for logical names: :class:`~nnx_sharding.partition.LogicalRules` or its
+        argument. None for those of ``nnx.logical_axis_rules``. The ``sharding_rules`` of
         the Variable itself have priority. A name without a rule is a mesh axis.
       mesh: as in :meth:`LogicalRules.spec <nnx_sharding.partition.LogicalRules.spec>`; names
         without a rule have to be axes of it.
@@ -140,8 +140,8 @@ def from_metadata(
 
     Raises:
       TypeError: ``rules`` are not pairs.
-      ValueError: metadata is not a sharding, or does not fit the array or the mesh; with all
-        paths.
+      ValueError: metadata is not a sharding, or does not fit the array or the mesh; all paths are
+        listed.
 
     Example:
       >>> import jax.numpy as jnp

@@ -19,7 +19,7 @@ from .variables import NamedVariable, activations_of, from_paths, variables
 
 
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
-    """Replicates every array on every device: plain data parallelism, also as ``data_parallel``.
+    """Replicates every array on every device: plain data parallelism (alias ``data_parallel``).
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -50,15 +50,15 @@ def fsdp(
 ) -> StateSharding:
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
-    Of each array the largest dimension that the axis divides is sharded; of equally large ones the
-    last. An array with no such dimension is replicated. So are random streams, and buffers: the
-    masks, rotary tables and other arrays that a model holds beside its Variables. The dimension of
-    the layers in a :class:`~nnx_sharding.Stack` is never sharded.
+    In each array, the largest dimension that the axis divides is sharded; of equally large ones,
+    the last. An array without such a dimension is replicated, as are random streams and buffers:
+    the masks, rotary tables and other arrays that a model holds outside its Variables. The
+    dimension of the layers in a :class:`~nnx_sharding.Stack` is never sharded.
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
     sharded yet, else after the axes of the largest one. Buffers keep their specs. So
-    ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism. Each
-    ``NamedSharding`` in ``base``, and what it shards over the axis already, is not changed.
+    ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism. A
+    ``NamedSharding`` in ``base`` is not changed, nor is what it already shards over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -66,9 +66,9 @@ def fsdp(
       axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
         no dimension, only the first of them are used.
       min_size: arrays with fewer elements keep the spec of ``base``; those that stay replicated for
-        that reason are noted in :func:`~nnx_sharding.report.check_sharding`. An
-        :class:`~nnx_sharding.errors.UnshardedWarning` if nothing is sharded because of it.
-      base: shardings to start from, corrected first if their ``on_indivisible`` asks for it.
+        that reason are noted by :func:`~nnx_sharding.report.check_sharding`. If nothing is sharded
+        because of it, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
+      base: shardings to start from, corrected first if their ``on_indivisible`` requests it.
       optimizer: the optimizer of the model, abstract or not, which the result then covers as
         well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
 
@@ -110,8 +110,8 @@ def zero1(
     """Shards the state of the optimizer over the data axis; parameters keep their shardings.
 
     The state first follows the parameters, as in
-    :func:`~nnx_sharding.partition.optimizer_sharding`; then each large array of it is sharded over
-    the axis as well, as by :func:`fsdp`.
+    :func:`~nnx_sharding.partition.optimizer_sharding`; then each large array in it is also sharded
+    over the axis, as by :func:`fsdp`.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -160,7 +160,7 @@ def _shard_all(
     mesh: Any,
     min_size: int,
 ) -> dict[Path, str]:
-    """Shards arrays over the axes, but not small ones; says of those that stay replicated why."""
+    """Shards all but small arrays over the axes; returns why others stay replicated."""
     notes, small, is_used = {}, [], False
     for each in arrays:
         old, new = specs[each.path], shard_largest(specs[each.path], each, axes, mesh)
@@ -186,7 +186,7 @@ def _shard_all(
     return notes
 
 
-# The other names that these have.
+# Other names of these strategies.
 data_parallel = replicated
 zero3 = fsdp
 
@@ -216,7 +216,7 @@ def shard_largest(sharding: Any, variable: NamedVariable, axes: Sequence[Any], m
         return sharding
     if isinstance(variable.variable, nnx.RngState):
         return sharding
-    layers = variable.num_stacked  # a loop takes one layer after the other
+    layers = variable.num_stacked  # a loop slices these dimensions
     if shape is None:
         return sharding
     is_sharded = [bool(axes_of(entry)) for entry in sharding.partitions] + [False] * len(shape)

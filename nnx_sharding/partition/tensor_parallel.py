@@ -19,11 +19,11 @@ from .optimizer import with_optimizer
 from .strategies import shard_dimension
 from .variables import NamedVariable, activations_of, variables
 
-# The dimension of each parameter of a layer that is sharded, counted from the end because layers
-# may be stacked; None for none. The first parameter decides whether the style can be used.
+# The sharded dimension of each parameter of a layer, counted from the end because layers may be
+# stacked; None for none. The first parameter decides whether the style can be used.
 Style: TypeAlias = Mapping[str, "int | None"]
 
-# The styles for a layer, best first; or a function from a layer and its name to them.
+# The styles for a layer, best first, or a function of a layer and its name that returns them.
 Rule: TypeAlias = "Sequence[Style] | Callable[[Any, str], Sequence[Style]]"
 
 
@@ -52,7 +52,7 @@ COLUMN_NAMES, ROW_NAMES = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES
 def _ordered(
     name: str, inputs: Any, outputs: Any, columns: Sequence[Style], rows: Sequence[Style]
 ) -> list[Style]:
-    """Columns first or rows first: by the name of the layer, else by whether it shrinks."""
+    """Columns first or rows first: by the name of the layer, else by the number of its features."""
     rows_first = name in ROW_NAMES or (outputs < inputs and name not in COLUMN_NAMES)
     return [*rows, *columns] if rows_first else [*columns, *rows]
 
@@ -62,7 +62,7 @@ def _linear(layer: Any, name: str) -> list[Style]:
 
 
 def _lora(layer: Any, name: str) -> list[Style]:
-    """Like the layer that it adapts, for the factor with the features that this one shards."""
+    """Like the adapted layer: the factor with its sharded features is sharded."""
     columns: list[Style] = [{"lora_b": -1, "lora_a": None}]
     rows: list[Style] = [{"lora_a": -2, "lora_b": None}]
     return _ordered(name, layer.in_features, layer.out_features, columns, rows)
@@ -82,10 +82,10 @@ def _einsum(layer: Any, name: str) -> list[Style]:
 
 
 def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -> list[Style]:
-    """By the letters of the second operand: those that it adds to the result, or those summed over.
+    """Columns are the letters of the second operand that are in the result, rows those summed over.
 
-    Of the former, those in front of the batch come late, and those of the first operand last:
-    query, key and value in one parameter; experts.
+    Among columns, letters before the batch come late (query, key and value in one parameter), and
+    letters that are also in the first operand last (experts).
     """
     operands, _, result = subscripts.replace(" ", "").partition("->")
     inputs, _, letters = operands.partition(",")
@@ -107,7 +107,7 @@ def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -
 
 
 def _own_einsum(layer: Any) -> Rule | None:
-    """The rule for a class of the user's that has the subscripts of an einsum and one parameter."""
+    """The rule for a user's class that has the subscripts of an einsum and one parameter."""
     attributes = vars(layer) if isinstance(layer, nnx.Module) else {}
     matches = [_SUBSCRIPTS.fullmatch(x) for x in attributes.values() if isinstance(x, str)]
     texts = [match for match in matches if match]
@@ -128,8 +128,8 @@ def _conv_transpose(layer: Any, name: str) -> list[Style]:
     return [{"kernel": -2, "bias": -1}, {"kernel": -1, "bias": None}]
 
 
-# Subclasses of these follow the same rule, unless they have one themselves. A layer has priority
-# over the layers in it: attention and cells decide about their linear layers.
+# Subclasses follow the same rule unless they have their own. A layer has priority over the layers
+# in it: the rules of attention and cells apply to their linear layers.
 RULES: dict[type, Rule] = {
     nnx.Linear: _linear,
     nnx.LinearGeneral: _linear_general,
@@ -169,20 +169,21 @@ def tensor_parallel(
     * ``Linear``, ``LinearGeneral``, ``Einsum``: the output features with the bias (``up``,
       ``gate``, ``fc1``, ``wi``, ``query`` …), or the input features with a replicated bias
       (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the axis.
-      Of a layer with another name the inputs are sharded if it shrinks, else the outputs.
+      In a layer with another name, the inputs are sharded if they outnumber the outputs, else the
+      outputs.
     * Modules of other classes with the subscripts of an einsum as an attribute, and one parameter,
-      which is the second operand: as ``Einsum``.
+      which is the second operand: like ``Einsum``.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``.
     * ``Embed``: the vocabulary, then the features.
     * ``Conv``, ``ConvTranspose``: the output features, then the input features.
     * ``LSTMCell``, ``OptimizedLSTMCell``, ``GRUCell``, ``SimpleCell``: the hidden features of all
       gates.
-    * ``LoRA``, ``LoRALinear``: as the layer that is adapted.
+    * ``LoRA``, ``LoRALinear``: like the adapted layer.
 
     Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
     layer follow the rule of the layer. Where the inputs of a layer are sharded, its output is a sum
-    over the axis, which the compiler adds on Auto axes, and the layer on Explicit ones. There the
-    model returns what is not sharded over the axis.
+    over the axis, which the compiler adds on Auto axes and the layer on Explicit ones. On Explicit
+    axes, what the model returns is not sharded over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -193,9 +194,10 @@ def tensor_parallel(
       optimizer: as for :func:`fsdp`.
       overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, that have
         priority. One that matches nothing is an ``UnusedFilterWarning``.
-      sequence: whether outputs of layers whose inputs are sharded, of three dimensions, are sharded
-        over the axis along the second one: Megatron's sequence parallelism. Residuals and norms
-        then need a part of the memory, and a reduce-scatter and an all-gather replace each sum.
+      sequence: whether three-dimensional outputs of layers whose inputs are sharded are sharded
+        over the axis along their second dimension: Megatron's sequence parallelism. Residuals and
+        norms then take a fraction of the memory, and a reduce-scatter and an all-gather replace
+        each sum.
 
     Returns:
       The spec of each path. All of them divide the shapes.
@@ -250,7 +252,7 @@ def _identity(each: NamedVariable, start: Path = ()) -> Any:
 
 
 def _layers(model: Any) -> Iterator[tuple[Path, Any, str, Rule]]:
-    """The layers that have a rule, the inner ones first, each with the attribute that holds it."""
+    """The layers that have a rule, inner ones first, each with the attribute that holds it."""
     layers = []
     for path, node in nnx.iter_graph(model, graph=True):
         found = (RULES[kind] for kind in type(node).__mro__ if kind in RULES)
@@ -269,7 +271,7 @@ def _styled(
     axes: Sequence[Any],
     mesh: Any,
 ) -> tuple[dict[Path, Any], Style]:
-    """The specs of the parameters of a layer in the first usable style, else those of before."""
+    """The specs of a layer's parameters in the first usable style, else their previous ones."""
     usable = [style for style in styles if next(iter(style)) in parameters]
     for count, style in itertools.product(range(len(axes), 0, -1), usable):
         specs = {

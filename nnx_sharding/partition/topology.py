@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 
-# A core of TPU v4 is half of what JAX takes for a device.
+# A JAX device is two cores of a TPU v4.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 
-# Without these libtpu looks for a TPU, asks the network for its kind, logs what it does not find,
+# Without these, libtpu looks for a TPU, asks the network for its kind, logs what it does not find,
 # and locks out other processes.
 _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -60,7 +60,7 @@ def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
     return tuple(topology.devices)
 
 
-# The topology and the number of slices for meshes that are made of sizes alone.
+# The topology and the number of slices for meshes made from sizes alone.
 DEFAULT: contextvars.ContextVar[tuple[str, int] | None] = contextvars.ContextVar(
     "topology", default=None
 )

@@ -27,9 +27,9 @@ class NamedVariable(NamedTuple):
       path: the keys from the model to it, as NNX filters see them.
       variable: the Variable, or the array.
       arrays: its arrays: one, or those of its pytree; abstract ones have no data.
-      is_buffer: whether it is an array that a model holds beside its Variables, such as a mask.
+      is_buffer: whether it is an array that a model holds outside its Variables, such as a mask.
         In a model without Variables, arrays are its parameters.
-      num_stacked: how many dimensions in front are those of the layers of a ``Stack``.
+      num_stacked: the number of leading dimensions for the layers of a ``Stack``.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class NamedVariable(NamedTuple):
 def variables(tree: Any) -> Iterator[NamedVariable]:
     """Iterates over all Variables and arrays of a model, an optimizer or a pytree of them.
 
-    Only types are read. A Variable with several paths comes once, under the first one.
+    Only types are read. A Variable with several paths is yielded once, under the first one.
 
     Args:
       tree: the model, optimizer or pytree; abstract (``nnx.eval_shape``) or not.
@@ -105,7 +105,7 @@ def _plain_parameters(structure: Structure) -> Set[int]:
     entries = structure.entries
     if not any(map(_is_variable, entries)):
         return frozenset(range(structure.num_leaves))
-    # Beside Variables, as in an `nnx.State`, arrays are those of the same model.
+    # Arrays next to Variables, as in an `nnx.State`, belong to the same model.
     indices = (x for x in atoms((structure.root,)) if isinstance(x, int))
     is_state = any(_is_variable(entries[index]) for index in indices)
     return frozenset(() if is_state else structure.root_slots)
@@ -129,8 +129,8 @@ def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
     return jax.tree_util.tree_unflatten(treedef, results)
 
 
-# What any sharding of parameters needs of activations: parameters are gathered over the axes of the
-# batch while they are used, and layers choose the sharding of their outputs on Explicit axes.
+# What sharded parameters require of activations: parameters are gathered over the axes of the batch
+# while they are used, and layers choose the sharding of their outputs on Explicit axes.
 FOLLOWING = ActivationSharding(gather=True, infer=True)
 
 
@@ -175,7 +175,7 @@ def from_variables(
     shown: Callable[[NamedVariable], Any],
     hint: str = "",
 ) -> StateSharding:
-    """The shardings that a function chooses for Variables; its errors are all raised in one."""
+    """The shardings that a function chooses for Variables; all its errors are raised as one."""
     specs, lines = {}, []
     for each in variables(model):
         try:

@@ -1,7 +1,7 @@
 """Messages between processes about their batches, without the use of devices.
 
 A collective from a background thread would run before that of the training step on one process and
-after it on another, and both would wait for ever. So messages go through the key-value store of
+after it on another, and both would wait forever. So messages go through the key-value store of
 JAX's coordination service, which ``jax.distributed.initialize`` starts.
 """
 
@@ -20,22 +20,22 @@ import jax
 from .. import _compat
 from .feed import Consumer
 
-# After each of these intervals of waiting, it is checked whether the consumer has gone.
+# How often a waiting process checks whether its consumer is gone.
 _INTERVAL_MS = 250
 
-# How many agreements these processes have begun: each has the same number on all of them.
+# How many agreements these processes have begun, which numbers them alike on all processes.
 _BEGUN: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 class ConsumerGoneError(Exception):
-    """The consumer of this process has gone, so nobody sees this."""
+    """The consumer of this process is gone, so nobody sees this."""
 
 
 class Agreement:
-    """An exchange of messages in turns: at each turn, every process gets those of all.
+    """An exchange of messages in turns: at each turn, every process gets the messages of all.
 
-    The first process collects the messages and answers with all of them at once. ``processes`` are
-    in ascending order; of ``timeout``, only seconds count in which the consumer waits.
+    The first process collects the messages and answers with all of them. ``processes`` are in
+    ascending order; only seconds in which the consumer waits count towards ``timeout``.
     """
 
     def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
@@ -66,7 +66,7 @@ class Agreement:
         if self._process == self._leader:
             messages = [message, *(self._receive(turn, p, p) for p in self.processes[1:])]
             self._send("all", messages)
-            if turn:  # all have received the last turn's messages before they sent these
+            if turn:  # all received the last turn's messages before they sent these
                 self._store.key_value_delete(f"{self._prefix}/{turn - 1}")
             self._turn += 1
         else:
@@ -80,12 +80,12 @@ class Agreement:
         return messages
 
     def leave(self, reason: str) -> None:
-        """Informs the others, who may wait for this process, that it sends nothing more."""
+        """Informs the others, which may be waiting for this process, that it sends nothing more."""
         if self._is_over:
             return
         self._is_over = True
         note = {"left": f"process {self._process} {reason}"}
-        # If the service has gone, the others have as well, or learn it from JAX.
+        # If the service is gone, so are the others, or JAX informs them.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self._process == self._leader:
                 self._send("all", [note])
@@ -93,7 +93,7 @@ class Agreement:
                 self._send(self._process, note)
 
     def end(self) -> None:
-        """Ends the exchange where all processes know that there is nothing more to send."""
+        """Ends the exchange when all processes know that there is nothing more to send."""
         self._is_over = True
 
     def _send(self, key: int | str, message: Any) -> None:
@@ -113,7 +113,7 @@ class Agreement:
                     ) from error
             if self._consumer.gone:
                 raise ConsumerGoneError
-            # While the consumer computes, those of others may compute as well and wait for nothing.
+            # While the consumer computes, other processes may compute as well without waiting.
             since = self._consumer.waiting_since
             if since is not None and time.monotonic() - max(began, since) >= self._timeout:
                 raise TimeoutError(

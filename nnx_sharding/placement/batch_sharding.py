@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
     name: str  # where it is, as Python code
     sharding: Any  # None if it is passed through
     kind: str  # dtype and shape of its array: float32[rows, 2]
-    has_rows: bool  # whether its first dimension is that of the batch
+    has_rows: bool  # whether its first dimension is the rows of the batch
 
     def __str__(self) -> str:
         return f"{self.name}: {self.kind if self.sharding else 'passed through'}"
@@ -63,7 +63,7 @@ class BatchSharding:
         # The sharding of the rows: that of the leaf with the most shards along them.
         self.rows = row_sharding(max((s for _, s in self._by_rows), key=row_parts))
         self.size = 0  # of a full global batch, once it is set
-        self.held: dict[int, Rows] = {}  # the rows of it that each process holds
+        self.held: dict[int, Rows] = {}  # the rows of such a batch that each process holds
 
     def arrays(self, batch: Any) -> list[Any]:
         """The leaves of a batch, which must be like the first one, as host arrays."""
@@ -112,7 +112,7 @@ class BatchSharding:
         return next(iter(counts.values()))
 
     def set_size(self, batch_size: int | None, counts: dict[int, int | None]) -> None:
-        """Sets the size of a full batch; None is the least that the loaded rows fit into."""
+        """Sets the size of a full batch; None for the least into which the loaded rows fit."""
         if batch_size is None:
             parts = row_parts(self.rows)
             shares = rows_by_process(self.rows, parts)
@@ -130,8 +130,8 @@ class BatchSharding:
         self.held = rows_by_process(self.rows, size)
         raise_listed(
             ValueError,
-            f"{_NAME}: a process would have to load other rows of these leaves than of those with "
-            f"rows sharded by {row_axes(self.rows)}:",
+            f"{_NAME}: a process would have to load different rows of these leaves than of those "
+            f"with rows sharded by {row_axes(self.rows)}:",
             [
                 f"  {name}, by {row_axes(sharding)}"
                 for name, sharding in self._by_rows
@@ -167,7 +167,7 @@ class BatchSharding:
 
 
 def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
-    """The sharding of each leaf, with specs that fit all dimensions but that of rows."""
+    """The sharding of each leaf, with specs that fit all dimensions except the rows."""
     devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
     rows = math.lcm(*devices, 1 if mesh is None else mesh.size)  # divisible by any mesh axis
     abstract = [
@@ -175,7 +175,7 @@ def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: An
     ]
 
     def adapt(spec: Any, leaf: Any) -> Any:
-        return spec if leaf.shape else trimmed(spec, leaf)  # a number belongs to all rows
+        return spec if leaf.shape else trimmed(spec, leaf)  # a number is the same for all rows
 
     tree = treedef.unflatten(abstract)
     return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=adapt)
@@ -193,7 +193,7 @@ def _check_arrays(wrong: Sequence[str]) -> None:
 def _host_arrays(
     names: Sequence[str], leaves: Sequence[Any], is_wanted: Sequence[bool]
 ) -> tuple[list[Any], dict[int, str]]:
-    """The leaves, as host arrays where these are wanted, and a line for each that cannot be one."""
+    """The leaves, converted to host arrays where wanted, and a line for each that cannot be."""
     arrays, wrong = list(leaves), {}
     for i, leaf in enumerate(leaves):
         if is_wanted[i]:
@@ -235,7 +235,7 @@ def _converted(x: Any) -> Any:
 def padded(array: Any, rows: int, filler: Any) -> Any:
     """The array with ``rows`` rows: its last row, or ``filler`` if it has none, is repeated.
 
-    Zeros might become NaN in a model, which no mask removes from a sum.
+    Zeros might become NaN in a model, which a mask does not remove from a sum.
     """
     count = len(array)
     if count == rows:

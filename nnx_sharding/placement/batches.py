@@ -41,12 +41,12 @@ def shard_batches(
 ) -> ShardedBatches:
     """Turns batches on the host into global arrays, loading ahead in a thread.
 
-    A batch is a pytree of arrays whose first dimension is that of its rows: NumPy or JAX arrays, or
+    A batch is a pytree of arrays whose first dimension is its rows: NumPy or JAX arrays, or
     anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
     batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
-    Each of several processes gives the rows of each batch that :func:`process_rows` selects. All
-    iterate over the same ``shard_batches`` in the same order, agree on each batch through JAX's
+    With several processes, each provides the rows of each batch that :func:`process_rows` selects.
+    All iterate over the same ``shard_batches`` in the same order, agree on each batch through JAX's
     coordination service, and yield the same number of global batches.
 
     Args:
@@ -62,7 +62,7 @@ def shard_batches(
         of its last row and yields a mask of the loaded rows with each batch: for evaluation, where
         each row has to count once. ``"error"`` raises an error. With several processes, a batch
         is full if it is full on each, and ``"drop"`` ends with the first process that ends.
-      batch_size: the number of rows of a full global batch; None for that of the first batch.
+      batch_size: the number of rows of a full global batch; None to use that of the first batch.
       prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
         in the thread of the loop.
       timeout: seconds after which a process stops waiting for another one.
@@ -78,7 +78,7 @@ def shard_batches(
       TypeError: ``batches``, ``sharding`` or an option has a wrong type.
       ValueError: an option has a wrong value, the mesh is abstract, or this process has none of its
         devices. While iterating: specs do not fit, a batch cannot be sharded evenly, or batches
-        differ; with the path of each leaf that is wrong.
+        differ; the path of each wrong leaf is listed.
 
     Example:
       >>> import numpy as np
@@ -97,11 +97,11 @@ def shard_batches(
     if batch_size is not None:
         check_integer(_NAME, "batch_size", batch_size, 1)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"{_NAME}: timeout is a number of seconds, not {timeout!r}.")
+        raise TypeError(f"{_NAME}: expected a number of seconds for timeout, got {timeout!r}.")
     if not timeout > 0:
-        raise ValueError(f"{_NAME}: timeout is more than 0 seconds, not {timeout!r}.")
+        raise ValueError(f"{_NAME}: expected a timeout of more than 0 seconds, got {timeout!r}.")
     if not isinstance(batches, Iterable):
-        raise TypeError(f"{_NAME}: batches is an iterable, not {batches!r}.")
+        raise TypeError(f"{_NAME}: batches must be an iterable, got {batches!r}.")
     specs = Specs(sharding)
     check_specs(_NAME, sharding=specs)
     mesh = mesh_for(_NAME, mesh)
@@ -167,7 +167,7 @@ class ShardedBatches(Iterable[Any]):
 class BatchIterator(Iterator[Any]):
     """One iteration over a :class:`ShardedBatches`.
 
-    Loading begins with the first ``next``. An error of the loader is raised in the place of the
+    Loading begins with the first ``next``. An error of the loader is raised in place of the
     batch that failed, after all batches before it, with its own traceback.
 
     Example:
@@ -212,14 +212,14 @@ class BatchIterator(Iterator[Any]):
         """Returns the state of the iteration after the last batch that it yielded, to be stored.
 
         It does not include batches that were loaded ahead: an iterator that continues from it
-        yields them again. Each process has a state of its own.
+        yields them again. Each process has its own state.
 
         Returns:
           JSON text with the state of the loader's iterator, and the number of rows of full batches.
 
         Raises:
-          TypeError: the loader's iterator has no ``get_state``, as those of Grain have, or its
-            state is neither bytes of text nor something that JSON can hold.
+          TypeError: the loader's iterator has no ``get_state`` (those of Grain do), or its state is
+            neither bytes of text nor something that JSON can hold.
         """
         self._method("get_state")
         size, loader = self._state
@@ -228,7 +228,7 @@ class BatchIterator(Iterator[Any]):
         return json.dumps(state).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Continues from a state of :meth:`get_state`; to be called on all processes alike.
+        """Continues from a state of :meth:`get_state`; call it on all processes.
 
         Args:
           state: what ``get_state`` returned on this process, of an iteration over the same loader
@@ -236,7 +236,7 @@ class BatchIterator(Iterator[Any]):
 
         Raises:
           TypeError: the loader's iterator has no ``set_state``.
-          ValueError: ``state`` is not one of ``get_state``.
+          ValueError: ``state`` was not returned by ``get_state``.
         """
         set_state = self._method("set_state")
         try:
@@ -244,7 +244,7 @@ class BatchIterator(Iterator[Any]):
             size = found["batch_size"]
             loader = found["text"].encode() if "text" in found else found["loader"]
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"{_NAME}: expected a state of get_state, got {state!r}.") from error
+            raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
         self._feed.stop(None)  # its thread uses the loader
         self._finalizer.detach()
         set_state(loader)
@@ -269,7 +269,7 @@ class BatchIterator(Iterator[Any]):
 
 
 def _processes_of(specs: Specs, mesh: Any) -> tuple[int, ...]:
-    """The processes that have devices of the shardings, which all need devices."""
+    """The processes that have devices of the shardings, none of which may be abstract."""
     if mesh is None and specs.has_partition_spec:
         raise NoMeshError(
             f"{_NAME}: a PartitionSpec has no mesh. Pass mesh=..., or use jax.set_mesh."

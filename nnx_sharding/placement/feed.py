@@ -1,4 +1,4 @@
-"""Makes things ahead of their use, in a thread that ends with its consumer."""
+"""Produces results ahead of their use, in a thread that ends with its consumer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXIT_SECONDS = 5.0
 
 @dataclasses.dataclass
 class Consumer:
-    """What the thread knows of its consumer: whether it has gone, and since when it waits."""
+    """What the thread knows of its consumer: whether it is gone, and since when it waits."""
 
     gone: bool = False
     waiting_since: float | None = None  # by time.monotonic
@@ -31,8 +31,8 @@ class Feed(Generic[T]):
 
     The thread starts when the first result is taken, and ends when ``make`` raises or the feed is
     stopped; it does not refer to the owner of the feed. With a depth of 0 there is no thread.
-    ``consumer`` is updated with what the taker does. ``leave`` is called once, when ``make`` will
-    not be called again, by the thread that called it.
+    ``consumer`` is kept up to date. ``leave`` is called once, when ``make`` will not be called
+    again, by the thread that called it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Feed(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def take(self) -> T:
-        """The next result; or what ``make`` raised, after all results before it."""
+        """The next result, or, after all results before it, what ``make`` raised."""
         with self._change:
             self._consumer.waiting_since = time.monotonic()
             try:
@@ -67,7 +67,7 @@ class Feed(Generic[T]):
             del error  # its traceback holds this frame
 
     def stop(self, wait: float | None = 0.0) -> None:
-        """Ends the feed, drops what is ready, and waits so many seconds for the thread to end."""
+        """Ends the feed, drops ready results, and waits up to ``wait`` seconds for the thread."""
         with self._change:
             self._consumer.gone = True
             self._ready.clear()

@@ -34,7 +34,7 @@ def place(
     on_indivisible: OnIndivisible = "error",
     strict: bool = False,
 ) -> Any:
-    """Places a model, or any pytree, on devices, in the given shardings.
+    """Places a model, or any pytree, on devices with the given shardings.
 
     The arrays may be NumPy arrays, on one device, on another mesh, or in host memory
     (``NamedSharding(mesh, spec, memory_kind="pinned_host")``). Numbers become arrays. If anything
@@ -48,14 +48,14 @@ def place(
       tree: a module, an optimizer, a Variable, an array, or a pytree of them. Abstract arrays
         (``jax.ShapeDtypeStruct``) only get the sharding.
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, or a
-        pytree prefix of ``tree`` with these as leaves; None leaves a part as it is.
+        pytree prefix of ``tree`` with these as leaves; None leaves a part unchanged.
       mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
-      copy: whether to leave ``tree`` as it is and return a copy of the graph, which shares no
-        memory with it; a ``jax.Ref`` is the same.
+      copy: whether to leave ``tree`` unchanged and return a copy of the graph, which shares no
+        memory with it, except for any ``jax.Ref``.
       donate: whether to delete the old JAX arrays, unless ``tree`` still holds them elsewhere, so
         that buffers of shards of the same size are reused.
       on_indivisible: what to do where a spec does not divide a shape, unless a ``StateSharding``
-        decides it: ``"error"``, ``"replicate"`` the array, or ``"drop"`` the axes.
+        decides: ``"error"``, ``"replicate"`` the array, or ``"drop"`` the axes.
       strict: whether warnings are errors.
 
     Returns:
@@ -65,7 +65,8 @@ def place(
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
       RuntimeError: called while JAX is tracing.
-      TypeError: ``sharding`` or ``mesh`` has a wrong type, or what has a sharding is not an array.
+      TypeError: ``sharding`` or ``mesh`` has a wrong type, or a leaf with a sharding is not an
+        array.
       ValueError: the shardings are not a pytree prefix, no filter matches, specs do not fit the
         mesh or the shapes, or an array cannot be placed.
       StrictError: ``strict``, and a filter matches nothing or a spec was corrected.
@@ -125,7 +126,7 @@ def shardings_for(
     strict: bool = False,
     adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec,
 ) -> list[Any]:
-    """The sharding of each array of a tree, None for "as it is".
+    """The sharding of each array of a tree; None for unchanged ones.
 
     Arguments and errors are those of :func:`place`. ``adapt`` changes the spec of an array before
     it is checked, as :func:`trimmed` does.
@@ -155,7 +156,7 @@ def shardings_for(
 
 
 def mesh_for(caller: str, mesh: Any) -> Any:
-    """The mesh that a function was given, or the one in context, as it is where JAX traces."""
+    """The mesh that a function was given, or the one in context, as it is in the current trace."""
     mesh = given_mesh(caller, mesh)
     return None if mesh is None else mesh_here(mesh)
 

@@ -1,4 +1,4 @@
-"""One global batch after another, of what each process loads of it."""
+"""Assembles global batches from the rows that each process loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = "shard_batches"
 Uneven: TypeAlias = Literal["pad", "drop", "error"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
-# The rows that each process has loaded; None for one that has ended.
+# The number of rows that each process has loaded; None for one that has ended.
 Counts: TypeAlias = dict[int, int | None]
 
 
@@ -57,7 +57,7 @@ class Round(NamedTuple):
 class Rounds(Iterator[Round]):
     """Global batches, made by whichever thread asks for them.
 
-    All processes exchange how many rows they have loaded, and decide alike by the same answers.
+    All processes exchange how many rows they have loaded, and so decide alike.
     """
 
     def __init__(self, source: Iterator[Any], options: BatchOptions, agreement: Agreement):
@@ -93,7 +93,7 @@ class Rounds(Iterator[Round]):
             raise
 
     def leave(self) -> None:
-        """Informs other processes that no more rounds come from here, and why."""
+        """Informs other processes that this one ends its rounds, and why."""
         self._agreement.leave(self._failure)
 
     def _load(self) -> list[Any] | None:
@@ -171,7 +171,7 @@ class Rounds(Iterator[Round]):
         return uneven == "pad" or not any(missing)
 
     def _share_row(self, counts: Counts) -> None:
-        """Gives processes that end without a batch a row of another one, to fill theirs with."""
+        """Gives processes that end without a batch a row of another one, as filler."""
         process, giver = jax.process_index(), next(p for p, n in counts.items() if n)
         message = {}
         if process == giver:
@@ -191,7 +191,7 @@ class Rounds(Iterator[Round]):
         full = sorted({len(held) for held in self._sharding.held.values()})
         return (
             f"{_NAME}: batch {self._count - 1} (from 0) has {rows}, {what} than "
-            f"{' or '.join(map(str, full))} of a full one."
+            f"{' or '.join(map(str, full))} in a full batch."
         )
 
     def _global(self, arrays: list[Any] | None, counts: Counts) -> Any:

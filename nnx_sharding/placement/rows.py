@@ -26,7 +26,7 @@ def process_rows(
     mesh: Mesh | None = None,
     process_of: Callable[[jax.Device], int] | None = None,
 ) -> slice | Rows:
-    """Selects the rows of a global batch that a process has to load: those of its devices.
+    """Selects the rows of a global batch that a process has to load for its devices.
 
     ``jax.make_array_from_process_local_data`` and :func:`shard_batches` take the rows in this
     order. Processes whose devices hold the same rows load the same rows.
@@ -57,7 +57,7 @@ def process_rows(
       slice(16, 32, None)
     """
     check_integer("process_rows", "batch_size", batch_size)
-    rows = jax.ShapeDtypeStruct((0,), np.bool_)  # a number of rows that every spec divides
+    rows = jax.ShapeDtypeStruct((0,), np.bool_)  # 0 rows, which every spec divides
     [concrete] = shardings_for(rows, sharding, mesh, "process_rows", name="rows", adapt=trimmed)
     if not isinstance(concrete, Sharding):
         raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
@@ -79,9 +79,9 @@ def process_rows(
 def check_integer(caller: str, option: str, value: Any, least: int | None = None) -> None:
     """Raises an error if the value of an option is not an integer, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{caller}: {option} is an integer, not {value!r}.")
+        raise TypeError(f"{caller}: {option} must be an integer, got {value!r}.")
     if least is not None and value < least:
-        raise ValueError(f"{caller}: {option} is at least {least}, not {value}.")
+        raise ValueError(f"{caller}: {option} must be at least {least}, got {value}.")
 
 
 def check_process(caller: str, process: int, processes: Collection[int]) -> None:

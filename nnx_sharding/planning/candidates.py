@@ -19,7 +19,7 @@ from ..state_sharding import StateSharding
 # Batches are sharded over the first two axes of a mesh, layers by tensor parallelism over the last.
 REPLICA, DATA, MODEL = "replica", "data", "model"
 
-# What happens over the axes of the batch, and how layers are sharded over the model axis.
+# The strategies over the axes of the batch, and those for layers over the model axis.
 _OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
 _OVER_MODEL = ("", " + tensor", " + sequence")
 STRATEGIES = tuple(data + model for model in _OVER_MODEL for data in _OVER_DATA)
@@ -34,7 +34,7 @@ class Candidate:
       sizes: the sizes of the axes of the mesh by name, major first.
       variant: the name of the variant of the step; empty if there is only one.
       in_shardings: the sharding of each argument, for :func:`~nnx_sharding.jit`. It has no mesh, so
-        that it serves for every mesh with these axes.
+        it can be used for every mesh with these axes.
       mesh: the mesh for which the step is compiled.
     """
 
@@ -62,7 +62,7 @@ def mesh_sizes(count: int, num_slices: int, strategies: Sequence[str]) -> Iterat
 
 
 def applies(strategy: str, sizes: Mapping[str, int]) -> bool:
-    """Whether a strategy of this module has the axes that it needs, and uses all of a mesh."""
+    """Whether a mesh has the axes that a strategy needs, and no model axis that it does not use."""
     data, _, model = strategy.partition(" + ")
     needed = {"dp": (), "hsdp": (REPLICA, DATA)}.get(data, (DATA,))
     has_needed = all(sizes.get(axis, 1) > 1 for axis in needed)
@@ -72,7 +72,7 @@ def applies(strategy: str, sizes: Mapping[str, int]) -> bool:
 def in_shardings_of(
     strategy: str, mesh: Mesh | AbstractMesh, args: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The shardings of all arguments: modules as the strategy says, batches by rows.
+    """The shardings of all arguments: modules by the strategy, batches by rows.
 
     An optimizer belongs to the model in front of it. The batch consists of the arrays outside of
     modules that have the most frequent first dimension.

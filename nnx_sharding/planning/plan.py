@@ -31,7 +31,7 @@ from .predict import predict
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Pictured):
-    """What :func:`plan` found. ``print`` shows all candidates, best first.
+    """The result of :func:`plan`. ``print`` shows all candidates, best first.
 
     Attributes:
       comparison: the reports of the candidates that were compiled, best first, and why the others
@@ -47,7 +47,7 @@ class Plan(Pictured):
 
     @property
     def best(self) -> Candidate | None:
-        """The best of the candidates that fit; None if none does."""
+        """The best candidate that fits; None if none does."""
         fitting = self.comparison.fitting
         return self.candidates[fitting[0]] if fitting else None
 
@@ -63,7 +63,7 @@ class Plan(Pictured):
 
 @dataclasses.dataclass
 class _Group:
-    """The variants of a step with one strategy on one mesh, and what is predicted of the first."""
+    """The variants of a step with one strategy on one mesh, and the prediction for the first."""
 
     variants: list[Candidate]
     arguments: int
@@ -85,50 +85,50 @@ def plan(
     quiet: bool = False,
     **options: Any,
 ) -> Plan:
-    """Searches the mesh and the strategy with which a step fits the memory and is fastest.
+    """Searches for the mesh and strategy with which a step fits into memory and is fastest.
 
     Each strategy is tried on each mesh that the devices can form. What can be ruled out is not
-    compiled: candidates whose arguments alone exceed the memory, those that shard everything as
-    another one does, and those that raise an error. The others are compiled side by side, first
-    those that are predicted to send the least.
+    compiled: candidates whose arguments alone exceed the memory, those that shard everything like
+    another one, and those that raise an error. The others are compiled side by side, those
+    predicted to send the least first.
 
     The strategies have names such as ``"fsdp + tensor"``. Over the axes ``data`` and ``replica``:
 
     * ``dp``: data parallelism, parameters are replicated;
     * ``zero1``: the state of the optimizer is sharded;
     * ``fsdp``: parameters, gradients and the state of the optimizer are sharded;
-    * ``hsdp``: the same over ``data`` only; over ``replica``, which are slices, it is ``dp``.
+    * ``hsdp``: the same over ``data`` only, and ``dp`` over ``replica`` (between slices).
 
     Over the axis ``model``, ``+ tensor`` is :func:`~nnx_sharding.partition.tensor_parallel`, and
     ``+ sequence`` the same with ``sequence=True``.
 
     Args:
-      step: the function to run, not yet wrapped by ``jit``. Or variants of it by name, in the order
-        of preference, such as without and with ``remat``, or with more and more microbatches: a
+      step: the function to run, not yet wrapped by ``jit``. Or variants of it by name, in order of
+        preference, such as without and with ``remat``, or with more and more microbatches: a
         variant is compiled only if those before it do not fit. A variant is a function, or a tuple
-        of a function and arguments of its own.
+        of a function and its own arguments.
       *args: its arguments, abstract or not. Modules are sharded by the strategy; an optimizer
         belongs to the model in front of it. Arrays outside of modules with the most frequent first
         dimension are the batch, others are replicated.
-      devices: the number of devices; None for those of the topology, or of this process.
+      devices: the number of devices; None for all of the topology, or of this process.
       topology: a TPU topology, such as ``"v5e:16x16"``, for which the TPU compiler compiles; None
         for the devices of this machine, or virtual ones.
       num_slices: the number of slices of the topology, over which the axis ``replica`` runs.
       meshes: the sizes of the axes ``replica``, ``data`` and ``model`` of each mesh to try; None
         for all.
-      strategies: the names of those to try; or by name functions from the abstract arguments to
+      strategies: the names of those to try; or, by name, functions from the abstract arguments to
         ``in_shardings``, called with the mesh in context.
-      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None for that
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
         of ``device``.
-      device: the device for the roofline; None for that of the topology.
-      most: how many programs are compiled at most; None for all.
+      device: the device for the roofline; None uses that of the topology.
+      most: the maximum number of programs to compile; None for all.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
       The candidates, ranked by the roofline of the device, then by the bytes sent, then by memory;
-      without a device by the latter two. Those that do not fit, or failed, come last.
+      without a device by the last two. Those that do not fit, or failed, come last.
 
     Raises:
       TypeError: ``step`` is not a function, or already wrapped by ``jit``.
@@ -190,13 +190,13 @@ def _search(
     ruled_out: dict[str, str],
     advance: Callable[[str], None],
 ) -> list[Finished]:
-    """Compiles candidates, in the order of what is predicted of them, and says why not others."""
+    """Compiles candidates in the order of their predictions, and notes why not the others."""
     submitted: list[str] = []
     finished: list[Finished] = []
     fits = False
     while True:
         while groups and (most is None or len(submitted) < most) and not compilers.is_busy:
-            # As long as nothing fits, the second half goes to those with the least arguments.
+            # As long as nothing fits, the second half goes to those with the smallest arguments.
             by_memory = most is not None and not fits and 2 * len(submitted) >= most
             group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
             groups.remove(group)
@@ -224,7 +224,7 @@ _Variants: TypeAlias = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
 
 
 def _variants(step: Any, args: Sequence[Any]) -> _Variants:
-    """By name the functions and their abstract arguments."""
+    """The functions and their abstract arguments, by name."""
     entries = step if isinstance(step, Mapping) else {"": step}
     variants = {}
     for name, entry in entries.items():
@@ -238,7 +238,7 @@ def _variants(step: Any, args: Sequence[Any]) -> _Variants:
 
 
 def _strategies(strategies: Any) -> dict[str, Any]:
-    """By name the functions of the user, or None for our own strategies."""
+    """The user's functions by name, with None for strategies of this library."""
     if isinstance(strategies, Mapping):
         return {str(name): function for name, function in strategies.items()}
     names = [strategies] if isinstance(strategies, str) else list(strategies)
@@ -262,7 +262,7 @@ def _groups(
     limit: int | None,
     device: Device | None,
 ) -> tuple[list[_Group], dict[str, str]]:
-    """What may be compiled, and what is ruled out without that."""
+    """What may be compiled, and what is ruled out without compiling."""
     groups: list[_Group] = []
     ruled_out: dict[str, str] = {}
     seen: dict[Any, str] = {}
@@ -280,7 +280,7 @@ def _groups(
                 continue
             same = seen.setdefault((variant, prediction.key), candidate.name)
             if same != candidate.name:
-                ruled_out[candidate.name] = f"shards everything as {same}"
+                ruled_out[candidate.name] = f"shards everything like {same}"
             elif limit is not None and prediction.arguments > limit:
                 taken = bytes_text(prediction.arguments)
                 ruled_out[candidate.name] = f"the arguments take {taken} on each device"
@@ -304,7 +304,7 @@ def _with_shardings(candidate: Candidate, function: Any, args: Sequence[Any]) ->
 
 
 def _fits(report: Any, limit: int | None) -> bool:
-    """Whether a program fits, as far as its memory is known."""
+    """Whether a program fits into memory, if that is known."""
     if isinstance(report, Failure):
         return False
     peak = None if report.memory is None else report.memory.peak
@@ -312,7 +312,7 @@ def _fits(report: Any, limit: int | None) -> bool:
 
 
 def _rank(comparison: Comparison, name: str) -> tuple[Any, ...]:
-    """What candidates are sorted by; what is unknown comes last."""
+    """The sort key of a candidate; unknown figures come last."""
     if not comparison.fits(name):
         return (True,)
     figures = comparison.figures[name]

@@ -1,4 +1,4 @@
-"""What a candidate takes, from shapes and specs alone: nothing is traced."""
+"""What a candidate needs, predicted from shapes and specs alone: nothing is traced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .candidates import MODEL, Candidate
 
 
 class Prediction(NamedTuple):
-    """What a candidate takes on one device.
+    """What a candidate needs on one device.
 
     Attributes:
       arguments: the bytes of the arguments, which is exact.
@@ -35,14 +35,14 @@ class Prediction(NamedTuple):
     key: Any
 
     def seconds(self, device: Device | None) -> float:
-        """A rough time, to send and to read and write the arguments; on a TPU v5e by default."""
+        """A rough time to send, and to read and write the arguments; on a TPU v5e by default."""
         device = DEVICES["TPU v5e"] if device is None else device
         accessed = 2 * self.arguments / device.memory_bandwidth
         return self.sent / device.interconnect_bandwidth + accessed
 
 
 def predict(candidate: Candidate, args: Sequence[Any]) -> Prediction:
-    """Predicts what a candidate takes for these arguments."""
+    """Predicts what a candidate needs for these arguments."""
     sizes = dict(candidate.sizes)
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     arguments, sent = 0, 0.0
@@ -62,7 +62,7 @@ def predict(candidate: Candidate, args: Sequence[Any]) -> Prediction:
 
 
 def _split(row: ShardingRow, sizes: dict[str, int]) -> tuple[tuple[str, ...], ...]:
-    """For each dimension the axes that shard it, without those of size 1."""
+    """The axes that shard each dimension, without those of size 1."""
     entries = row.spec.partitions if isinstance(row.spec, PartitionSpec) else ()
     return tuple(tuple(axis for axis in axes_of(x) if sizes[axis] > 1) for x in entries)
 

@@ -1,4 +1,4 @@
-"""Whether the activations of a function can be sharded as declared: all problems at once."""
+"""Whether the activations of a function can be sharded as declared, with all problems listed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ActivationReport(Pictured):
         """Raises an error if there are problems.
 
         Raises:
-          ActivationError: there are; all are in the message.
+          ActivationError: there are problems; the message lists all.
         """
         if self.problems:
             raise ActivationError("\n".join(self.problems))
@@ -52,8 +52,8 @@ class ActivationReport(Pictured):
 def check_activations(fun: Callable[..., Any], *args: Any, **options: Any) -> ActivationReport:
     """Checks how a function shards the activations of its modules, without compiling it.
 
-    Lists every module whose output JAX cannot type on Explicit axes, with the specs that would do,
-    and every declared spec that does not fit.
+    Lists every module whose output JAX cannot type on Explicit axes, with the specs that would
+    work, and every declared spec that does not fit.
 
     Args:
       fun: the function.

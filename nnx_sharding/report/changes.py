@@ -1,4 +1,4 @@
-"""What changed between two reports, or two comparisons: of two commits, or two releases of JAX."""
+"""What changed between two reports or comparisons, such as of two commits or releases of JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Change:
       kind: what it is about.
       name: such as ``peak``, ``all-gather over data: bytes`` or the path of a parameter.
       before: the figure or text before; None if there was none.
-      after: that after; None if there is none any more.
+      after: the figure or text after; None if there is none any more.
       strategy: the strategy in two comparisons; empty for two reports.
     """
 
@@ -39,7 +39,7 @@ class Change:
 
     @property
     def relative(self) -> float | None:
-        """By how much a figure grew, as a fraction of the one before; None for texts."""
+        """The growth of a figure, as a fraction of the one before; None for text."""
         if not isinstance(self.before, int | float) or not isinstance(self.after, int | float):
             return None
         if not self.before:
@@ -63,7 +63,7 @@ class Changes(tuple[Change, ...], Pictured):
     """What :func:`diff` returns; empty if nothing changed. ``print`` and notebooks show it.
 
     Attributes:
-      made_with: for each version that differs the one before and the one after.
+      made_with: the versions that differ, before and after.
 
     Example:
       See :func:`diff`.
@@ -137,8 +137,8 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
         are left out.
 
     Returns:
-      The changes of memory, cost, roofline, collectives and arguments. Other versions of JAX, Flax
-      and Python are reported with them, but are not changes themselves.
+      The changes of memory, cost, roofline, collectives and arguments. Different versions of JAX,
+      Flax and Python are reported with them, but are not changes themselves.
 
     Raises:
       ValueError: a file holds neither, one is a report and the other a comparison, or
@@ -183,7 +183,7 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
 
 def _check_threshold(threshold: float) -> None:
     if not isinstance(threshold, int | float) or not threshold >= 0:
-        raise ValueError(f"threshold is a fraction such as 0.05, from 0 on, not {threshold!r}.")
+        raise ValueError(f"threshold must be a fraction such as 0.05, got {threshold!r}.")
 
 
 def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramReport | Failure]:
@@ -222,7 +222,7 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
 
 
 def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
-    """All that is compared, by kind and name."""
+    """Everything that is compared, by kind and name."""
     memory, cost = as_data(report.memory) or {}, as_data(report.cost.executed) or {}
     collectives: dict[str, Value] = {}
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():

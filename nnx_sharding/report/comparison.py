@@ -38,9 +38,9 @@ class Comparison(JsonForm):
     """Reports side by side: what :func:`compare` returns. ``print`` shows a table.
 
     Attributes:
-      reports: for each strategy its report, or why there is none.
+      reports: the report of each strategy, or why there is none.
       memory_limit: the bytes that a device has; None if that is not known.
-      seconds: how long it took to trace, lower and compile each strategy, as far as it is known.
+      seconds: how long it took to trace, lower and compile each strategy, if known.
       ruled_out: why others were not compiled, by name.
 
     Raises:
@@ -84,10 +84,10 @@ class Comparison(JsonForm):
 
     @property
     def figures(self) -> dict[str, dict[Column, float | None]]:
-        """For each strategy that was compiled the figures of one device; None if not known.
+        """The figures of one device for each compiled strategy; None if not known.
 
         ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
-        ``roofline`` (the least time on the device that was given) and ``planning`` in seconds.
+        ``roofline`` (the least time on the given device) and ``planning`` in seconds.
         """
         return {
             name: {
@@ -103,10 +103,7 @@ class Comparison(JsonForm):
 
     @property
     def bytes_sent_by_axes(self) -> dict[str, dict[MeshAxes, int] | None]:
-        """For each strategy that was compiled the bytes that one device sends, by mesh axes.
-
-        None if that is unknown.
-        """
+        """The bytes that one device sends in each strategy, by mesh axes; None if unknown."""
         return {
             name: None if report.collectives is None else report.collectives.by_axes()
             for name, report in self.compiled.items()
@@ -114,7 +111,7 @@ class Comparison(JsonForm):
 
     @property
     def fitting(self) -> tuple[str, ...]:
-        """The strategies whose peak is known and within ``memory_limit``; all if there is none."""
+        """The strategies with a known peak within ``memory_limit``; all if there is no limit."""
         return tuple(name for name in self.compiled if self.fits(name) is True)
 
     def fits(self, name: str) -> bool | None:
@@ -132,7 +129,7 @@ class Comparison(JsonForm):
         return None if peak is None else peak <= self.memory_limit
 
     def best(self, column: Column) -> str | None:
-        """The strategy with the least of a figure, of those that fit; None if there is none.
+        """The strategy with the lowest figure among those that fit; None if there is none.
 
         Args:
           column: one of ``figures``.
@@ -141,7 +138,7 @@ class Comparison(JsonForm):
           ValueError: there is no such column.
         """
         if column not in get_args(Column):
-            raise ValueError(f"the columns are {get_args(Column)}, not {column!r}.")
+            raise ValueError(f"the column must be one of {get_args(Column)}, got {column!r}.")
         figures = self.figures
         values = {name: figures[name][column] for name in self.fitting}
         known = {name: value for name, value in values.items() if value is not None}
@@ -149,7 +146,7 @@ class Comparison(JsonForm):
 
     @property
     def marked(self) -> dict[Column, str]:
-        """:meth:`best` of each figure, as tables mark it; empty for a single strategy."""
+        """The :meth:`best` of each figure, which tables mark; empty for a single strategy."""
         columns = [column for column in get_args(Column) if column != "planning"]
         best = {column: self.best(column) for column in columns if len(self.compiled) > 1}
         return {column: name for column, name in best.items() if name is not None}
@@ -160,13 +157,13 @@ class Comparison(JsonForm):
         """The same programs for another device, without compiling them again.
 
         Args:
-          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None for that
-            of ``device``, else the old one, else that of the devices compiled for if it is known.
-          device: for the roofline; None leaves it as it is.
+          memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None uses that
+            of ``device``, else the old one, else that of the devices compiled for, if known.
+          device: for the roofline; None leaves it unchanged.
 
         Raises:
           ValueError: the limit cannot be read, or there is no such device in the table.
-          TypeError: they are something else.
+          TypeError: either has a wrong type.
         """
         kinds = {report.device_kind for report in self.compiled.values()}
         of_kind = known_device(kinds.pop()) if len(kinds) == 1 else None
@@ -232,7 +229,7 @@ class Comparison(JsonForm):
                 yield text(f"  {reason}: {'; '.join(names)}")
 
     def _table(self, width: int) -> Any:
-        """One row for each strategy; on narrow consoles only the most important columns."""
+        """One row for each strategy, with only the most important columns on narrow consoles."""
         marked, sent, compiled = self.marked, self.bytes_sent_by_axes, self.compiled.values()
         all_axes = {axes for by_axes in sent.values() for axes in by_axes or ()}
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))

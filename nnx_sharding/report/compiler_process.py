@@ -1,4 +1,4 @@
-"""Compilers in processes of their own: one that crashes ends nothing else."""
+"""Compilers in separate processes: a crash of one ends nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .. import _compat
 from ..partition.topology import topology_devices
 from ..stages import Compiled, Lowered
 
-# A number of virtual CPU devices; or a TPU topology and the number of its slices.
+# A number of virtual CPU devices, or a TPU topology and its number of slices.
 Devices: TypeAlias = int | tuple[str, int]
 
 
@@ -52,7 +52,7 @@ class CompilerProcess:
             self._ended(self._process)
 
     def _ended(self, process: subprocess.Popen[bytes]) -> str:
-        """What a process that has ended printed as errors."""
+        """What a process that has ended printed to standard error."""
         process.communicate()
         assert self._errors is not None
         self._errors.seek(0)
@@ -100,9 +100,9 @@ class CompilerProcess:
 
 
 def serve(devices: Devices) -> None:
-    """Compiles what it is asked for on standard input, until that ends."""
+    """Compiles the programs requested on standard input, until that ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries print to standard output, too
+    os.dup2(2, 1)  # libraries also print to standard output
     if isinstance(devices, int):
         jax.config.update("jax_num_cpu_devices", devices)
     found = jax.devices() if isinstance(devices, int) else topology_devices(*devices)

@@ -1,4 +1,4 @@
-"""Programs that are compiled side by side, and reports that are kept on disk."""
+"""Compiles programs side by side, and keeps reports on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .program import ProgramReport
 
 
 class Finished(NamedTuple):
-    """What became of a program: a report or an error, and the seconds that it took."""
+    """A program that was compiled: a report or an error, and the seconds that it took."""
 
     key: Any
     report: ProgramReport | Failure
@@ -58,7 +58,7 @@ class Compilers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:  # what still runs is not waited for
+        for process in self._processes:  # without waiting for what still runs
             process.close()
         self._executor.shutdown(cancel_futures=True)
 
@@ -103,7 +103,7 @@ class Compilers:
 
     def _kept(self, lowered: Lowered, mesh: Mesh | None) -> ProgramReport:
         """The report of a program, from disk if it has been compiled before."""
-        # Its code is not run, and the figures do not depend on how well it is optimised.
+        # Its code is not run, and optimisation does not affect the figures.
         on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
         options = {"xla_backend_optimization_level": 0} if on_cpu else None
         if self._cache is None:
@@ -114,7 +114,7 @@ class Compilers:
         except (OSError, ValueError):  # not compiled before, or by another release
             report = self._compile(lowered, options).report()
         self._cache.mkdir(parents=True, exist_ok=True)
-        # Renamed when it is complete: other processes may plan the same.
+        # Renamed when complete: other processes may write the same report.
         partial = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
         report.save(partial)
         partial.replace(path)
@@ -143,7 +143,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
-    """A digest of all that a report depends on, but for line numbers."""
+    """A digest of all that a report depends on, except line numbers."""
     devices = [] if mesh is None else list(mesh.devices.flat)
     client = devices[0].client if devices else jax.devices()[0].client
     parts = (

@@ -1,4 +1,4 @@
-"""Grids of devices: the places in a mesh, and the slices of an array that each device holds."""
+"""Grids of devices: their places in a mesh, and the slices of an array that each holds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ..analysis.tables import Pictured
 
 
 class JsonForm(Pictured):
-    """A dataclass that is written as JSON and read again, and shows itself in notebooks."""
+    """A dataclass that can be written as JSON and read again, and that notebooks show."""
 
     _FORMAT: ClassVar[str]
     _VERSION: ClassVar[int] = 1
@@ -40,8 +40,8 @@ class JsonForm(Pictured):
         """Reads what :meth:`as_dict` returned.
 
         Raises:
-          ValueError: it has another format or version, or parts that are missing, unknown or of
-            another type.
+          ValueError: it has another format or version, or parts that are missing, unknown or of a
+            wrong type.
         """
         parts = dict(data) if isinstance(data, dict) else {}
         form, version = parts.pop("format", None), parts.pop("version", None)
@@ -65,7 +65,7 @@ class JsonForm(Pictured):
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not a {cls._NOUN}, as it is not JSON: {error}") from None
+            raise ValueError(f"not a {cls._NOUN}: it is not JSON: {error}") from None
         return cls.from_dict(data)
 
     def save(self, path: str | os.PathLike[str]) -> None:

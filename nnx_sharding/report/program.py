@@ -1,4 +1,4 @@
-"""A compiled program in one object, to be printed, saved and compared."""
+"""A compiled program in one object that can be printed, saved and compared."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ProgramReport(JsonForm):
 
     Attributes:
       name: the name of the function, or the one that the user gave.
-      made_with: the versions that it was compiled with.
+      made_with: the versions with which it was compiled.
       platform: such as ``cpu`` or ``tpu``.
       device_kind: the kind of the devices, as JAX names it.
       num_devices: how many it runs on.
@@ -54,9 +54,9 @@ class ProgramReport(JsonForm):
       memory: what it takes on one device; None if the backend does not report it.
       cost: what it computes.
       collectives: what the devices exchange; None if the text is not understood.
-      activations: what modules return, in the order in which they do.
-      roofline: the least time on a device, with the bodies of loops counted as often as they run;
-        None if no device was given.
+      activations: what modules return, in the order of their calls.
+      roofline: the least time on a device, with loop bodies counted as often as they run; None if
+        no device was given.
       hlo: the text of the compiled program; None if the backend has none.
 
     Example:

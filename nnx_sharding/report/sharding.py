@@ -1,4 +1,4 @@
-"""The result of a sharding for a model: rule, spec and bytes of every array, and the problems."""
+"""A sharding applied to a model: rule, spec and bytes of every array, and all problems."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class ShardingRow(parameters.ParameterRow):
     """The sharding of one array, and why; ``spec`` and the other fields are those of its base.
 
     Attributes:
-      rule: the number of the rule that decides, from 0; None if none matches.
+      rule: the index of the rule that decides; None if none matches.
       rule_text: the filter of this rule.
       declared: the spec of this rule. None leaves the choice to JAX.
       why: what does not fit in ``declared``, if anything; ``spec`` is the part that fits.
       is_fault: whether the transforms refuse it.
-      reason: why a strategy left the array replicated, if it says so.
+      reason: why a strategy left the array replicated, if the strategy notes it.
     """
 
     rule: int | None = None
@@ -69,15 +69,16 @@ class ShardingReport(Pictured):
       rows: one for each array, in the order in which NNX walks the model.
       unmatched: the paths that no rule matches.
       on_indivisible: the paths of arrays that their specs do not divide.
-      unused: the numbers of the rules that match nothing.
-      shadowed: by the number of a rule that matches only what earlier ones match, their numbers.
+      unused: the indices of the rules that match nothing.
+      shadowed: by the index of each rule that matches only what earlier ones match, the indices of
+        those.
       bytes_total: the bytes of all arrays, each counted once.
       replicated_bytes: the bytes of those that are fully replicated.
-      replicated_fraction: the fraction of all bytes that these are, from 0 to 1.
+      replicated_fraction: their fraction of all bytes, from 0 to 1.
       device_bytes: the bytes that each device holds, in the order of their ids.
-      balance: the bytes on the fullest device over the mean of all: 1 if they hold the same.
+      balance: the bytes on the fullest device over the mean of all; 1 if all hold the same.
       problems: what the transforms refuse, one line each.
-      warnings: what they correct, and rules that decide about nothing, one line each.
+      warnings: what they correct, and rules that have no effect, one line each.
 
     Example:
       See :func:`check_sharding`.
@@ -107,17 +108,17 @@ class ShardingReport(Pictured):
         """Raises an error if there are problems.
 
         Args:
-          strict: whether warnings are problems, too.
+          strict: whether warnings are also problems.
 
         Raises:
-          ValueError: there are problems; all are in the message.
+          ValueError: there are problems; the message lists all.
         """
         lines = [f"  {line}" for line in (*self.problems, *(self.warnings if strict else ()))]
         if lines:
             raise ValueError("the sharding does not fit the model:\n" + "\n".join(lines))
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as data for JSON, in an order that is always the same."""
+        """The report as data for JSON, in a fixed order."""
         data: dict[str, Any] = as_data(self, _plain)
         for row in data["rows"]:
             for name in ("memory_kind", "donated", "used", "variable"):  # of programs
@@ -125,7 +126,7 @@ class ShardingReport(Pictured):
         return data
 
     def to_json(self) -> str:
-        """:meth:`as_dict` as text, to be kept and compared."""
+        """:meth:`as_dict` as text, to store and compare."""
         return json.dumps(self.as_dict(), indent=2)
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -155,16 +156,16 @@ def check_sharding(
     """Checks a sharding for a model, before anything is placed or compiled.
 
     Args:
-      model: a model, an optimizer, or a pytree of such; abstract (``nnx.eval_shape``) or not.
-        A Variable with several paths counts under the first one.
-      sharding: the rules. Inside each module paths start at the module, as in ``nnx``.
+      model: a model, an optimizer, or a pytree of them, abstract (``nnx.eval_shape``) or not. A
+        Variable with several paths counts under the first one.
+      sharding: the rules. Inside each module, paths start at the module, as in ``nnx``.
       mesh: the mesh of partition specs, abstract or not; None for the one in context.
       on_indivisible: as in :func:`~nnx_sharding.jit`; with ``"error"`` the row shows the result of
-        ``"drop"``. None for that of ``sharding``, else ``"error"``.
+        ``"drop"``. None uses that of ``sharding``, else ``"error"``.
 
     Returns:
       The report. Where no rule matches or a spec cannot be used, the array counts as replicated;
-      likewise where a rule has None, unless the array is on a mesh already.
+      likewise where a rule has None, unless the array is already on a mesh.
 
     Raises:
       TypeError: ``sharding`` is not a ``StateSharding``.
@@ -186,10 +187,10 @@ def check_sharding(
       ('kernel', 0, 128)
     """
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"sharding is a StateSharding, not {sharding!r}.")
+        raise TypeError(f"sharding must be a StateSharding, got {sharding!r}.")
     if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
         raise ValueError(
-            f"on_indivisible is one of {ON_INDIVISIBLE} or None, not {on_indivisible!r}."
+            f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."
         )
     mesh = _compat.context_mesh() if mesh is None else mesh
     if mesh is None and any(isinstance(spec, PartitionSpec) for spec in sharding.shardings):
@@ -255,7 +256,7 @@ def check_sharding(
 class _Decision(NamedTuple):
     """A location, its path, the path that rules see, the rules that match it, and the sharding.
 
-    ``is_open`` is whether none matches although one has to.
+    ``is_open`` says whether none matches although one has to.
     """
 
     location: Location
@@ -308,7 +309,7 @@ def is_replicated(row: parameters.ParameterRow) -> bool:
 def _rule_warnings(
     sharding: StateSharding, rules: Sequence[str], idle: Mapping[int, Any], keys: set[Any]
 ) -> Iterator[str]:
-    """Rules that decide about nothing, except a last resort, and paths, maybe of another model."""
+    """Rules without effect, except a catch-all and exact paths, which may be of another model."""
     for number, by in idle.items():
         filter_ = sharding.filters[number]
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
@@ -318,7 +319,7 @@ def _rule_warnings(
         yield f"rule {number}, {rules[number]}, matches {earlier if by else nothing}"
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, another one in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions, different in each process
 
 
 def _cells(row: ShardingRow) -> tuple[str, ...]:
@@ -328,6 +329,6 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """What is not data, the same in each process; a sharding on a mesh as its spec."""
+    """A form of what is not data that is the same in each process; for a sharding, its spec."""
     value = value.spec if isinstance(value, NamedSharding) else value
     return value if isinstance(value, PartitionSpec) else _ADDRESS.sub("", str(value))

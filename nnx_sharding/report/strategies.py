@@ -1,4 +1,4 @@
-"""Strategies compiled side by side, before the devices are there."""
+"""Strategies compiled side by side, before there are devices."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Strategy:
     """One way to shard the arguments of a function, for :func:`compare`.
 
     Attributes:
-      in_shardings: as for :func:`~nnx_sharding.jit`; or a function that is called with the
-        abstract arguments, with the mesh in context, and returns that.
-      mesh: the mesh of this strategy, as for :func:`compare`; None for that of the comparison.
+      in_shardings: as for :func:`~nnx_sharding.jit`; or a function that returns them, called with
+        the abstract arguments and with the mesh in context.
+      mesh: the mesh of this strategy, as for :func:`compare`; None uses that of the comparison.
       out_shardings: as for :func:`~nnx_sharding.jit`.
 
     Example:
@@ -68,37 +68,38 @@ def compare(
 ) -> Comparison:
     """Compiles a function once for each strategy and shows what each needs.
 
-    Nothing is run, and no array is made: arguments may be abstract and far larger than the memory,
+    Nothing is run, and no array is made: arguments may be abstract and far larger than memory,
     and meshes larger than the machine (see :func:`~nnx_sharding.partition.planning_mesh`). If a
     strategy fails, its error is kept and the others are still compared.
 
     Args:
-      strategies: by name the ``in_shardings`` for :func:`~nnx_sharding.jit`; a function that makes
+      strategies: by name, the ``in_shardings`` for :func:`~nnx_sharding.jit`; a function that makes
         them from the abstract arguments, called with the mesh in context; or a :class:`Strategy`.
       fun: the function, not yet wrapped by ``jit``.
-      *args: its arguments, abstract or not. Of arrays only shapes and dtypes are used.
+      *args: its arguments, abstract or not. Only shapes and dtypes of arrays are used.
       mesh: the mesh, an abstract one, or the sizes of its axes by name; None for the one in
         context.
       topology: a TPU topology, such as ``"v5e:16x16"``, on which abstract meshes and sizes are
         placed; None for the devices of this machine, or virtual ones.
       num_slices: the number of slices of this topology.
-      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None for that
-        of ``device``, or of the devices compiled for where it is known.
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
+        of ``device``, or of the devices compiled for if known.
       device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``;
-        None for those of the devices compiled for where they are known.
-      cache_dir: a folder for reports. A program that has been compiled before, with the same
-        versions, is not compiled again; its report has the line numbers of then.
+        None uses those of the devices compiled for, if known.
+      cache_dir: a folder for reports. A program that was compiled before with the same versions is
+        not compiled again; its report has the line numbers of that time.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
       The comparison. Without a topology, the figures of a mesh larger than the machine are those of
-      XLA for CPUs, which computes bfloat16 in float32: take temporaries and the bytes sent as upper
+      XLA for CPUs, which computes bfloat16 in float32: temporaries and the bytes sent are upper
       bounds.
 
     Raises:
       TypeError: ``strategies`` is not a mapping, ``fun`` is not a function or is already wrapped,
-        ``in_shardings`` is given, which each strategy has, or ``num_slices`` without a topology.
+        ``in_shardings`` is given although each strategy has its own, or ``num_slices`` without a
+        topology.
       ValueError: there are no strategies, the limit cannot be read, or the device or the topology
         is unknown.
       ImportError: there is a topology, and the TPU compiler is not installed.
@@ -121,10 +122,10 @@ def compare(
       (True, 'fsdp')
     """
     if not isinstance(strategies, Mapping):
-        raise TypeError(f"strategies is a mapping from names, not {strategies!r}.")
+        raise TypeError(f"strategies must be a mapping from names, got {strategies!r}.")
     if isinstance(fun, Lifted) or not callable(fun):
         hint = "; pass the function itself, and the options of jit to compare" * callable(fun)
-        raise TypeError(f"compare needs a function to compile, not {fun!r}{hint}.")
+        raise TypeError(f"compare needs a function to compile, got {fun!r}{hint}.")
     if "in_shardings" in options:
         raise TypeError("each strategy has its in_shardings; leave out in_shardings=...")
     if not strategies:
@@ -164,7 +165,7 @@ def compare(
 
 
 def abstract_of(args: Sequence[Any]) -> Any:
-    """The arguments with shapes and dtypes for arrays; shardings are left to strategies."""
+    """The arguments with shapes and dtypes in place of arrays; strategies choose the shardings."""
     structure, arrays = split(args)
     return merge(structure, jax.tree_util.tree_map(_abstract, arrays))
 

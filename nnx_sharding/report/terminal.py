@@ -1,6 +1,6 @@
-"""Pictures for the terminal: parameters, meshes, who holds what, and reports.
+"""Pictures for the terminal: parameters, meshes, the shards of arrays, and reports.
 
-All functions print to the ``rich.console.Console`` that is given, else to the standard output.
+All functions print to the given ``rich.console.Console``, else to standard output.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def show_parameters(tree: Any, *, console: Console | None = None) -> None:
-    """Prints the table of parameters, with the mesh axes in colours, and sums.
+    """Prints the table of parameters, with coloured mesh axes, and sums.
 
     Args:
-      tree: a model, an optimizer or a pytree of them, or what
-        :func:`~nnx_sharding.analysis.parameter_table` made of it.
+      tree: a model, an optimizer or a pytree of them, or the result of
+        :func:`~nnx_sharding.analysis.parameter_table`.
       console: where to print.
 
     Raises:
@@ -47,7 +47,7 @@ def show_parameters(tree: Any, *, console: Console | None = None) -> None:
 
 
 def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> None:
-    """Prints a mesh: its axes, and the ids of its devices in their places.
+    """Prints a mesh: its axes, and the ids of its devices in a grid.
 
     Args:
       mesh: the mesh; an abstract one has no ids.
@@ -75,13 +75,13 @@ def show_array(
 ) -> None:
     """Prints which slice of an array each device holds.
 
-    As ``jax.debug.visualize_array_sharding``, but for arrays of any rank, also without data
-    and on abstract meshes. An array that is partitioned in one or two dimensions becomes a picture
-    of them, any other a list.
+    Like ``jax.debug.visualize_array_sharding``, but for arrays of any rank, also without data and
+    on abstract meshes. An array that is partitioned in one or two dimensions is drawn as a grid of
+    these, any other as a list.
 
     Args:
       array: an array, a ``jax.ShapeDtypeStruct``, or a shape.
-      sharding: its sharding, or a spec; None for that of the array.
+      sharding: its sharding, or a spec; None uses that of the array.
       mesh: the mesh of a spec.
       console: where to print.
 
@@ -103,7 +103,7 @@ def show_array(
     try:
         shape = tuple(map(int, shape))
     except (TypeError, ValueError):
-        raise TypeError(f"array is an array or a shape, not {array!r}.") from None
+        raise TypeError(f"array must be an array or a shape, got {array!r}.") from None
     sharding = getattr(array, "sharding", None) if sharding is None else sharding
     if isinstance(sharding, PartitionSpec):
         if mesh is None:
@@ -143,7 +143,7 @@ def show_report(report: Any, *, console: Console | None = None) -> None:
 
 
 def _print(pictures: Callable[[int], Iterable[Any]], console: Console | None) -> None:
-    """Prints what there is to draw in the width of the console."""
+    """Prints pictures in the width of the console."""
     from rich.console import Console
 
     console = Console() if console is None else console

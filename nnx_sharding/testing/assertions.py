@@ -1,4 +1,4 @@
-"""Assertions about compiled programs, for tests: what they exchange, and what they take.
+"""Assertions about compiled programs, for tests: their collectives, and the memory they take.
 
 Each takes the result of ``lower(...).compile()`` or its report, and names the causes. It raises a
 ``TypeError`` for anything else.
@@ -42,11 +42,11 @@ def assert_no_collective(
     Args:
       program: a compiled function, or its report.
       kind: such as ``"all-gather"``; None for any.
-      axes: a mesh axis, or several: collectives that run over any of them. None for all, also
+      axes: a mesh axis, or several: collectives that run over any of them. None for all, including
         those whose axes are not known.
 
     Raises:
-      AssertionError: there are such collectives; each is named, with the line of your code.
+      AssertionError: there are such collectives; each is listed, with the line of your code.
       ValueError: there is no such kind, or the mesh has no such axis.
 
     Example:
@@ -81,11 +81,11 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
 
     Args:
       program: a compiled function, or its report.
-      expected: how many instructions there are for each kind and the mesh axes that it runs over,
-        in any order: ``{("all-reduce", "model"): 2}``. One in a loop counts once.
+      expected: the number of instructions for each kind and the mesh axes that it runs over, in any
+        order: ``{("all-reduce", "model"): 2}``. One in a loop counts once.
 
     Raises:
-      AssertionError: there are more, fewer or others; all differences are named.
+      AssertionError: there are more, fewer or others; all differences are listed.
       ValueError: there is no such kind, or the mesh has no such axis.
 
     Example:
@@ -102,8 +102,8 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
         isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) for key in expected
     ):
         raise TypeError(
-            "expected is a mapping such as {('all-reduce', 'model'): 2} from kind and axes to a "
-            f"number, not {expected!r}."
+            "expected must be a mapping such as {('all-reduce', 'model'): 2} from kind and axes to "
+            f"a number, got {expected!r}."
         )
     report, _, collectives = collectives_over(program, None)
     wanted: Counter[_Key] = Counter()
@@ -121,7 +121,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
             lines.append(f"  {kind}{where}: {len(some)}, expected {wanted[kind, over]}")
             lines += [f"  {line}" for line in listed(some).splitlines()]
     if lines:
-        raise AssertionError(f"{report.name} has other collectives:\n" + "\n".join(lines))
+        raise AssertionError(f"{report.name} has unexpected collectives:\n" + "\n".join(lines))
 
 
 def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
@@ -134,7 +134,7 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
 
     Raises:
       AssertionError: it sends more, or a loop is of unknown length; the largest collectives are
-        named.
+        listed.
       ValueError: the limit cannot be read, or the mesh has no such axis.
 
     Example:
@@ -151,20 +151,20 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
         more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
         raise AssertionError(
             f"{report.name} sends {bytes_text(some.bytes_sent)}{more} from each device"
-            f"{over_text(wanted)} in a call; the limit is {bytes_text(most)}. Most is in:\n"
+            f"{over_text(wanted)} in a call; the limit is {bytes_text(most)}. The largest:\n"
             f"{listed(largest)}"
         )
 
 
 def assert_peak_below(program: Program, limit: int | str) -> None:
-    """Fails if a program takes more memory on one device than a limit, or as much.
+    """Fails unless the memory that a program takes on one device is below a limit.
 
     Args:
       program: a compiled function, or its report.
       limit: bytes, or a text such as ``"2 GiB"``.
 
     Raises:
-      AssertionError: it takes more; the parts of the memory and the largest arguments are named.
+      AssertionError: it takes more; the parts of the memory and the largest arguments are listed.
       ValueError: the limit cannot be read, or the backend does not report the memory.
 
     Example:
@@ -202,7 +202,7 @@ def assert_no_parameter_replicated(
 ) -> None:
     """Fails if a large array is fully replicated over several devices.
 
-    In a program this checks the arguments. For the replicated fraction of all bytes see
+    For a program, this checks the arguments. For the replicated fraction of all bytes, see
     :func:`~nnx_sharding.testing.assert_sharded`.
 
     Args:
@@ -211,7 +211,7 @@ def assert_no_parameter_replicated(
       allowed: regular expressions; an array may be replicated if one matches in its path.
 
     Raises:
-      AssertionError: there are such arrays; all are named, the largest first.
+      AssertionError: there are such arrays; all are listed, the largest first.
       ValueError: ``min_size`` is negative, or a pattern is not a regular expression or matches
         no path.
 
@@ -234,7 +234,7 @@ def assert_no_parameter_replicated(
       Partition them by specs, or allow it by allowed=... or min_size=...
     """
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
-        raise ValueError(f"min_size is a number of elements, not {min_size!r}.")
+        raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
     rows: list[tuple[ParameterRow, int]]
     if isinstance(program, Compiled | ProgramReport):
         report = report_of(program)

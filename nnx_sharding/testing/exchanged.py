@@ -16,18 +16,17 @@ def assert_no_resharding(
 ) -> None:
     """Fails if devices exchange activations other than to sum them.
 
-    Parameters that are gathered, gradients, sums of what operations leave in parts, and results
-    that are brought to their shardings do not count, see
-    :class:`~nnx_sharding.analysis.Collective`.
+    Gathered parameters, gradients, sums of partial results, and results that are moved to their
+    shardings do not count; see :class:`~nnx_sharding.analysis.Collective`.
 
     Args:
       program: a compiled function, or its report.
       axes: a mesh axis, or several: collectives that run over any of them. None for all.
-      allowed: regular expressions; a collective may be there if one matches in its module, its
+      allowed: regular expressions; a collective is allowed if one matches in its module, its
         operation or its line of code.
 
     Raises:
-      AssertionError: there are others; each is named, with the module and the line of your code.
+      AssertionError: there are others; each is listed, with the module and the line of your code.
       ValueError: the mesh has no such axis, or a pattern is not a regular expression or matches
         nothing.
 
@@ -66,7 +65,7 @@ def assert_no_resharding(
 def assert_gathers_weights(
     program: Program, axes: Axes | None = None, *, allowed: Iterable[str] = ()
 ) -> None:
-    """Fails if a sharded parameter of a module that is called is not gathered, as FSDP does.
+    """Fails if a sharded parameter of a called module is not gathered as in FSDP.
 
     Args:
       program: a compiled function, or its report.

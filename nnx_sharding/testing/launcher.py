@@ -19,7 +19,7 @@ from ..partition.mesh import MOST_DEVICES
 from . import worker
 from .output import Output
 
-TIMED_OUT = 124  # as of timeout(1)
+TIMED_OUT = 124  # as for timeout(1)
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 _SETTLING = 0.3  # seconds
 
@@ -37,14 +37,14 @@ def launch(
 
     In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
     by line, prefixed with the number of the process. If one fails, it is named, with the end of its
-    stderr, and the others are asked to end, then killed. On Linux no process is left that the
-    program started, even if this process is killed; elsewhere none in its process group.
+    stderr, and the others are asked to end, then killed. On Linux, no process started by the
+    program is left, even if this process is killed; elsewhere, none in its process group.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
       processes: the number of processes.
-      devices_per_process: the number of devices of each: virtual ones on the CPU; of others, those
-        with the numbers from ``rank * devices_per_process`` on.
+      devices_per_process: the number of devices of each process: virtual ones on the CPU; on other
+        platforms, those numbered from ``rank * devices_per_process``.
       platform: the value of ``JAX_PLATFORMS``.
       timeout: the seconds after which all processes are ended; None for no limit.
       grace: the seconds between asking a process to end and killing it.
@@ -68,7 +68,7 @@ def launch(
       0
     """
     least = {"processes": processes, "devices_per_process": devices_per_process}
-    wrong = [f"{name} is at least 1, not {value}" for name, value in least.items() if value < 1]
+    wrong = [f"expected {name} >= 1, got {value}" for name, value in least.items() if value < 1]
     if processes * devices_per_process > MOST_DEVICES:
         devices = f"{processes} processes of {devices_per_process} devices"
         wrong.append(f"expected at most {MOST_DEVICES} devices in all, got {devices}")
@@ -94,7 +94,7 @@ def launch(
         finally:
             for process in workers:
                 assert process.stdin is not None
-                process.stdin.close()  # the worker then ends all that it started
+                process.stdin.close()  # the worker then ends everything that it started
             for process in workers:
                 process.wait()
     output.finish(grace, lambda: _explanation(end, output, seconds))
@@ -123,7 +123,7 @@ def _start(
             encoding="utf-8",
             errors="surrogateescape",
             pass_fds=(writing,),
-            start_new_session=True,  # Ctrl-C comes to the launcher alone
+            start_new_session=True,  # only the launcher receives Ctrl-C
         )
     finally:
         os.close(writing)
@@ -141,9 +141,9 @@ def _start(
 
 
 def _first_failure(ends: queue.SimpleQueue[_End], running: int, deadline: float | None) -> _End:
-    """Waits for the failure that led to the others, or until all processes have succeeded."""
-    # A process that dies closes its connections before it has ended, so another one may report an
-    # error earlier than the system reports that end.
+    """Waits for the failure that caused the others, or until all processes have succeeded."""
+    # A dying process closes its connections before it has ended, so another one may report an error
+    # before the system reports that end.
     first: _End | None = None
     while running:
         try:
@@ -175,13 +175,13 @@ def _explanation(end: _End, output: Output, seconds: float) -> str:
     last = output.last[end.rank]
     text = f"launch: process {end.rank} failed {what}, after {seconds:.1f} s"
     text += "; the others were ended" if len(output.last) > 1 else ""
-    text += ". The last that it wrote to stderr:" if last else ""
+    text += ". The end of its stderr:" if last else ""
     return "".join([f"{text}\n", *(f"  {line}\n" for line in last)])
 
 
 @contextlib.contextmanager
 def _signals_to(ends: queue.SimpleQueue[_End]) -> Iterator[None]:
-    """Puts signals that ask this process to end into a queue."""
+    """Puts the signals that ask this process to end into a queue."""
 
     def handle(number: int, _: Any) -> None:
         ends.put(_End(128 + number))
@@ -199,7 +199,7 @@ def _signals_to(ends: queue.SimpleQueue[_End]) -> Iterator[None]:
 def reserve_port() -> socket.socket:
     """A socket that keeps a free port on the loopback interface for as long as it is open.
 
-    JAX's coordinator can still listen there, because gRPC sets ``SO_REUSEPORT``, too.
+    JAX's coordinator can still listen on it, because gRPC also sets ``SO_REUSEPORT``.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -15,10 +15,10 @@ _LONGEST, _LONGEST_REMEMBERED = 1 << 20, 2000  # characters of a line
 
 
 class Output:
-    """Shows complete lines as they come, and keeps the last that each process wrote to stderr.
+    """Shows complete lines as they arrive, and keeps the last ones of each process's stderr.
 
-    A line of more than 1 Mi characters is shown in parts, and a long one is shortened when it is
-    kept. ``on_closed`` is called if nobody reads stdout or stderr any more.
+    A line of more than 1 Mi characters is shown in parts, and long lines are kept shortened.
+    ``on_closed`` is called if stdout or stderr is no longer read.
     """
 
     def __init__(self, processes: int, on_closed: Callable[[], None]):
@@ -38,16 +38,16 @@ class Output:
             self._threads.append(thread)
 
     def hold_all_but(self, rank: int | None) -> None:
-        """Keeps back from now on what the other processes write; nothing if there is no rank."""
+        """From now on holds back what the other processes write; nothing if there is no rank."""
         with self._lock:
             self._shown = rank
 
     def finish(self, seconds: float, message: Callable[[], str]) -> None:
-        """Waits for the rest, then shows the message on stderr, and what was kept back."""
+        """Waits for the rest, then shows the message on stderr, and what was held back."""
         for thread in self._threads:
             thread.join(seconds)
         with self._lock:
-            heading = "launch: what the others wrote after that:\n" if self._held else ""
+            heading = "launch: output of the others after that:\n" if self._held else ""
             for stream, text in ((1, message() + heading), *self._held):
                 self._write(stream, text)
 
@@ -75,7 +75,7 @@ class Output:
                 target.write(data.decode(errors="replace"))
             target.flush()
         except (OSError, ValueError) as error:
-            if isinstance(error, BrokenPipeError):  # Python would fail to flush the rest at its end
+            if isinstance(error, BrokenPipeError):  # Python would fail to flush the rest at exit
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, target.fileno())
                 os.close(nowhere)

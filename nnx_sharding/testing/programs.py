@@ -1,4 +1,4 @@
-"""What assertions about programs have in common: the report of a program, and texts."""
+"""Code shared by assertions about programs: the report of a program, and texts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def report_of(program: Any) -> ProgramReport:
 def collectives_over(
     program: Any, axes: Axes | None
 ) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
-    """The report of a program, axes as a set, and the collectives that may run over any of them."""
+    """The report of a program, axes as a set, and the collectives that may run over them."""
     report = report_of(program)
     if report.collectives is None:
         raise ValueError(f"the collectives of {report.name} are unknown: {_reason(report.hlo)}.")
@@ -78,10 +78,10 @@ def over_text(axes: frozenset[str] | None) -> str:
 
 
 def patterns(allowed: str | Iterable[str], paths: Sequence[str]) -> list[re.Pattern[str]]:
-    """Regular expressions.
+    """Compiles regular expressions.
 
     Raises:
-      ValueError: one is none, or matches in none of the paths.
+      ValueError: one is invalid, or matches in none of the paths.
     """
     found, wrong = [], []
     for text in [allowed] if isinstance(allowed, str) else allowed:
@@ -116,6 +116,6 @@ def at(row: ParameterRow) -> str:
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """Lines, of which the first are shown."""
+    """The first of these lines, and the number of further ones."""
     more = [f"  … {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
     return "\n".join([*lines[:_MAX_LINES], *more])

@@ -25,7 +25,7 @@ def assert_sharded(
       mesh: the mesh of these rules.
 
     Raises:
-      AssertionError: more is replicated; the largest of these arrays are named.
+      AssertionError: more is replicated; the largest of these arrays are listed.
       ValueError: ``tolerance`` is not from 0 to 1, or the rules have problems.
 
     Example:
@@ -41,7 +41,7 @@ def assert_sharded(
     The check, and its tolerance of 2%, follow ``assert_params_sufficiently_sharded`` of MaxText.
     """
     if not 0 <= tolerance <= 1:
-        raise ValueError(f"tolerance is a fraction of all bytes, from 0 to 1, not {tolerance!r}.")
+        raise ValueError(f"tolerance must be a fraction of all bytes, 0 to 1, got {tolerance!r}.")
     rows: Sequence[ParameterRow]
     if sharding is None:
         rows = parameter_table(model)

@@ -1,8 +1,8 @@
-"""One process of a launch: runs the program in a child process, and ends all that it started.
+"""One process of a launch: runs the program in a child process, and ends all its descendants.
 
-Started by its path, and importing only the standard library, so that the program may still set the
-variables that JAX reads. Its arguments are the pipe on which it reports, the grace period and the
-program. It runs until its standard input is closed, by the launcher or by the launcher's end.
+It is started by its path, and imports only the standard library, so that the program can still set
+the variables that JAX reads. Its arguments are the pipe on which it reports, the grace period and
+the program. It runs until its standard input is closed, by the launcher or by the launcher's end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _watch(program: int, pipe: int, grace: float) -> None:
     running = {program}
 
     def children() -> set[int]:
-        """The children that are left after those that ended are reaped."""
+        """The children that are left once the ended ones are reaped."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] in running:
@@ -99,7 +99,7 @@ def _watch(program: int, pipe: int, grace: float) -> None:
     while (left := children()) and time.monotonic() < deadline:
         _send(signal.SIGKILL, left)
         time.sleep(_PAUSE)
-    os.killpg(0, signal.SIGKILL)  # this process, and its group where orphans have another parent
+    os.killpg(0, signal.SIGKILL)  # this process and its group, for orphans with another parent
 
 
 def _send(number: signal.Signals, processes: Iterable[int]) -> None:
@@ -109,7 +109,7 @@ def _send(number: signal.Signals, processes: Iterable[int]) -> None:
 
 
 def _run(program: list[str], pipe: int) -> None:
-    """Runs the program as ``python`` does, and reports a failure at once.
+    """Runs the program as ``python`` does, and reports a failure immediately.
 
     JAX's exit handler waits up to five minutes for the other processes, which wait for this one.
     """

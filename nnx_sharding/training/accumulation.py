@@ -42,13 +42,13 @@ def accumulate_gradients(
     It replaces :func:`~nnx_sharding.value_and_grad` where the activations of a full batch do not
     fit into memory. The microbatches run one after the other in one loop, so the program has the
     size of one of them. For a loss that is a mean over the rows of the batch, the results are those
-    of the full batch. What the loss changes otherwise, such as the statistics of BatchNorm and
-    random streams, it changes once for each microbatch.
+    of the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on
+    random streams, happen once for each microbatch.
 
     On Explicit mesh axes, the gradients of parameters that are replicated over the axes of the
-    batch are summed on each device, and reduced once, after the loop; so they are on Auto axes that
-    ``axis`` names. Parameters that are sharded over these axes have theirs reduced for each
-    microbatch, because the full gradient may not fit into the memory of a device.
+    batch are summed on each device, and reduced once, after the loop; the same holds on Auto axes
+    that ``axis`` names. Gradients of parameters that are sharded over these axes are reduced for
+    each microbatch, because the full gradient may not fit into the memory of a device.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
@@ -58,10 +58,11 @@ def accumulate_gradients(
       wrt: as for ``value_and_grad``.
       has_aux: as for ``value_and_grad``. The auxiliary data of all microbatches are stacked.
       batch: the names of the arguments that are divided into microbatches; all their arrays have
-        the rows of the batch in the first dimension. By default all that hold arrays, no modules or
-        Variables, and are not differentiated; scalars are the same for all microbatches.
+        the rows of the batch in the first dimension. By default, all that hold arrays but no
+        modules or Variables and are not differentiated; scalars are the same for all microbatches.
       axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. It is Explicit
-        within the loop, for the reduction after it; parameters are replicated over it there.
+        within the loop, where parameters are replicated over it, so that the reduction follows the
+        loop.
       dtype: the dtype in which gradients are summed and returned; None for their own.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
@@ -72,7 +73,7 @@ def accumulate_gradients(
     Raises:
       TypeError: ``steps`` is not a positive integer; at a call, as ``value_and_grad``.
       ValueError: at a call, no argument is a batch, ``steps`` does not divide it, or ``batch``
-        names what is not an argument.
+        names an unknown argument.
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,7 +89,7 @@ def accumulate_gradients(
       True
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise TypeError(f"accumulate_gradients: steps is a positive integer, got {steps!r}.")
+        raise TypeError(f"accumulate_gradients: steps must be a positive integer, got {steps!r}.")
     options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
 
     def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +105,7 @@ def accumulate_gradients(
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
             def loop(rest: Any, microbatches: Any) -> Any:
-                # Without it, nothing keeps JAX from what it gets wrong with reduced parameters.
+                # Without a handler, JAX may compute wrong gradients of reduced parameters.
                 axes = _axes_of_batch(microbatches) if handler_here() else frozenset[Any]()
                 likes, treedef = jax.tree.flatten(gradient.differentiated(args, kwargs))
                 totals = [_zeros(like, axes, dtype) for like in likes]
@@ -142,7 +143,7 @@ def _batch_names(
     if batch is not None:
         names = [batch] if isinstance(batch, str) else [*batch]
         unknown = [f"  {x!r}{suggestion(x, arguments)}" for x in names if x not in arguments]
-        title = "accumulate_gradients: batch names what is not an argument of this call:"
+        title = "accumulate_gradients: batch names unknown arguments:"
         raise_listed(ValueError, title, unknown, f"The arguments: {', '.join(arguments)}.")
         return names
     differentiated = gradient.names(given.args, given.kwargs)
@@ -163,9 +164,9 @@ def _is_batch(value: Any) -> bool:
 
 
 def _divided(name: str, value: Any, steps: int) -> Any:
-    """Arrays with the rows of each microbatch along the second dimension of two.
+    """Arrays with rows split into two dimensions: the second is the rows of a microbatch.
 
-    So the rows of a microbatch come from the shards of all devices, and none has to move.
+    The rows of a microbatch come from the shards of all devices, so none has to move.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     wrong = [

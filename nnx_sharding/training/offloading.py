@@ -1,4 +1,4 @@
-"""State in the memory of the host: shardings for it, and its way to the device and back."""
+"""State in host memory: shardings for it, and its transfer to the device and back."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def offload(
     mesh: Mesh | AbstractMesh | None = None,
     memory_kind: str = "pinned_host",
 ) -> StateSharding:
-    """The same shardings, with a part of a model or an optimizer in the memory of the host.
+    """The same shardings, with a part of a model or an optimizer in host memory.
 
-    Such as the state of the optimizer, which a step needs only for the update. In the function,
-    :func:`fetched` brings it to the device and back. On CPUs there is only one memory: programs are
-    the same, but ``Compiled.memory()`` counts all of it as that of the device.
+    An example is the state of the optimizer, which a step needs only for the update. In the
+    function, :func:`fetched` moves it to the device and back. On CPUs there is only one memory:
+    programs are the same, but ``Compiled.memory()`` counts all of it as device memory.
 
     Args:
-      sharding: the shardings to start from; those of other paths stay.
+      sharding: the shardings to start from; those of other paths are kept.
       tree: the model or the optimizer, abstract or not.
-      filter_: an NNX filter for the Variables of ``tree`` to offload. Scalars, and what has no
+      filter_: an NNX filter for the Variables of ``tree`` to offload. Scalars, and arrays without a
         ``PartitionSpec`` or ``NamedSharding``, stay where they are.
       mesh: the mesh; None for the one in context.
       memory_kind: the memory.
@@ -87,9 +87,9 @@ def offload(
 
 @contextlib.contextmanager
 def fetched(*trees: Any) -> Iterator[None]:
-    """Modules and optimizers whose arrays are in the memory of the device within the block.
+    """Moves arrays of modules and optimizers to device memory within the block.
 
-    After it, what was in the memory of the host before is there again, with new values.
+    After it, what was in host memory before is there again, with its new values.
 
     Args:
       *trees: pytrees of modules, optimizers and Variables. Arrays outside of them are not changed.

@@ -1,4 +1,4 @@
-"""Transforms of JAX within a trace, for functions that take and return NNX objects."""
+"""JAX's transforms within a trace, for functions that take and return NNX objects."""
 
 from .axes import Carry, StateAxes
 from .batching import vmap

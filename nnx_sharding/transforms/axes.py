@@ -22,7 +22,7 @@ from .inner import InnerTransform
 
 
 class Carry:
-    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the step before returned.
+    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the previous one returned.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,10 +91,10 @@ def axes_specs(option: str, prefix: Any) -> Specs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mapped(InnerTransform):
-    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that name them.
+    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that names them.
 
     Attributes:
-      metadata: for Flax: what to add to the metadata of Variables for a mapped axis.
+      metadata: what to add, for Flax, to the metadata of Variables for a mapped axis.
     """
 
     in_name: str = "in_axes"

@@ -54,20 +54,20 @@ def vmap(
 ) -> Any:
     """Vectorizes a function whose arguments and results may be NNX objects.
 
-    A Variable that is mapped has one more dimension outside than inside of the function. What the
-    function writes to it comes back stacked along the same axis, and so do new Variables. A
-    Variable that is not mapped has to be the same for all elements after the call.
+    A mapped Variable has one more dimension outside the function than inside. What the function
+    writes to it is stacked along the same axis, and so are new Variables. A Variable that is not
+    mapped has to be the same for all elements after the call.
 
     Args:
       fun: the function.
       in_axes: the axis along which each argument is mapped, None for one that is not: one for all
         of them, a tuple with one for each positional parameter, or a mapping from parameter names;
-        each a pytree prefix of its argument. For a module that can be
-        :class:`~nnx_sharding.StateAxes`. Other keyword-only parameters are not mapped.
+        each a pytree prefix of its argument, with :class:`~nnx_sharding.StateAxes` allowed for a
+        module. Other keyword-only parameters are not mapped.
       out_axes: likewise for the result.
       axis_name: a name for the axis, for collectives.
       axis_size: its size, if nothing is mapped.
-      spmd_axis_name: the mesh axis over which it is sharded, for constraints inside.
+      spmd_axis_name: the mesh axis over which it is sharded, for constraints in the function.
       transform_metadata: metadata of Variables for the axis, as ``flax.nnx.vmap`` takes them:
         ``{nnx.PARTITION_NAME: "layers"}`` names it in their logical axes.
       graph: as in :func:`~nnx_sharding.jit`.
@@ -78,7 +78,8 @@ def vmap(
 
     Raises:
       TypeError: something in ``in_axes`` or ``out_axes`` is not an axis.
-      ValueError: at a call, the axes do not fit the arguments, or a shared Variable has several.
+      ValueError: at a call, the axes do not fit the arguments, or a shared Variable has several
+        axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,7 +96,7 @@ def vmap(
     """
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
     if CARRY in (*in_specs.written, *out_specs.written):
-        raise TypeError("vmap: Carry is for scan; the elements of vmap hand nothing on.")
+        raise TypeError("vmap: Carry is for scan; the elements of vmap are independent.")
     transform = _Vmap(
         in_specs=in_specs,
         out_specs=out_specs,

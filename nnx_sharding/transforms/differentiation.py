@@ -36,7 +36,7 @@ class Differentiation(InnerTransform):
 
     Attributes:
       wrt: for each differentiated argument its position or name, and the filter for its Variables.
-      is_single: whether the gradient is that of one argument, not a tuple.
+      is_single: whether the gradient is of one argument, not a tuple.
     """
 
     returns_any: ClassVar[bool] = True  # auxiliary data
@@ -64,14 +64,14 @@ class Differentiation(InnerTransform):
     def _check_output(self, fun_name: str, out: Any) -> None:
         if self.has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
             raise TypeError(
-                f"{self.name}: with has_aux=True {fun_name} returns a pair (loss, aux), "
+                f"{self.name}: with has_aux=True {fun_name} must return a pair (loss, aux), "
                 f"got {_described(out)}."
             )
         loss = out[0] if self.has_aux else out
         if not _is_array(loss) or jnp.shape(loss) != ():
             hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
-                f"{self.name}: {fun_name} returns a scalar loss, got {_described(loss)}.{hint}"
+                f"{self.name}: {fun_name} must return a scalar loss, got {_described(loss)}.{hint}"
             )
 
 
@@ -99,7 +99,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The value and the gradient; objects that the function changes are the caller's own."""
+        """The value and the gradient; changes are made to the caller's own objects."""
         return self.of(args, kwargs)
 
     def of(
@@ -147,7 +147,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
     def _prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Flat, Plan, list[_Wanted], list[int]]:
-        """The arguments of a call, flattened, its plan, what is differentiated, and its slots."""
+        """The flattened arguments of a call, its plan, what is differentiated, and its slots."""
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
         wanted = self._wanted(plan, call, flat)
@@ -172,8 +172,8 @@ class ValueAndGrad(LiftedFunction[P, R]):
             raise ValueError(f"{name}: argnums names an argument more than once: {which!r}.")
         if unknown := [repr(x) + suggestion(x, targets) for x in chosen if x not in targets]:
             raise ValueError(
-                f"{name}: argnums names what is not an argument of this call: "
-                f"{', '.join(unknown)}. The arguments: {', '.join(targets)}."
+                f"{name}: argnums names unknown arguments: {', '.join(unknown)}. "
+                f"The arguments: {', '.join(targets)}."
             )
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
@@ -185,10 +185,10 @@ class ValueAndGrad(LiftedFunction[P, R]):
             if predicate is None or not (slots or pytree_of(flat.structure.entries[entry])):  # type: ignore[index]
                 continue
             subject = found.subject(flat.objects, flat.leaves)
-            # What is not in a module was named itself.
+            # What is not in a module was named by argnums.
             if not found.location.path or any(predicate(path, subject) for path in found.paths):
                 differentiable.update([argument] if slots else [])
-                # As in Flax, what is shared has its gradient in the first place only.
+                # As in Flax, what is shared has its gradient only in the first place.
                 if entry is None or entry not in seen:
                     locations[argument].append(found)
                     seen.update([] if entry is None else [entry])
@@ -214,13 +214,13 @@ class Grad(ValueAndGrad[P, R]):
     """A function that returns the gradient of another one."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The gradient, with ``has_aux`` also the auxiliary data."""
+        """The gradient, and with ``has_aux`` the auxiliary data."""
         value, gradient = super().__call__(*args, **kwargs)
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
 
 def as_reduced(x: Any, axes: frozenset[Any]) -> Any:
-    """An array of reduced type over those axes that are Explicit and over which it is replicated.
+    """An array, made reduced over those of the axes that are Explicit and replicate it.
 
     Its gradient is then unreduced over them.
     """

@@ -29,16 +29,17 @@ def value_and_grad(
     """Makes a function that returns the value of ``fun`` and its gradient.
 
     Modules, optimizers and Variables may be anywhere in the arguments; changes that ``fun`` makes
-    to them, such as those of BatchNorm and of random streams, are made to the caller's own objects.
-    A Variable that several arguments share is one input: its gradient is that of all its uses, and
-    as in Flax it is in the first place only.
+    to them, such as to BatchNorm statistics and random streams, are made to the caller's own
+    objects. A Variable that several arguments share is one input: its gradient covers all its uses
+    and, as in Flax, is only in the first place.
 
     Args:
-      fun: the function. It returns a scalar, with ``has_aux`` a pair of it and anything else.
+      fun: the function. It returns a scalar or, with ``has_aux``, a pair of a scalar and anything
+        else.
       argnums: what to differentiate with respect to: the position or the name of an argument, an
         ``nnx.DiffState`` with a position and a filter, or a sequence of these.
-      wrt: an NNX filter: the Variables of the modules in these arguments that are differentiated.
-        Arrays outside of modules, and bare Variables, are differentiated in any case.
+      wrt: an NNX filter for the Variables of modules that are differentiated. Arrays outside of
+        modules, and bare Variables, are differentiated in any case.
       has_aux: whether ``fun`` returns auxiliary data besides the scalar.
       holomorphic: whether ``fun`` is promised to be holomorphic, as in ``jax.grad``.
       allow_int: whether integers may be differentiated; their gradients have dtype ``float0``.
@@ -47,13 +48,13 @@ def value_and_grad(
 
     Returns:
       A function that returns ``(value, gradient)``; the value is what ``fun`` returns. The gradient
-      has the form of the argument, with an ``nnx.State`` of the differentiated Variables in the
-      place of each module, as optimizers take it; for a sequence of ``argnums`` it is a tuple.
+      has the form of the argument, with an ``nnx.State`` of the differentiated Variables in place
+      of each module, as optimizers expect; for a sequence of ``argnums`` it is a tuple.
 
     Raises:
       TypeError: at a call, ``fun`` does not return a scalar, or an integer is differentiated.
       ValueError: at a call, an argument does not exist, or nothing in it is to be differentiated;
-        at once, for a bound method with ``argnums`` by position.
+        immediately, for a bound method with ``argnums`` by position.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,7 +122,7 @@ def grad(
 def _transform(
     name: str, argnums: Any, wrt: Any, has_aux: bool, holomorphic: bool, allow_int: bool
 ) -> Differentiation:
-    to_predicate(wrt)  # refuses what is not a filter
+    to_predicate(wrt)  # raises for what is not a filter
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     pairs = tuple(
         (x.argnum, x.filter) if isinstance(x, nnx.DiffState) else (x, wrt)
@@ -130,7 +131,7 @@ def _transform(
     wrong = [x for x, _ in pairs if not isinstance(x, int | str)]
     if wrong or len({x for x, _ in pairs}) < len(pairs):
         raise TypeError(
-            f"{name}: argnums is a position, a name or an nnx.DiffState, or a sequence of "
+            f"{name}: argnums must be a position, a name or an nnx.DiffState, or a sequence of "
             f"different ones, got {argnums!r}."
         )
     return Differentiation(

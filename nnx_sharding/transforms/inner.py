@@ -1,4 +1,4 @@
-"""The base of transforms that run as a part of what surrounds them, and compile nothing."""
+"""The base of transforms that become part of the surrounding trace, and compile nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core.unflatten import Built
 from ..lifted_function import LiftedFunction, P, R
 from ..paths import Path
 
-# For each surrounding ``remat`` with filters the modules that it knows: by id, path and module.
+# The modules known to a surrounding ``remat`` with filters: by id, path and module.
 Known: TypeAlias = dict[int, tuple[Path, Any]]
 KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN", default=())
 
@@ -56,7 +56,7 @@ class InnerTransform(Transform):
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
-        """What is called for a pure function, with the arguments of :meth:`compile`."""
+        """What is called for a pure function; the arguments are those of :meth:`compile`."""
         return function
 
 
@@ -69,7 +69,7 @@ class Inner(LiftedFunction[P, R]):
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function; objects that it changes are the caller's own."""
+        """Calls the function; its changes are made to the caller's own objects."""
         call, flat = self._split((*self._bound, *args), kwargs)
         plan, _ = self._plan(call, flat)
         with inherited(flat.objects):

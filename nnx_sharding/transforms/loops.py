@@ -58,11 +58,11 @@ class _Scan(Mapped):
             yield checked
 
     def _check_carry(self, fun_name: str, given: Any, out: Any) -> None:
-        """Checks that the carry that is returned has the form of the one that was given."""
+        """Checks that the returned carry has the form of the given one."""
         if self.returned is not None:
             if not isinstance(out, tuple) or len(out) <= self.returned:
                 raise TypeError(
-                    f"scan: with these out_axes {fun_name} returns a tuple, got "
+                    f"scan: with these out_axes {fun_name} must return a tuple, got "
                     f"{type(out).__name__}."
                 )
             out = out[self.returned]
@@ -73,7 +73,7 @@ class _Scan(Mapped):
         (before, old), (after, new) = flattened
         if old != new:
             raise TypeError(
-                f"scan: {fun_name} returns a carry of another structure than it was given:\n"
+                f"scan: {fun_name} returns a carry of a different structure than it was given:\n"
                 f"  given: {old}\n  returned: {new}"
             )
         others = [
@@ -83,7 +83,7 @@ class _Scan(Mapped):
         ]
         if others:
             raise ValueError(
-                f"scan: {fun_name} returns other objects in the carry than it was given:\n"
+                f"scan: {fun_name} returns different objects in the carry than it was given:\n"
                 + "\n".join(others)
                 + "\nChange the module that it was given, and return that."
             )
@@ -130,11 +130,11 @@ def scan(
 ) -> Any:
     """Loops over a function whose arguments and results may be NNX objects.
 
-    Every argument is the carry, which each step gets from the step before; or mapped along an axis,
+    An argument is the carry, which each step gets from the previous one; or mapped along an axis,
     so that each step gets its slice; or the same for all steps. What a step writes to a mapped
-    Variable comes back stacked, and so do new Variables of mapped modules. What it writes to
-    Variables that are not mapped, such as counters and random streams, the next step reads, as in a
-    loop of Python. Variables that no step writes are inputs of the loop and never outputs of it.
+    Variable is stacked, and so are new Variables of mapped modules. What it writes to Variables
+    that are not mapped, such as counters and random streams, is read by the next step, as in a
+    Python loop. Variables that no step writes are inputs of the loop and never outputs.
 
     Args:
       fun: the function.
@@ -143,9 +143,10 @@ def scan(
       unroll: how many steps to unroll in one iteration; True for all.
       in_axes: for each argument :class:`~nnx_sharding.Carry` (for one at most), the axis along
         which it is mapped, or None: a tuple with one for each positional parameter, a mapping from
-        parameter names, or one for all. Axes are a pytree prefix of their argument, for a module
-        perhaps :class:`~nnx_sharding.StateAxes`, in which a Variable may be carried, too.
-      out_axes: ``Carry`` for what is the carry of the next step, and the axes along which all else
+        parameter names, or one for all. Axes are a pytree prefix of their argument, with
+        :class:`~nnx_sharding.StateAxes` allowed for a module, in which a Variable may also be
+        carried.
+      out_axes: ``Carry`` for the carry of the next step, and the axes along which everything else
         is stacked: a tuple, or one for all that the function returns.
       transform_metadata: as in :func:`vmap`.
       graph: as in :func:`~nnx_sharding.jit`.
@@ -155,8 +156,8 @@ def scan(
       A function that runs the loop, and returns the last carry and the stacked results.
 
     Raises:
-      TypeError: something in ``in_axes`` or ``out_axes`` is not an axis; at a call, the carry that
-        is returned is of another structure than the one that was given.
+      TypeError: something in ``in_axes`` or ``out_axes`` is not an axis; at a call, the returned
+        carry differs in structure from the given one.
       ValueError: several arguments are the carry, or ``in_axes`` and ``out_axes`` differ in whether
         there is one; at a call, lengths differ, or a step changes the structure of an object that
         is not mapped.

@@ -1,4 +1,4 @@
-"""``remat`` for functions that take and return NNX objects: recompute instead of keeping."""
+"""``remat`` for functions that take and return NNX objects: recomputes instead of storing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..paths import Path, path_string
 from .inner import KNOWN, Function, Inner, InnerTransform, Known
 from .residuals import equations
 
-# What becomes of the values that a filter chooses, between the forward and the backward pass.
+# What happens to the values that a filter chooses, between the forward and the backward pass.
 Keep: TypeAlias = Literal["recompute", "save", "offload"]
 _HOST = "pinned_host"
 Policy: TypeAlias = (
@@ -35,8 +35,8 @@ Policy: TypeAlias = (
 class _Rules:
     """A policy by filters for modules, and by the names that ``checkpoint_name`` gives.
 
-    A module that is called in the trace gets a name of its own for what it returns, by which JAX
-    knows it.
+    The outputs of a module that is called in the trace get a name of their own, by which JAX
+    identifies them.
     """
 
     def __init__(self, rules: Iterable[tuple[Any, Keep]]):
@@ -60,7 +60,7 @@ class _Rules:
         return hash(self._rules)
 
     def named(self, path: Path, module: Any, out: Any) -> Any:
-        """What a module returned, under the name of the first rule that matches the module."""
+        """The outputs of a module, under the name of the first rule that matches the module."""
         self._called[path_string(path)] = None
         index = next((i for i, test in enumerate(self._tests) if test(path, module)), None)
         if index is None:
@@ -89,10 +89,10 @@ class _Rules:
         )
 
     def check(self, names: Callable[[], set[str]]) -> None:
-        """Refuses filters that match no module that was called, and no name.
+        """Raises an error for filters that match no called module and no name.
 
         Raises:
-          ValueError: there are some.
+          ValueError: there are such filters.
         """
         unused = [i for i in range(len(self._rules)) if i not in self._used]
         if not unused:
@@ -108,8 +108,8 @@ class _Rules:
                 for filter_ in (self._rules[i][0] for i in unused)
             ]
             raise ValueError(
-                "remat: these match no module that is called, and no name that checkpoint_name "
-                "gives:\n" + "\n".join(lines) + "\nModules: " + (", ".join(paths) or "none") + "."
+                "remat: these match no called module and no name from checkpoint_name:\n"
+                + "\n".join([*lines, f"Modules: {', '.join(paths) or 'none'}."])
             )
 
 
@@ -118,7 +118,7 @@ _KEEPS: tuple[Keep, ...] = get_args(Keep)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remat(InnerTransform):
-    """What ``remat`` decides: what the backward pass finds kept."""
+    """What ``remat`` decides: which values are kept for the backward pass."""
 
     name: str = "remat"
     in_name: str = "policy"
@@ -161,7 +161,7 @@ class _Remat(InnerTransform):
         checkpointed = jax.checkpoint(function, **options)
 
         def call(*leaves: Any) -> Any:
-            # Flags and other non-arrays stay what they are.
+            # Flags and other non-arrays stay concrete.
             fixed = {slot: leaf for slot, leaf in enumerate(leaves) if not _is_traced(leaf)}
             if fixed:
                 with_fixed = jax.checkpoint(_with(function, fixed, len(leaves)), **options)
@@ -221,36 +221,36 @@ def remat(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Recomputes what a function computes in the backward pass, and does not keep it until then.
+    """Recomputes the values of a function in the backward pass instead of keeping them until then.
 
     Args:
       fun: the function; it may take and return NNX objects.
-      policy: what is kept all the same: a name in ``jax.checkpoint_policies``, such as
+      policy: what is kept anyway: a name in ``jax.checkpoint_policies``, such as
         ``"dots_saveable"``; a policy of JAX; or a mapping (or pairs) from filters to one of
 
         - ``"recompute"``: not kept;
         - ``"save"``: kept on the device;
-        - ``"offload"``: kept in the memory of the host (``pinned_host``), if the backend has it.
+        - ``"offload"``: kept in host memory (``pinned_host``), if the backend has it.
 
-        A filter is a string, which is the pattern of a :class:`~nnx_sharding.filters.PathGlob` for
-        the path of a module in its argument, or a name that ``jax.ad_checkpoint.checkpoint_name``
-        gives; a type of modules; or any other NNX filter, called with the path of a module and the
-        module. The first one that matches a module that is called decides about what it returns.
-        All else is recomputed.
+        A filter is a string, which is a :class:`~nnx_sharding.filters.PathGlob` pattern for the
+        path of a module in its argument, or a name from ``jax.ad_checkpoint.checkpoint_name``; a
+        module class; or any other NNX filter, called with the path of a module and the module. The
+        first one that matches a called module applies to its outputs. Everything else is
+        recomputed.
       prevent_cse: as in ``jax.checkpoint``; False within a loop, where it is not needed.
       static_argnums: positions of static arguments. Flags (``bool``), strings and None need not be
-        declared: they stay what they are.
+        declared: they are always static.
       static_argnames: their names.
       graph: as in :func:`~nnx_sharding.jit`.
       graph_updates: as in :func:`~nnx_sharding.jit`.
 
     Returns:
-      A function that computes the same.
+      A function with the same results.
 
     Raises:
       TypeError: ``policy`` is of another type.
       ValueError: ``jax.checkpoint_policies`` has no such policy; at a call, a filter matches
-        neither a module that is called nor a name.
+        neither a called module nor a name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -280,7 +280,7 @@ def remat(
         pairs: Any = policy.items() if isinstance(policy, Mapping) else policy
         chosen = _Rules(pairs)
     elif policy is not None and not callable(policy):
-        raise TypeError(f"remat: policy is a name, a callable or a mapping, got {policy!r}.")
+        raise TypeError(f"remat: policy must be a name, a callable or a mapping, got {policy!r}.")
     transform = _Remat(policy=chosen, prevent_cse=prevent_cse)
     roles = Roles.of(static_argnums, static_argnames)
 
@@ -290,7 +290,7 @@ def remat(
     return decorate if fun is None else decorate(fun)
 
 
-# These make policies of their arguments.
+# These make policies from their arguments.
 _FACTORIES = frozenset(
     {
         "offload_dot_with_no_batch_dims",

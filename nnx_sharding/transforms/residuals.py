@@ -24,8 +24,8 @@ class Residual(NamedTuple):
     """One array that is kept from the forward to the backward pass.
 
     Attributes:
-      source: where it is from: the path of the module that computes it, such as
-        ``model.blocks[0].up``, or the expression for the argument that it is.
+      source: where it comes from: the path of the module that computes it, such as
+        ``model.blocks[0].up``, or, for an argument, its expression.
       operation: the operation that computes it; ``"argument"`` for an argument, which is in memory
         in any case.
       shape: its shape.
@@ -59,7 +59,7 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
     __slots__ = ()
 
     def bytes(self, memory: str = "device") -> int:
-        """The bytes that are kept in a memory besides the arguments."""
+        """The bytes that are kept in a memory, not counting arguments."""
         return sum(x.bytes for x in self._computed() if x.memory == memory)
 
     def _computed(self) -> Iterator[Residual]:
@@ -87,17 +87,17 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
 
 @_compat.api_boundary
 def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedResiduals:
-    """Lists what a function keeps from the forward to the backward pass, before anything runs.
+    """Lists what a function keeps from the forward to the backward pass, without running it.
 
     Args:
       fun: a function of modules and arrays, such as a loss. All floating-point arrays of its
         arguments count as differentiated.
-      *args: its arguments, abstract ones too.
+      *args: its arguments, which may be abstract.
       **kwargs: its keyword arguments.
 
     Returns:
       The arrays that are kept, each with the module that computes it, its size, and its memory.
-      What is kept inside a loop over layers is stacked: it has the size that it has for all layers.
+      What is kept inside a loop over layers is stacked, and its size is that for all layers.
 
     Raises:
       TypeError, ValueError: as :func:`~nnx_sharding.jit` for these arguments.
@@ -177,13 +177,13 @@ def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Resi
     return None
 
 
-# How JAX marks what a policy keeps.
+# Primitives by which JAX marks what a policy keeps.
 _MARKS = frozenset({"name", "reduce_precision", "device_put"})
 
 
 def _source(calls: Sequence[tuple[Any, Any]], fun_name: str) -> str:
-    """The path of the module in the names of equations, each inside the one before."""
-    # What is in a custom_jvp_call has the names around that, too.
+    """The path of the module in the names of equations, each inside the previous one."""
+    # What is in a custom_jvp_call also has the names around that call.
     eqns = [eqn for _, eqn in calls if not eqn.primitive.name.startswith("custom_jvp")]
     stacks = (str(eqn.source_info.name_stack) for eqn in eqns)
     parts = (part for stack in stacks for part in stack.split("/") if part and "(" not in part)

@@ -1,4 +1,4 @@
-"""``stack``: makes a ``Stack`` of a list of modules, or makes its layers at once."""
+"""``stack``: makes a ``Stack`` of a list of modules, or of layers that it makes together."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def stack(
 ) -> Stack:
     """Makes a :class:`Stack` of layers: from a list of modules, or by making them.
 
-    ``stack(Block, 24, config, rngs=rngs)`` makes 24 layers as ``Block(config, rngs=rngs)`` makes
-    one, at once, by ``vmap``. Each layer has random streams of its own, split from ``rngs``.
-    ``stack(blocks)`` takes modules that exist, and gives exactly their results. For a pattern that
-    repeats, such as two layers of local attention and one of global attention, let one layer be a
+    ``stack(Block, 24, config, rngs=rngs)`` makes 24 layers like ``Block(config, rngs=rngs)``,
+    together, by ``vmap``. Each layer has its own random streams, split from ``rngs``.
+    ``stack(blocks)`` takes existing modules, and its results are exactly theirs. For a repeating
+    pattern, such as two layers of local attention and one of global attention, let one layer be a
     module that holds these three.
 
     Args:
-      layers: a list of modules, or what makes one.
-      length: the number of layers, if they are to be made.
-      *args: positional arguments of what makes a layer.
+      layers: a list of modules, or a class or function that makes one.
+      length: the number of layers to make, if ``layers`` makes them.
+      *args: positional arguments for making a layer.
       unroll: how many layers one iteration of the loop runs.
-      remat: whether the backward pass computes each layer again: True, or a policy of
+      remat: whether the backward pass recomputes each layer: True, or a policy of
         :func:`~nnx_sharding.remat`, whose paths start at the layer.
-      **kwargs: keyword arguments of what makes a layer. An ``nnx.Rngs`` among the arguments is
+      **kwargs: keyword arguments for making a layer. An ``nnx.Rngs`` among the arguments is
         split.
 
     Returns:
-      The stack. It has copies of the values in the list; what all modules of the list share stays
+      The stack, with copies of the values in the list; what all modules of the list share stays
       shared.
 
     Raises:
@@ -79,8 +79,8 @@ def stack(
         return Stack(layer, length, shared, unroll=unroll, remat=remat)
     if isinstance(layers, Stack | str) or not isinstance(layers, Iterable) or length is not None:
         raise TypeError(
-            "stack takes a list of modules, as in stack(blocks), or what makes one and their "
-            f"number, as in stack(Block, 24, rngs=rngs), got {layers!r}"
+            "stack takes a list of modules, as in stack(blocks), or what makes one and the number "
+            f"of layers, as in stack(Block, 24, rngs=rngs), got {layers!r}"
             + ("." if length is None else f" and {length!r}.")
         )
     blocks = [*layers]
@@ -122,7 +122,7 @@ def stack(
 def _made(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Sequence[Path]]:
-    """Layers that are made at once, and the paths of what they share."""
+    """Layers that are made together, and the paths of what they share."""
     given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     streams = {name: x for name, x in given.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
 

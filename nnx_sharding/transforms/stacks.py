@@ -1,4 +1,4 @@
-"""``Stack``: equal modules in one, with stacked Variables, which run in a loop."""
+"""``Stack``: modules of equal structure as one, with stacked Variables, run in a loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .recompute import remat as remat_
 
 
 class Stack(nnx.Module):
-    """Modules of equal structure in one: a list of layers that compiles as a single layer.
+    """Modules of equal structure as one: a list of layers that compiles as a single layer.
 
-    Made by :func:`stack`. Each Variable has one more dimension in front, that of the layers. A call
-    runs the layers one after the other by ``jax.lax.scan``, so that tracing and compiling take the
-    same time for any number of them. Paths into it have ``layers`` where those into a list have the
-    number of a layer: ``blocks/layers/up/kernel``.
+    Made by :func:`stack`. Each Variable has a leading dimension for the layers. A call runs the
+    layers one after the other by ``jax.lax.scan``, so that tracing and compiling take the same time
+    for any number of them. Paths into it have ``layers`` where paths into a list have the index of
+    a layer: ``blocks/layers/up/kernel``.
 
     It is indexed and iterated like a list. ``blocks[3]`` is a new module with the values of the
     fourth layer; ``blocks[3] = layer`` writes them back.
@@ -37,11 +37,11 @@ class Stack(nnx.Module):
     Attributes:
       layers: the module with stacked Variables.
       length: the number of layers.
-      shared: the paths in ``layers`` of what all layers share and has no dimension of layers:
+      shared: the paths in ``layers`` of what all layers share, without a dimension for them:
         Variables that are the same object in all of them, and arrays outside of Variables.
       unroll: how many layers one iteration of the loop runs.
-      remat: the policy of :func:`~nnx_sharding.remat` for each layer; True for one that keeps
-        nothing but what goes into the layer, False for no recomputation.
+      remat: the policy of :func:`~nnx_sharding.remat` for each layer; True to keep only the inputs
+        of a layer, False for no recomputation.
 
     Raises:
       IndexError: there is no such layer.
@@ -75,10 +75,10 @@ class Stack(nnx.Module):
         """Calls the layers one after the other.
 
         Args:
-          x: what the first layer gets; each other one gets what the one before returned, which has
-            to have the same structure, shapes and dtypes.
+          x: what the first layer gets; every other layer gets what the previous one returned, which
+            has to have the same structure, shapes and dtypes.
           *args: further arguments, the same for all layers.
-          **kwargs: likewise. Other values than arrays, such as flags, stay what they are.
+          **kwargs: likewise. Values other than arrays, such as flags, are not traced.
 
         Returns:
           What the last layer returned.
@@ -92,7 +92,7 @@ class Stack(nnx.Module):
         Args:
           step: called as ``step(layer, carry, *slices)``; returns ``(carry, y)``.
           carry: what the first step gets.
-          *xs: pytrees of arrays whose first dimension is that of the layers.
+          *xs: pytrees of arrays whose first dimension is the layers.
 
         Returns:
           The last carry, and all ``y``, stacked.
@@ -154,11 +154,11 @@ class Stack(nnx.Module):
         return (self[i] for i in range(self.length))
 
     def unstack(self) -> list[Any]:
-        """The layers as separate modules; what they share, they still do."""
+        """The layers as separate modules; what they share stays shared."""
         return [*self]
 
     def _map(self, function: Callable[[Any], Any]) -> Any:
-        """A copy of the layers with a function of each stacked array."""
+        """A copy of the layers, with a function applied to each stacked array."""
         flat = flat_layer(self.layers)
         leaves, stacked = [*flat.leaves], self._stacked_slots(flat)
         for slot in stacked:
@@ -172,7 +172,7 @@ class Stack(nnx.Module):
 
 
 METADATA = {nnx.PARTITION_NAME: None}
-# Layers may share Variables, whatever the mode of Flax is.
+# Layers may share Variables, whatever the mode of Flax.
 OPTIONS: Any = {"transform_metadata": METADATA, "graph": True, "graph_updates": True}
 
 
@@ -236,7 +236,7 @@ def stacked_variables(layer: Any, shared: Iterable[Path]) -> Iterator[Any]:
 
 
 def layer_dimensions(flat: Flat) -> dict[int, int]:
-    """By slot, how many dimensions in front of an array are those of layers in a ``Stack``."""
+    """The number of leading dimensions for the layers of a ``Stack``, by slot."""
     structure, counts = flat.structure, dict[int, int]()
     for index, entry in enumerate(structure.entries):
         if not isinstance(entry, NodeEntry) or not issubclass(entry.type, Stack):
@@ -253,7 +253,7 @@ def check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
     """Checks that layers differ only in the values of arrays.
 
     Raises:
-      ValueError: they differ in more.
+      ValueError: they differ in anything else.
     """
     first, lines = flats[0], list[str]()
     signature = Signature(("layer",), (), *[frozenset[Any]()] * 4)
@@ -273,5 +273,5 @@ def check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
         ValueError,
         f"stack: layers may differ only in the values of arrays; compared with {name_of(0)}:",
         lines,
-        "Let one layer be a group of those that repeat, or use a list.",
+        "Make one layer of each repeating group, or use a list.",
     )

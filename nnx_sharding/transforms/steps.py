@@ -20,10 +20,10 @@ from ..paths import accessor
 
 
 class Loop:
-    """A loop over a pure function, as a function of flat arrays like that one.
+    """A loop over a pure function, itself a function of the same flat arrays.
 
-    Arrays of objects that are not mapped are carried: what a step writes to them the next one
-    reads. JAX makes constants of those that no step writes.
+    Arrays of objects that are not mapped are carried: the next step reads what a step writes to
+    them. JAX turns those that no step writes into constants.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Loop:
         if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
             raise ValueError(
                 f"scan: a jax.Ref cannot be mapped: {', '.join(sorted(mapped_refs))}. Give it the "
-                "axis None: what a step writes to it the next one reads."
+                "axis None: the next step then reads what a step writes to it."
             )
-        # Where each other array that is carried belongs: the index of its object, and which.
+        # Where each other carried array belongs: the index of its object, and its place in that.
         # Without graph updates only Variables keep what a step writes.
         self._places = {
             slot: (index, number)
@@ -61,7 +61,7 @@ class Loop:
         self._kept_step = functools.lru_cache(maxsize=64)(self._step)
         self._group_axes = [axis.index for axis in out_specs]
         self._carry_group = out_specs.index(CARRY) if CARRY in out_specs else None
-        # Each step gets the same structure, so none may change that of what it hands on.
+        # Each step gets the same structure, so none may change the structure of what it passes on.
         self._fixed: set[int] = set()
         self._objects: dict[int, str] = {}
         for target in pure.targets:
@@ -71,12 +71,12 @@ class Loop:
                 self._objects |= {i: accessor(target.name, path) for i, [path] in paths.items()}
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        """The outputs and the outcome of all steps, as the function has them of one."""
+        """The outputs and the outcome of all steps, in the form that the function has for one."""
         self._check_lengths(leaves)
         others = [slot for slot in self._others if _is_carried(leaves[slot])]
         fixed = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
-        # At top level JAX compiles the loop again for each new function. A function that is kept
-        # must not keep objects of the user's.
+        # At top level JAX compiles the loop again for each new function, so it is kept, but must
+        # not keep the user's objects alive.
         is_kept = _compat.trace_is_clean() and not self._has_refs
         is_kept = is_kept and all(isinstance(leaves[s], PLAIN) for s, _ in fixed)
         step = (self._kept_step if is_kept else self._step)(fixed)
@@ -118,12 +118,12 @@ class Loop:
         return step
 
     def _labelled(self, slots: Sequence[int], leaves: Sequence[Any]) -> OutputGroup:
-        """The carry, in which JAX's messages name the arrays."""
+        """The carry, labelled so that JAX's messages name the arrays."""
         names = tuple(self._names[slot] for slot in slots)
         return OutputGroup(names, tuple(leaves[slot] for slot in slots))
 
     def _slots_after(self, outcome: Outcome) -> list[int]:
-        """For each array that is carried the slot that it has after a step."""
+        """The slot of each carried array after a step."""
         after = outcome.structure
         root = [s for s in after.root_slots if outcome.sources[s][0] == self._carry_group]
         return [*root, *(after.slots[index][number] for index, number in self._places.values())]
@@ -132,7 +132,7 @@ class Loop:
         """Checks that all arrays have the same length along their axes.
 
         Raises:
-          ValueError: they have not, or one has no such axis.
+          ValueError: they differ, or one has no such axis.
         """
         lengths: dict[Any, list[str]] = {}
         for slot, axis in self._mapped.items():
@@ -147,13 +147,13 @@ class Loop:
                 f"  {length}: {', '.join(names[:5])}" + ", …" * (len(names) > 5)
                 for length, names in lengths.items()
             )
-            raise ValueError(f"scan: all that is mapped must have the same length:\n{lines}")
+            raise ValueError(f"scan: everything mapped must have the same length:\n{lines}")
 
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
-        """Checks that a step left the structure of all that it hands on as it is.
+        """Checks that a step did not change the structure of what it passes on.
 
         Raises:
-          ValueError: it has not.
+          ValueError: it did.
         """
         own = {index for index, _ in self._places.values()}
         lines = [x for index in sorted(own | self._fixed) for x in self._changes(index, outcome)]
@@ -175,7 +175,7 @@ class Loop:
     def _changes(self, index: int, outcome: Outcome) -> list[str]:
         """What a step changed in the structure of one object."""
         before, after = self._structure.entries[index], outcome.structure.entries[index]
-        if after is None or before == after:  # None without graph updates, which leave it as it is
+        if after is None or before == after:  # None without graph updates, which do not change it
             return []
         if not isinstance(before, NodeEntry) or not isinstance(after, NodeEntry):
             return [f"  {self._objects[index]}: is changed"]
@@ -187,6 +187,6 @@ class Loop:
 
 
 def _is_carried(leaf: Any) -> bool:
-    """Whether JAX can carry something; flags and other settings stay what they are."""
+    """Whether JAX can carry something; flags and other settings are not traced."""
     is_array = _compat.is_array_like(leaf) and not _compat.is_ref(leaf)
     return is_array and not isinstance(leaf, bool | int)

@@ -1,1 +1,1 @@
-"""Recognises a call whose graph is that of an earlier call, without splitting it."""
+"""Recognises calls whose graph is that of an earlier call, without splitting it."""

@@ -1,12 +1,12 @@
 /* The walk of walk.py, many times as fast: read that file first.
  *
- * A walk over one graph (Follower) remembers what it has read. What a dict held is not read again
- * until the dict changes, of which CPython notifies dict watchers; before Python 3.12 dicts have
- * version tags. All else (slots, lists) is read each time.
+ * A walk over one graph (Follower) remembers what it has read. The content of a dict is not read
+ * again until the dict changes, of which CPython notifies dict watchers; before Python 3.12 dicts
+ * have version tags. Everything else (slots, lists) is read each time.
  *
  * The items of the stream are borrowed while only dicts, lists, tuples and slots are read, since no
- * Python code runs then: each is held by the one that it was read from. They are owned before other
- * objects are opened or compared, which runs Python code.
+ * Python code runs then: each is held by the item from which it was read. They become owned before
+ * other objects are opened or compared, which runs Python code.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -14,16 +14,16 @@
 #include <stdint.h>
 #include <structmember.h>
 
-/* The names that are shared with walk.py, in its order: it compares them on import. A slot is where
- * CPython or Flax keeps something in an object. */
+/* The names shared with walk.py, in its order; it compares them on import. A slot is where CPython
+ * or Flax stores something in an object. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP)
 #define KINDS(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
 #define STEP(X) X(kind) X(positions) X(expected)
 #define RECIPE(X) X(steps) X(frozen) X(mentions) X(first) X(traces) X(typed) X(types) X(leaves) \
     X(objects) X(num_arguments) X(size)
 #define PINS(X) X(frozen) X(mentions)
-/* What the module needs from Python besides the descriptors of the slots: functions, and the class in
- * which modules note which of their attributes are data. */
+/* What the module needs from Python besides the slot descriptors: functions, and the class in which
+ * modules record which of their attributes are data. */
 #define FUNCTIONS(X) X(get_mapping) X(open_tree) X(open_static) X(same_value) X(mapping_type)
 
 #define AS_NAME(name) #name,
@@ -53,7 +53,7 @@ typedef struct {
 
 #if PY_VERSION_HEX >= 0x030C0000
 static int watcher = -1;
-static uint64_t epoch = 1; /* how often any watched dict has changed */
+static uint64_t epoch = 1; /* counts the changes of all watched dicts */
 /* Whether watchers are not notified when an attribute is set in an object with inline values. */
 static int is_silent_inline = 1;
 #define HAS_INLINE_VALUES (PY_VERSION_HEX >= 0x030D0000 && PY_VERSION_HEX < 0x030E0000)
@@ -92,7 +92,7 @@ static int grow_table(void) {
     return 0;
 }
 
-/* Empties a slot, and moves those after it to where a search will find them. */
+/* Empties a slot, and moves the following ones to where a search finds them. */
 static void remove_slot(size_t gap) {
     const size_t mask = table.capacity - 1;
     table.slots[gap] = NULL;
@@ -119,7 +119,7 @@ static int on_change(PyDict_WatchEvent event, PyObject *dict, PyObject *Py_UNUSE
     return 0;
 }
 
-/* Starts to watch a dict, or NULL if that is not possible; then it is read each time. */
+/* Starts watching a dict; NULL if that is not possible, and it is read each time. */
 static Watched *watch(PyObject *dict) {
     if (watcher < 0 || (2 * table.count >= table.capacity && grow_table() < 0)) return NULL;
     size_t slot = find_slot(dict);
@@ -152,17 +152,17 @@ static void unwatch(Watched *watched) {
 #define unwatch(watched) ((void)(watched))
 #endif
 
-/* How an item of the stream is compared: with a pin, by identity, by its type. An item that says to
- * which trace its graph belongs is only compared in the same graph. */
+/* How an item of the stream is compared: with a pin, by identity, or by its type. An item that says
+ * to which trace its graph belongs is only compared within the same graph. */
 enum { FROZEN = 1, MENTION = 2, TYPED = 4, OF_TRACE = 8 };
 
 typedef struct {
     int8_t kind;
-    int8_t is_fixed;    /* a tuple that is the same while the dict around it is */
-    int32_t position;   /* of the item that is opened */
+    int8_t is_fixed;    /* a tuple that is unchanged as long as the dict around it is */
+    int32_t position;   /* of the opened item */
     int32_t start;      /* position of its first part */
     int32_t parent;     /* the step that reads the item; -1 for an argument */
-    int32_t seen;       /* which of what a follower remembers; -1 for a slot or a list */
+    int32_t seen;       /* index into what a follower remembers; -1 for a slot or a list */
     PyTypeObject *type; /* of the item */
     PyObject *expected; /* borrowed from the recipe, as the type is */
 } Step;
@@ -177,8 +177,8 @@ typedef struct {
     PyObject_HEAD
     PyObject *recipe;
     unsigned char *rules; /* by position in the stream */
-    int32_t *pins;        /* by position: which of the pins belongs to it */
-    int32_t *first;       /* by mention: the first one of the same object; -1 if the pin decides */
+    int32_t *pins;        /* by position: the index of its pin */
+    int32_t *first;       /* by mention: the first one of the same object; -1 if pinned */
     PyObject **types;     /* by position, where the rule is TYPED; borrowed from the recipe */
     Step *steps;
     Positions frozen, mentions, traces, leaves, objects;
@@ -195,7 +195,7 @@ typedef struct {
     Py_ssize_t length;
     PyObject *const *frozen;
     uint64_t *mentions;
-    int is_match;          /* another graph of the same structure is looked for: mentions are noted */
+    int is_match;          /* looks for another graph of the same structure, and records mentions */
     Py_ssize_t num_unequal; /* statics that are not identical to their pins */
 } Stream;
 
@@ -237,7 +237,7 @@ static int append_mapping(Stream *stream, PyObject *mapping, PyObject *keys) {
     while (PyDict_Next(mapping, &position, &key, &value)) {
         PyObject *expected = PyTuple_GET_ITEM(keys, i++);
         if (key != expected) {
-            /* Only keys whose comparison runs no code of the user's. */
+            /* Only keys whose comparison runs no user code. */
             int is_plain = (PyUnicode_CheckExact(key) && PyUnicode_CheckExact(expected)) ||
                            (PyLong_CheckExact(key) && PyLong_CheckExact(expected));
             if (!is_plain || PyObject_RichCompareBool(key, expected, Py_EQ) != 1) return 0;
@@ -340,7 +340,7 @@ static int are_same_mappings(PyObject *one, PyObject *two) {
     return 1;
 }
 
-/* Whether two statics are the same, if that can be decided without Python code. */
+/* Whether two statics are equal, if that can be decided without Python code. */
 static int is_same_plain(PyObject *one, PyObject *two) {
     if (one == two) return 1;
     if (Py_TYPE(one) != Py_TYPE(two)) return 0;
@@ -355,7 +355,7 @@ static int is_same_plain(PyObject *one, PyObject *two) {
     return PyObject_RichCompareBool(one, two, Py_EQ) == 1;
 }
 
-/* Compares statics that are not identical by value. Returns -1 with an error set. */
+/* Compares by value statics that are not identical. Returns -1 with an error set. */
 static int same_statics(const Stream *stream) {
     const Walk *walk = stream->walk;
     for (Py_ssize_t i = 0; stream->num_unequal && i < walk->frozen.count; i++) {
@@ -390,7 +390,7 @@ static void release_items(Stream *stream) {
     PyMem_Free(stream->items);
 }
 
-/* The steps from one on, and then the statics. Returns 1, 0 for a change, or -1 with an error. */
+/* All steps from a given one, then the statics. Returns 1, 0 for a change, or -1 with an error. */
 static int finish(Stream *stream, Py_ssize_t step) {
     for (; step < stream->walk->num_steps; step++) {
         if (stream->walk->steps[step].position >= stream->length) return 0;
@@ -409,7 +409,7 @@ static PyObject *pick(const Stream *stream, Positions wanted) {
     return picked;
 }
 
-/* The class of an array is compared at the end, as it may be in a dict that was not read again. */
+/* The class of an array is compared last, as it may be in a dict that was not read again. */
 static int have_types(const Stream *stream, Positions wanted) {
     for (Py_ssize_t i = 0; i < wanted.count; i++) {
         const int32_t position = wanted.positions[i];
@@ -435,15 +435,15 @@ static PyObject *arrays_and_objects(const Stream *stream) {
 
 /* What a step has read from a dict or a tuple. */
 typedef struct {
-    uint64_t walk;        /* the number of the walk that read it last; 0 if that does not count */
+    uint64_t walk;        /* the number of the walk that last read it; 0 if that is not valid */
     const PyObject *dict; /* only compared */
     uint64_t version;     /* of its content */
     Watched *watched;
     const void *keys;     /* of inline values: their keys, */
-    const uint8_t *order; /* and in which order these were added; the first byte is their number */
+    const uint8_t *order; /* and in which order they were added; the first byte is their number */
 } Seen;
 
-/* An order of keys, which many objects of a class have in common. */
+/* An order of keys, shared by many objects of a class. */
 typedef struct Order {
     struct Order *next;
     uint8_t bytes[];
@@ -453,11 +453,11 @@ typedef struct {
     PyObject_HEAD
     Walk *walk;
     PyObject *pins;
-    PyObject **items; /* those of the plain steps, borrowed: valid as far as they are unchanged */
+    PyObject **items; /* those of the plain steps, borrowed: valid as long as they are unchanged */
     Seen *seen;
     Order *orders;
     uint64_t count; /* of walks */
-    uint64_t epoch; /* of the last one in which nothing had changed */
+    uint64_t epoch; /* at the last walk that found no change */
 } Follower;
 
 #if PY_VERSION_HEX < 0x030C0000
@@ -474,7 +474,7 @@ static void note_dict(Follower *Py_UNUSED(follower), Seen *seen, PyObject *dict)
 }
 
 #else
-/* Python 3.13 does not notify watchers of values that an object has in itself. */
+/* Python 3.13 does not notify watchers of values stored inline in an object. */
 typedef struct {
     uint8_t capacity, size, embedded, valid;
     PyObject *values[1];
@@ -489,7 +489,7 @@ static const uint8_t *order_of(const InlineValues *values) {
     return (const uint8_t *)&values->values[values->capacity];
 }
 
-/* Whether the values are the very objects that were read, under the same names. */
+/* Whether the values are the same objects that were read, under the same names. */
 static int are_same_values(const Seen *seen, const PyObject *dict, PyObject *const *items) {
     const InlineValues *values = inline_values(dict);
     if (values == NULL || ((const PyDictObject *)dict)->ma_keys != seen->keys ||
@@ -513,7 +513,7 @@ static int is_unchanged(const Follower *follower, const Seen *seen, const PyObje
            (seen->watched->dict == dict && seen->watched->version == seen->version);
 }
 
-/* An order as it is kept by a follower; NULL without memory. */
+/* The follower's shared copy of an order; NULL without memory. */
 static const uint8_t *keep_order(Follower *follower, const InlineValues *values) {
     for (const Order *known = follower->orders; known != NULL; known = known->next) {
         if (known->bytes[0] == values->size &&
@@ -550,7 +550,7 @@ static void note_dict(Follower *follower, Seen *seen, PyObject *dict) {
 }
 #endif
 
-/* What the last walk has read does not count: it may not have been compared. */
+/* Invalidates what the last walk read, which may not have been compared. */
 static void forget(Follower *follower) {
     for (Py_ssize_t i = 0; i < follower->walk->num_seen; i++) {
         if (follower->seen[i].walk == follower->count) follower->seen[i].walk = 0;
@@ -617,7 +617,7 @@ static PyObject *Follower_call(PyObject *self, PyObject *arguments) {
     /* Before Python 3.12 the garbage collector may run when a dict or tuple is made. */
     const int collects = PyGC_Disable();
     int same = follow_plain(follower, &stream, arguments);
-    /* Before any Python code runs, in which another thread may use this follower. */
+    /* Before any Python code runs, during which another thread may use this follower. */
     if (same != 1 || stream.num_unequal) {
         forget(follower);
     } else {
@@ -723,7 +723,7 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
     return follow;
 }
 
-/* Whether all objects are different ones. Returns -1 with an error set. */
+/* Whether all objects are distinct. Returns -1 with an error set. */
 static int are_distinct(const Stream *stream) {
     const Positions objects = stream->walk->objects;
     size_t capacity = 16;
@@ -800,7 +800,7 @@ static int32_t position_at(const Walk *walk, PyObject *positions, Py_ssize_t i) 
     return fail("the recipe has a position that is out of range");
 }
 
-/* Positions that all get a rule. */
+/* Gives all of these positions a rule. */
 static int set_rule(Walk *walk, int field, int rule, Positions *result) {
     PyObject *positions = recipe_field(walk, field);
     result->positions = PyMem_Calloc(PyTuple_GET_SIZE(positions) + 1, sizeof(int32_t));
@@ -1040,7 +1040,7 @@ static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
             PyErr_Format(PyExc_TypeError, "%R is not the descriptor of a slot", value);
             return NULL;
         }
-        enum kind kind = METADATA + i - NUM_FUNCTIONS; /* the first slot, and those after it */
+        enum kind kind = METADATA + i - NUM_FUNCTIONS; /* the first slot, and the following ones */
         offsets[kind] = slot->d_member->offset;
         Py_XSETREF(owners[kind], (PyTypeObject *)Py_NewRef(PyDescr_TYPE(slot)));
     }
@@ -1096,7 +1096,7 @@ static int fill_module(PyObject *module) {
     static const char *const recipe[] = {RECIPE(AS_NAME)}, *const pins[] = {PINS(AS_NAME)};
 #if PY_VERSION_HEX >= 0x030C0000
     if (watcher < 0) watcher = PyDict_AddWatcher(on_change);
-    if (watcher < 0) PyErr_Clear(); /* others have taken all that there are */
+    if (watcher < 0) PyErr_Clear(); /* none are left */
     const int notifies = notifies_of_attributes();
     if (notifies < 0) return -1;
     is_silent_inline = !notifies;

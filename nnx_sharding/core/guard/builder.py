@@ -1,4 +1,4 @@
-"""Builds the guard of a call: follows the graph once and records the way."""
+"""Builds the guard of a call: walks the graph once and records the path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .walk import OPEN, Walk, flatten_tree, ids_of
 
 
 class _NotGuardedError(Exception):
-    """The graph has something that the guard cannot compare, or is changing."""
+    """The graph contains something that the guard cannot compare, or is changing."""
 
 
 def make_guard(
@@ -43,11 +43,11 @@ def make_guard(
     keywords: Sequence[str],
     walks: dict[Recipe, Any],
 ) -> tuple[Guard, list[Any]] | None:
-    """A guard for the arguments of a call, or None if there is something it cannot watch.
+    """A guard for the arguments of a call, or None if they contain something it cannot watch.
 
-    ``keywords`` are the names of the last ``arguments``. ``walks`` are those of earlier recipes:
-    models of one class share them. With the guard come the static objects of which only the
-    identity is known: the guard must be dropped with them.
+    ``keywords`` are the names of the last ``arguments``. ``walks`` are those of earlier recipes,
+    shared by models of one class. Also returns the static objects of which only the identity is
+    known: when one of them is collected, the guard must be dropped.
     """
     builder = _Builder(flat)
     try:
@@ -69,15 +69,15 @@ class _Subtree(Container):
     """A part of a pytree whose treedef has been compared."""
 
 
-# What the structure has for an item of the stream, and the slots of its arrays. Where the structure
-# does not say it, the item is compared with what it is.
+# What the structure has for an item of the stream, and the slots of its arrays. If the structure
+# has nothing for it, the item is compared with its present self.
 _AS_IT_IS = object()
 _TRACE = object()
 _Want: TypeAlias = tuple[Any, Sequence[int]]
 
 
 class _Builder:
-    """Walks a graph once, verifies that it has the structure, and records the way."""
+    """Walks a graph once, verifies that it has the structure, and records the path."""
 
     def __init__(self, flat: Flat):
         self._structure = flat.structure
@@ -88,7 +88,7 @@ class _Builder:
         self._rows: dict[tuple[Any, ...], Row] = {}
         self._compared: dict[int, Static] = {}  # by the id of a value: the static that it equals
         self._frozen: list[int] = []
-        self._mentions: dict[int, int] = {}  # to the number of the first one of the same object
+        self._mentions: dict[int, int] = {}  # by position: the first mention; -1 if fixed
         self._first_mentions: dict[int, int] = {}
         self._traces: list[int] = []
         self._leaves: dict[int, int] = {}
@@ -112,7 +112,7 @@ class _Builder:
             self._add(value, Container(*child) if isinstance(child, _Subtree) else child, slots)
 
     def open_all(self) -> None:
-        """Opens what was added, and what appears by that, until nothing is left."""
+        """Opens what was added, and what this adds in turn, until nothing is left."""
         while self._pending:
             kinds = sorted(self._pending.keys() - LATE_KINDS) or sorted(self._pending)
             for kind, group in [(kind, self._pending.pop(kind)) for kind in kinds]:
@@ -133,7 +133,7 @@ class _Builder:
         slots: Sequence[Sequence[int]] = (),
         row: Row | None = None,
     ) -> None:
-        """What an item holds will be compared with ``children``, which have these slots."""
+        """Queues an item, to compare what it holds with ``children``, which have these slots."""
         self._pending.setdefault(kind, []).append((position, children, slots, row))
 
     def _add_all(
@@ -143,13 +143,13 @@ class _Builder:
         slots: Sequence[Sequence[int]],
         row: Row | None,
     ) -> None:
-        """Appends values to the stream; ``row`` is what the last ones of their kind were."""
+        """Appends values to the stream; ``row`` has the last ones of their kind."""
         if len(values) != len(children):
             raise _NotGuardedError
         start = len(self._stream)
         self._stream += values
         if len(children) == 1 and children[0] is LEAF and type(values[0]) is _compat.ArrayImpl:
-            self._leaves[slots[0][0]] = start  # as of nearly all Variables
+            self._leaves[slots[0][0]] = start  # as for nearly all Variables
             return
         slots = slots or ((),) * len(children)
         rest: Sequence[int] = range(len(values))
@@ -168,7 +168,7 @@ class _Builder:
         self._compare(len(self._stream) - 1, value, child, slots)
 
     def _compare(self, position: int, value: Any, child: Any, slots: Sequence[int]) -> None:
-        """Compares the value at a position with ``child``, which the structure has for it."""
+        """Compares the value at a position with ``child``, its counterpart in the structure."""
         if type(child) is Static:
             if self._compared.get(id(value)) is not child:
                 same = _compat.are_same_statuses(value, child.value)
@@ -281,7 +281,7 @@ class _Builder:
             self._open_later(kind, position, entry.children)
 
     def recipe_and_pins(self) -> tuple[Recipe, Pins]:
-        """The way that was walked, and what was there."""
+        """The recorded path, and the pins of this graph."""
         structure, stream = self._structure, self._stream
         if len(self._leaves) != structure.num_leaves or len(self._objects) != len(self._known):
             raise _NotGuardedError
@@ -314,7 +314,7 @@ def _with_slots(children: Sequence[Child], slots: Sequence[int]) -> Iterator[_Wa
 
 
 def _subtrees(tree: Container, slots: Sequence[int]) -> list[_Want]:
-    """What the structure has for each pytree of which a pytree consists."""
+    """What the structure has for each pytree within a pytree."""
     wants, aux = _with_slots(tree.children, slots), iter(tree.aux)
     result: list[_Want] = []
     for treedef in tree.treedef.children():

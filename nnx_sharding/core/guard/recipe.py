@@ -1,4 +1,4 @@
-"""What a walk through a graph follows and compares: the recipe, and the pins of one graph."""
+"""What a walk through a graph follows and compares: a recipe, and the pins of one graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Kind(enum.IntEnum):
     METADATA = 2  # a Variable: the values of its metadata; their names
     VALUE = 3  # a Variable: its value
     TRACE = 4  # a Variable: the trace that it belongs to
-    INITIALIZING = 5  # what Flax notes on a module while it is set up: a flag
+    INITIALIZING = 5  # Flax's state of a module while it is set up: a flag
     IS_SETUP = 6  # the other flag
     SEQUENCE = 7  # a tuple or list: its items; its length
     STATE = 8  # an nnx.State: its values; its keys
@@ -25,7 +25,7 @@ class Kind(enum.IntEnum):
     STATIC = 10  # another static object: its parts; its kind
 
 
-# Reading these runs Python code, so they come after all others: those are faster by themselves.
+# Reading these runs Python code, so they come last: the others are faster without it.
 LATE_KINDS = frozenset({Kind.STATE, Kind.TREE, Kind.STATIC})
 
 
@@ -38,14 +38,14 @@ class Step(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How to walk all graphs of one structure whose attributes come in one order."""
+    """How to walk all graphs of one structure whose attributes have one order."""
 
     steps: tuple[Step, ...]
     frozen: Positions  # of statics that are compared by value
-    mentions: Positions  # of objects, each as often as it is mentioned
-    first: tuple[int, ...]  # for each mention, the first one of this object; -1 for one object only
-    traces: Positions  # of those frozen that say to which trace the graph belongs
-    typed: Positions  # of items whose type is compared: all that are opened, and the arrays
+    mentions: Positions  # of objects, once for each mention
+    first: tuple[int, ...]  # for each mention, the first one of its object; -1 for a fixed object
+    traces: Positions  # the frozen ones that say to which trace the graph belongs
+    typed: Positions  # of items whose type is compared: all opened ones, and the arrays
     types: tuple[type, ...]  # of these
     leaves: Positions  # of the arrays, by slot
     objects: Positions  # of the first mention of each object, by index
@@ -61,7 +61,7 @@ class Pins(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Another graph of the structure of a recipe."""
+    """Another graph with the structure of a recipe."""
 
     found: tuple[Sequence[Any], Sequence[Any]]  # arrays and objects
     frozen: tuple[Any, ...]

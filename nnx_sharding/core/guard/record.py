@@ -1,11 +1,11 @@
 """The guard of a call: whether its graph is still the one that was split.
 
-The guard follows the same way through the live objects, and compares what it meets with what was
-there (``walk.py``). A match means that splitting again would give the same structure, since all on
-which a structure depends is compared: names in order, types, statics, and which objects are shared.
-For these, ids are enough, so a guard keeps no model alive. Another object may get the id of a dead
-one, but then its content is compared as well; objects without content end the guard when they are
-collected (``watched``).
+The guard follows the same path through the live objects and compares them with what was there
+before (``walk.py``). A match means that splitting again would give the same structure, since
+everything on which a structure depends is compared: names in order, types, statics, and which
+objects are shared. For these, ids are enough, so a guard keeps no model alive. Another object may
+get the id of a dead one, but then its content is compared as well; objects without content drop the
+guard when they are collected (``watched``).
 
 A mismatch, or anything unexpected, means "changed": the call then splits. So a guard may be too
 strict, which costs time, but never too lax.
@@ -22,7 +22,7 @@ from .recipe import Pins
 
 
 class Guard(NamedTuple):
-    """The way through a graph, and what must be there for it to have a structure."""
+    """The path through a graph, and what must be there for it to have a structure."""
 
     structure: Structure
     walk: Any
@@ -38,7 +38,7 @@ class Guard(NamedTuple):
         """The graph as ``flatten`` would split it, or None if it may have changed."""
         try:
             found = self.follow(arguments)
-        except Exception:  # an attribute that is gone, a comparison that raises: all are changes
+        except Exception:  # a missing attribute or a comparison that raises is a change
             return None
         if found is None:
             return None
@@ -46,7 +46,7 @@ class Guard(NamedTuple):
         return Flat(self.structure, leaves, objects, updatable=True)
 
     def match(self, arguments: tuple[Any, ...]) -> tuple[Flat, Pins] | None:
-        """Another graph of the same structure, and its pins; None if these are not of it."""
+        """Another graph of the same structure, and its pins; None if the structure differs."""
         try:
             match = self.walk.match(self.pins, arguments)
         except Exception:

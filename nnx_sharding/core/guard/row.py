@@ -12,10 +12,10 @@ from ..unflatten import picker
 
 
 class Row:
-    """The statics of the last object with its names: most objects of a class have the same ones."""
+    """The statics of the last object with certain names: most objects of a class share them."""
 
     def __init__(self, order: Sequence[int]):
-        self.order = order  # where an entry has what an object holds, in the object's order
+        self.order = order  # positions in the entry of what an object holds, in its order
         self.others: Sequence[int] = range(len(order))  # all but those statics
         self.frozen: Sequence[int] = ()
         self.identities: Sequence[int] = ()
@@ -24,12 +24,12 @@ class Row:
         self._children: Sequence[Any] = ()
 
     def matches(self, values: Sequence[Any], children: Sequence[Any]) -> bool:
-        """Whether these are the same statics, to be compared with the same ones."""
+        """Whether these are the same statics, with the same counterparts in the structure."""
         pairs = (self._pick(values), self._values), (self._pick(children), self._children)
         return bool(self._values) and all(all(map(operator.is_, *pair)) for pair in pairs)
 
     def remember(self, values: Sequence[Any], children: Sequence[Any]) -> None:
-        """Takes the statics of an object that was compared."""
+        """Stores the statics of an object that was compared."""
         statics = [
             i
             for i, (value, child) in enumerate(zip(values, children, strict=True))

@@ -1,4 +1,4 @@
-"""The guards of one function: which plan serves these arguments, found without splitting them."""
+"""The guards of one function: finds the plan for some arguments without splitting them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .record import Guard
 
 V = TypeVar("V")
 
-# Sets of arguments that are remembered, and guards for each of them: a model that is trained and
-# evaluated in turn has two.
+# The number of remembered sets of arguments, and of guards for each: a model that is alternately
+# trained and evaluated has two.
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
 
@@ -44,11 +44,11 @@ class _Record:
         self.entries = (entry, *self.entries[: MAX_GUARDS - 1])
 
     def missed(self, *, is_new: bool) -> bool:
-        """Counts a call for which no guard held; whether to make one.
+        """Counts a call for which no guard held; returns whether to make one.
 
-        A guard costs more than a call without one, which would be lost on a model that is used
-        once: unless the plan is new too, it is made when the same arguments come again. Arguments
-        that change all the time are not worth a guard each time.
+        A guard costs more than a call without one, which is wasted on a model that is used once:
+        unless the plan is also new, it is made when the same arguments come again. Arguments that
+        always change are not worth a guard each time.
         """
         self.misses += 1
         often = self.misses <= 2 * MAX_GUARDS or self.misses % 64 == 0
@@ -60,10 +60,10 @@ _Key: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
 
 
 class Guards:
-    """Guards by the arguments of a call: by their types, and by which modules are among them.
+    """Guards by the arguments of a call: by their types, and by the modules among them.
 
-    Holds no object of the user's: a record is dropped when one of its modules is collected.
-    ``key_of`` gives what a plan depends on besides the structure, such as the mesh in context.
+    Holds no objects of the user: a record is dropped when one of its modules is collected.
+    ``key_of`` returns what a plan depends on besides the structure, such as the mesh in context.
     """
 
     def __init__(self, key_of: Callable[[Sequence[Any]], Hashable] | None = None):
@@ -96,7 +96,7 @@ class Guards:
     def _match(
         self, key: _Key, templates: Iterable[_Entry], arguments: tuple[Any, ...]
     ) -> tuple[Plan, Flat] | None:
-        """The same for arguments that have the structure of others for which there is a guard."""
+        """The same for arguments with the structure of others for which there is a guard."""
         for template in templates:
             match = template.guard.match(arguments)
             if match is None or self._key_of(match[0].leaves) != template.key:
@@ -138,7 +138,7 @@ class Guards:
         self._add(key, guard, plan, flat, identities)
         templates, types = self._templates, key[0]
         references = tuple(_watch(identities, lambda _: templates.pop(types, None)))
-        template = guard._replace(follow=None)  # which knows the dicts of this one model
+        template = guard._replace(follow=None)  # without the dicts of this model
         entry = _Entry(template, plan, self._key_of(flat.leaves), references)
         templates.setdefault(types, _Record()).add(entry)
         make_room(templates, MAX_ARGUMENTS)
@@ -146,7 +146,7 @@ class Guards:
     def _add(
         self, key: _Key, guard: Guard, plan: Plan, flat: Flat, identities: Iterable[Any]
     ) -> None:
-        records = self._records  # and not the guards, which would then live as long as the module
+        records = self._records  # not self, or the guards would live as long as the module
         objects = (*_modules(plan, flat), *identities)
         references = tuple(_watch(objects, lambda _: records.pop(key, None)))
         self._record(key).add(_Entry(guard, plan, self._key_of(flat.leaves), references))
@@ -157,12 +157,12 @@ class Guards:
         return record
 
     def drop(self, plan: Plan) -> None:
-        """Forgets a plan that is no longer kept, for models that have not been called with it."""
+        """Forgets a plan that is no longer kept, so that it is not used for further models."""
         for record in [*self._templates.values()]:
             record.entries = tuple(entry for entry in record.entries if entry.plan is not plan)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets everything."""
         for table in (self._pick_modules, self._records, self._templates, self._walks):
             table.clear()
 
@@ -195,7 +195,7 @@ def make_room(table: dict[Any, V], limit: int) -> list[V]:
 def _watch(objects: Iterable[Any], forget: Callable[[Any], Any]) -> Iterator[Any]:
     """References that call ``forget`` when an object is collected."""
     for x in objects:
-        # Without them: a Variable, of which only metadata is held; or a static, held by the plan.
+        # No weak references: a Variable (only its metadata is held), or a static of the plan.
         with contextlib.suppress(TypeError):
             yield weakref.ref(x, forget)
 

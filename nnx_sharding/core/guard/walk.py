@@ -1,10 +1,10 @@
-"""Follows the way through a live graph, and compares it with what it was.
+"""Follows the recorded path through a live graph, and compares the graph with what it was.
 
-All that the walk meets goes into one flat list, the stream: first the arguments, then what they
-hold, then what that holds. A recipe says what is opened and how each item is compared.
+Everything that the walk meets goes into one flat list, the stream: first the arguments, then what
+they hold, then what that holds. A recipe says what is opened and how each item is compared.
 
 There are two implementations of one class: this one, whose loops all run in C, and ``_walk.c``,
-which reads only what has changed and is used where it was compiled. They must agree.
+which reads only what has changed and is used if it was compiled. They must agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..statics import value_key
 from ..unflatten import picker
 from .recipe import Kind, Match, Pins, Positions, Recipe, Step
 
-# What must be equal for each of some items, and what is appended to the stream for all of them.
+# For some items: what must be equal for each, and what is appended to the stream for all.
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
 
 
@@ -38,7 +38,7 @@ def _plain_dicts(dicts: Sequence[Any]) -> Sequence[Any]:
     return dicts
 
 
-# Where items of some kinds keep what they hold by name.
+# The mappings in which items of some kinds keep what they hold.
 MAPPINGS: dict[Kind, Callable[[Sequence[Any]], Sequence[Any]]] = {
     Kind.NODE: lambda nodes: [*map(object.__getattribute__, nodes, repeat("__dict__"))],
     Kind.DICT: _plain_dicts,
@@ -91,7 +91,7 @@ OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
 class PythonWalk:
     """A recipe, ready to be followed.
 
-    Its stream has another order, with fewer steps: what holds nothing to open comes last.
+    Its stream is reordered for fewer steps: items without anything to open come last.
     """
 
     def __init__(self, recipe: Recipe):
@@ -118,11 +118,11 @@ class PythonWalk:
         self._free = [i for i in range(self._end) if i not in pinned]
 
     def follower(self, pins: Pins) -> Callable[[tuple[Any, ...]], Any]:
-        """A function of the arguments of a call: arrays and objects of the graph with these pins.
+        """A function of a call's arguments that returns the arrays and objects of the pinned graph.
 
         It returns None, or raises any error, if the graph may have changed.
         """
-        # Ids of an unchanged graph, and the statics that must live as long as these ids count.
+        # The ids of an unchanged graph, and the statics that must live as long as these are used.
         known: tuple[bytes, Sequence[Any]] = (b"", ())
 
         def follow(arguments: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[Any]] | None:
@@ -147,7 +147,7 @@ class PythonWalk:
         return follow
 
     def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
-        """Another graph of the same structure; None, or any error, if these are not of it."""
+        """Another graph of the same structure; None, or any error, if the structure differs."""
         stream = self._stream(arguments)
         if stream is None:
             return None
@@ -167,7 +167,7 @@ class PythonWalk:
         return Match((self._leaves(stream), objects), tuple(frozen), mentions, traces)
 
     def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
-        """All items; None if one has other names, another length or another type."""
+        """All items; None if one differs in names, length or type."""
         stream = list(arguments)
         for pick, types, reads in self._steps:
             items = pick(stream)
@@ -191,7 +191,7 @@ class PythonWalk:
         return stream
 
 
-# The order of what holds nothing to open. A Variable is picked once, and arrays are at the end.
+# The order of items without anything to open. A Variable is picked once; arrays are at the end.
 _OF_VARIABLES = (Kind.METADATA, Kind.TRACE, Kind.VALUE)
 _LAST = (*(kind for kind in Kind if kind not in _OF_VARIABLES), *_OF_VARIABLES)
 
@@ -225,7 +225,7 @@ def _num_parts(kind: Kind, expected: Any) -> int:
 
 
 def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """What gets the content of an item, and its names; or what to find, and what opens all."""
+    """A getter of an item's content, and its names; or what to expect, and what opens all items."""
     slot = _compat.SLOTS.get(kind.name)
     if slot is None and kind is not Kind.NODE:
         return None, [*expected], OPEN[kind]
@@ -235,14 +235,14 @@ def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[
         and (slot is None or getattr(own, name, None) is slot)
         for own in types
     ):
-        get = operator.attrgetter(name)  # faster, and here it runs no code of a class
+        get = operator.attrgetter(name)  # faster, and runs no code of the class here
     shared: dict[Any, list[Any]] = {}
     names = [shared.setdefault(own, [*own]) for own in expected] if kind in MAPPINGS else None
     return get, names, None
 
 
 def ids_of(objects: Iterable[Any], count: int = -1) -> bytes:
-    """The ids of objects, as in memory; of the first ``count`` of them, or of all."""
+    """The ids of the first ``count`` objects, or of all, as bytes."""
     return np.fromiter(objects, object, count).tobytes()
 
 

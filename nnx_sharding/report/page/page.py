@@ -68,7 +68,7 @@ def html_page(report: Any, title: str | None = None) -> str:
         "summary": _escaped(report),
         "data": _script_data(report.as_dict()),
     }
-    # In one pass, so that nothing that is filled in is taken for a placeholder.
+    # In one pass, so that no inserted text is taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
 
 
@@ -107,7 +107,7 @@ def _made_with(report: ProgramReport) -> str:
 
 
 def _escaped(text: Any) -> str:
-    """Text as HTML that shows just this text; a lone surrogate, which no file can hold, as ?."""
+    """Text escaped for HTML; a lone surrogate, which cannot be encoded, becomes ?."""
     return html.escape(str(text).encode("utf-8", "replace").decode())
 
 
@@ -116,12 +116,12 @@ def _part(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The source of an element in a policy: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
+    """A hash source of a security policy: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _script_data(data: Any) -> str:
-    """JSON for a script element: ASCII, null for NaN and infinities, nothing ends the element.
+    """JSON for a script element: ASCII, null for NaN and infinities, nothing that ends the element.
 
     See https://html.spec.whatwg.org/multipage/scripting.html#restrictions-for-contents-of-script-elements
     """
