@@ -136,7 +136,7 @@ def test_language_model_with_all_flags(tmp_path):
     flags += " --microbatches 2 --model-parallel 2 --report --profile --check"
     device = Device("mine", 1e12, 2**34, 1e11, 1e10)
     with (
-        mock.patch.object(train_lm, "known", return_value=device),
+        mock.patch.object(train_lm, "known_device", return_value=device),
         mock.patch("builtins.print") as printed,
     ):
         train_lm.main([str(tmp_path), *flags.split()])
