@@ -217,3 +217,12 @@ def test_errors(options, arguments, error, message):
     fun = loss if arguments else lambda model: jnp.sum(model.up.kernel[...])
     with pytest.raises(error, match=message):
         accumulate_gradients(fun, **options)(model, *([batch()] if arguments else []))
+
+
+def test_microbatches_that_the_devices_do_not_divide():
+    mesh, model = jax.make_mesh((8,), ("data",)), MLP(rngs=nnx.Rngs(0))
+    step = jit(
+        accumulate_gradients(loss, steps=16), in_shardings=(replicated(model), P("data")), mesh=mesh
+    )
+    with pytest.raises(ValueError, match=r"batch\['x'\]: .*rows sharded over 'data' \(8\)"):
+        step(model, batch())

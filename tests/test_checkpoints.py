@@ -25,7 +25,7 @@ from nnx_sharding import StateSharding, jit, split
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.checkpoint import Checkpoints, contents, restore, save
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
-from nnx_sharding.errors import CheckpointError, NoCheckpointError
+from nnx_sharding.errors import CheckpointError, NoCheckpointError, NoMeshError
 from nnx_sharding.partition import abstract_init, sharded_init
 from sharded_models import OPTIMIZERS
 
@@ -171,6 +171,13 @@ class ShardingsTest(FolderTest):
         self.assertTrue(row.is_equivalent_to(want), row)
         self.assertEqual(row.memory_kind, want.memory_kind, row)
         self.assertEqual(getattr(row.sharding, "mesh", None), getattr(want, "mesh", None), row)
+
+    def test_spec_without_a_mesh(self):
+        target = trained(1)
+        before = contents_of(target)
+        with self.assertRaisesRegex(NoMeshError, "restore: there is no mesh"):
+            restore(self.path, target, P("data"))
+        self.assertEqual(contents_of(target), before)
 
     def test_as_the_model_is(self):
         target = trained(1)

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from models import MLP, P
-from nnx_sharding import jit, stack
+from nnx_sharding import StateSharding, jit, stack
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
@@ -259,6 +259,17 @@ def test_own_strategies():
     found = plan(train_step, *program("mlp"), meshes=meshes, strategies=strategies)
     assert {*found.candidates} == {"mine, data 2 × model 4", "mine, data 4 × model 2"}
     assert found.ruled_out["wrong, data 2 × model 4"] == "ValueError: no such layer"
+    found = plan(train_step, *program("mlp"), devices=4, strategies={"mine": mine})
+    assert {*found.candidates} == {"mine, data 2 × model 2", "mine, data 1 × model 4"}
+
+
+def test_specs_that_do_not_fit_are_no_matter_of_memory():
+    def typo(model, optimizer, x):
+        return StateSharding({...: P("modle")}), None, P("data")
+
+    options = {"strategies": {"typo": typo}, "meshes": [{"data": 8}]}
+    with pytest.raises(ValueError, match=r"no candidate can fit:\s.*'modle'"):
+        plan(train_step, *program("mlp"), memory_limit=9, **options)
 
 
 def test_uneven_batches_and_failures_are_ruled_out():
@@ -285,9 +296,21 @@ def test_uneven_batches_and_failures_are_ruled_out():
         (ValueError, "at least one variant", {}, {}),
         (
             ValueError,
-            "could fit.*the arguments take",
+            "no candidate can fit.*the arguments take",
             train_step,
             {"memory_limit": 9},
+        ),
+        (
+            TypeError,
+            r"strategies\['fsdp'\].*got 'fsdp'",
+            train_step,
+            {"strategies": {"fsdp": "fsdp"}},
+        ),
+        (
+            ValueError,
+            "'fsdp': 8}: strategies of this library.*'data': 4}: 4 devices, not 8",
+            train_step,
+            {"meshes": [{"fsdp": 8}, {"data": 4}, {"data": 8}]},
         ),
     ],
 )

@@ -127,6 +127,7 @@ def restore(
         either side, different shapes and dtypes, integers that ``cast`` would wrap, all in one
         message.
       TypeError: ``tree`` or ``sharding`` contains something of the wrong type.
+      NoMeshError: ``sharding`` contains a ``PartitionSpec``, and there is no mesh.
       ValueError: arrays have no sharding, or none with devices; ``only`` or a rule of ``rename``
         matches nothing, or rules give several arrays the same path.
       TraceContextError: an object of ``tree`` belongs to another trace.

@@ -85,7 +85,8 @@ def _shardings(
     """The sharding of each slot; None for the default device, and for what stays on the host."""
     declared: list[Any] = [None] * len(flat.leaves)
     if sharding is not None:
-        assigned = assign(tree, flat, sharding, mesh=mesh, strict=False, caller="restore")
+        options: Any = {"strict": False, "caller": "restore", "needs_mesh": True}
+        assigned = assign(tree, flat, sharding, mesh=mesh, **options)
         declared = [assignment.sharding for assignment in assigned]
     result: dict[int, Any] = {}
     problems = []

@@ -154,15 +154,17 @@ def assign(
     strict: bool,
     caller: str = _NAME,
     exact: bool = False,
+    needs_mesh: bool = False,
 ) -> list[Assignment]:
     """The sharding of each array of a tree, as in :func:`with_sharding_constraint`.
 
-    With ``exact``, as in :func:`reshard`.
+    With ``exact``, as in :func:`reshard`. With ``needs_mesh`` a ``PartitionSpec`` without a mesh
+    is an error.
     """
     mesh = given_mesh(caller, mesh)
     specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
     names, resolved, _ = resolved_prefix(caller, "tree", tree, flat, specs)
-    options = {"strict": strict, "exact": exact, "places": True}
+    options = {"strict": strict, "exact": exact, "places": True, "needs_mesh": needs_mesh or exact}
     return fitted(caller, names, flat.leaves, resolved, mesh, **options)
 
 
@@ -176,6 +178,7 @@ def fitted(
     strict: bool = False,
     exact: bool = True,
     places: bool = False,
+    needs_mesh: bool = True,
 ) -> list[Assignment]:
     """The sharding of each array, from its resolved spec.
 
@@ -189,14 +192,16 @@ def fitted(
       exact: whether specs must fit, and name Explicit axes only.
       places: whether arrays get these shardings in the present context: outside of a trace, by
         moving them.
+      needs_mesh: whether a ``PartitionSpec`` without a mesh is an error.
 
     Raises:
+      NoMeshError: a ``PartitionSpec`` has no mesh, and ``needs_mesh`` is true.
       ValueError: specs cannot be used.
     """
     assigned, corrected, refused = [], [], []
     for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
         parts = spec_and_mesh(spec, mesh)
-        if parts is None and exact and isinstance(spec, PartitionSpec):
+        if parts is None and needs_mesh and isinstance(spec, PartitionSpec):
             refuse(Problem.NO_MESH, [], name=caller)
         if parts is None or not is_array(leaf):
             is_final = isinstance(spec, Sharding | Format) and is_array(leaf)

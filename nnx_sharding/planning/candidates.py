@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
+from ..errors import raise_listed
 from ..partition import fsdp, replicated, tensor_parallel, zero1
 from ..state_sharding import StateSharding
 
@@ -35,7 +36,8 @@ class Candidate:
       variant: the name of the variant of the step; empty if there is only one.
       in_shardings: the sharding of each argument, for :func:`~nnx_sharding.jit`. It has no mesh, so
         it can be used for every mesh with these axes.
-      mesh: the mesh for which the step is compiled.
+      mesh: the mesh for which the step is compiled, perhaps of devices that this machine does not
+        have. To run it, make one of the same ``sizes``.
     """
 
     strategy: str
@@ -51,14 +53,37 @@ class Candidate:
         return ", ".join(part for part in (self.strategy, sizes, self.variant) if part)
 
 
-def mesh_sizes(count: int, num_slices: int, strategies: Sequence[str]) -> Iterator[dict[str, int]]:
-    """The sizes of the meshes of this many devices, with a model axis if a strategy uses it."""
+def mesh_sizes(count: int, num_slices: int, *, uses_model: bool) -> Iterator[dict[str, int]]:
+    """The sizes of the meshes of this many devices, with a model axis if that is used."""
     slices = {REPLICA: num_slices} if num_slices > 1 else {}
     within = count // num_slices
-    most = within if any(" + " in name for name in strategies) else 1
+    most = within if uses_model else 1
     for model in range(1, most + 1):
         if within % model == 0:
             yield {**slices, DATA: within // model, **({MODEL: model} if model > 1 else {})}
+
+
+def check_meshes(
+    meshes: Sequence[Mapping[str, int]], devices: int | None, strategies: Mapping[str, Any]
+) -> None:
+    """Checks the meshes that the user wants to try.
+
+    Raises:
+      ValueError: a mesh has other axes than the strategies of this library use, or not this many
+        devices.
+    """
+    axes = (REPLICA, DATA, MODEL)
+    wrong = [
+        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(axes)}"
+        for sizes in meshes
+        if None in strategies.values() and not set(axes).issuperset(sizes)
+    ]
+    wrong += [
+        f"  {dict(sizes)}: {math.prod(sizes.values())} devices, not {devices}"
+        for sizes in meshes
+        if devices is not None and math.prod(sizes.values()) != devices
+    ]
+    raise_listed(ValueError, "plan: these meshes cannot be used:", wrong)
 
 
 def applies(strategy: str, sizes: Mapping[str, int]) -> bool:

@@ -25,7 +25,14 @@ from ..progress import progress
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import Compilers, Finished
 from ..report.strategies import Strategy, abstract_of, lowered
-from .candidates import STRATEGIES, Candidate, applies, in_shardings_of, mesh_sizes
+from .candidates import (
+    STRATEGIES,
+    Candidate,
+    applies,
+    check_meshes,
+    in_shardings_of,
+    mesh_sizes,
+)
 from .predict import predict
 
 
@@ -117,7 +124,7 @@ def plan(
       meshes: the sizes of the axes ``replica``, ``data`` and ``model`` of each mesh to try; None
         for all.
       strategies: the names of those to try; or, by name, functions from the abstract arguments to
-        ``in_shardings``, called with the mesh in context.
+        ``in_shardings``, called with the mesh in context. A function is tried on all meshes.
       memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
         of ``device``.
       device: the device for the roofline; None uses that of the topology.
@@ -128,11 +135,12 @@ def plan(
 
     Returns:
       The candidates, ranked by the roofline of the device, then by the bytes sent, then by memory;
-      without a device by the last two. Those that do not fit, or failed, come last.
+      without a device by the last two. Those that do not fit come last, the smallest peak first,
+      and those that failed.
 
     Raises:
-      TypeError: ``step`` is not a function, or already wrapped by ``jit``.
-      ValueError: a strategy is unknown, the devices do not form a mesh, there is nothing to try, a
+      TypeError: ``step`` or a strategy is not a function, or ``step`` is wrapped by ``jit``.
+      ValueError: a strategy is unknown, the devices do not form a mesh, no candidate can fit, a
         limit cannot be read, or the device or the topology is not known.
       ImportError: the compiler for the topology is not installed.
 
@@ -153,7 +161,9 @@ def plan(
         on = DEFAULT.get()
         if meshes is None:
             count = jax.device_count() if on is None else len(topology_devices(*on))
-            meshes = mesh_sizes(devices or count, num_slices, list(strategies))
+            uses_model = any(f is not None or " + " in s for s, f in strategies.items())
+            meshes = mesh_sizes(devices or count, num_slices, uses_model=uses_model)
+        check_meshes(meshes := list(meshes), devices, strategies)
         built = [planning_mesh(sizes) for sizes in meshes]
     is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in built)
     compiled_for = max((mesh.size for mesh in built), default=0) if on is None and is_cpu else on
@@ -166,7 +176,7 @@ def plan(
     groups, ruled_out = _groups(variants, strategies, built, limit, device)
     if not groups:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in ruled_out.items())
-        raise ValueError(f"plan: expected a candidate that could fit, got none:{reasons}")
+        raise ValueError(f"plan: no candidate can fit:{reasons}")
     compilers = Compilers(cache_dir, compiled_for)
     lower = functools.partial(_lowered, variants, options)
     with compilers, progress("plan", most, quiet=quiet) as advance:
@@ -240,6 +250,11 @@ def _variants(step: Any, args: Sequence[Any]) -> _Variants:
 def _strategies(strategies: Any) -> dict[str, Any]:
     """The user's functions by name, with None for strategies of this library."""
     if isinstance(strategies, Mapping):
+        for name, function in strategies.items():
+            if not callable(function):
+                raise TypeError(
+                    f"plan: strategies[{name!r}]: expected a function, got {function!r}."
+                )
         return {str(name): function for name, function in strategies.items()}
     names = [strategies] if isinstance(strategies, str) else list(strategies)
     unknown = [
@@ -313,8 +328,8 @@ def _fits(report: Any, limit: int | None) -> bool:
 
 def _rank(comparison: Comparison, name: str) -> tuple[Any, ...]:
     """The sort key of a candidate; unknown figures come last."""
+    figures = comparison.figures.get(name, {})
     if not comparison.fits(name):
-        return (True,)
-    figures = comparison.figures[name]
+        return (True, figures.get("peak") or math.inf)  # the one that nearly fits first
     columns = [figures["roofline"], figures["bytes_sent"], figures["peak"]]
     return (False, *(math.inf if figure is None else figure for figure in columns))

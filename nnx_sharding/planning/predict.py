@@ -42,7 +42,11 @@ class Prediction(NamedTuple):
 
 
 def predict(candidate: Candidate, args: Sequence[Any]) -> Prediction:
-    """Predicts what a candidate needs for these arguments."""
+    """Predicts what a candidate needs for these arguments.
+
+    Raises:
+      ValueError: specs do not fit.
+    """
     sizes = dict(candidate.sizes)
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     arguments, sent = 0, 0.0
@@ -53,6 +57,8 @@ def predict(candidate: Candidate, args: Sequence[Any]) -> Prediction:
             arguments += _tree_bytes(arg, sharding, abstract)
             continue
         rows = check_sharding(arg, sharding, abstract).rows
+        if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
+            raise ValueError("these specs do not fit: " + "; ".join(faults))
         arguments += sum(row.bytes_per_device for row in rows)
         key.append(tuple(_split(row, sizes) for row in rows))
         key.append(sharding.activations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -170,16 +171,27 @@ def _divided(name: str, value: Any, steps: int) -> Any:
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     wrong = [
-        f"  {accessor(name, tuple(map(path_key, path)))}: shape {jnp.shape(x)}"
+        f"  {accessor(name, tuple(map(path_key, path)))}: shape {jnp.shape(x)}{sharded}"
         for path, x in leaves
-        if not jnp.ndim(x) or jnp.shape(x)[0] % steps
+        for count, sharded in [_shards_of_rows(x)]
+        if not jnp.ndim(x) or jnp.shape(x)[0] % (steps * count)
     ]
     title = (
         f"accumulate_gradients: these cannot be divided into {steps} microbatches of equal size:"
     )
-    raise_listed(ValueError, title, wrong, "The first dimension is that of the rows.")
+    remedy = "The first dimension is that of the rows; each shard of them is divided."
+    raise_listed(ValueError, title, wrong, remedy)
     divided = [jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:])) for _, x in leaves]
     return jax.tree_util.tree_unflatten(treedef, divided)
+
+
+def _shards_of_rows(x: Any) -> tuple[int, str]:
+    """How many shards of rows the type of an array has, and which axes shard them, as text."""
+    spec = type_spec(x)
+    axes = axes_of(spec.partitions[0]) if spec is not None and spec.partitions else ()
+    sizes = {axis: jax.typeof(x).sharding.mesh.shape[axis] for axis in axes}
+    listed = " × ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
+    return math.prod(sizes.values()), f", rows sharded over {listed}" if sizes else ""
 
 
 def _axes_of_batch(microbatches: Mapping[str, Any]) -> frozenset[Any]:
