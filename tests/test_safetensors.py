@@ -476,10 +476,23 @@ class ErrorTest(TestCase):
                 save_safetensors(self.folder / "new", model, rules)
         assert not (self.folder / "new").exists()
         save_safetensors(self.folder, model, {"a": "a", "old": "a", "b": "b"})
-        with self.assertRaisesRegex(CheckpointError, "has model.safetensors already"):
+        with self.assertRaisesRegex(CheckpointError, "has model.safetensors; overwrite=True"):
             save_safetensors(self.folder, model, {"a": "a", "b": "b"})
         with self.assertRaisesRegex(TypeError, "abstract"):
             save_safetensors(self.folder, nnx.eval_shape(lambda: zeros(a=(1,))), {"a": "a"})
+
+    def test_overwrite(self):
+        rules = {"a": "a", "b": "b"}
+        old, new = zeros(a=(4, 4), b=(2,)), zeros(a=(4, 4), b=(2,))
+        new.a.set_value(jnp.ones((4, 4)))
+        for size in (1, 10**9, 1):  # several files with an index, one file, several again
+            save_safetensors(self.folder, old, rules, max_shard_size=size, overwrite=True)
+            names = {file.name for file in self.folder.iterdir()}
+            assert (names == {"model.safetensors"}) == (size > 1)
+            save_safetensors(self.folder, new, rules, max_shard_size=size, overwrite=True)
+            assert {file.name for file in self.folder.iterdir()} == names
+            loaded = load_safetensors(self.folder, zeros(a=(4, 4), b=(2,)), rules)
+            np.testing.assert_array_equal(loaded.a[...], 1)
 
 
 @pytest.mark.slow

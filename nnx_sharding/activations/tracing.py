@@ -54,7 +54,7 @@ def sharded_activations(
       What to call for the user's function.
 
     Raises:
-      ValueError: at the end, if a spec did not fit, or a filter matched no module.
+      ValueError: after the call, if a spec did not fit, or a filter matched no module.
     """
     declared = pure.transform.activation_shardings
     scope = Scope(pure, built, leaves, () if declared is None else (declared,))
@@ -68,8 +68,7 @@ def sharded_activations(
             stack.enter_context(intercepting(scope, scope.methods))
             if (mesh := _type_mesh(leaves)) is not None:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-            yield functools.partial(_call, scope, caller.fun)
-        scope.check()
+            yield functools.partial(_checked_call, scope, caller.fun)
     except BaseException as error:
         scope.forget()
         if isinstance(error, _compat.SHARDING_ERRORS):
@@ -89,6 +88,12 @@ _NOTE = (
     "activation_shardings={...} for the module that returns them, give the operation an "
     "out_sharding, or let the compiler choose with jit(..., auto_axes=True)."
 )
+
+
+def _checked_call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    out = _call(scope, fun, *args, **kwargs)
+    scope.check()  # here, because an error at the end of the block would show frames of contextlib
+    return out
 
 
 def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -34,6 +34,7 @@ from .tensor_files import (
 from .tensor_rules import Placement
 
 _NAME = "save_safetensors"
+_FILES = "model*.safetensors*"
 
 
 @_compat.api_boundary
@@ -44,6 +45,7 @@ def save_safetensors(
     *,
     max_shard_size: int = 5 * 10**9,
     only: Any = WEIGHTS,
+    overwrite: bool = False,
 ) -> None:
     """Writes a model to safetensors files, with the names and layouts that Hugging Face uses.
 
@@ -52,12 +54,14 @@ def save_safetensors(
 
     Args:
       path: a folder, which is created. It gets ``model.safetensors``, or several files and
-        ``model.safetensors.index.json``, and must not have such files yet.
+        ``model.safetensors.index.json``.
       model: what to save.
       rules: as for :func:`load_safetensors`. As names are made from them, patterns are names with
         groups in parentheses, and each group is in the path or the dimensions.
       max_shard_size: the bytes of tensors in one file, unless a single tensor has more.
       only: an NNX filter for what to save. The default is all but the state of random streams.
+      overwrite: whether to replace such files, once the new ones are complete; else they are an
+        error.
 
     Raises:
       CheckpointError: the folder has such files already, or they cannot be written.
@@ -81,8 +85,10 @@ def save_safetensors(
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        if found := sorted(file.name for file in folder.glob("model*.safetensors*")):
-            raise CheckpointError(f"{_NAME}: {folder} has {', '.join(found)} already.")
+        found = sorted(file.name for file in folder.glob(_FILES))
+        if found and not overwrite:
+            listed = ", ".join(found)
+            raise CheckpointError(f"{_NAME}: {folder} has {listed}; overwrite=True replaces it.")
         for name, names in files.items():
             create(_unfinished(folder, name), {n: tensors[n] for n in names})
 
@@ -98,6 +104,9 @@ def save_safetensors(
     def finish() -> None:
         for name in files:
             _unfinished(folder, name).replace(folder / name)
+        for old in folder.glob(_FILES):
+            if old.name not in files:
+                old.unlink()
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},

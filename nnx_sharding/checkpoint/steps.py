@@ -194,7 +194,7 @@ class Checkpoints:
         if step not in steps:
             raise NoCheckpointError(
                 f"Checkpoints: there is no step {step} in {self.manager.directory}, only "
-                f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps)}."
+                f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps) or '.'}"
             )
         try:
             with progress(f"restore step {step}"):

@@ -24,7 +24,7 @@ def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh,
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
     if reasons:
         sizes = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
-        raise ValueError(f"{name}: axis={axis!r}: {reasons}.\nThe mesh has the axes {sizes}.")
+        raise ValueError(f"{name}: axis={axis!r}: {reasons}\nThe mesh has the axes {sizes}.")
     return mesh, axes
 
 

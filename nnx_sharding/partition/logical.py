@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
+from .. import _compat
 from ..errors import UnusedFilterWarning, report
 from ..filters import to_predicate
 from ..fitting import axes_of, suggested_spec, suggestion, with_entries
@@ -207,6 +208,7 @@ def _is_rule(name: Any, entry: Any) -> bool:
     return all(isinstance(x, str) and x for x in (name, *axes)) and len(set(axes)) == len(axes)
 
 
+@_compat.api_boundary
 def from_logical(
     model: Any,
     rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]],

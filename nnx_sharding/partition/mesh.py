@@ -18,6 +18,7 @@ from .topology import DEFAULT, arranged, topology_devices
 MOST_DEVICES = 10_000
 
 
+@_compat.api_boundary
 def make_mesh(
     axes: Mapping[str, int] | Iterable[Any],
     axis_names: Sequence[str] | None = None,
@@ -130,6 +131,7 @@ def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
     return tuple(axis_types.get(name, AxisType.Explicit) for name in names)
 
 
+@_compat.api_boundary
 def planning_mesh(
     mesh: Mesh | AbstractMesh | Mapping[str, int] | str,
     axes: AbstractMesh | Mapping[str, int] | None = None,

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import _compat
 from ..activation_sharding import ActivationSharding
 from ..errors import raise_listed
 from ..fitting import describe, like
@@ -20,6 +21,7 @@ from .inputs import override_specs
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 
+@_compat.api_boundary
 def optimizer_sharding(
     optimizer: Any, sharding: StateSharding, *, model: Any = None, overrides: Any = None
 ) -> StateSharding:

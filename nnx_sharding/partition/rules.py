@@ -10,6 +10,7 @@ from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from .. import _compat
 from ..fitting import OnIndivisible, axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
 from .logical import LogicalRules
@@ -19,6 +20,7 @@ from .variables import FOLLOWING, NamedVariable, from_paths, from_variables, var
 Pairs = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
+@_compat.api_boundary
 def from_rules(
     rules: Pairs,
     *,
@@ -55,6 +57,7 @@ def from_rules(
     return StateSharding(pairs, on_indivisible=on_indivisible, activations=FOLLOWING)
 
 
+@_compat.api_boundary
 def override(
     base: StateSharding, overrides: Pairs, *, kind: PatternKind = "regex"
 ) -> StateSharding:
@@ -84,6 +87,7 @@ def override(
     return StateSharding(pairs, on_indivisible=base.on_indivisible, activations=base.activations)
 
 
+@_compat.api_boundary
 def from_arrays(model: Any) -> StateSharding:
     """The shardings of the arrays of a model, to place another model in the same way.
 
@@ -117,6 +121,7 @@ def _committed_sharding(array: Any) -> Sharding | None:
     return sharding if getattr(array, "committed", False) else None
 
 
+@_compat.api_boundary
 def from_metadata(
     model: Any,
     rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,

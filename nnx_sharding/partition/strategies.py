@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .. import _compat
 from ..errors import UnshardedWarning, report
 from ..fitting import axes_of, fit_sharding, spec_and_mesh, spec_axes, with_entries
 from ..paths import Path
@@ -18,6 +19,7 @@ from .optimizer import optimizer_specs, union, with_optimizer
 from .variables import NamedVariable, activations_of, from_paths, variables
 
 
+@_compat.api_boundary
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
     """Replicates every array on every device: plain data parallelism (alias ``data_parallel``).
 
@@ -39,6 +41,7 @@ def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
     return with_optimizer(specs, model, optimizer)
 
 
+@_compat.api_boundary
 def fsdp(
     model: Any,
     mesh: Mesh | AbstractMesh | None = None,
@@ -98,6 +101,7 @@ def fsdp(
     return with_optimizer(specs, model, optimizer, activations, notes)
 
 
+@_compat.api_boundary
 def zero1(
     model: Any,
     optimizer: Any,

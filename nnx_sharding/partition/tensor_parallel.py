@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .. import _compat
 from ..filters import Paths
 from ..paths import Path
 from ..state_sharding import StateSharding
@@ -152,6 +153,7 @@ _SUBSCRIPTS = re.compile(r"[\w. ]+, *(\w+) *->[\w. ]+")
 _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
 
 
+@_compat.api_boundary
 def tensor_parallel(
     model: Any,
     mesh: Mesh | AbstractMesh | None = None,

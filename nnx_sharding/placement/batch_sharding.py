@@ -124,8 +124,8 @@ class BatchSharding:
             ValueError,
             f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
             lines,
-            f"Load {good} rows, or pass batch_size={good}, with uneven='pad', to have each batch "
-            "padded.",
+            f"Load {good} rows, or pass uneven='pad' with batch_size={good}, which pads each "
+            "batch.",
         )
         self.held = rows_by_process(self.rows, size)
         raise_listed(

@@ -195,6 +195,7 @@ class BatchIterator(Iterator[Any]):
         self._finalizer = weakref.finalize(self, Feed.stop, self._feed)
         self._finalizer.atexit = False
 
+    @_compat.api_boundary
     def __next__(self) -> Any:
         round_ = self._feed.take()
         self._state = round_.state

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh
 
+from .. import _compat
 from ..analysis.hardware import Device, known_device
 from ..analysis.hardware import device as device_named
 from ..analysis.tables import Pictured, text
@@ -77,6 +78,7 @@ class _Group:
     seconds: float
 
 
+@_compat.api_boundary
 def plan(
     step: Callable[..., Any] | Mapping[str, Any],
     *args: Any,
@@ -261,7 +263,7 @@ def _strategies(strategies: Any) -> dict[str, Any]:
         f"{name!r}{suggestion(name, STRATEGIES)}" for name in names if name not in STRATEGIES
     ]
     if unknown:
-        raise ValueError(f"plan: unknown strategies: {', '.join(unknown)}.")
+        raise ValueError(f"plan: unknown strategies: {', '.join(unknown)}")
     return dict.fromkeys(names)
 
 

@@ -53,6 +53,7 @@ class Strategy:
     out_shardings: Any = None
 
 
+@_compat.api_boundary
 def compare(
     strategies: Mapping[str, Any],
     fun: Callable[..., Any],
