@@ -816,3 +816,12 @@ def test_shard_map_constrains_its_automatic_axes(network):
     np.testing.assert_allclose(fun(network, X), network(X), rtol=1e-5)
     found = _CONSTRAINT.findall(fun.lower(network, X).as_text())
     assert ('{}, {"model"}', "2x16") in found
+
+
+def test_a_model_whose_output_a_strategy_gathers():
+    model, x = nnx.Sequential(nnx.Linear(16, 128, rngs=nnx.Rngs(0))), jnp.ones((8, 4, 16))
+    forward = jit(call, in_shardings=(tensor_parallel(model, EXPLICIT), P("data")), mesh=EXPLICIT)
+    rows = {row.path: row for row in forward.trace(model, x).activations()}
+    assert rows["model.layers[0]"].spec == P("data", None, "model")
+    assert rows["model"].spec == P("data", None, None)
+    assert rows["model"].chosen_by == "strategy"

@@ -174,6 +174,13 @@ class PeakTest(parameterized.TestCase):
             assert "\n  model.down.kernel, shape (256, 64): 16.0 KiB\n" in text
             assert text.index("model.up.kernel") < text.index("x, shape (16, 64)")
 
+    def test_temporaries(self):
+        report = compiled().report()
+        assert "largest activations" not in message(assert_peak_below, report, 1)
+        memory = dataclasses.replace(report.memory, temporaries=report.memory.arguments + 1)
+        text = message(assert_peak_below, dataclasses.replace(report, memory=memory), 1)
+        assert "The largest activations:\n  model.up, shape (16, 256): " in text
+
     def test_unknown(self):
         report = dataclasses.replace(compiled().report(), memory=None)
         with pytest.raises(ValueError, match="does not report the memory of forward"):

@@ -59,14 +59,14 @@ _FRAME: ContextVar[Frame | None] = ContextVar("frame", default=None)
 class Frame:
     """One call of a module that has not returned yet."""
 
-    __slots__ = ("_calls", "_constrained", "_is_retried", "_start", "chosen_by", "path")
+    __slots__ = ("_calls", "_constrained", "_start", "chosen_by", "is_by_strategy", "path")
 
     def __init__(self, path: str):
         self.path = path
         self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
         self._calls: Calls | None = RECORD.value
         self._start = 0 if self._calls is None else len(self._calls)
-        self._is_retried = False
+        self.is_by_strategy = False  # whether a strategy chose the types of the output
         self._constrained: list[tuple[Any, NamedSharding]] = []
 
     def constrained(self, x: Any, sharding: NamedSharding) -> None:
@@ -76,7 +76,7 @@ class Frame:
 
     def retry(self) -> None:
         """Drops the calls inside: an attempt failed, and another one follows."""
-        self._is_retried = True
+        self.is_by_strategy = True
         if self._calls is not None:
             del self._calls[self._start :]
 
@@ -97,7 +97,7 @@ class Frame:
                 return sharding, self.chosen_by
         of_type = jax.typeof(x).sharding
         if axes_of_type(of_type.mesh, AxisType.Explicit):
-            return of_type, "strategy" if self._is_retried else "types"
+            return of_type, "strategy" if self.is_by_strategy else "types"
         return None, "compiler"
 
 

@@ -162,7 +162,10 @@ class Scope:
             return self._constrained(out, activation.output, tag, "output", strict)
         is_part = self._depth or (tag.path and is_layer(module))
         if not is_part and any(source.infer for source in tag.sources):
-            out = as_inputs(out, (args, kwargs), self._pure.batch_axes)
+            inside, out = out, as_inputs(out, (args, kwargs), self._pure.batch_axes)
+            pairs = zip(jax.tree.leaves(inside), jax.tree.leaves(out), strict=True)
+            if (frame := frame_here()) is not None and any(old is not new for old, new in pairs):
+                frame.is_by_strategy = True
         return out
 
     def _root_tag(self, module: Any) -> Tag:

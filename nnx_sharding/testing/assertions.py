@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from ..analysis.activations import ActivationRow
 from ..analysis.collectives import Collective, Kind
 from ..analysis.parameters import ParameterRow, parameter_table
 from ..analysis.units import bytes_text, read_bytes
@@ -188,13 +189,21 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
         names = ("arguments", "outputs", "temporaries", "aliased", "generated_code")
         sizes = [(name.replace("_", " "), getattr(memory, name)) for name in names]
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)
-        used = [row for row in report.parameters if row.used]
-        largest = sorted(used, key=lambda row: -row.bytes_per_device)
-        lines = [f"  {at(row)}: {bytes_text(row.bytes_per_device)}" for row in largest]
+        used = (row for row in report.parameters if row.used)
+        largest = f"The largest arguments:\n{_largest(used)}"
+        if report.activations and (memory.temporaries or 0) > (memory.arguments or 0):
+            largest += f"\nThe largest activations:\n{_largest(report.activations)}"
         raise AssertionError(
             f"{report.name} takes {bytes_text(memory.peak)} on each device at its peak; the limit "
-            f"is {bytes_text(most)}:\n  {parts}\nThe largest arguments:\n{shortened(lines)}"
+            f"is {bytes_text(most)}:\n  {parts}\n{largest}"
         )
+
+
+def _largest(rows: Iterable[ParameterRow | ActivationRow]) -> str:
+    """The arrays that take the most memory on a device, in lines."""
+    sizes = [(row.bytes_per_device or row.bytes_total, at(row)) for row in rows]
+    sizes.sort(key=lambda pair: -pair[0])
+    return shortened([f"  {name}: {bytes_text(size)}" for size, name in sizes])
 
 
 def assert_no_parameter_replicated(

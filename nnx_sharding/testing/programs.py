@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+from ..analysis.activations import ActivationRow
 from ..analysis.collectives import Collective, Collectives
 from ..analysis.hlo import parse
 from ..analysis.parameters import ParameterRow
@@ -91,7 +92,8 @@ def patterns(allowed: str | Iterable[str], paths: Sequence[str]) -> list[re.Patt
             wrong.append(f"{text!r} is not a regular expression: {error}")
         else:
             if not any(map(found[-1].search, paths)):
-                wrong.append(f"{text!r} matches no path, such as {[*paths, 'none'][0]}")
+                example = f" matches no path, such as {paths[0]}" if paths else " is not needed"
+                wrong.append(f"{text!r}{example}")
     if wrong:
         raise ValueError("allowed: " + "; ".join(wrong) + ".")
     return found
@@ -110,7 +112,7 @@ def _line(one: Collective) -> str:
     return f"{one.kind} over {axes}, {sizes}{times}: {origin}"
 
 
-def at(row: ParameterRow) -> str:
+def at(row: ParameterRow | ActivationRow) -> str:
     """The path and the shape of an array."""
     return f"{row.path or 'the root'}, shape {row.shape}"
 
