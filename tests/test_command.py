@@ -194,8 +194,10 @@ class CommandTest(parameterized.TestCase):
         assert report.name == ("mine" if function == "report" else "apply")
 
     def test_inspect_a_function_of_arrays(self):
-        code, out, _ = self.inspect("plain")
-        assert code == 0 and out.startswith("sin: 1 × ")
+        code, out, error = self.inspect("plain")
+        assert code == 0 and out.startswith("sin: 1 × ") and not error
+        code, _, error = self.inspect("plain", "--mesh", "data=4")
+        assert code == 0 and "plain: nothing is sharded without in_shardings of jit" in error
 
     def test_inspect_in_a_module(self):
         sys.path.insert(0, str(self.folder))
@@ -245,6 +247,14 @@ class CommandTest(parameterized.TestCase):
         assert (code, error) == (0, "")
         assert out.endswith("best: dp, data 8\n")
         assert [*Comparison.load(data).reports] == ["dp, data 8", "fsdp, data 8"]
+        donated = *words, "--devices", "8", "--donate", "model", "--json", data
+        code, _, error = self.run_command(*donated)
+        assert code == 0
+        [report, _] = Comparison.load(data).compiled.values()
+        assert {row.path for row in report.parameters if row.donated} == {
+            "model.kernel",
+            "model.bias",
+        }
         limits = "--mesh", "data=4", "--memory-limit", "100 KiB"
         code, _, error = self.run_command(*words, *limits)
         assert (code, error) == (1, "plan: no candidate fits\n")

@@ -72,9 +72,9 @@ memory have to be available."""
 
 _PLAN_EPILOG = """\
 The function returns (step, *arguments), or a mapping from variants to such tuples in the order of
-preference. The options are those of nnx_sharding.planning.plan. For example:
+preference; or the result of nnx_sharding.planning.plan. The step is not jitted. For example:
 
-  python -m nnx_sharding plan plan.py:training --topology v5e:16x16 --html plan.html
+  python -m nnx_sharding plan plan.py:training --topology v5e:16x16 --donate model optimizer
   python -m nnx_sharding plan plan.py:training --devices 256 --device "TPU v5p"
 
 exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the command line is wrong"""
@@ -97,6 +97,8 @@ def add_commands(subparsers: Any) -> None:
     most = "how many programs are compiled at most (default: %(default)s)"
     parser.add_argument("--most", type=count, default=16, metavar="N", help=most)
     parser.add_argument("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
+    donate = "parameters of the step whose memory the results may take, as donate_argnames of jit"
+    parser.add_argument("--donate", nargs="+", metavar="NAME", help=donate)
 
 
 def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -204,6 +206,7 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
             device=arguments.device,
             most=arguments.most,
             cache_dir=arguments.cache,
+            **({} if arguments.donate is None else {"donate_argnames": arguments.donate}),
         )
 
 
@@ -253,7 +256,11 @@ def _report(target: str, value: Any, named: Device | None = None) -> ProgramRepo
         )
     with user_code(f"what {target} returned cannot be compiled"):
         if not is_stage:
-            value = (function if isinstance(function, Lifted) else jit(function)).trace(*args)
+            if not isinstance(function, Lifted):
+                if not jax.sharding.get_abstract_mesh().empty:
+                    say_error(f"{target}: nothing is sharded without in_shardings of jit")
+                function = jit(function)
+            value = function.trace(*args)
         if isinstance(value, Traced):
             value = value.lower()
         if isinstance(value, Lowered):
