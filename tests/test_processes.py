@@ -217,7 +217,13 @@ class FailureTest(Case):
         ("os._exit(5)", 5, "with exit code 5", None),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"by signal 9 \(SIGKILL\)", None),
         ("os.abort()", 134, r"by signal 6 \(SIGABRT\)", None),
-        ("os.kill(os.getppid(), signal.SIGKILL)", 137, r"by signal 9 \(SIGKILL\)", None),
+        (
+            # The end of the parent ends the process a moment later.
+            "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100)",
+            137,
+            r"by signal 9 \(SIGKILL\)",
+            None,
+        ),
     )
     def test_first_failure_is_reported(self, fault, expected, how, last):
         script = self.script(
