@@ -220,8 +220,8 @@ def jit(
         but updates only the values and metadata of Variables.
 
     Returns:
-      A :class:`~nnx_sharding.Lifted`: the function, with ``trace``, ``lower``, ``eval_shape``
-      and ``clear_cache``.
+      A :class:`~nnx_sharding.Lifted`, which is the function with ``trace``, ``lower``,
+      ``eval_shape`` and ``clear_cache``.
 
     Raises:
       TypeError: ``fun`` cannot be compiled (not callable, a generator, …), as from ``jax.jit``,

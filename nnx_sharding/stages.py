@@ -135,7 +135,7 @@ class Traced(Stage):
 
     @property
     def arg_names(self) -> tuple[str, ...]:
-        """The expression for each argument of the jaxpr: ``model.up.kernel``."""
+        """The expression for each argument of the jaxpr, such as ``model.up.kernel``."""
         return tuple(self._plan.names)
 
     @property

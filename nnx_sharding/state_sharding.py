@@ -121,7 +121,7 @@ class StateSharding:
 
     @property
     def depends_on_values(self) -> bool:
-        """Whether shapes or dtypes matter: to a user's predicates, or for corrections."""
+        """Whether shapes or dtypes matter, to a user's predicates or for corrections."""
         action = self._on_indivisible
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 

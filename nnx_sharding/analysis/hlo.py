@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def shape(self) -> Shapes:
-        """The shape of the result: one array, or a tuple of shapes."""
+        """The shape of the result, for a tuple those of its parts."""
         return read_shape(self.shape_text)
 
     @property
@@ -159,7 +159,7 @@ class Module:
 
     @functools.cached_property
     def calls(self) -> Mapping[str, list[tuple[Instruction, str, str]]]:
-        """What each computation calls: the instruction, its attribute, and the computation."""
+        """The calls of each computation, as instruction, attribute, and called computation."""
         return {
             one.name: [(i, *call) for i in one.instructions for call in i.calls()]
             for one in self.computations

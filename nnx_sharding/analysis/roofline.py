@@ -62,7 +62,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The largest of the three times: all parts of the device work simultaneously."""
+        """The largest of the three times, as if all parts of the device worked simultaneously."""
         return max(time or 0.0 for time in self.times.values())
 
     @property

@@ -158,7 +158,7 @@ def extract_sharding_structure(pytree: Any) -> Any:
     """The ``NamedSharding`` of each array; None for arrays that have none.
 
     Returns:
-      The tree with shardings in place of arrays: an ``nnx.State`` for a module, a sharding for a
+      The tree with shardings in place of arrays, an ``nnx.State`` for a module, a sharding for a
       Variable.
 
     Example:

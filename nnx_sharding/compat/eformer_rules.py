@@ -40,7 +40,7 @@ def match_partition_rules(
       mesh: the mesh that the specs have to fit; None for no check.
 
     Returns:
-      A prefix of specs: an ``nnx.State`` for a module, a spec for an array or a Variable.
+      A prefix of specs, with an ``nnx.State`` for a module, a spec for an array or a Variable.
 
     Raises:
       TypeError: the rules are not pairs, or, with ``strict``, a spec is invalid.

@@ -40,7 +40,7 @@ class NamedVariable(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The path as a string: ``blocks/3/up/kernel``."""
+        """The path as a string, such as ``blocks/3/up/kernel``."""
         return path_string(self.path)
 
     @property

@@ -59,7 +59,7 @@ def place(
       strict: whether warnings are errors.
 
     Returns:
-      ``tree``: the same modules and Variables, changed in place, in new containers around them.
+      ``tree``, with the same modules and Variables, changed in place, in new containers.
       With ``copy``, all of it is new.
 
     Raises:
