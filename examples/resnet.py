@@ -109,7 +109,7 @@ def digits() -> list[np.ndarray]:
     return train_test_split(images, labels, test_size=360, random_state=0, stratify=labels)
 
 
-def random_batches(images: Any, labels: Any, steps: int, rows: slice) -> Iterator[Any]:
+def random_batches(images: Any, labels: Any, steps: int, rows: Any) -> Iterator[Any]:
     """These rows of random batches."""
     random = np.random.default_rng(0)
     for _ in range(steps):
@@ -135,9 +135,10 @@ def train(stages: Sequence[int], steps: int, mesh: Mesh) -> tuple[Any, list[floa
         losses = [float(step(model, optimizer, *batch)) for batch in sharded]
 
     count = jit(count_correct, in_shardings=(sharding, P("data"), P("data"), P("data")), mesh=mesh)
-    parts = [slice(start, start + BATCH) for start in range(0, len(held_out), BATCH)]
-    batches = [(held_out[part][rows], held_out_labels[part][rows]) for part in parts]
+    numbers = [start + np.arange(BATCH)[rows] for start in range(0, len(held_out), BATCH)]
     # The last batch has fewer rows: it is padded, and its mask says which rows count.
+    chosen = [mine[mine < len(held_out)] for mine in numbers]
+    batches = [(held_out[mine], held_out_labels[mine]) for mine in chosen]
     padded = shard_batches(batches, P("data"), mesh, uneven="pad", batch_size=BATCH)
     counts = [count(model, *batch, mask) for batch, mask in padded]
     correct, total = np.sum(jax.device_get(counts), axis=0)

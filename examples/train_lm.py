@@ -165,13 +165,13 @@ def texts(context: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(windows(part, context + 1)[::context] for part in parts)
 
 
-def batches_of(text: np.ndarray, config: Config, rows: slice, *, train: bool) -> grain.IterDataset:
+def batches_of(text: Any, config: Config, rows: np.ndarray, *, train: bool) -> grain.IterDataset:
     """Batches of a text, of which this process loads these rows; for training without an end."""
     order = grain.MapDataset.range(len(text))
-    if train:
-        order = order.seed(config.seed).shuffle().repeat()
+    order = order.seed(config.seed).shuffle().repeat() if train else order
     chosen = order.batch(config.batch)  # of numbers of rows: the same on each process
-    return chosen.map(lambda numbers: text[numbers[rows]].astype(np.int32)).to_iter_dataset()
+    mine = chosen.map(lambda numbers: numbers[rows[rows < len(numbers)]])
+    return mine.map(lambda numbers: text[numbers].astype(np.int32)).to_iter_dataset()
 
 
 class Log:
@@ -251,7 +251,7 @@ def train(config: Config, options: argparse.Namespace) -> None:
     """Trains from the last checkpoint, if there is one, to the last step."""
     folder, mesh = options.folder, make_mesh({"data": -1, "model": options.model_parallel})
     text, held_out = texts(config.context)
-    rows = process_rows(P("data"), config.batch, mesh=mesh)
+    rows = np.arange(config.batch)[process_rows(P("data"), config.batch, mesh=mesh)]
     training = batches_of(text, config, rows, train=True)
     evaluation = batches_of(held_out, config, rows, train=False)
     padded = shard_batches(evaluation, P("data"), mesh, uneven="pad", batch_size=config.batch)
@@ -302,7 +302,7 @@ def train_alone(config: Config) -> list[float]:
     state = nnx.jit(functools.partial(make, config))()
     step = nnx.jit(functools.partial(train_step, microbatches=config.microbatches))
     text, _ = texts(config.context)
-    batches = batches_of(text, config, slice(None), train=True)
+    batches = batches_of(text, config, np.arange(config.batch), train=True)
     return [float(step(*state, tokens)) for tokens in itertools.islice(batches, config.steps)]
 
 
