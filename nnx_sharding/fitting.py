@@ -348,7 +348,7 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
     if isinstance(one, NamedSharding) and isinstance(other, NamedSharding):
         if one.mesh != other.mesh:
             meshes = describe_mesh(one.mesh), describe_mesh(other.mesh)
-            meshes = meshes if meshes[0] != meshes[1] else (one.mesh, other.mesh)
+            meshes = meshes if meshes[0] != meshes[1] else (str(one.mesh), str(other.mesh))
             return f"{short[0]} on mesh {meshes[0]}", f"{short[1]} on mesh {meshes[1]}"
         return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
     return str(one), str(other)

@@ -138,7 +138,7 @@ class Static:
     @property
     def identity(self) -> int:
         """A number for an object compared by identity, unique as long as this exists."""
-        return self._key if self._ref is None else id(self._ref)
+        return id(self._value if self._ref is None else self._ref)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or self._key != other._key:
