@@ -349,6 +349,7 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
         if one.mesh != other.mesh:
             meshes = describe_mesh(one.mesh), describe_mesh(other.mesh)
             meshes = meshes if meshes[0] != meshes[1] else (str(one.mesh), str(other.mesh))
-            return f"{short[0]} on mesh {meshes[0]}", f"{short[1]} on mesh {meshes[1]}"
+            where = ["without a mesh" if x == "none" else f"on mesh {x}" for x in meshes]
+            return f"{short[0]} {where[0]}", f"{short[1]} {where[1]}"
         return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
     return str(one), str(other)

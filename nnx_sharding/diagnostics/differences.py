@@ -31,7 +31,7 @@ class Fact(NamedTuple):
     origin: str = ""  # where its class or its code is defined
     content: Any = None  # everything else that is compared, except its own parts
     rest: Any = None  # what is compared if none of its own parts differs
-    by_identity: str = ""  # the name of its class, if `rest` compares identities
+    by_identity: str = ""  # the reason, if `rest` compares identities
 
 
 _MAX_FACTS = 1000  # about one static value, which may refer to any number of objects
@@ -103,8 +103,8 @@ def _change(a: Fact | None, b: Fact | None) -> str:
         return f": {a.text} ({a.origin}) → {b.text} ({b.origin})"
     if b.by_identity:
         return (
-            f" is a new object that looks the same (compared by identity: {b.by_identity} defines "
-            "no __eq__); create it once, outside the loop"
+            f" is a new object that looks the same (compared by identity: {b.by_identity}); create it "
+            "once, outside the loop"
         )
     if (difference := _difference(a, b)) is not None:
         return difference
@@ -178,9 +178,9 @@ def _fact(text: str, x: Any) -> Fact:
     if isinstance(x, Group):
         return Fact(text, content=x.kind)
     if isinstance(x, StaticEntry):
-        kind = "" if x.identity is None else x.type.__name__
+        why = "" if x.identity is None else f"{x.type.__name__} defines no __eq__"
         rest = x.kind if x.identity is None else (x.kind, _identity(x.identity))
-        return Fact(text, _origin(x.type), rest=rest, by_identity=kind)
+        return Fact(text, _origin(x.type), rest=rest, by_identity=why)
     return Fact(text, _origin(x.type), rest=getattr(x, "metadata", None))
 
 
@@ -254,7 +254,10 @@ def _facts_of_value(value: Any) -> dict[str, Fact]:
         parts = {} if id(part) in seen else _parts_of_value(part)
         seen.add(id(part))
         text, kind = show(part), type(part)
-        facts[suffix] = Fact(text, _origin(part), None if parts else text, None, kind.__name__)
+        why = f"{kind.__name__} defines no __eq__"
+        if kind.__eq__ is not object.__eq__:
+            why = "part of an object without __eq__"
+        facts[suffix] = Fact(text, _origin(part), None if parts else text, None, why)
         stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]
     return facts
 
