@@ -336,8 +336,7 @@ def describe_mesh(mesh: Any) -> str:
     if mesh is None or mesh.empty:
         return "none"
     sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    types = [kind.name for kind in mesh.axis_types]
-    return f"{sizes}, {' × '.join(types if len(set(types)) > 1 else types[:1])}"
+    return f"{sizes}, {' × '.join(dict.fromkeys(kind.name for kind in mesh.axis_types))}"
 
 
 def describe_both(one: Any, other: Any) -> tuple[str, str]:
@@ -349,7 +348,6 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
         if one.mesh != other.mesh:
             meshes = describe_mesh(one.mesh), describe_mesh(other.mesh)
             meshes = meshes if meshes[0] != meshes[1] else (str(one.mesh), str(other.mesh))
-            where = ["without a mesh" if x == "none" else f"on mesh {x}" for x in meshes]
-            return f"{short[0]} {where[0]}", f"{short[1]} {where[1]}"
+            return f"{short[0]} on mesh {meshes[0]}", f"{short[1]} on mesh {meshes[1]}"
         return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
     return str(one), str(other)

@@ -103,8 +103,8 @@ def _change(a: Fact | None, b: Fact | None) -> str:
         return f": {a.text} ({a.origin}) → {b.text} ({b.origin})"
     if b.by_identity:
         return (
-            f" is a new object that looks the same (compared by identity: {b.by_identity}); create it "
-            "once, outside the loop"
+            f" is a new object that looks the same (compared by identity: {b.by_identity}); "
+            "create it once, outside the loop"
         )
     if (difference := _difference(a, b)) is not None:
         return difference
@@ -255,7 +255,7 @@ def _facts_of_value(value: Any) -> dict[str, Fact]:
         seen.add(id(part))
         text, kind = show(part), type(part)
         why = f"{kind.__name__} defines no __eq__"
-        if kind.__eq__ is not object.__eq__:
+        if cast(Any, kind).__eq__ is not object.__eq__:
             why = "part of an object without __eq__"
         facts[suffix] = Fact(text, _origin(part), None if parts else text, None, why)
         stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from .. import _compat, errors
 from ..core.problems import Diagnostics, Problem, install
-from ..fitting import Fit, describe, describe_both, suggestion
+from ..fitting import describe, describe_both, suggestion
+from . import message_lines as line_of
 from .captured import captured_shards
-from .differences import show
 from .failures import explain
 
 
@@ -26,68 +25,12 @@ class Message(NamedTuple):
     anchor: str = ""  # of the section in docs/errors.md
 
 
-def _value(path: str, value: Any) -> str:
-    return f"{path}: {show(value)} of type {type(value).__name__}"
-
-
-def _object(path: str, obj: Any) -> str:
-    return f"{path}: {type(obj).__name__}"
-
-
-def _array(path: str, array: Any) -> str:
-    return f"{path}, {jax.typeof(array).str_short()}"
-
-
-def _parameters(
-    parameters: Sequence[str], static: Sequence[str], missing: Sequence[str], count: int
-) -> str:
-    dynamic = [name for name in parameters if name not in static]
-    lines = [
-        f"{count} {'entry' if count == 1 else 'entries'} for {len(parameters)} positional "
-        f"parameters: {', '.join(parameters)}",
-        *(f"{name}: static, needs no entry, or None" for name in static),
-        *(f"{name}: no entry" for name in missing),
-        f"Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names.",
-    ]
-    return "\n  ".join(lines)
-
-
-def _unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
-    shape = getattr(subject, "shape", None)
-    return f"{path}: {type(subject).__name__}{'' if shape is None else f' of shape {shape}'}"
-
-
-def _untyped(
-    path: str, key: str, module: Any, error: Exception, types: Sequence[str], specs: Sequence[Any]
-) -> str:
-    reason = str(error).partition(". ")[0].partition("\n")[0]
-    usable = f"\n    works with {', '.join(_short(specs))}" if specs else ""
-    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}{usable}"
-
-
-def _short(specs: Iterable[PartitionSpec]) -> list[str]:
-    """Specs without their trailing None, each once."""
-    lengths = (max((i + 1 for i, entry in enumerate(s) if entry), default=0) for s in specs)
-    return list(
-        dict.fromkeys(repr(PartitionSpec(*s[:n])) for s, n in zip(specs, lengths, strict=True))
-    )
-
-
-def _conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
-    first, second = describe_both(spec, other)
-    return f"{path}: {first}\n  {other_path}: {second}"
-
-
-def _misfit(path: str, fit: Fit, before: Sequence[int] | None) -> str:
-    return fit.line(path, before).strip()
-
-
 _BOTH_MODES = "graph=True and graph_updates=True"
 
 MESSAGES: dict[Problem, Message] = {
     Problem.ARGUMENT_IS_NOT_ARRAY: Message(
         "these arguments are not arrays:",
-        _value,
+        line_of.value,
         "Pass arrays or numbers, or make the argument static (static_argnums, static_argnames); in "
         "a module, a static attribute (nnx.static).",
         kind=TypeError,
@@ -95,7 +38,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.RESULT_IS_NOT_ARRAY: Message(
         "these results are not arrays:",
-        _value,
+        line_of.value,
         "Return only arrays or numbers.",
         kind=TypeError,
         anchor="not-an-array",
@@ -138,7 +81,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.WRONG_NUMBER_OF_SPECS: Message(
         "the number of entries does not match the parameters:",
-        _parameters,
+        line_of.parameters,
         anchor="number-of-specs",
     ),
     Problem.UNKNOWN_PARAMETER: Message(
@@ -150,13 +93,13 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.NO_FILTER_MATCHES: Message(
         "no filter of the {form} matches:",
-        _unmatched,
+        line_of.unmatched,
         "The filters are {filters}. {remedy}",
         anchor="no-filter-matches",
     ),
     Problem.CONFLICTING_SPECS: Message(
         "Inconsistent aliasing: one Variable has different {specs} under different paths:",
-        _conflict,
+        line_of.conflict,
         "Give it the same {specs} everywhere.",
         anchor="two-shardings-for-one-variable",
     ),
@@ -166,11 +109,11 @@ MESSAGES: dict[Problem, Message] = {
         "The mesh has the axes {axes}.",
     ),
     Problem.SPEC_DOES_NOT_FIT_SHAPE: Message(
-        "the specs of these {arrays} do not fit their shapes:", _misfit, "{remedy}"
+        "the specs of these {arrays} do not fit their shapes:", line_of.misfit, "{remedy}"
     ),
     Problem.SPEC_CORRECTED: Message(
         "the specs of these {arrays} do not fit their shapes and were corrected:",
-        _misfit,
+        line_of.misfit,
         kind=errors.CorrectedSpecWarning,
         anchor="when-a-spec-does-not-divide-a-shape",
     ),
@@ -183,7 +126,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.CANNOT_BE_TYPED: Message(
         "on these Explicit axes JAX cannot know how modules shard their outputs:",
-        _untyped,
+        line_of.untyped,
         "Declare it: jit(..., activation_shardings={entry}); patterns such as 'blocks/*/up' match "
         "several. Or take the shardings of the parameters from a strategy such as fsdp or "
         "from_rules, which infer it. To let the compiler choose, use jit(..., auto_axes=True), "
@@ -237,42 +180,42 @@ MESSAGES: dict[Problem, Message] = {
     Problem.CAPTURED_ARRAY: Message(
         "the function captures sharded arrays, which become constants of the program, copied to "
         "every device:",
-        lambda name, array: f"{_array(name, array)}, {describe(array.sharding)}",
+        lambda name, array: f"{line_of.array(name, array)}, {describe(array.sharding)}",
         "Pass them as arguments.",
         kind=errors.CapturedArrayWarning,
         anchor="captured-array",
     ),
     Problem.TRACER_IN_STATIC: Message(
         "these static values hold traced arrays, which do not exist outside of the function:",
-        _object,
+        line_of.object,
         "Keep them in a Variable or as an attribute of a module (nnx.data), or return them.",
         kind=jax.errors.UnexpectedTracerError,
     ),
     Problem.CAPTURED_OBJECT: Message(
         "these objects were captured from outside of the function, and cannot be returned or "
         "attached to its arguments:",
-        _object,
+        line_of.object,
         "Pass them as arguments, or return a copy made by nnx.clone.",
     ),
     Problem.CLASS_CHANGED: Message(
         "the function assigned another __class__ to these objects:",
-        _object,
+        line_of.object,
         "Make an object of the other class instead.",
     ),
     Problem.STATIC_CHANGED: Message(
         "without graph updates the function cannot change static objects, but it changed:",
-        _object,
+        line_of.object,
         f"Use {_BOTH_MODES}, or make the change outside of the function.",
     ),
     Problem.UNDECLARED_ARGUMENT: Message(
         "no spec says how these arguments are sharded on the axes that become Explicit:",
-        _array,
+        line_of.array,
         "Declare them in in_sharding; P() replicates.",
     ),
     Problem.UNDECLARED_RESULT: Message(
         "these results were computed on Auto axes, and no spec says how they are sharded on the "
         "Explicit axes outside:",
-        _array,
+        line_of.array,
         "Declare them in {option}; P() replicates.",
     ),
     Problem.OUTPUT_IS_INPUT: Message(
@@ -285,7 +228,7 @@ MESSAGES: dict[Problem, Message] = {
         "JAX cannot prove that these results of {fun_name} are replicated along the mesh axes that "
         "their specs leave out:",
         lambda path, array, spec, axes: (
-            f"{_array(path, array)}, {spec!r}: varies along {', '.join(map(repr, axes))}"
+            f"{line_of.array(path, array)}, {spec!r}: varies along {', '.join(map(repr, axes))}"
         ),
         "Reduce them in the function, as in jax.lax.pmean(x, {reduced}) or psum, pmax, all_gather; "
         "or name the axis in the spec. If they are equal for reasons that JAX cannot see, pass "
@@ -295,7 +238,7 @@ MESSAGES: dict[Problem, Message] = {
     Problem.DONATION_UNUSED: Message(
         "these arguments are donated, but {fun_name} has no result of their shape and dtype that "
         "could reuse their memory:",
-        _array,
+        line_of.array,
         "Do not donate them (donate_argnums, donate_argnames).",
         kind=errors.StrictError,
         anchor="donation-that-is-not-used",
@@ -372,7 +315,7 @@ def _text(
         details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else _ADD_FILTER.format(**details)
     if problem is Problem.CANNOT_BE_TYPED:
         _, key, *_, specs = offenders[0]
-        details["entry"] = f"{{{key!r}: {[*_short(specs), 'SPEC'][0]}}}"
+        details["entry"] = f"{{{key!r}: {[*line_of.short(specs), 'SPEC'][0]}}}"
     if problem is Problem.VARYING_OUTPUT:
         axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
         details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)
