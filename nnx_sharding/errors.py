@@ -10,6 +10,9 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -66,21 +69,32 @@ class UnshardedWarning(ShardingWarning):
     """A strategy shards nothing, because all arrays have fewer elements than its ``min_size``."""
 
 
-def report(category: type[ShardingWarning], message: str, *, strict: bool) -> None:
+def see(error: E, anchor: str) -> E:
+    """The error, with a note that names its section in ``docs/errors.md``, if it has one."""
+    if anchor:
+        error.add_note(f"See docs/errors.md#{anchor}.")
+    return error
+
+
+def report(
+    category: type[ShardingWarning], message: str, *, strict: bool, anchor: str = ""
+) -> None:
     """Issues a warning that points at the user code that led here.
 
     Raises:
       StrictError: ``strict`` is true.
     """
     if strict:
-        raise StrictError(message)
+        raise see(StrictError(message), anchor)
     warnings.warn(message, category, stacklevel=_users_level())
 
 
-def raise_listed(error: type[Exception], head: str, lines: Sequence[str], remedy: str = "") -> None:
+def raise_listed(
+    error: type[Exception], head: str, lines: Sequence[str], remedy: str = "", anchor: str = ""
+) -> None:
     """Raises an error with a line for each thing that is wrong, if there is any."""
     if lines:
-        raise error("\n".join([head, *lines, *filter(None, [remedy])]))
+        raise see(error("\n".join([head, *lines, *filter(None, [remedy])])), anchor)
 
 
 def _users_level() -> int:

@@ -331,6 +331,14 @@ def describe(sharding: Any) -> str:
     return repr(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
 
 
+def describe_mesh(mesh: Any) -> str:
+    """A short text for a mesh, such as ``data 2 × model 4, Explicit``."""
+    if mesh is None or mesh.empty:
+        return "none"
+    sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"{sizes}, {' × '.join(dict.fromkeys(kind.name for kind in mesh.axis_types))}"
+
+
 def describe_both(one: Any, other: Any) -> tuple[str, str]:
     """Short texts for two different shardings, with the part in which they differ."""
     short = describe(one), describe(other)
@@ -338,6 +346,8 @@ def describe_both(one: Any, other: Any) -> tuple[str, str]:
         return short
     if isinstance(one, NamedSharding) and isinstance(other, NamedSharding):
         if one.mesh != other.mesh:
-            return f"{short[0]} on {one.mesh}", f"{short[1]} on {other.mesh}"
+            meshes = describe_mesh(one.mesh), describe_mesh(other.mesh)
+            meshes = meshes if meshes[0] != meshes[1] else (str(one.mesh), str(other.mesh))
+            return f"{short[0]} on mesh {meshes[0]}", f"{short[1]} on mesh {meshes[1]}"
         return f"{short[0]} in {one.memory_kind}", f"{short[1]} in {other.memory_kind}"
     return str(one), str(other)

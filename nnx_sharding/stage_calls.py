@@ -16,6 +16,7 @@ from .core.plan import Plan
 from .core.signature import Call
 from .diagnostics.differences import arguments_of, differences
 from .diagnostics.failures import explain_shardings
+from .errors import see
 
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 
@@ -61,8 +62,10 @@ def call_stage(
         _, flat = found
     try:
         return run(plan, flat, stage)
-    except ValueError as error:
-        if kind == "compiled":
+    except (ValueError, TypeError) as error:
+        if str(error).startswith("Argument types differ"):
+            see(error, "compiled-for-other-types")
+        elif kind == "compiled" and isinstance(error, ValueError):
             explain_shardings(plan, flat.leaves, stage.input_shardings[0], error)
         raise
 
@@ -78,10 +81,11 @@ def _split_as_planned(
     changes = differences(before, after)
     if before[0] != after[0]:
         changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
-    raise TypeError(
+    error = TypeError(
         f"{plan.fun_name} was {kind} for other arguments than it is "
         "called with now:\n  " + "\n  ".join(changes) + "\nLower it again for these."
     )
+    raise see(error, "compiled-for-another-structure")
 
 
 def _with_statics(

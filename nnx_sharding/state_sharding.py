@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec, Sharding
 from . import _compat
 from .activation_sharding import ActivationSharding
 from .axes import Axis
+from .errors import raise_listed
 from .filters import PathPattern, is_opaque, path_name, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .paths import Path
@@ -83,12 +84,9 @@ class StateSharding:
             for filter_, sharding in pairs
             if not is_single_spec(sharding)
         ]
-        if wrong:
-            raise TypeError(
-                "StateSharding: expected shardings, got:\n"
-                + "\n".join(wrong)
-                + "\nUse a PartitionSpec such as P('data', None), a Sharding, or None."
-            )
+        head = "StateSharding: expected shardings, got:"
+        remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
+        raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
         self._filters = tuple(filter_ for filter_, _ in pairs)
         self._shardings = tuple(sharding for _, sharding in pairs)
         # The search of a pattern is called directly, for speed: there may be many patterns.

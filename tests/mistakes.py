@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -839,6 +840,30 @@ def compiled_arguments(lib: Library) -> Any:
 
 
 @mistake(
+    "compiled-for-other-shardings",
+    "an array with another sharding",
+    ValueError,
+    "x, float32[8,4]: is P('data',), compiled for",
+    "jax.ShapeDtypeStruct(..., sharding=...)",
+)
+def compiled_sharding(lib: Library) -> Any:
+    model, specs = Model(), named()
+    f = lib.jit(forward, in_shardings=(specs, None)).lower(model, jnp.ones((8, 4))).compile()
+    return f(model, jax.device_put(X, named("data")))
+
+
+@mistake(
+    "abstract-arguments",
+    "an abstract model in a call",
+    TypeError,
+    "model.up, float32[4,16]",
+    "Pass them to lower or eval_shape",
+)
+def abstract_arguments(lib: Library) -> Any:
+    return lib.jit(forward)(nnx.eval_shape(Block), X)
+
+
+@mistake(
     "not-divisible",
     "an update with another shape",
     ValueError,
@@ -890,9 +915,9 @@ def changed_rank_shards(lib: Library) -> Any:
     ActivationError,
     "model.layers[1]: Linear of f32[8,16@model], f32[16@model,4], f32[4]",
     "Contracting dimensions are sharded",
-    "works with P(None,)",
-    "activation_shardings",
-    "auto_axes=True",
+    "works with P()",
+    "activation_shardings={'layers/1': P()}",
+    "auto_axes=True), with out_shardings",
 )
 def untyped_layers(lib: Library) -> Any:
     mesh, rngs = grid(AxisType.Explicit), nnx.Rngs(0)
@@ -902,6 +927,22 @@ def untyped_layers(lib: Library) -> Any:
         layer.kernel = nnx.Param(kernel)
     with jax.set_mesh(mesh):
         return lib.jit(lambda model, x: model(x))(model, X)
+
+
+@mistake(
+    "operation-outside-of-modules",
+    "an Optax loss of logits that are sharded over the classes",
+    Exception,
+    "The operation is outside of modules",
+    "activation_shardings",
+)
+def untyped_loss(lib: Library) -> Any:
+    mesh = grid(AxisType.Explicit)
+    logits = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", "model")))
+    labels = jax.device_put(jnp.zeros(8, int), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        loss = optax.softmax_cross_entropy_with_integer_labels
+        return lib.jit(lambda model, x, y: loss(x, y))(Model(), logits, labels)
 
 
 @mistake(
@@ -936,7 +977,8 @@ def message_of(run: Callable[[Library], Any], lib: Library) -> str:
         try:
             run(lib)
         except BaseException as error:
-            notes = [n for n in getattr(error, "__notes__", ()) if "JAX_TRACEBACK" not in n]
+            notes = getattr(error, "__notes__", ())
+            notes = [x for x in notes if "JAX_TRACEBACK" not in x and "docs/errors.md" not in x]
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
         else:
             text = "\n".join(f"{w.category.__name__}: {w.message}" for w in seen)

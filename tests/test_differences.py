@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -34,6 +37,11 @@ def one(*args, **kwargs):
 class BadRepr(NoEq):
     def __repr__(self):
         raise RuntimeError("no repr")
+
+
+@dataclasses.dataclass
+class Config:
+    table: np.ndarray
 
 
 class TestArguments:
@@ -103,7 +111,7 @@ class TestArguments:
         jit(f, out_shardings=P(), mesh=mesh_of((8,), ("a",)))(1.0)
         lines = last_of(jit(f))
         assert f"out_shardings: None → {P()}" in lines
-        assert "mesh: none → ('a': 8)" in lines
+        assert "mesh: none → a 8, Auto" in lines
         jit(f, graph=False)(1.0)
         assert "graph: True → False" in last_of(jit(f))
 
@@ -115,7 +123,7 @@ class TestArguments:
         assert last_of(f) == ["jax_default_matmul_precision: None → 'float32'"]
         with jax.set_mesh(mesh_of((8,), ("a",))):
             f(x)
-        assert last_of(f) == ["mesh in context: none → ('a': 8)"]
+        assert last_of(f) == ["mesh in context: none → a 8, Auto"]
 
     def test_nothing_that_we_see(self):
         f = jit(lambda x: x + 1)
@@ -137,12 +145,35 @@ class TestStatics:
     def test_parts(self):
         assert self.lines((1, 2), (1, 3)) == "[1]: 2 → 3"
         assert self.lines({"a": [1]}, {"a": [True]}) == "['a'][0]: 1 → True"
-        assert self.lines(scaled(1), scaled(2)) == ", its variable rate: 1 → 2"
+        assert self.lines(scaled(1), scaled(2)) == ", captured rate: 1 → 2"
         assert self.lines(functools.partial(max, 1), functools.partial(max, 2)) == ".args[0]: 1 → 2"
         assert self.lines(NoEq(1), NoEq(2)) == ".rate: 1 → 2"
         assert self.lines(nnx.relu, nnx.gelu) == ": relu → gelu"
+        assert self.lines(mesh_of((8,), ("a",)), mesh_of((2, 4), ("a", "b"))) == (
+            ": mesh a 8, Auto → mesh a 2 × b 4, Auto"
+        )
         assert self.lines([1], [1, 2]) == "[1]: missing → 2"
         assert self.lines(optax.adam(0.1), optax.adam(0.2)).endswith("step_size: -0.1 → -0.2")
+
+    def test_numpy_arrays(self):
+        def lines(*tables):
+            return self.lines(*map(Config, tables)).removeprefix(".table")
+
+        before, after = np.zeros((2, 3)), np.zeros((2, 3))
+        after[1, 2] = 7
+        assert lines(before, after) == "[1, 2]: 0.0 → 7.0"
+        assert lines(before, after - 1) == "[0, 0]: 0.0 → -1.0, and 5 other elements"
+        assert lines(before, after[0]) == ": float64[2,3] → float64[3]"
+        assert lines(before, before > 0) == ": float64[2,3] → bool[2,3]"
+        assert lines(np.array(0.0), np.array(-0.0)) == ": 0.0 → -0.0"
+
+    def test_an_object_that_is_gone_equals_itself(self):
+        f, model = jit(lambda model, x: x), Block(scaled(1))
+        f(model, jnp.ones(2))
+        f(model, jnp.ones(3))
+        model.static = None
+        gc.collect()
+        assert last_of(f) == ["x: shape (2,) → (3,)"]
 
     @pytest.mark.parametrize(
         ("make", "kind"),
@@ -153,6 +184,10 @@ class TestStatics:
         assert "is a new object that looks the same" in lines
         assert f"{kind} defines no __eq__" in lines
         assert REMEDY in lines
+
+    def test_a_list_of_a_look_alike(self):
+        lines = self.lines(NoEq([1]), NoEq([1]))
+        assert lines.startswith(".rate is a new") and "part of an object without __eq__" in lines
 
     def test_the_part_is_named(self):
         lines = self.lines(optax.sgd(0.1), optax.sgd(0.1)).splitlines()

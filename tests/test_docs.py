@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import sys
 from pathlib import Path
 
 import jax
@@ -36,8 +37,11 @@ def docstrings() -> list[doctest.DocTest]:
 
 
 @pytest.fixture(autouse=True)
-def plain_errors():
-    """Keeps JAX from adding a note on removed frames to the errors that examples show."""
+def plain_errors(monkeypatch):
+    """Keeps notes, by JAX on removed frames and by us, out of the errors that examples show."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("nnx_sharding.") and hasattr(module, "see"):
+            monkeypatch.setattr(module, "see", lambda error, anchor: error)
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import traceback
 import types
@@ -18,6 +19,7 @@ import mistakes
 import nnx_sharding
 from graphs import Memory
 from mistakes import MISTAKES, PAGE, Mistake
+from test_pages import anchors
 
 
 class Watched:
@@ -65,6 +67,15 @@ class MistakesTest(parameterized.TestCase):
         for case in MISTAKES.values():
             self.assertEmpty([fact for fact in case.facts if fact not in explained[case.anchor]])
 
+    def test_anchors_exist(self):
+        before = r'(?:@_check\(|\bsee\([^"]*?,|anchor ?=|\belse)'
+        used = set[str]()
+        for path in pathlib.Path(nnx_sharding.__file__).parent.rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            used |= set(re.findall(before + r'\s*"([a-z]+(?:-[a-z]+)+)"', text))
+        self.assertContainsSubset({case.anchor for case in MISTAKES.values()}, used)
+        self.assertContainsSubset(used, anchors(PAGE))
+
     def error_of(self, case: Mistake) -> BaseException | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -79,7 +90,10 @@ class MistakesTest(parameterized.TestCase):
         case = MISTAKES[name]
         error = self.error_of(case)
         self.assertIsInstance(error, case.error)
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        notes = getattr(error, "__notes__", ())
+        is_warning = isinstance(error, Warning)
+        self.assertEqual(notes.count(f"See docs/errors.md#{case.anchor}."), int(not is_warning))
+        text = "\n".join([str(error), *notes])
         missing = [fact for fact in case.facts if fact not in text]
         self.assertEmpty(missing, text)
         # One error, not one that followed another.

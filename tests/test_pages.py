@@ -60,8 +60,10 @@ def test_links_lead_somewhere(page):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings of a page, as GitHub and MyST make them."""
-    headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    """The anchors of the headings of a page, as GitHub and MyST make them, and MyST's targets."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ +(.+)$|^\((.+)\)=$", text, re.MULTILINE)
+    headings = [heading or target for heading, target in headings]
     plain = (_ANCHOR.sub("", heading.replace("`", "")).strip().lower() for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
 

@@ -26,7 +26,7 @@ from ..fitting import (
     spec_axes,
     with_entries,
 )
-from ..paths import Path, accessor
+from ..paths import Path, accessor, path_string
 from ..state_sharding import StateSharding
 from .explicit import (
     Untyped,
@@ -65,7 +65,7 @@ class Scope:
         # Within another trace, that one explains and records.
         self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
-        self._untyped: list[tuple[str, Untyped]] = []
+        self._untyped: list[tuple[Tag, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
         self._key = tuple(self._sources), pure.batch_axes
@@ -251,7 +251,7 @@ class Scope:
         return inferred(module, call, args, kwargs, note)
 
     def _note_untyped(self, tag: Tag, untyped: Untyped) -> None:
-        self._untyped.append((tag.accessor, untyped))
+        self._untyped.append((tag, untyped))
 
     def _constrained(self, tree: Any, prefix: Any, tag: Tag, side: str, strict: bool) -> Any:
         """A pytree of activations with the specs of a prefix."""
@@ -302,7 +302,8 @@ class Scope:
         """
         name = self._transform.name
         if self._untyped:
-            refuse(Problem.CANNOT_BE_TYPED, [(path, *x) for path, x in self._untyped], name=name)
+            offenders = [(tag.accessor, path_string(tag.path), *x) for tag, x in self._untyped]
+            refuse(Problem.CANNOT_BE_TYPED, offenders, name=name)
         if self._misfits:
             refuse(
                 Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name

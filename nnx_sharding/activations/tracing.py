@@ -17,6 +17,7 @@ from ..core.axis_types import type_spec
 from ..core.caller import Caller
 from ..core.pure import Pure
 from ..core.unflatten import Built
+from ..errors import see
 from .intercept import intercepting
 from .scope import Scope
 
@@ -73,6 +74,7 @@ def sharded_activations(
         scope.forget()
         if isinstance(error, _compat.SHARDING_ERRORS):
             error.add_note(_NOTE)
+            see(error, "operation-outside-of-modules")
         raise
 
 
@@ -86,7 +88,7 @@ def pass_tags(caller: Caller, built: Built) -> None:
 _NOTE = (
     "The operation is outside of modules, so nothing was inferred for it. Shard its inputs with "
     "activation_shardings={...} for the module that returns them, give the operation an "
-    "out_sharding, or let the compiler choose with jit(..., auto_axes=True)."
+    "out_sharding, or let the compiler choose with jit(..., auto_axes=True), with out_shardings."
 )
 
 

@@ -135,6 +135,11 @@ class Static:
         """The value; None for an object compared by identity that is gone."""
         return self._value if self._ref is None else self._ref()
 
+    @property
+    def identity(self) -> int:
+        """A number for an object compared by identity, unique as long as this exists."""
+        return id(self._value if self._ref is None else self._ref)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static) or self._key != other._key:
             return False

@@ -9,11 +9,15 @@ import types
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
 from ..core.signature import Signature
+from ..core.static_forms import Kind
 from ..core.statics import Static
 from ..core.structure import LEAF, Container, Group, StaticEntry, Structure, parts_of
+from ..fitting import describe_mesh
 from ..paths import accessor
 from .captured import closure
 
@@ -27,7 +31,7 @@ class Fact(NamedTuple):
     origin: str = ""  # where its class or its code is defined
     content: Any = None  # everything else that is compared, except its own parts
     rest: Any = None  # what is compared if none of its own parts differs
-    by_identity: str = ""  # the name of its class, if `rest` compares identities
+    by_identity: str = ""  # the reason, if `rest` compares identities
 
 
 _MAX_FACTS = 1000  # about one static value, which may refer to any number of objects
@@ -99,10 +103,33 @@ def _change(a: Fact | None, b: Fact | None) -> str:
         return f": {a.text} ({a.origin}) → {b.text} ({b.origin})"
     if b.by_identity:
         return (
-            f" is a new object that looks the same (compared by identity: {b.by_identity} defines "
-            "no __eq__); create it once, outside the loop"
+            f" is a new object that looks the same (compared by identity: {b.by_identity}); "
+            "create it once, outside the loop"
         )
+    if (difference := _difference(a, b)) is not None:
+        return difference
     return f": {a.text} → {b.text} (they look the same, but compare unequal)"
+
+
+def _difference(a: Fact, b: Fact) -> str | None:
+    """The first elements in which two NumPy arrays of one shape and dtype differ."""
+    arrays = []
+    for fact in (a, b):
+        match fact.rest:
+            case Kind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
+                kind, np.ndarray
+            ):
+                arrays.append(np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape)))
+            case _:
+                return None
+    raw = [np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in arrays]
+    indices = np.flatnonzero((raw[0] != raw[1]).any(axis=1))
+    if not indices.size:
+        return None
+    where = [int(i) for i in np.unravel_index(indices[0], arrays[0].shape)]
+    old, new = (x.flat[indices[0]].item() for x in arrays)
+    more = f", and {len(indices) - 1} other elements" if len(indices) > 1 else ""
+    return f"{where or ''}: {old} → {new}{more}"
 
 
 def _arguments(signature: Signature) -> list[str]:
@@ -122,11 +149,8 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
         if isinstance(child, Static):
             child.note = notes = child.note or _facts_of_value(child.value)
             facts |= {label + suffix: fact for suffix, fact in notes.items()}
-            # An object that no longer exists is not equal to any other one.
-            is_gone = child.by_identity and child.value is None
-            rest, kind = object() if is_gone else child, facts[label].by_identity
-            kind = kind if child.by_identity else ""
-            facts[label] = facts[label]._replace(rest=rest, by_identity=kind)
+            kind = facts[label].by_identity if child.by_identity else ""
+            facts[label] = facts[label]._replace(rest=_identity(child), by_identity=kind)
             continue
         text, x = show_child(structure, child), cast(Any, child)
         if isinstance(child, int):
@@ -154,11 +178,15 @@ def _fact(text: str, x: Any) -> Fact:
     if isinstance(x, Group):
         return Fact(text, content=x.kind)
     if isinstance(x, StaticEntry):
-        kind = "" if x.identity is None else x.type.__name__
-        is_gone = x.identity is not None and x.identity.value is None
-        rest = (x.kind, object() if is_gone else x.identity)
-        return Fact(text, _origin(x.type), rest=rest, by_identity=kind)
+        why = "" if x.identity is None else f"{x.type.__name__} defines no __eq__"
+        rest = x.kind if x.identity is None else (x.kind, _identity(x.identity))
+        return Fact(text, _origin(x.type), rest=rest, by_identity=why)
     return Fact(text, _origin(x.type), rest=getattr(x, "metadata", None))
+
+
+def _identity(static: Static) -> Any:
+    """What a static value is compared by, also if it is an object that is gone."""
+    return static.identity if static.by_identity else static
 
 
 def arguments_of(signature: Signature) -> str:
@@ -177,12 +205,15 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
     entry: Any = structure.entries[child] if isinstance(child, int) else child
     kind = entry.kind[0] if isinstance(entry, Group) else entry.type
     brackets = _BRACKETS.get(kind)
+    if issubclass(kind, np.ndarray):
+        dtype, shape, *_ = entry.kind.detail
+        return f"{dtype}[{','.join(map(str, shape))}]"
     if brackets and depth:
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
         if kind is dict:
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
         return _shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
-    return f"{'an' if kind.__name__[:1] in 'AEIOU' else 'a'} {kind.__name__}"
+    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
 
 
 _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
@@ -190,6 +221,8 @@ _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
 
 def show(value: Any) -> str:
     """A value in a message: its name or its repr, shortened and without addresses."""
+    if isinstance(value, Mesh | AbstractMesh):
+        return f"mesh {describe_mesh(value)}"
     try:
         name = getattr(value, "__qualname__", None) if callable(value) else None
         text = name if isinstance(name, str) else repr(value)
@@ -221,7 +254,10 @@ def _facts_of_value(value: Any) -> dict[str, Fact]:
         parts = {} if id(part) in seen else _parts_of_value(part)
         seen.add(id(part))
         text, kind = show(part), type(part)
-        facts[suffix] = Fact(text, _origin(part), None if parts else text, None, kind.__name__)
+        why = f"{kind.__name__} defines no __eq__"
+        if cast(Any, kind).__eq__ is not object.__eq__:
+            why = "part of an object without __eq__"
+        facts[suffix] = Fact(text, _origin(part), None if parts else text, None, why)
         stack += [(suffix + key, inner) for key, inner in reversed(parts.items())]
     return facts
 
@@ -246,9 +282,9 @@ def _parts_of_value(value: Any) -> dict[str, Any]:
         return {".__func__": value.__func__, ".__self__": value.__self__}
     if isinstance(value, types.FunctionType):
         defaults = (value.__defaults__, value.__kwdefaults__)
-        variables = {f", its variable {key}": part for key, part in closure(value).items()}
+        variables = {f", captured {key}": part for key, part in closure(value).items()}
         return {**variables, ", its defaults": defaults}
-    if isinstance(value, type | jax.Array | types.ModuleType):
+    if isinstance(value, type | jax.Array | types.ModuleType | Mesh | AbstractMesh):
         return {}
     eq: Any = type(value).__eq__
     if dataclasses.is_dataclass(value) or eq is object.__eq__:

@@ -20,7 +20,7 @@ from ..core.fit import fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
-from ..errors import DonatedError, NoMeshError, raise_listed
+from ..errors import DonatedError, NoMeshError, raise_listed, see
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..paths import accessor
 from .captured import captured_shards, captured_values
@@ -75,18 +75,19 @@ _Check: TypeAlias = Callable[[Plan, Sequence[Any]], None]
 
 
 def _check(
-    first: str, last: str, error: type[Exception] = ValueError
+    anchor: str, first: str, last: str, error: type[Exception] = ValueError
 ) -> Callable[[_Lines], _Check]:
     """Makes a check from a function that yields a line for each wrong argument.
 
-    ``first`` and ``last`` are the lines around them.
+    ``first`` and ``last`` are the lines around them, ``anchor`` the section in docs/errors.md.
     """
 
     def decorate(lines_of: _Lines) -> _Check:
         def check(plan: Plan, leaves: Sequence[Any]) -> None:
             head = first.format(name=plan.transform.name)
             remedy = last.format(in_name=plan.transform.in_name)
-            raise_listed(error, head, [f"  {x}" for x in lines_of(plan, leaves)], remedy)
+            lines = [f"  {x}" for x in lines_of(plan, leaves)]
+            raise_listed(error, head, lines, remedy, anchor)
 
         return check
 
@@ -94,6 +95,7 @@ def _check(
 
 
 @_check(
+    "abstract-arguments",
     "{name}: these arguments are abstract, without data:",
     "Pass them to lower or eval_shape. If nnx.eval_shape did not make them, a traced function has "
     "stored an intermediate value where it outlives the trace.",
@@ -102,10 +104,11 @@ def _check(
 def _check_abstract(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     for name, leaf in zip(plan.names, leaves, strict=True):
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            yield f"{name}, {leaf.dtype}{[*leaf.shape]}"
+            yield f"{name}, {jax.typeof(leaf).str_short()}"
 
 
 @_check(
+    "used-after-donation",
     "these arguments are deleted, or were donated to an earlier call:",
     "Use what that call returned, or do not donate them (donate_argnums, donate_argnames).",
     DonatedError,
@@ -117,6 +120,7 @@ def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 
 
 @_check(
+    "donated-twice",
     "one array is donated, and passed once more in the same call:",
     "Donate a copy (x.copy()), or pass it once.",
     DonatedError,
@@ -129,6 +133,7 @@ def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 
 
 @_check(
+    "one-reference-passed-twice",
     "one jax.Ref is passed more than once, which JAX does not allow:",
     "Pass it once, or only in modules, where it may be shared.",
 )
@@ -152,6 +157,7 @@ def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 @_check(
+    "declared-otherwise-than-its-type",
     "{name}: on a mesh with Explicit axes the sharding is part of an array's type, and these "
     "specs differ from it:",
     "Without {in_name}, the types decide.",
@@ -190,6 +196,7 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 @_check(
+    "committed-to-another-sharding",
     "{name}: these references have a sharding other than declared, and a jax.Ref cannot be "
     "resharded:",
     "Create them from arrays with the declared sharding, or declare the one they have.",
@@ -237,15 +244,17 @@ def explain_shardings(
                 f"{expected}"
             )
     if lines:
-        raise ValueError(
-            f"{plan.fun_name} was compiled for other shardings than these arguments have:\n"
-            + "\n".join(lines)
-            + "\nMove them with jax.device_put, or lower it for such arrays: abstract ones too can "
-            "have a sharding, jax.ShapeDtypeStruct(..., sharding=...)."
-        ) from error
+        head = f"{plan.fun_name} was compiled for other shardings than these arguments have:"
+        remedy = (
+            "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: "
+            "abstract ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...)."
+        )
+        explanation = ValueError("\n".join([head, *lines, remedy]))
+        raise see(explanation, "compiled-for-other-shardings") from error
 
 
 @_check(
+    "numpy-arguments-across-processes",
     "{name}: NumPy arguments cannot be sharded across processes: each process holds its own copy:",
     "Make global arrays of them: with nnx_sharding.placement.shard_batches, or "
     "jax.make_array_from_process_local_data, if each process has its own rows; with "
@@ -267,9 +276,11 @@ def _declared(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, Any
 
 
 @_check(
+    "different-devices",
     "{name}: incompatible devices. A program runs on one set of devices in one order, but these "
     "are on, or declared for, different ones:",
-    "Use one mesh for all; move arrays with jax.device_put, or on_committed='move'.",
+    "Use one mesh for all; move models with nnx_sharding.place and arrays with jax.device_put, or "
+    "pass on_committed='move'.",
 )
 def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     pairs: list[tuple[Any, str]] = []
@@ -319,6 +330,7 @@ def _note_captured(plan: Plan, error: Exception) -> None:
     if lines:
         head = f"{plan.fun_name} captures these sharded arrays:"
         error.add_note("\n".join([head, *lines, "Pass them as arguments."]))
+        see(error, "captured-array-on-explicit-axes")
 
 
 def _note_object(plan: Plan, error: Exception) -> None:
@@ -333,4 +345,5 @@ def _note_object(plan: Plan, error: Exception) -> None:
                     f"This is {accessor(name, path)}, which {plan.fun_name} captures. Pass what a "
                     "function changes as one of its arguments."
                 )
+                see(error, "changed-from-outside-its-trace")
                 return

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _compat, errors
 from ..core.problems import Diagnostics, Problem, install
-from ..fitting import Fit, describe, describe_both, suggestion
+from ..fitting import describe, describe_both, suggestion
+from . import message_lines as line_of
 from .captured import captured_shards
-from .differences import show
 from .failures import explain
 
 
@@ -22,54 +22,7 @@ class Message(NamedTuple):
     line: Callable[..., str]  # for one offender
     remedy: str = ""
     kind: Callable[[str], BaseException] | type[errors.ShardingWarning] = ValueError
-
-
-def _value(path: str, value: Any) -> str:
-    return f"{path}: {show(value)} of type {type(value).__name__}"
-
-
-def _object(path: str, obj: Any) -> str:
-    return f"{path}: {type(obj).__name__}"
-
-
-def _array(path: str, array: Any) -> str:
-    return f"{path}, {jax.typeof(array).str_short()}"
-
-
-def _parameters(
-    parameters: Sequence[str], static: Sequence[str], missing: Sequence[str], count: int
-) -> str:
-    dynamic = [name for name in parameters if name not in static]
-    lines = [
-        f"{count} {'entry' if count == 1 else 'entries'} for {len(parameters)} positional "
-        f"parameters: {', '.join(parameters)}",
-        *(f"{name}: static, needs no entry, or None" for name in static),
-        *(f"{name}: no entry" for name in missing),
-        f"Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names.",
-    ]
-    return "\n  ".join(lines)
-
-
-def _unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
-    shape = getattr(subject, "shape", None)
-    return f"{path}: {type(subject).__name__}{'' if shape is None else f' of shape {shape}'}"
-
-
-def _untyped(
-    path: str, module: Any, error: Exception, types: Sequence[str], specs: Sequence[Any]
-) -> str:
-    reason = str(error).partition(". ")[0].partition("\n")[0]
-    usable = f"\n    works with {', '.join(map(repr, specs))}" if specs else ""
-    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}{usable}"
-
-
-def _conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
-    first, second = describe_both(spec, other)
-    return f"{path}: {first}\n  {other_path}: {second}"
-
-
-def _misfit(path: str, fit: Fit, before: Sequence[int] | None) -> str:
-    return fit.line(path, before).strip()
+    anchor: str = ""  # of the section in docs/errors.md
 
 
 _BOTH_MODES = "graph=True and graph_updates=True"
@@ -77,28 +30,32 @@ _BOTH_MODES = "graph=True and graph_updates=True"
 MESSAGES: dict[Problem, Message] = {
     Problem.ARGUMENT_IS_NOT_ARRAY: Message(
         "these arguments are not arrays:",
-        _value,
+        line_of.value,
         "Pass arrays or numbers, or make the argument static (static_argnums, static_argnames); in "
         "a module, a static attribute (nnx.static).",
         kind=TypeError,
+        anchor="not-an-array",
     ),
     Problem.RESULT_IS_NOT_ARRAY: Message(
         "these results are not arrays:",
-        _value,
+        line_of.value,
         "Return only arrays or numbers.",
         kind=TypeError,
+        anchor="not-an-array",
     ),
     Problem.STATIC_NOT_HASHABLE: Message(
         "static arguments must be hashable:",
         lambda name, value, error: f"argument {name!r} of type {type(value).__name__} ({error})",
         "They are part of the key of the compiled function: pass a hashable value, such as a "
         "tuple instead of a list.",
+        anchor="static-argument-that-is-not-hashable",
     ),
     Problem.STATIC_HOLDS_ARRAYS: Message(
         "static arguments must not hold arrays, which would become constants of the program:",
         lambda name, value: f"argument {name!r}: {type(value).__name__} with arrays",
         "Pass it as an ordinary argument: its structure and static attributes are part of the key "
         "of the compiled function in any case.",
+        anchor="static-argument-with-arrays",
     ),
     Problem.POSITION_OUT_OF_RANGE: Message(
         "these negative positions are out of range:",
@@ -115,27 +72,36 @@ MESSAGES: dict[Problem, Message] = {
         lambda place, value, meant: f"{place}: {value!r}{meant}",
         "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None.",
         kind=TypeError,
+        anchor="not-a-spec",
     ),
     Problem.NOT_A_PREFIX: Message(
         "these specs are not a tree prefix of the value (modules and Variables are leaves):",
         lambda place, mismatch: f"{place}: {mismatch}",
+        anchor="not-a-tree-prefix",
     ),
     Problem.WRONG_NUMBER_OF_SPECS: Message(
-        "the number of entries does not match the parameters:", _parameters
+        "the number of entries does not match the parameters:",
+        line_of.parameters,
+        anchor="number-of-specs",
     ),
     Problem.UNKNOWN_PARAMETER: Message(
         "these are not parameters of the function:",
         lambda name, names: (
             f"{name!r}{suggestion(name, names)} (parameters: {', '.join(map(repr, names))})"
         ),
+        anchor="unknown-parameter",
     ),
     Problem.NO_FILTER_MATCHES: Message(
-        "no filter of the {form} matches:", _unmatched, "The filters are {filters}. {remedy}"
+        "no filter of the {form} matches:",
+        line_of.unmatched,
+        "The filters are {filters}. {remedy}",
+        anchor="no-filter-matches",
     ),
     Problem.CONFLICTING_SPECS: Message(
         "Inconsistent aliasing: one Variable has different {specs} under different paths:",
-        _conflict,
+        line_of.conflict,
         "Give it the same {specs} everywhere.",
+        anchor="two-shardings-for-one-variable",
     ),
     Problem.SPEC_DOES_NOT_FIT_MESH: Message(
         "these specs do not fit the mesh:",
@@ -143,26 +109,30 @@ MESSAGES: dict[Problem, Message] = {
         "The mesh has the axes {axes}.",
     ),
     Problem.SPEC_DOES_NOT_FIT_SHAPE: Message(
-        "the specs of these {arrays} do not fit their shapes:", _misfit, "{remedy}"
+        "the specs of these {arrays} do not fit their shapes:", line_of.misfit, "{remedy}"
     ),
     Problem.SPEC_CORRECTED: Message(
         "the specs of these {arrays} do not fit their shapes and were corrected:",
-        _misfit,
+        line_of.misfit,
         kind=errors.CorrectedSpecWarning,
+        anchor="when-a-spec-does-not-divide-a-shape",
     ),
     Problem.FILTER_UNUSED: Message(
         "these filters match nothing, or only what earlier filters match:",
         lambda name, arguments, near: f"{name}, for {', '.join(arguments)}{near}",
         "Correct or remove them, or put them before the filter that matches the same.",
         kind=errors.UnusedFilterWarning,
+        anchor="unused-filter",
     ),
     Problem.CANNOT_BE_TYPED: Message(
         "on these Explicit axes JAX cannot know how modules shard their outputs:",
-        _untyped,
-        'Declare it: jit(..., activation_shardings={{"PATH": SPEC}}), or take the shardings of the '
-        "parameters from a strategy such as fsdp or from_rules, which infer it. To let the "
-        "compiler choose, use jit(..., auto_axes=True).",
+        line_of.untyped,
+        "Declare it: jit(..., activation_shardings={entry}); patterns such as 'blocks/*/up' match "
+        "several. Or take the shardings of the parameters from a strategy such as fsdp or "
+        "from_rules, which infer it. To let the compiler choose, use jit(..., auto_axes=True), "
+        "with out_shardings.",
         kind=errors.ActivationError,
+        anchor="output-that-jax-cannot-shard",
     ),
     Problem.ACTIVATION_UNUSED: Message(
         "these filters of activation_shardings match no called module:",
@@ -170,18 +140,21 @@ MESSAGES: dict[Problem, Message] = {
         "Paths are those of modules within the argument, such as blocks/*/up. Correct the "
         "filters, or pass ActivationSharding(..., strict=False).",
         kind=errors.ActivationError,
+        anchor="unused-filter-for-activations",
     ),
     Problem.ACTIVATION_DOES_NOT_FIT: Message(
         "these activation shardings do not fit:",
         str,
         "Correct the specs, or use on_indivisible for those that do not divide a shape.",
         kind=errors.ActivationError,
+        anchor="activation-specs-that-do-not-fit",
     ),
     Problem.NO_MESH: Message(
         "there is no mesh to resolve a PartitionSpec against. Pass mesh=..., call within `with "
         "jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec).",
         str,
         kind=errors.NoMeshError,
+        anchor="no-mesh",
     ),
     Problem.NO_DEVICES: Message(
         "there are no devices to run on, because the mesh is abstract:",
@@ -199,47 +172,50 @@ MESSAGES: dict[Problem, Message] = {
         lambda path, shape, *both: "{}, shape {}: is {}, declared {}".format(
             path, shape, *describe_both(*both)
         ),
-        "Declare the sharding that they have, place them with jax.device_put, or let them be "
-        "moved: on_committed='move'.",
+        "Declare the sharding that they have, place them as declared (models with "
+        "nnx_sharding.place, arrays with jax.device_put), or let them be moved: "
+        "on_committed='move'.",
+        anchor="committed-to-another-sharding",
     ),
     Problem.CAPTURED_ARRAY: Message(
         "the function captures sharded arrays, which become constants of the program, copied to "
         "every device:",
-        lambda name, array: f"{_array(name, array)}, {describe(array.sharding)}",
+        lambda name, array: f"{line_of.array(name, array)}, {describe(array.sharding)}",
         "Pass them as arguments.",
         kind=errors.CapturedArrayWarning,
+        anchor="captured-array",
     ),
     Problem.TRACER_IN_STATIC: Message(
         "these static values hold traced arrays, which do not exist outside of the function:",
-        _object,
+        line_of.object,
         "Keep them in a Variable or as an attribute of a module (nnx.data), or return them.",
         kind=jax.errors.UnexpectedTracerError,
     ),
     Problem.CAPTURED_OBJECT: Message(
         "these objects were captured from outside of the function, and cannot be returned or "
         "attached to its arguments:",
-        _object,
+        line_of.object,
         "Pass them as arguments, or return a copy made by nnx.clone.",
     ),
     Problem.CLASS_CHANGED: Message(
         "the function assigned another __class__ to these objects:",
-        _object,
+        line_of.object,
         "Make an object of the other class instead.",
     ),
     Problem.STATIC_CHANGED: Message(
         "without graph updates the function cannot change static objects, but it changed:",
-        _object,
+        line_of.object,
         f"Use {_BOTH_MODES}, or make the change outside of the function.",
     ),
     Problem.UNDECLARED_ARGUMENT: Message(
         "no spec says how these arguments are sharded on the axes that become Explicit:",
-        _array,
+        line_of.array,
         "Declare them in in_sharding; P() replicates.",
     ),
     Problem.UNDECLARED_RESULT: Message(
         "these results were computed on Auto axes, and no spec says how they are sharded on the "
         "Explicit axes outside:",
-        _array,
+        line_of.array,
         "Declare them in {option}; P() replicates.",
     ),
     Problem.OUTPUT_IS_INPUT: Message(
@@ -252,24 +228,27 @@ MESSAGES: dict[Problem, Message] = {
         "JAX cannot prove that these results of {fun_name} are replicated along the mesh axes that "
         "their specs leave out:",
         lambda path, array, spec, axes: (
-            f"{_array(path, array)}, {spec!r}: varies along {', '.join(map(repr, axes))}"
+            f"{line_of.array(path, array)}, {spec!r}: varies along {', '.join(map(repr, axes))}"
         ),
         "Reduce them in the function, as in jax.lax.pmean(x, {reduced}) or psum, pmax, all_gather; "
         "or name the axis in the spec. If they are equal for reasons that JAX cannot see, pass "
         "check_vma=False.",
+        anchor="not-proven-replicated",
     ),
     Problem.DONATION_UNUSED: Message(
         "these arguments are donated, but {fun_name} has no result of their shape and dtype that "
         "could reuse their memory:",
-        _array,
+        line_of.array,
         "Do not donate them (donate_argnums, donate_argnames).",
         kind=errors.StrictError,
+        anchor="donation-that-is-not-used",
     ),
     Problem.FOREIGN_TRACE: Message(
         "the function changed objects that belong to another trace, where they cannot be updated:",
         str,
         "Pass them into the transformed function that is being traced, instead of capturing them.",
         kind=_compat.TraceContextError,
+        anchor="changed-from-outside-its-trace",
     ),
 }
 
@@ -282,11 +261,16 @@ class Messages(Diagnostics):
     ) -> Exception:
         """The exception for a problem, of the type that ``jax.jit`` raises for the same mistake."""
         kind: Any = MESSAGES[problem].kind
-        text = _text(problem, offenders, **details)
-        if problem is Problem.SPEC_DOES_NOT_FIT_SHAPE and details["as_jax"]:
+        text, anchor = _text(problem, offenders, **details), MESSAGES[problem].anchor
+        if problem is Problem.SPEC_DOES_NOT_FIT_SHAPE:
             indivisible = all(fit.is_indivisible for _, fit, _ in offenders)
-            kind = _compat.IndivisibleError if indivisible else kind
-        error: Exception = kind(text)
+            anchor = "not-divisible" if indivisible else "spec-too-long"
+            kind = _compat.IndivisibleError if indivisible and details["as_jax"] else kind
+        if problem is Problem.SPEC_DOES_NOT_FIT_MESH:
+            reason = offenders[0][-1][0]
+            anchor = "axis-used-twice" if " is used " in reason else ""
+            anchor = "unknown-axis" if "has no axis" in reason else anchor
+        error: Exception = errors.see(kind(text), anchor)
         return error
 
     def warn(
@@ -301,7 +285,8 @@ class Messages(Diagnostics):
         if problem is Problem.CAPTURED_ARRAY:
             offenders = captured_shards(details.pop("fun"), [array for (array,) in offenders])
         kind: Any = MESSAGES[problem].kind
-        errors.report(kind, _text(problem, offenders, **details), strict=strict)
+        text, anchor = _text(problem, offenders, **details), MESSAGES[problem].anchor
+        errors.report(kind, text, strict=strict, anchor=anchor)
 
     def failed(self, plan: Any, leaves: Sequence[Any], error: Exception) -> None:
         """Raises an error that explains one of JAX better, or adds a note to it."""
@@ -328,6 +313,9 @@ def _text(
         names = dict.fromkeys(", ".join(filters) for *_, filters in offenders)
         details["filters"] = "; or ".join(names)
         details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else _ADD_FILTER.format(**details)
+    if problem is Problem.CANNOT_BE_TYPED:
+        _, key, *_, specs = offenders[0]
+        details["entry"] = f"{{{key!r}: {[*line_of.short(specs), 'SPEC'][0]}}}"
     if problem is Problem.VARYING_OUTPUT:
         axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
         details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)

@@ -14,7 +14,7 @@ import jax
 
 from ..core.pure import Pure
 from ..core.structure import Structure
-from ..fitting import describe_both
+from ..fitting import describe_both, describe_mesh
 from .differences import Facts, Side, arguments_of, compare, distance, facts_of, show
 
 MAX_COMPARED = 64  # a comparison goes through all static values of the model
@@ -310,13 +310,8 @@ def _both(old: Any, new: Any) -> str:
     """Two different values, in the shortest form that shows the difference."""
     if isinstance(old, jax.sharding.Sharding) or isinstance(new, jax.sharding.Sharding):
         return " → ".join(describe_both(old, new))
-    meshes = [value is None or hasattr(value, "axis_types") for value in (old, new)]
-    if all(meshes) and _mesh(old) != _mesh(new):
-        return f"{_mesh(old)} → {_mesh(new)}"
+    if all(value is None or hasattr(value, "axis_types") for value in (old, new)):
+        before, after = describe_mesh(old), describe_mesh(new)
+        if before != after:
+            return f"{before} → {after}"
     return f"{show(old)} → {show(new)}"
-
-
-def _mesh(mesh: Any) -> str:
-    if mesh is None or mesh.empty:
-        return "none"
-    return f"({', '.join(f'{name!r}: {size}' for name, size in mesh.shape.items())})"

@@ -1,0 +1,76 @@
+"""The line of a message for each offender: where it is, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ..fitting import Fit, describe_both
+from .differences import show
+
+
+def value(path: str, value: Any) -> str:
+    """A value that is not an array."""
+    return f"{path}: {show(value)} of type {type(value).__name__}"
+
+
+def object(path: str, obj: Any) -> str:
+    """An object and its class."""
+    return f"{path}: {type(obj).__name__}"
+
+
+def array(path: str, array: Any) -> str:
+    """An array and its type."""
+    return f"{path}, {jax.typeof(array).str_short()}"
+
+
+def parameters(
+    parameters: Sequence[str], static: Sequence[str], missing: Sequence[str], count: int
+) -> str:
+    """The parameters of a function, and the entries given for them."""
+    dynamic = [name for name in parameters if name not in static]
+    lines = [
+        f"{count} {'entry' if count == 1 else 'entries'} for {len(parameters)} positional "
+        f"parameters: {', '.join(parameters)}",
+        *(f"{name}: static, needs no entry, or None" for name in static),
+        *(f"{name}: no entry" for name in missing),
+        f"Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names.",
+    ]
+    return "\n  ".join(lines)
+
+
+def unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
+    """A Variable that no filter matches."""
+    shape = getattr(subject, "shape", None)
+    return f"{path}: {type(subject).__name__}{'' if shape is None else f' of shape {shape}'}"
+
+
+def untyped(
+    path: str, key: str, module: Any, error: Exception, types: Sequence[str], specs: Sequence[Any]
+) -> str:
+    """A module whose output JAX cannot shard, and specs with which it works."""
+    reason = str(error).partition(". ")[0].partition("\n")[0]
+    usable = f"\n    works with {', '.join(short(specs))}" if specs else ""
+    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}{usable}"
+
+
+def short(specs: Iterable[PartitionSpec]) -> list[str]:
+    """Specs without their trailing None, each once."""
+    lengths = (max((i + 1 for i, entry in enumerate(s) if entry), default=0) for s in specs)
+    return list(
+        dict.fromkeys(repr(PartitionSpec(*s[:n])) for s, n in zip(specs, lengths, strict=True))
+    )
+
+
+def conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
+    """Two specs for one Variable."""
+    first, second = describe_both(spec, other)
+    return f"{path}: {first}\n  {other_path}: {second}"
+
+
+def misfit(path: str, fit: Fit, before: Sequence[int] | None) -> str:
+    """A spec that does not fit a shape."""
+    return fit.line(path, before).strip()
