@@ -197,7 +197,7 @@ class CommandTest(parameterized.TestCase):
         code, out, error = self.inspect("plain")
         assert code == 0 and out.startswith("sin: 1 × ") and not error
         code, _, error = self.inspect("plain", "--mesh", "data=4")
-        assert code == 0 and "plain: nothing is sharded without in_shardings of jit" in error
+        assert code == 0 and "inspect: sin: nothing is sharded without in_shardings of jit" in error
 
     def test_inspect_in_a_module(self):
         sys.path.insert(0, str(self.folder))

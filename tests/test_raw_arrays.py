@@ -200,7 +200,7 @@ class TestAbstract:
         assert each.arrays == (want,) and want.sharding.spec == P("data", None)
 
     def test_cannot_be_called(self):
-        with pytest.raises(TypeError, match=r"abstract.*\n.*m\.mask, float32\[16, 16\]"):
+        with pytest.raises(TypeError, match=r"abstract.*\n.*m\.mask, float32\[16,16\]"):
             jit(lambda m: m.mask + 1)(abstract_model("split inside"))
 
     def test_a_leaked_tracer_is_named(self):

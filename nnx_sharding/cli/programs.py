@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -148,6 +149,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
     report = _called(arguments, lambda of, value: _report(of, value, arguments.device))
     write(arguments, report)
+    if report.num_devices == 1 and math.prod((arguments.mesh or {}).values()) > 1:
+        say_error(f"inspect: {report.name}: nothing is sharded without in_shardings of jit")
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, device=arguments.device
     )
@@ -256,11 +259,7 @@ def _report(target: str, value: Any, named: Device | None = None) -> ProgramRepo
         )
     with user_code(f"what {target} returned cannot be compiled"):
         if not is_stage:
-            if not isinstance(function, Lifted):
-                if not jax.sharding.get_abstract_mesh().empty:
-                    say_error(f"{target}: nothing is sharded without in_shardings of jit")
-                function = jit(function)
-            value = function.trace(*args)
+            value = (function if isinstance(function, Lifted) else jit(function)).trace(*args)
         if isinstance(value, Traced):
             value = value.lower()
         if isinstance(value, Lowered):

@@ -67,7 +67,7 @@ def main(folder):
     assert len(set(index["weight_map"].values())) == 3, index
     blocked = folder / f"blocked{jax.process_index()}"  # by a file, for the first process
     for where, first, other in (
-        (folder / "new", "already", "process 0"),
+        (folder / "new", "overwrite=True", "process 0"),
         (blocked, "write", "process 0"),
     ):
         try:
