@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -149,8 +148,6 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
     report = _called(arguments, lambda of, value: _report(of, value, arguments.device))
     write(arguments, report)
-    if report.num_devices == 1 and math.prod((arguments.mesh or {}).values()) > 1:
-        say_error(f"inspect: {report.name}: nothing is sharded without in_shardings of jit")
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, device=arguments.device
     )
