@@ -74,7 +74,7 @@ def _list_of(names: list[str]) -> Callable[[str], list[str]]:
         chosen = text.split(",")
         unknown = [name for name in chosen if name not in names]
         if unknown:
-            raise argparse.ArgumentTypeError(f"there is no case {', '.join(unknown)}")
+            raise argparse.ArgumentTypeError(f"unknown case {', '.join(unknown)}")
         return chosen
 
     return parse

@@ -18,7 +18,7 @@ from .fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
 
 
 def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:
-    """The mesh that a function was given, or the one in context; None if there is none."""
+    """The mesh that a function was given, or else the one in context, or None."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{caller}: mesh must be a Mesh or an AbstractMesh, got {mesh!r}.")
     return _compat.context_mesh() if mesh is None else mesh

@@ -42,7 +42,7 @@ class CheckpointError(ValueError):
 
 
 class NoCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint; a ``FileNotFoundError`` as from Orbax."""
+    """The checkpoint does not exist; a ``FileNotFoundError`` as from Orbax."""
 
 
 class ExportError(ValueError):

@@ -78,7 +78,7 @@ class Fit(NamedTuple):
 
     declared: Any  # the sharding as it was declared
     shape: tuple[int, ...] | None  # None if only the mesh was considered
-    sharding: Any  # if there are no problems, the part that fits: a spec or a NamedSharding
+    sharding: Any  # without problems, the part that fits: a spec or a NamedSharding
     corrections: tuple[Misfit, ...]
     problems: tuple[Misfit, ...]  # what cannot be corrected, or was not allowed to be
 

@@ -287,7 +287,7 @@ def shard_map(
       TypeError: ``f`` is not callable, or the mesh or a spec has another type; at a call, no
         ``in_specs`` on a mesh that is not Explicit.
       ValueError: both names of one option are given, or an option has a value other than those
-        above; at a call, there is no mesh, the specs do not fit the mesh or the arguments, or
+        above; at a call, no mesh is in context, the specs do not fit the mesh or the arguments, or
         JAX cannot prove that a result is as replicated as its spec declares.
       StrictError: at a call, with ``strict``.
       RetraceError: at a call that would have to trace once more than ``max_traces`` allows.

@@ -296,7 +296,7 @@ class Compiled(Stage):
         Args:
           name: the name in the report; None for the name of the function.
           device: as for :meth:`roofline`; None for the device that it was compiled for; if the
-            table does not have that, there is no roofline.
+            table does not have that, the roofline is None.
         """
         name = self._plan.fun_name if name is None else name
         report: ProgramReport = late("report.program", "describe")(self, name, device)

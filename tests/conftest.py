@@ -10,7 +10,7 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 
 from hypothesis import settings  # noqa: E402
 
-# Compiling takes as long as it takes, so there is no deadline. `ci` tries the same examples in
+# Compiling takes as long as it takes, so examples have no deadline. `ci` tries the same examples in
 # every run; `thorough` looks for new ones.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("thorough", max_examples=1000, deadline=None)

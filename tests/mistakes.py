@@ -317,7 +317,7 @@ def bare_in_filters(lib: Library) -> Any:
     ValueError,
     "jit: in_shardings: these specs are not a tree prefix",
     "b: no spec for 'mask'",
-    "there is no 'masks'; did you mean 'mask'?",
+    "unknown key 'masks'; did you mean 'mask'?",
 )
 def wrong_keys(lib: Library) -> Any:
     batch = {"x": X, "mask": X, "y": X}
@@ -330,7 +330,7 @@ def wrong_keys(lib: Library) -> Any:
     "specs with other keys than a nested result",
     ValueError,
     "jit: out_shardings: these specs are not a tree prefix",
-    "output[1]: there is no 'b'",
+    "output[1]: unknown key 'b'",
 )
 def wrong_result(lib: Library) -> Any:
     f = lib.jit(lambda m, x: (m(x), {"a": x}), out_shardings=(None, {"a": None, "b": None}))

@@ -98,7 +98,7 @@ def traffic(axes, links, bandwidth, size, seconds):
 
 
 def activation(path, shape, spec, mesh, **more):
-    """The JSON form of one row; the compiler chooses where there is no spec."""
+    """The JSON form of one row; the compiler chooses where no spec is given."""
     row = parameter(path, shape, spec, mesh)
     kept = ("path", "shape", "dtype", "spec", "bytes_total")
     names = {"module": "Linear", "method": "__call__", "output": "", "chosen_by": "strategy"}

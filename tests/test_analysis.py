@@ -509,7 +509,7 @@ class RooflineTest(parameterized.TestCase):
     def test_mistakes(self):
         with self.assertRaisesRegex(ValueError, r"'TPU v5x'\. Did you mean 'TPU v5[ep]'\?.*'H200'"):
             device("TPU v5x")
-        with self.assertRaisesRegex(ValueError, "no figures for the device 'abacus'. Known"):
+        with self.assertRaisesRegex(ValueError, "unknown device 'abacus'. Known"):
             device("abacus")
         with self.assertRaisesRegex(ValueError, "not positive: flops = 0, memory_bandwidth = nan"):
             Device("own", 0, 1, math.nan, 1.0)

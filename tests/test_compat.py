@@ -118,7 +118,7 @@ class PrivateNamesTest(absltest.TestCase):
         self.assertEqual(set().union(*map(private_names, COMPAT)), PRIVATE_NAMES.keys())
 
     def test_all_are_there(self):
-        """Without an optional name there is no error, so this test has to notice it."""
+        """A missing optional name raises nothing, so this test has to notice it."""
         optional = [
             ast.literal_eval(arg)
             for path in COMPAT

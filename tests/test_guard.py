@@ -407,7 +407,7 @@ def test_another_call_during_a_comparison(text):
         assert (guard.check(watched.arguments) is not None) == (text == "same")
 
 
-@pytest.mark.skipif(not HAS_C_WALK, reason="there was no compiler")
+@pytest.mark.skipif(not HAS_C_WALK, reason="built without a compiler")
 class TestCWalk:
     def test_is_used(self):
         import os

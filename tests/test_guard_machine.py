@@ -194,7 +194,7 @@ class MachineTest(parameterized.TestCase):
             for _ in range(5):
                 worlds.call(lambda w: w.f["step"](w.model, X))
         if not hits:
-            self.skipTest("there are no guards")
+            self.skipTest("built without guards")
         assert hits["held"] >= 3, hits
         assert hits["asked"] == 5, f"the calls to compare with use guards: {hits}"
 

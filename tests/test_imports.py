@@ -53,7 +53,7 @@ del IMPORTS["nnx_sharding"]
 
 
 def package_of(name: str) -> str:
-    """The folder directly below the package, or the file if there is none."""
+    """The folder directly below the package, or the file."""
     return ".".join(name.split(".")[:2])
 
 

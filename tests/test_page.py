@@ -172,8 +172,8 @@ def browser():
         pytest.skip("Playwright is not installed: pip install playwright")
     if chromium() is None:
         if required:
-            pytest.fail("NNX_SHARDING_BROWSER=required, but there is no chromium")
-        pytest.skip("there is no chromium; its path can be given in CHROMIUM")
+            pytest.fail("NNX_SHARDING_BROWSER=required, but chromium was not found")
+        pytest.skip("chromium was not found; its path can be given in CHROMIUM")
     with sync_playwright() as playwright:
         # Containers run as root, for whom Chromium has no sandbox.
         started = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])

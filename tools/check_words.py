@@ -25,7 +25,7 @@ INSTEAD = {
     r"of no use": "unused, useless",
     r"lies|lie|lay": "is, is placed",
     r"reaches|reached|reach": "is reachable, arrives, gets to",
-    r"(?<!there )(?<!There )(?:is|are|was|were) no(?! longer| more|w)": "is not a",
+    r"(?:is|are|was|were) no(?! longer| more|w)": "is not a, has no, without",
     r"taken apart|takes apart|take apart": "split, flattened",
     r"in the way of|by way of": "like",
 }

@@ -110,7 +110,7 @@ def frame_here() -> Frame | None:
 def in_call(path: str, method: str) -> Iterator[Frame]:
     """Adds the path of a module to the names of what is traced within the block.
 
-    A call within another one adds only the rest of its path below that one's, or, if there is none,
+    A call within another one adds only the rest of its path below that one's, or, without one,
     the name of the method.
     """
     outer = _FRAME.get()

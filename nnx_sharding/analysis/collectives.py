@@ -122,7 +122,7 @@ class Collectives(tuple[Collective, ...], Pictured):
           *axes: the mesh axes, in any order; none for any.
 
         Raises:
-          ValueError: there is no such kind.
+          ValueError: the kind is unknown.
 
         Example:
           >>> from nnx_sharding.analysis import collectives_of

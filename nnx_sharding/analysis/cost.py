@@ -51,7 +51,7 @@ class Cost(Pictured):
 
     @property
     def arithmetic_intensity(self) -> float | None:
-        """Flops per byte; None if either is unknown, or there are no bytes."""
+        """Flops per byte; None if either is unknown or no bytes are accessed."""
         if self.flops is None or not self.bytes_accessed:
             return None
         return self.flops / self.bytes_accessed

@@ -63,7 +63,7 @@ class Device:
 
     @property
     def link_bandwidth(self) -> float:
-        """Bytes per second over one link in one direction; over all if there is no torus."""
+        """Bytes per second over one link in one direction; without a torus, over all links."""
         return self.interconnect_bandwidth / (2 * self.torus_dimensions or 1)
 
 
@@ -92,7 +92,7 @@ def device(name: str) -> Device:
         close = difflib.get_close_matches(name.lower(), keys, 1, 0.75)
         hint = f" Did you mean {keys[close[0]]!r}?" if close else ""
         raise ValueError(
-            f"there are no figures for the device {name!r}.{hint} Known are "
+            f"unknown device {name!r}.{hint} Known are "
             f"{', '.join(map(repr, DEVICES))}; make a Device for another."
         )
     return peak

@@ -124,7 +124,7 @@ class Module:
     """A program that was read from text.
 
     Attributes:
-      name: the name of the module; empty if there is none.
+      name: the name of the module; empty if it has none.
       head: the text before the first computation: options, and the tables of source lines.
       computations: in the order of the text.
       skipped: lines in or after computations that were not understood.

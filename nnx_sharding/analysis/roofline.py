@@ -95,7 +95,7 @@ def roofline_of(
         to be in nodes of ``Device.domain`` in the order of the mesh.
 
     Raises:
-      ValueError: there is no device of this name in the table.
+      ValueError: the device is not in the table.
       TypeError: it is neither a device nor a name.
 
     Example:

@@ -122,12 +122,12 @@ def restore(
       ``tree``, with arrays outside of modules and Variables in new containers.
 
     Raises:
-      NoCheckpointError: there is no checkpoint.
+      NoCheckpointError: the checkpoint does not exist.
       CheckpointError: it cannot be read, is damaged, or does not fit: paths that are missing on
         either side, different shapes and dtypes, integers that ``cast`` would wrap, all in one
         message.
       TypeError: ``tree`` or ``sharding`` contains something of the wrong type.
-      NoMeshError: ``sharding`` contains a ``PartitionSpec``, and there is no mesh.
+      NoMeshError: ``sharding`` contains a ``PartitionSpec``, and no mesh is in context.
       ValueError: arrays have no sharding, or none with devices; ``only`` or a rule of ``rename``
         matches nothing, or rules give several arrays the same path.
       TraceContextError: an object of ``tree`` belongs to another trace.

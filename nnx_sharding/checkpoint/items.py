@@ -210,7 +210,7 @@ def standard_args(args: ModelSave) -> Any:
     contents = {array.name: _content(leaves[array.slot]) for array in arrays}
     stored = {name: content for name, content in contents.items() if np.size(content)}
     if not stored:
-        raise ValueError("save: there are no arrays with content to save.")
+        raise ValueError("save: expected arrays with at least one element, got none.")
     sums = checksums(list(stored.values())) if args.checksums else []
     keys = [array for array in arrays if array.name in stored and is_key(array.leaf)]
     empty = [array for array in arrays if array.name not in stored]  # which Orbax does not store

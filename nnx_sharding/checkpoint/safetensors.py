@@ -76,7 +76,7 @@ def load_safetensors(
       ``model``.
 
     Raises:
-      NoCheckpointError: there is no file.
+      NoCheckpointError: the file does not exist.
       CheckpointError: a file is damaged, or does not fit: arrays without tensors, tensors without
         rules or arrays, different shapes and dtypes, all in one message.
       TypeError: what ``only`` selects is not only arrays, or a rule has a wrong type.
@@ -165,7 +165,7 @@ def _matched(
             unknown.append(f"  {name}: no rule matches")
         for rule, array_path, groups in targets or ():
             if array_path not in everything:
-                unknown.append(f"  {name}: there is no {array_path}{near(array_path, everything)}")
+                unknown.append(f"  {name}: no array {array_path}{near(array_path, everything)}")
             if array_path not in selected:
                 continue
             leaf = selected[array_path].leaf

@@ -135,7 +135,7 @@ class Checkpoints:
           ``tree``, with arrays outside of modules and Variables in new containers.
 
         Raises:
-          NoCheckpointError: there is no step, or not this one.
+          NoCheckpointError: no step is stored, or not this one.
           CheckpointError: as for ``restore``, or the step has no data state. Neither ``tree``
             nor ``data`` is changed. The message says which earlier step is intact.
         """
@@ -164,11 +164,11 @@ class Checkpoints:
         once it is restored, so that training can save them again.
 
         Returns:
-          The step, or None if there is none and nothing is changed.
+          The step, or None, and nothing is changed, if no step is stored.
 
         Raises:
           TypeError: ``tree`` has arrays outside of Variables, which cannot be changed in place.
-          NoCheckpointError: there is no such ``step``.
+          NoCheckpointError: ``step`` is not stored.
           CheckpointError: as for :meth:`restore`.
         """
         flat = flatten(tree)
@@ -185,7 +185,7 @@ class Checkpoints:
         return None if found is None else found[0]
 
     def _restored(self, step: int | None, args: Any, data: Any) -> tuple[int, Any] | None:
-        """The step that was restored and what it holds; None if there is no step."""
+        """The step that was restored and what it holds; None if no step is stored."""
         self.manager.wait_until_finished()
         steps = sorted(self.manager.all_steps())
         if step is None and not steps:
@@ -193,7 +193,7 @@ class Checkpoints:
         step = steps[-1] if step is None else operator.index(step)
         if step not in steps:
             raise NoCheckpointError(
-                f"Checkpoints: there is no step {step} in {self.manager.directory}, only "
+                f"Checkpoints: step {step} is not in {self.manager.directory}, only "
                 f"{', '.join(map(str, steps)) or 'nothing'}{suggestion(step, steps) or '.'}"
             )
         try:

@@ -64,7 +64,7 @@ def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
       One row for each array, sorted by path.
 
     Raises:
-      NoCheckpointError: there is no checkpoint.
+      NoCheckpointError: the checkpoint does not exist.
       CheckpointError: it cannot be read.
 
     Example:
@@ -143,7 +143,7 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
         hint = " One with this name was begun, but not written completely." if begun else ""
         old = beside(folder, "old")  # a process died while it replaced it
         hint += f" The checkpoint that was to be replaced is {old}." if old.exists() else ""
-        raise NoCheckpointError(f"{caller}: there is no checkpoint {folder}.{hint}")
+        raise NoCheckpointError(f"{caller}: no checkpoint found at {folder}.{hint}")
     for below in _BELOW:
         if (folder / below / _NAMES_FILE).exists():
             return folder / below

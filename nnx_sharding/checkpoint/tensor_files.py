@@ -56,7 +56,7 @@ def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, Store
     """The tensors of a file, or of the files in a folder, by name.
 
     Raises:
-      NoCheckpointError: there is no such file.
+      NoCheckpointError: the file does not exist.
       CheckpointError: a file is damaged, or lacks a tensor that the index of the folder names.
     """
     path = Path(path)

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not program:
             raise UsageError("which program? Name a script")
         if not Path(program[0]).exists():
-            raise UsageError(f"there is no file {program[0]}")
+            raise UsageError(f"no such file: {program[0]}")
     else:
         program = ["-m", *arguments.module]
         if not arguments.module:
@@ -61,6 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
         # As the processes will look for it, but without importing its packages.
         package = arguments.module[0].partition(".")[0]
         if not PathFinder.find_spec(package, ["", *sys.path]):
-            raise UsageError(f"there is no module {arguments.module[0]}")
+            raise UsageError(f"no module named {arguments.module[0]}")
     names = ("processes", "devices_per_process", "platform", "timeout", "grace")
     return launch(program, **{name: getattr(arguments, name) for name in names})

@@ -45,13 +45,13 @@ def _from_name(name: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
-            raise UsageError(f"there is no module {error.name!r}.") from None
+            raise UsageError(f"no module named {error.name!r}.") from None
 
 
 def _from_file(path: Path) -> ModuleType:
     """The module of a file, which may import its neighbours, as when Python runs it."""
     if not path.is_file():
-        raise UsageError(f"there is no file {path}.")
+        raise UsageError(f"no such file: {path}.")
     path = path.resolve()
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):

@@ -168,7 +168,7 @@ class ArraySharder(SharderModule):
           mesh: the mesh; None for the one in context. Without one the parameter is not sharded.
 
         Raises:
-          ValueError: there are no ``rngs``, a name has no rule, or the spec does not fit.
+          ValueError: ``rngs`` is missing, a name has no rule, or the spec does not fit.
         """
         if self.rngs is None:
             raise ValueError(

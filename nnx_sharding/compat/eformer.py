@@ -2,7 +2,7 @@
 
 ``nnx_sharding.partition`` implements them. ``mesh=None`` always means the mesh in context, by
 ``jax.set_mesh`` or by the older ``with mesh:``; functions that need one raise a
-:class:`~nnx_sharding.errors.NoMeshError`, here also an ``AssertionError``, if there is none.
+:class:`~nnx_sharding.errors.NoMeshError`, here also an ``AssertionError``, without one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def get_corrected_named_sharding(
     Args:
       shape: the shape of the array.
       partition_spec: the spec to correct.
-      raise_mesh_error: whether it is an error if there is no mesh; otherwise the sharding is on
+      raise_mesh_error: whether it is an error if no mesh is in context; if not, the sharding has
         an empty mesh.
       mesh: the mesh.
 

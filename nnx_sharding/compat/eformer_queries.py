@@ -31,10 +31,10 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
     """The mesh in context: that of ``jax.set_mesh``, else of the older ``with mesh:``.
 
     Args:
-      raise_error: whether it is an error if there is none.
+      raise_error: whether it is an error if no mesh is in context.
 
     Returns:
-      The mesh, abstract while JAX traces under ``jax.set_mesh``; an empty one if there is none.
+      The mesh, abstract while JAX traces under ``jax.set_mesh``; an empty one outside of any mesh.
 
     Raises:
       NoContextMeshError: there is none. It is also an ``AssertionError``.
@@ -54,7 +54,7 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
         return mesh
     if raise_error:
         raise NoContextMeshError(
-            "there is no mesh in context. Use `with jax.set_mesh(mesh):`, or pass mesh=..."
+            "no mesh in context. Use `with jax.set_mesh(mesh):`, or pass mesh=..."
         )
     return Mesh(np.empty((), dtype=object), ())
 

@@ -26,7 +26,7 @@ def type_spec(x: Any) -> PartitionSpec | None:
 
 
 def type_mesh(x: Any) -> Any:
-    """The mesh in the type of an array; None if there is none."""
+    """The mesh in the type of an array, or None."""
     if not isinstance(x, jax.Array) or _compat.is_ref(x):
         return None
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)

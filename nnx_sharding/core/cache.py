@@ -19,7 +19,7 @@ MAX_OPTIONS = 64
 class Plans:
     """The plans of one function with one set of options; the oldest are dropped beyond a limit.
 
-    There is no lock: comparing keys and collecting garbage may run the user's code.
+    It takes no lock, because comparing keys and collecting garbage may run the user's code.
     """
 
     def __init__(self, transform: Transform) -> None:

@@ -298,7 +298,7 @@ def _mismatches(prefix: Any, full: Any, path: Path) -> Iterator[tuple[str, str]]
         if key in values:
             yield from _mismatches(specs[key], values[key], (*path, key))
         else:
-            yield place, f"there is no {key!r}{suggestion(key, missing or values)}"
+            yield place, f"unknown key {key!r}{suggestion(key, missing or values)}"
 
 
 def _children(tree: Any) -> dict[Any, Any]:

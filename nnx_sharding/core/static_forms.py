@@ -145,7 +145,7 @@ _FORMS: dict[type, Form] = {
 
 
 def _base_of(kind: type) -> type:
-    """The class in the table that a class derives from; ``object`` if there is no other."""
+    """The class in the table that a class derives from; ``object`` by default."""
     return next(base for base in kind.__mro__ if base in _FORMS)
 
 

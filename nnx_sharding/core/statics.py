@@ -171,7 +171,7 @@ class Content(NamedTuple):
 
 
 def content_of(value: Any) -> Content | None:
-    """The content of an object that is not compared by value; None if there is none to compare."""
+    """The content of an object that is not compared by value; None if it has none."""
     kind = type(value)
     if issubclass(kind, (*_IDENTITY_TYPES, jax.Array)) or _compat.is_graph_object(value):
         return None

@@ -150,14 +150,14 @@ MESSAGES: dict[Problem, Message] = {
         anchor="activation-specs-that-do-not-fit",
     ),
     Problem.NO_MESH: Message(
-        "there is no mesh to resolve a PartitionSpec against. Pass mesh=..., call within `with "
+        "a PartitionSpec needs a mesh, and none is in context. Pass mesh=..., call within `with "
         "jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec).",
         str,
         kind=errors.NoMeshError,
         anchor="no-mesh",
     ),
     Problem.NO_DEVICES: Message(
-        "there are no devices to run on, because the mesh is abstract:",
+        "cannot run on an abstract mesh, which has no devices:",
         str,
         "Pass a jax.sharding.Mesh, or call within `with jax.set_mesh(mesh):`. Without devices, use "
         "eval_shape or trace(...).lower(lowering_platforms=...).",

@@ -59,7 +59,7 @@ class Retrace:
       number: the number of the trace, from 1; for a compilation, of the latest trace before it.
       compared_to: the number of the earlier trace that is most similar; None for the first.
       differences: how the two differ, each as ``model.dropout.rate: 0.1 → 0.2``. Empty for the
-        first trace, and if there is no visible difference.
+        first trace, and if no difference is visible.
       nested: whether it was part of another trace, as far as JAX shows that.
     """
 

@@ -47,7 +47,7 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
       The function with these axes Auto in it.
 
     Raises:
-      TypeError: something is not a spec; at a call, there is no ``out_sharding``.
+      TypeError: something is not a spec; at a call, ``out_sharding`` is missing.
       ValueError: at a call, the mesh has no such axis, specs do not fit the results, or there is
         none for a result.
 
@@ -90,10 +90,10 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
       mesh.
 
     Raises:
-      TypeError: something is not a spec; at a call, there is no ``in_sharding``.
+      TypeError: something is not a spec; at a call, ``in_sharding`` is missing.
       ValueError: at a call, the mesh has no such axis, specs do not fit the arguments, or there is
         none for an argument.
-      NoMeshError: at a call, there is no mesh.
+      NoMeshError: at a call, no mesh is given or in context.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -160,7 +160,7 @@ class _Lifted:
         return call
 
     def mesh(self, flat: Flat, specs: Specs) -> Any:
-        """The mesh in context, of the specs, or of the arguments; None if there is none."""
+        """The mesh in context, of the specs, or of the arguments, or None."""
         declared = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
         return mesh_of_types(flat.leaves, next(declared, None))
 

@@ -114,7 +114,7 @@ def reshard(tree: Any, out_shardings: Any) -> Any:
       TypeError: a leaf of ``out_shardings`` is not a spec.
       ValueError: the specs are not a prefix of ``tree``, do not fit the mesh or the shapes, name an
         axis that is not Explicit, or no filter matches a Variable.
-      NoMeshError: there is no mesh for a ``PartitionSpec``.
+      NoMeshError: a ``PartitionSpec`` has no mesh.
       TraceContextError: a Variable belongs to another trace.
 
     Example:

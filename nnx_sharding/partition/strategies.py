@@ -79,7 +79,7 @@ def fsdp(
       The spec of each path. All of them divide the shapes.
 
     Raises:
-      NoMeshError: there is no mesh.
+      NoMeshError: no mesh is given or in context.
       TypeError: ``mesh`` or ``base`` has a wrong type.
       ValueError: the mesh has no such axis, or ``base`` does not fit the mesh or the model.
 

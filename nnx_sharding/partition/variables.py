@@ -61,7 +61,7 @@ class NamedVariable(NamedTuple):
 
     @property
     def annotation(self) -> Any:
-        """The sharding in the metadata; None if there is none."""
+        """The sharding in the metadata, or None."""
         # Flax writes the first; the others are stored in older models.
         keys = ("out_sharding", "sharding", "sharding_names")
         return next((self.metadata[key] for key in keys if self.metadata.get(key)), None)

@@ -152,7 +152,7 @@ class Rounds(Iterator[Round]):
         return counts
 
     def _makes_batch(self, counts: Counts) -> bool:
-        """Whether these rows make a batch; StopIteration if there are no more."""
+        """Whether these rows make a batch; StopIteration after the last ones."""
         uneven, ended = self._options.uneven, [p for p, n in counts.items() if n is None]
         if len(ended) == len(counts) or (ended and uneven == "drop"):
             raise StopIteration

@@ -30,7 +30,7 @@ class ActivationReport(Pictured):
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """Whether it has no problems."""
         return not self.problems
 
     def raise_for_problems(self) -> None:

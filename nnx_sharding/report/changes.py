@@ -27,7 +27,7 @@ class Change:
       kind: what it is about.
       name: such as ``peak``, ``all-gather over data: bytes`` or the path of a parameter.
       before: the figure or text before; None if there was none.
-      after: the figure or text after; None if there is none any more.
+      after: the figure or text after; None if it has disappeared.
       strategy: the strategy in two comparisons; empty for two reports.
     """
 

@@ -45,7 +45,7 @@ class Comparison(JsonForm):
 
     Raises:
       TypeError: an entry is not a report.
-      ValueError: there are no reports.
+      ValueError: ``reports`` is empty.
 
     Example:
       >>> import jax
@@ -111,14 +111,14 @@ class Comparison(JsonForm):
 
     @property
     def fitting(self) -> tuple[str, ...]:
-        """The strategies with a known peak within ``memory_limit``; all if there is no limit."""
+        """The strategies with a known peak within ``memory_limit``; all without a limit."""
         return tuple(name for name in self.compiled if self.fits(name) is True)
 
     def fits(self, name: str) -> bool | None:
         """Whether a strategy fits the memory; None if its peak is not known.
 
         Raises:
-          KeyError: there is no such strategy.
+          KeyError: the strategy is not in the comparison.
         """
         report = self.reports[name]
         if isinstance(report, Failure):
@@ -129,13 +129,13 @@ class Comparison(JsonForm):
         return None if peak is None else peak <= self.memory_limit
 
     def best(self, column: Column) -> str | None:
-        """The strategy with the lowest figure among those that fit; None if there is none.
+        """The strategy with the lowest figure among those that fit; None if none fits.
 
         Args:
           column: one of ``figures``.
 
         Raises:
-          ValueError: there is no such column.
+          ValueError: the column is unknown.
         """
         if column not in get_args(Column):
             raise ValueError(f"the column must be one of {get_args(Column)}, got {column!r}.")
@@ -162,7 +162,7 @@ class Comparison(JsonForm):
           device: for the roofline; None leaves it unchanged.
 
         Raises:
-          ValueError: the limit cannot be read, or there is no such device in the table.
+          ValueError: the limit cannot be read, or the device is not in the table.
           TypeError: either has a wrong type.
         """
         kinds = {report.device_kind for report in self.compiled.values()}

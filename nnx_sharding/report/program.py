@@ -105,7 +105,7 @@ class ProgramReport(JsonForm):
           device: its peak figures, or its name, such as ``"TPU v5e"``.
 
         Raises:
-          ValueError: there is no device of this name in the table.
+          ValueError: the device is not in the table.
           TypeError: it is neither a device nor a name.
         """
         roofline = roofline_of(self.cost.executed, self.collectives, device, self.mesh)

@@ -101,7 +101,7 @@ def compare(
       TypeError: ``strategies`` is not a mapping, ``fun`` is not a function or is already wrapped,
         ``in_shardings`` is given although each strategy has its own, or ``num_slices`` without a
         topology.
-      ValueError: there are no strategies, the limit cannot be read, or the device or the topology
+      ValueError: ``strategies`` is empty, the limit cannot be read, or the device or the topology
         is unknown.
       ImportError: there is a topology, and the TPU compiler is not installed.
 
@@ -130,7 +130,7 @@ def compare(
     if "in_shardings" in options:
         raise TypeError("each strategy has its in_shardings; leave out in_shardings=...")
     if not strategies:
-        raise ValueError("there are no strategies to compare.")
+        raise ValueError("expected strategies to compare, got none.")
     device = device_named(device) if isinstance(device, str) else device
     limit = None if memory_limit is None else read_bytes(memory_limit)
     mesh = _compat.context_mesh() if mesh is None else mesh

@@ -87,7 +87,7 @@ def show_array(
 
     Raises:
       TypeError: ``array`` is neither an array nor a shape.
-      ValueError: there is no sharding, or it does not fit the shape.
+      ValueError: the sharding is missing, or does not fit the shape.
 
     Example:
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P

@@ -48,7 +48,7 @@ def assert_no_collective(
 
     Raises:
       AssertionError: there are such collectives; each is listed, with the line of your code.
-      ValueError: there is no such kind, or the mesh has no such axis.
+      ValueError: the kind is unknown, or the mesh has no such axis.
 
     Example:
       >>> import jax
@@ -87,7 +87,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
 
     Raises:
       AssertionError: there are more, fewer or others; all differences are listed.
-      ValueError: there is no such kind, or the mesh has no such axis.
+      ValueError: the kind is unknown, or the mesh has no such axis.
 
     Example:
       >>> import jax

@@ -38,7 +38,7 @@ class Output:
             self._threads.append(thread)
 
     def hold_all_but(self, rank: int | None) -> None:
-        """From now on holds back what the other processes write; nothing if there is no rank."""
+        """From now on holds back what the other processes write; nothing without a rank."""
         with self._lock:
             self._shown = rank
 

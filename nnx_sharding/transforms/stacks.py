@@ -44,7 +44,7 @@ class Stack(nnx.Module):
         of a layer, False for no recomputation.
 
     Raises:
-      IndexError: there is no such layer.
+      IndexError: the stack has no such layer.
       ValueError: a layer that is written back differs in more than the values of its arrays.
 
     Example:

@@ -157,7 +157,7 @@ class Guards:
         return record
 
     def drop(self, plan: Plan) -> None:
-        """Forgets a plan that is no longer kept, so that it is not used for further models."""
+        """Forgets an evicted plan, so that further models do not use it."""
         for record in [*self._templates.values()]:
             record.entries = tuple(entry for entry in record.entries if entry.plan is not plan)
 

@@ -88,7 +88,7 @@ function treeOf(rows, parts, start = 0, parent = "") {
 
 function parametersSection({ mesh, parameters: rows }) {
   const title = "Parameters and other arguments";
-  if (!rows.length) return section("parameters", title, note("There are no array arguments."));
+  if (!rows.length) return section("parameters", title, note("The program has no array arguments."));
   const columns = parameterColumns(mesh);
   const parts = new Map(rows.map((row) => [row, pathParts(row.path)]));
   const [toggled, buttons, chosenAxes] = [new Set(), new Map(), new Set()];
