@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Jit(Transform):
+class Jit(Transform):
     """What ``jit`` decides: the defaults, and the options that it passes to ``jax.jit``."""
 
     name: str = "jit"
@@ -42,7 +42,8 @@ class _Jit(Transform):
 
     @property
     def trace_key(self) -> Hashable:
-        return _Jit(
+        """The options on which a trace depends; JAX traces once for all others."""
+        return Jit(
             out_specs=self.out_specs,
             mesh=self.mesh,
             context=self.context,
@@ -55,6 +56,7 @@ class _Jit(Transform):
     def tracing(
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
+        """The context in which activations get their shardings."""
         return sharded_activations(pure, caller, built, leaves)
 
     def compile(
@@ -65,6 +67,7 @@ class _Jit(Transform):
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
+        """The function under ``jax.jit``, with only the options that were given."""
         options: dict[str, Any] = {"keep_unused": self.keep_unused, "inline": self.inline}
         if any(spec is not None for spec in in_specs):
             options["in_shardings"] = tuple(in_specs)
@@ -261,7 +264,7 @@ def jit(
         on_committed=(on_committed, ("error", "move")),
         on_indivisible=(on_indivisible, ON_INDIVISIBLE),
     )
-    transform = _Jit(
+    transform = Jit(
         in_specs=Specs(in_shardings),
         out_specs=Specs(out_shardings),
         mesh=mesh,

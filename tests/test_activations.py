@@ -538,6 +538,14 @@ class TestErrors:
             assert part in str(info.value)
 
     @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("axes", ["modle", ("data", "modle")])
+    def test_unknown_axis_to_gather(self, network, mesh, axes):
+        chosen = ActivationSharding(gather=axes)
+        message = "(?s)do not fit.*gather, .*'modle'; did you mean 'model'"
+        with pytest.raises(ActivationError, match=message):
+            jit(call, mesh=mesh, in_shardings=P(), activation_shardings=chosen)(network, X)
+
+    @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
     @pytest.mark.parametrize("side", ["input", "output"])
     def test_axis_that_is_used_twice(self, network, mesh, side):
         spec = P("data", "data")

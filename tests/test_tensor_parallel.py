@@ -98,7 +98,13 @@ class TensorParallelTest(parameterized.TestCase):
         self.assertEqual({found[name] for name in kernels}, {P(None, "model")})
 
     @parameterized.parameters(
-        ("up", "column"), ("down", "row"), ("fc1", "column"), ("out", "row"), ("other", "column")
+        ("up", "column"),
+        ("down", "row"),
+        ("fc1", "column"),
+        ("out", "row"),
+        ("other", "column"),
+        ("proj", "row"),
+        ("output", "row"),
     )
     def test_names(self, name, role):
         specs = COLUMN if role == "column" else ROW

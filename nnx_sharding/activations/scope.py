@@ -301,13 +301,17 @@ class Scope:
           ValueError: there are any.
         """
         name = self._transform.name
-        if self._untyped:
-            offenders = [(tag.accessor, path_string(tag.path), *x) for tag, x in self._untyped]
-            refuse(Problem.CANNOT_BE_TYPED, offenders, name=name)
+        for source in self._sources:
+            if self._mesh is not None and isinstance(source.gather, tuple):
+                fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
+                self._misfits |= dict.fromkeys([fit.line("gather")] if fit.problems else ())
         if self._misfits:
             refuse(
                 Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
             )
+        if self._untyped:
+            offenders = [(tag.accessor, path_string(tag.path), *x) for tag, x in self._untyped]
+            refuse(Problem.CANNOT_BE_TYPED, offenders, name=name)
         unused = [
             (filter_,)
             for number, source in enumerate(self._sources)

@@ -13,8 +13,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
+from ..core.signature import Roles
+from ..core.specs import Specs, check_specs
 from ..fitting import axes_of_type
-from ..jit import jit
+from ..jit import Jit, jit
+from ..lifted import Lifted
+from ..lifted_function import lift
 from ..progress import progress
 from .variables import NamedVariable, map_variables
 
@@ -67,7 +71,7 @@ def sharded_init(
     if isinstance(mesh, AbstractMesh) and _compat.trace_is_clean():
         raise ValueError(f"{mesh} has no devices to create arrays on. Use abstract_init.")
     with progress("sharded_init"):
-        return _make(make_model, sharding, mesh, (args, kwargs), is_abstract=False)
+        return _make("sharded_init", make_model, sharding, mesh, (args, kwargs))
 
 
 @_compat.api_boundary
@@ -99,17 +103,20 @@ def abstract_init(
       ((1024, 256), (4, 256))
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
-    return _make(make_model, sharding, mesh, (args, kwargs), is_abstract=True)
+    return _make("abstract_init", make_model, sharding, mesh, (args, kwargs))
 
 
-def _make(make_model: Any, sharding: Any, mesh: Any, arguments: Any, *, is_abstract: bool) -> Any:
+def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) -> Any:
     build, arrays = _closed(make_model, arguments)
     with _in_context(_mesh_inside(build, arrays, mesh)):
         if sharding is None or callable(sharding):
             abstract = jit(build).eval_shape(*arrays)
             sharding = _from_metadata(abstract) if sharding is None else sharding(abstract)
-        made = jit(build, out_shardings=sharding, mesh=mesh)
-        return made.eval_shape(*arrays) if is_abstract else made(*arrays)
+        specs = Specs(sharding)
+        check_specs(name, sharding=specs)
+        transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
+        make = lift(Lifted, build, transform, Roles(), None, None)
+        return make.eval_shape(*arrays) if name == "abstract_init" else make(*arrays)
 
 
 def _from_metadata(abstract: Any) -> Any:

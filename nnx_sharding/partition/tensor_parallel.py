@@ -46,7 +46,9 @@ FUSED_GATES: Style = _each("dense_h dense_i", kernel=-1, bias=-1)
 # The names of layers whose outputs are sharded, and of those whose inputs are.
 _COLUMN_NAMES = """up gate in fc1 wi wi_0 wi_1 w1 w3 linear1 dense1 c_fc fc_in up_proj gate_proj
 in_proj query key value q k v qkv q_proj k_proj v_proj qkv_proj c_attn to_q to_k to_v"""
-_ROW_NAMES = "down out fc2 wo w2 linear2 dense2 c_proj fc_out down_proj out_proj o o_proj to_out"
+_ROW_NAMES = """down out fc2 wo w2 linear2 dense2 c_proj fc_out down_proj out_proj o o_proj to_out
+output_proj attn_out"""
+_SQUARE_ROW_NAMES = frozenset({"proj", "output"})  # of attention; others may be heads of a model
 COLUMN_NAMES, ROW_NAMES = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())
 
 
@@ -54,7 +56,8 @@ def _ordered(
     name: str, inputs: Any, outputs: Any, columns: Sequence[Style], rows: Sequence[Style]
 ) -> list[Style]:
     """Columns first or rows first: by the name of the layer, else by the number of its features."""
-    rows_first = name in ROW_NAMES or (outputs < inputs and name not in COLUMN_NAMES)
+    is_row = outputs < inputs or (outputs == inputs and name in _SQUARE_ROW_NAMES)
+    rows_first = name in ROW_NAMES or (is_row and name not in COLUMN_NAMES)
     return [*rows, *columns] if rows_first else [*columns, *rows]
 
 
@@ -171,8 +174,8 @@ def tensor_parallel(
     * ``Linear``, ``LinearGeneral``, ``Einsum``: the output features with the bias (``up``,
       ``gate``, ``fc1``, ``wi``, ``query`` …), or the input features with a replicated bias
       (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the axis.
-      In a layer with another name, the inputs are sharded if they outnumber the outputs, else the
-      outputs.
+      In a layer with another name, the inputs are sharded if they outnumber the outputs, or if both
+      are as many and it is called ``proj`` or ``output``; else the outputs.
     * Modules of other classes with the subscripts of an einsum as an attribute, and one parameter,
       which is the second operand: like ``Einsum``.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``.
