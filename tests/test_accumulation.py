@@ -185,6 +185,18 @@ def test_each_gradient_is_counted_once(kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_specs_without_a_strategy(kind):
+    """JAX adds no sharded rows to a bias of a reduced type."""
+    accumulate = accumulate_gradients(loss, steps=4)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    model = Noisy(rngs=nnx.Rngs(0))
+    found = jit(accumulate, in_shardings=(P(), P("data")), mesh=mesh)(model, batch())
+    other = Noisy(rngs=nnx.Rngs(0))
+    assert_close(found, accumulate(other, batch()))
+    assert_close(nnx.state(model, nnx.BatchStat), nnx.state(other, nnx.BatchStat))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_fsdp(kind):
     losses, state, _ = trained(accumulate_gradients(loss, steps=8), fsdp, kind)
     expected, full_state, _ = trained(value_and_grad(loss), fsdp, kind)

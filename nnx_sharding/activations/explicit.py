@@ -13,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..apply import called, rebuilt
-from ..core.axis_types import Retyped, Retyping, retyped, type_spec
+from ..core.axis_types import Retyped, Retyping, retyped, type_spec, with_reduced
 from ..core.flatten import flatten
 from ..fitting import axes_of, only_axes, spec_axes
-from .variables import Saved, own_variables
+from .variables import Replaced, Saved, own_variables
 
 
 def takes_out_sharding(call: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -59,6 +59,9 @@ def inferred(
     except _compat.TYPE_ERRORS as error:
         original = error
     saved.restore()
+    if untyped is not None and (changes := _without_reduced(module)):
+        with Replaced(changes):
+            return inferred(module, call, args, kwargs, untyped)
     specs = _output_specs(module, args, kwargs) if takes_out_sharding(call, kwargs) else iter(())
     usable = []
     for spec in dict.fromkeys(specs):
@@ -82,6 +85,18 @@ def inferred(
         types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
         untyped(Untyped(module, original, types, tuple(usable)))
     return out
+
+
+def _without_reduced(module: Any) -> list[tuple[Any, Any]]:
+    """A module's own Variables of a reduced type, each with its value of the usual type."""
+    changes = []
+    for _, variable in own_variables(module):
+        value = _compat.get_value(variable)
+        spec = type_spec(value)
+        if spec is not None and spec.reduced:
+            goal = NamedSharding(jax.typeof(value).sharding.mesh, with_reduced(spec, ()))
+            changes.append((variable, jax.sharding.reshard(value, goal)))
+    return changes
 
 
 def _output_specs(
