@@ -252,7 +252,7 @@ class CompareTest(parameterized.TestCase):
 
     @parameterized.named_parameters(
         ("no_mapping", [dp], {}, TypeError, "must be a mapping"),
-        ("none", {}, {}, ValueError, "no strategies"),
+        ("none", {}, {}, ValueError, "expected strategies"),
         ("limit", {"dp": dp}, {"memory_limit": "much"}, ValueError, "is not a size"),
         ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size must be"),
         ("device", {"dp": dp}, {"device": "TPU v5q"}, ValueError, "Did you mean"),

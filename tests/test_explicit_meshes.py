@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit
@@ -184,3 +185,36 @@ def test_training_equals_one_device(kind, strategy):
         if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             same = jax.sharding.NamedSharding(mesh, declared)
             assert array.sharding.is_equivalent_to(same, array.ndim), path
+
+
+def test_abstract_arguments_that_have_a_type():
+    """Arrays that are made abstract in a mesh have replicated types; the declared specs win."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    make = functools.partial(nnx.eval_shape, lambda: MLP(nnx.Rngs(0)))
+    batch = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    sharding = fsdp(make(), mesh, min_size=0, base=tensor_parallel(make(), mesh))
+    step = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
+    expected = step.lower(make(), batch)
+    with jax.set_mesh(mesh):
+        model, x = make(), jax.eval_shape(lambda: jnp.ones(batch.shape))
+        assert x.sharding.spec == model.up.kernel.sharding.spec == P(None, None)
+        found = step.lower(model, x)
+        assert found.compile().collectives() == expected.compile().collectives()
+        assert step.eval_shape(model, x).sharding.spec == P("data", None)
+    assert model.up.kernel.sharding.spec == P(None, None)  # the caller's model is not changed
+
+
+@pytest.mark.parametrize("kind", ["mesh", "device"])
+def test_abstract_arguments_on_devices(kind):
+    """They are like committed arrays."""
+    mesh = jax.make_mesh((8,), ("data",))
+    other = NamedSharding(mesh, P()) if kind == "mesh" else SingleDeviceSharding(jax.devices()[1])
+    array = jax.device_put(jnp.ones((8, 8)), other)
+    x = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=other)
+    fun = functools.partial(jit, lambda x: x, in_shardings=P("data"), mesh=mesh)
+    with pytest.raises(ValueError, match=r"x(:| is) ") as expected:
+        fun()(array)
+    with pytest.raises(ValueError) as found:
+        fun().lower(x)
+    assert str(found.value) == str(expected.value)
+    assert fun(on_committed="move").lower(x).compile().input_shardings[0][0].spec == P("data")

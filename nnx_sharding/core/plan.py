@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from .. import _compat
 from ..fitting import axes_of, axes_of_type, is_equivalent, spec_and_mesh
@@ -234,13 +234,17 @@ def known_variables(
 def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
     """Arrays to trace with: with the declared sharding if a call would place them there.
 
-    This includes abstract ones, if JAX does not get the declared shardings as an option.
+    This includes abstract ones, if JAX does not get the declared shardings as an option, or if they
+    have a type of their own, as those that ``nnx.eval_shape`` makes while a mesh is in context.
     """
     placed, by_type = frozenset(plan.placed_slots), not plan.transform.passes_shardings
     return [
         abstract(leaf, sharding)
         if sharding
-        and (slot in placed or (by_type and isinstance(leaf, jax.ShapeDtypeStruct)))
+        and (
+            slot in placed
+            or (isinstance(leaf, jax.ShapeDtypeStruct) and (by_type or leaf.sharding))
+        )
         and _is_open(leaf, sharding, plan.transform.on_committed)
         else leaf
         for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True))
@@ -260,7 +264,10 @@ def abstract(leaf: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
 
 
 def is_committed(leaf: Any) -> bool:
-    """Whether ``leaf`` is an array that must stay on its devices."""
+    """Whether ``leaf`` is an array that must stay on its devices, perhaps an abstract one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        is_abstract = isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh)
+        return leaf.sharding is not None and not is_abstract
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
 
 
@@ -268,10 +275,8 @@ def _is_open(leaf: Any, declared: jax.sharding.Sharding, on_committed: OnCommitt
     """Whether a call moves an array to its declared sharding."""
     if isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return False
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.sharding is None
     if not is_committed(leaf):
-        return isinstance(leaf, _DATA)
+        return isinstance(leaf, (*_DATA, jax.ShapeDtypeStruct))
     if on_committed == "leave" or is_equivalent(leaf.sharding, declared, leaf.ndim):
         return False
     if on_committed == "reshard":
