@@ -88,7 +88,7 @@ def restore(
     sharding: Any = None,
     mesh: Mesh | None = None,
     *,
-    only: Any = ...,
+    only: Any = None,
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
 ) -> Any:
@@ -109,8 +109,9 @@ def restore(
         array in ``tree``; an array without one goes to the default device.
       mesh: the mesh of partition specs; without ``sharding``, the mesh for the specs of the arrays
         in ``tree``.
-      only: an NNX filter for what to restore, such as ``nnx.Param``. The rest of ``tree`` is not
-        changed, and the rest of the checkpoint is ignored.
+      only: an NNX filter for what to restore, such as ``nnx.Param``, or ``...`` for all of
+        ``tree``. The rest of ``tree`` is not changed, and the rest of the checkpoint is ignored.
+        None restores all of both: what is in one of them only is an error.
       cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
         among integer and among complex types. Integers never wrap.
       rename: the paths that arrays of the checkpoint have in ``tree``, if they differ: rules

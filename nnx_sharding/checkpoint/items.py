@@ -96,7 +96,7 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     tree: Any
     sharding: Any = None
     mesh: Any = None
-    only: Any = ...
+    only: Any = None
     cast: bool = False
     rename: Mapping[str, str] | None = None
     dry_run: bool = False

@@ -48,7 +48,7 @@ def prepare(
     stored = opened("restore", folder)
     finder = Finder(stored, rename)
     targets = [Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
-    check_fit(stored, targets, is_part=only is not ..., cast=cast)
+    check_fit(stored, targets, is_part=only is not None, cast=cast)
     values = load("restore", stored, _wanted(stored, targets))
     leaves, references = list(flat.leaves), []
     for array, value in _converted(targets, values):
@@ -68,7 +68,7 @@ def prepare(
 
 def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
     """The arrays that a filter selects, all of which can be restored."""
-    keep = to_predicate(only)
+    keep = to_predicate(... if only is None else only)
     selected = [array for array in arrays if keep(array.variable_path, array.variable)]
     if arrays and not selected:
         paths = ", ".join(array.path for array in arrays[:_SHOWN])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -181,7 +181,24 @@ def check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast:
         "Of another dtype (cast=True converts among floats and among integers)": dtypes,
     }
     listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
-    raise_listed(CheckpointError, f"restore: {stored.folder} does not fit the model.", listed)
+    head = f"restore: {stored.folder} does not fit the model."
+    raise_listed(CheckpointError, head, listed, _remedy(missing, unknown, is_part))
+
+
+def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> str:
+    """What to pass if the checkpoint has more than the model, or has it as a part."""
+    missing, others = list(missing), set(unknown)
+    tops = dict.fromkeys(path.partition("/")[0] for path in unknown if missing)
+    top = next((top for top in tops if others.issuperset(f"{top}/{x}" for x in missing)), None)
+    if top is not None:
+        key = int(top) if top.isdecimal() else top
+        part = f"{{{key!r}: model}}" if key else "(model,)"
+        return (
+            f"The checkpoint has the model below {top}/: pass {part}, with only=... for it alone."
+        )
+    if is_part or missing or not unknown:
+        return ""
+    return "To restore only what the model has, pass only=... or another filter."
 
 
 def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:

@@ -148,8 +148,10 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
         if (folder / below / _NAMES_FILE).exists():
             return folder / below
     inside = sorted(child.name for child in folder.glob("*") if holds_checkpoint(child))
-    hint = f" There are checkpoints in it: {', '.join(inside)}. Name one." if inside else ""
-    raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.{hint}")
+    if inside:
+        paths = ", ".join(str(folder / name) for name in inside)
+        raise CheckpointError(f"{caller}: expected one checkpoint, got a folder of some: {paths}.")
+    raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.")
 
 
 def _damaged(caller: str, folder: Any, reason: str) -> CheckpointError:
