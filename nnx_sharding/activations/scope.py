@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ from .explicit import (
 )
 from .intercept import is_intercepted
 from .record import RECORD, frame_here, in_call
-from .tags import DECLARATIONS, Declaration, Tag
+from .tags import DECLARATIONS, Declaration, Shape, Tag
 from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
 
 
@@ -114,9 +115,10 @@ class Scope:
             spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
             pair = spec_and_mesh(spec, self._mesh)
             if pair is not None and not axes.isdisjoint(spec_axes(pair[0])):
-                rank = jax.typeof(_compat.get_value(variable)).ndim
+                shape = jax.typeof(_compat.get_value(variable)).shape
                 kept = only_axes(pair[0], self._axes - axes)
-                gathered[own_path] = with_entries(kept, [*kept.partitions, *[None] * rank][:rank])
+                entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
+                gathered[own_path] = with_entries(kept, entries), shape
         return Tag(name, path, sources, axes, gathered)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
@@ -215,9 +217,7 @@ class Scope:
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
                     changes.append((variable, jax.sharding.reshard(value, goal)))
             elif path in tag.gathered and self._mesh is not None:
-                # In a loop over layers the first dimension is gone.
-                entries = tag.gathered[path].partitions
-                here = PartitionSpec(*entries[max(0, len(entries) - value.ndim) :])
+                here = _spec_of_slice(*tag.gathered[path], value.shape)
                 [value] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), here)])
                 changes.append((variable, value))
         return changes
@@ -323,6 +323,20 @@ class Scope:
 
 
 _NOTHING = Activation()
+
+
+def _spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
+    """The spec of an array in a loop over layers, where some dimensions of its shape are gone.
+
+    If several can be, unsharded and first ones are preferred.
+    """
+    choices = [
+        kept
+        for kept in itertools.combinations(range(len(shape)), len(inner))
+        if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
+    ]
+    chosen = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
+    return PartitionSpec(*max(chosen, key=lambda entries: sum(map(bool, entries)), default=()))
 
 
 def _own_source(spec: Any) -> ActivationSharding | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
 from ..activation_sharding import ActivationSharding
 from ..paths import Path, accessor
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 class Tag(NamedTuple):
@@ -19,7 +21,8 @@ class Tag(NamedTuple):
     path: Path
     sources: tuple[ActivationSharding, ...]
     axes: frozenset[Any]  # over which its own Variables are gathered
-    gathered: Mapping[Path, PartitionSpec]  # the spec of each own Variable while the module runs
+    # The spec of each own Variable while the module runs, with its shape outside of loops.
+    gathered: Mapping[Path, tuple[PartitionSpec, Shape]]
 
     @property
     def accessor(self) -> str:
