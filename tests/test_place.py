@@ -119,6 +119,18 @@ class EveryWayTest(parameterized.TestCase):
             np.testing.assert_array_equal(new, VALUE)
             assert new.sharding == goal
 
+    @parameterized.parameters("one", "mesh", "replicated", "explicit", "last half")
+    def test_a_copy_of_keys_shares_no_memory(self, name):
+        words = np.arange(512, dtype=np.uint32).reshape(*SHAPE, 4)
+        for goal in ("one", "other one", "mesh", "replicated", "explicit", "first half", "some"):
+            old = jax.device_put(jax.random.wrap_key_data(words, impl="rbg"), PLACES[name])
+            new = place(old, PLACES[goal], copy=True)
+            assert not share_memory(*map(jax.random.key_data, (old, new))), goal
+            old.delete()
+            np.testing.assert_array_equal(jax.random.key_data(new), words)
+            assert jax.random.key_impl(new) == "rbg"
+            assert new.sharding.is_equivalent_to(PLACES[goal], 2)
+
     @parameterized.parameters("one", "mesh", "reversed", "last half", "host")
     def test_donated(self, name):
         for goal in PLACES.values():

@@ -234,9 +234,10 @@ def _assembled(array: Any, goal: Sharding) -> Any:
     array = array if isinstance(array, jax.Array) else np.asarray(array)
     shape, dtype = array.shape, array.dtype
     devices: Any = goal.addressable_devices
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        words = _assembled(jax.random.key_data(array), goal)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     part = array.__getitem__
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return jax.make_array_from_callback(shape, goal, part, dtype=dtype)
     held = {tuple((0, size) for size in shape): array}
     if isinstance(array, jax.Array):
         held = {_bounds(shard.index, shape): shard.data for shard in array.addressable_shards}
