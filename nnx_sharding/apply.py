@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -22,6 +24,12 @@ def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"{caller}: mesh must be a Mesh or an AbstractMesh, got {mesh!r}.")
     return _compat.context_mesh() if mesh is None else mesh
+
+
+def in_context(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[Any]:
+    """With a mesh in context, for traces; without one, nothing changes."""
+    use = jax.sharding.use_abstract_mesh
+    return contextlib.nullcontext() if mesh is None else use(mesh.abstract_mesh)
 
 
 def mesh_here(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from . import _compat
 from .activation_sharding import activations
 from .activations.tracing import sharded_activations
+from .apply import in_context
 from .core.caller import Caller
 from .core.pure import Pure
 from .core.signature import Roles
 from .core.specs import Specs, check_specs
 from .core.transform import Program, Transform, check_options
 from .core.unflatten import Built
-from .fitting import ON_INDIVISIBLE, OnIndivisible
+from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
 from .lifted import Lifted
 from .lifted_function import lift
 
@@ -56,8 +58,8 @@ class Jit(Transform):
     def tracing(
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        """The context in which activations get their shardings."""
-        return sharded_activations(pure, caller, built, leaves)
+        """The context in which activations get their shardings, with the mesh in it."""
+        return _in_mesh(self.context, sharded_activations(pure, caller, built, leaves))
 
     def compile(
         self,
@@ -95,6 +97,15 @@ def _axes(axes: bool | str | Iterable[str]) -> bool | tuple[str, ...]:
     if isinstance(axes, bool | str):
         return axes if isinstance(axes, bool) else (axes,)
     return tuple(axes)
+
+
+@contextlib.contextmanager
+def _in_mesh(mesh: Any, tracing: AbstractContextManager[Any]) -> Iterator[Any]:
+    """With the mesh in context, as JAX does itself for the types of arrays on Explicit axes."""
+    is_open = mesh is not None and jax.sharding.get_abstract_mesh().empty
+    is_auto = is_open and not axes_of_type(mesh, AxisType.Explicit)
+    with in_context(mesh if is_auto else None), tracing as call:
+        yield call
 
 
 def _abstract_mesh(specs: Sequence[Any]) -> AbstractMesh | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import jax
@@ -19,7 +20,7 @@ from nnx_sharding import StateSharding, jit
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.lifted_function import lift
-from nnx_sharding.partition import abstract_init, from_paths, init, sharded_init
+from nnx_sharding.partition import abstract_init, from_logical, from_paths, init, sharded_init
 
 RULES = StateSharding({nnx.PathContains("kernel"): P("a", "b"), ...: P()})
 
@@ -242,6 +243,21 @@ class ShardedInitTest(parameterized.TestCase):
 
 
 class MistakesTest(parameterized.TestCase):
+    @parameterized.parameters(sharded_init, abstract_init)
+    def test_logical_names_in_metadata(self, init_):
+        mesh, rules = mesh24(), {"in": "a", "out": "b"}
+
+        def make(rngs):
+            init = nnx.with_partitioning(nnx.initializers.ones, ("in", "out"))
+            return nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
+
+        arguments = make, functools.partial(from_logical, rules=rules, mesh=mesh), mesh, nnx.Rngs(0)
+        with self.assertRaisesRegex(ValueError, "not found in mesh") as caught:
+            init_(*arguments)
+        self.assertIn("logical_axis_rules", caught.exception.__notes__[0])
+        with nnx.logical_axis_rules(rules.items()):
+            self.assertEqual(init_(*arguments).kernel.sharding.spec, P("a", "b"))
+
     @parameterized.parameters(sharded_init, abstract_init)
     def test_bad_arguments(self, init_):
         mesh = mesh24()

@@ -26,7 +26,7 @@ from models import (
     pointers,
     values,
 )
-from nnx_sharding import StateSharding, jit
+from nnx_sharding import StateSharding, jit, reshard
 
 
 def mesh8(kind="auto"):
@@ -282,6 +282,20 @@ class MeshTest(parameterized.TestCase):
             with jax.set_mesh(mesh):
                 fun(variable)
             self.assertEqual(variable.sharding.num_devices, size)
+
+    @parameterized.parameters("auto", "explicit")
+    def test_argument_is_in_context_while_tracing(self, kind):
+        mesh, seen = mesh8(kind), []
+
+        @jit(mesh=mesh, in_shardings=P())
+        def fun(x):
+            seen.append(jax.sharding.get_abstract_mesh())
+            return reshard(x, P("model")) if kind == "explicit" else constrained(x, P("model"))
+
+        constrained = jax.lax.with_sharding_constraint
+        self.assertEqual(spec_of(fun(jnp.ones(8))), P("model"))
+        self.assertEqual(seen, [mesh.abstract_mesh])
+        self.assertTrue(jax.sharding.get_abstract_mesh().empty)
 
     def test_none_is_an_error(self):
         with self.assertRaisesRegex(ValueError, "mesh"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -142,6 +144,20 @@ class TensorParallelTest(parameterized.TestCase):
 
         self.check(Einsum, {"w": spec})
         self.check(lambda rngs: nnx.vmap(Einsum)(rngs.split(3)), {"w": P(None, *spec)})
+
+    @parameterized.parameters("key", "v_proj", "kv_einsum", "to_q")
+    def test_heads_are_not_divided(self, name):
+        def general(heads, rngs):
+            return nnx.Dict({name: nnx.LinearGeneral(8, (heads, 8), rngs=rngs)})
+
+        def einsum(heads, rngs):
+            return nnx.Dict({name: nnx.Einsum("btd,cdnh->cbtnh", (2, 8, heads, 8), rngs=rngs)})
+
+        many = {"kernel": P(None, "model", None), "bias": P("model", None)}
+        self.check(functools.partial(general, 4), {f"{name}/{x}": y for x, y in many.items()})
+        self.check(functools.partial(general, 2), {})
+        self.check(functools.partial(einsum, 4), {f"{name}/kernel": P(None, None, "model", None)})
+        self.check(functools.partial(einsum, 2), {})
 
     def test_modules_of_the_user_with_other_subscripts(self):
         class Einsum(nnx.Module):

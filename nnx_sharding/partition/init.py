@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
+from ..apply import in_context
 from ..core.signature import Roles
 from ..core.specs import Specs, check_specs
 from ..fitting import axes_of_type
@@ -108,7 +108,7 @@ def abstract_init(
 
 def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) -> Any:
     build, arrays = _closed(make_model, arguments)
-    with _in_context(_mesh_inside(build, arrays, mesh)):
+    with _explaining_names(), in_context(_mesh_inside(build, arrays, mesh)):
         if sharding is None or callable(sharding):
             abstract = jit(build).eval_shape(*arrays)
             sharding = _from_metadata(abstract) if sharding is None else sharding(abstract)
@@ -117,6 +117,20 @@ def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) 
         transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
         make = lift(Lifted, build, transform, Roles(), None, None)
         return make.eval_shape(*arrays) if name == "abstract_init" else make(*arrays)
+
+
+@contextlib.contextmanager
+def _explaining_names() -> Iterator[None]:
+    """Explains JAX's error for a Variable that Flax shards when it is created."""
+    try:
+        yield
+    except ValueError as error:
+        if "is not found in mesh" in str(error):
+            error.add_note(
+                "If the metadata of Variables has logical names, Flax needs the rules for them "
+                "while the model is created: `with nnx.logical_axis_rules(rules):`."
+            )
+        raise
 
 
 def _from_metadata(abstract: Any) -> Any:
@@ -163,13 +177,8 @@ def _mesh_inside(build: Callable[..., Any], arrays: list[Any], mesh: Any) -> Any
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
     try:
-        with _in_context(auto):
+        with in_context(auto):
             jit(build).eval_shape(*arrays)
     except ValueError:  # JAX's, for `out_sharding` with Auto axes; any other will be raised again
         return mesh
     return auto
-
-
-def _in_context(mesh: Any) -> AbstractContextManager[Any]:
-    use = jax.sharding.use_abstract_mesh
-    return contextlib.nullcontext() if mesh is None else use(mesh.abstract_mesh)

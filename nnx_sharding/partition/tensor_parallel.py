@@ -48,6 +48,8 @@ _COLUMN_NAMES = """up gate in fc1 wi wi_0 wi_1 w1 w3 linear1 dense1 c_fc fc_in u
 in_proj query key value q k v qkv q_proj k_proj v_proj qkv_proj c_attn to_q to_k to_v"""
 _ROW_NAMES = """down out fc2 wo w2 linear2 dense2 c_proj fc_out down_proj out_proj o o_proj to_out
 output_proj attn_out"""
+# Those whose outputs are heads: these are sharded, or nothing. Half a head has to be exchanged.
+_HEAD_NAMES = re.compile("query|key|value|(to_)?(q|k|v|qk|kv|qkv)(_proj|_einsum)?")
 _SQUARE_ROW_NAMES = frozenset({"proj", "output"})  # of attention; others may be heads of a model
 COLUMN_NAMES, ROW_NAMES = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())
 
@@ -77,6 +79,8 @@ def _linear_general(layer: Any, name: str) -> list[Style]:
     inputs, outputs = layer.in_features, layer.out_features
     both = len(inputs) + len(outputs)
     columns: list[Style] = [{"kernel": d, "bias": d} for d in range(-len(outputs), 0)]
+    if len(outputs) > 1 and _HEAD_NAMES.fullmatch(name):
+        return columns[:1]
     rows: list[Style] = [{"kernel": d, "bias": None} for d in range(-both, -len(outputs))]
     return _ordered(name, math.prod(inputs), math.prod(outputs), columns, rows)
 
@@ -104,6 +108,8 @@ def _product(subscripts: str, parameter: str, shape: Sequence[int], name: str) -
         {parameter: at[letter], "bias": kept.index(letter) - len(kept)}
         for letter in sorted(kept, key=lambda x: (x in inputs, result.index(x) < batch))
     ]
+    if len(columns) > 1 and _HEAD_NAMES.fullmatch(name):
+        return columns[:1]
     rows: list[Style] = [{parameter: at[letter], "bias": None} for letter in summed]
     added = [letter for letter in kept if letter not in inputs]
     inside, outside = ((len(x), math.prod(shape[at[y]] for y in x)) for x in (summed, added))
@@ -178,7 +184,9 @@ def tensor_parallel(
       are as many and it is called ``proj`` or ``output``; else the outputs.
     * Modules of other classes with the subscripts of an einsum as an attribute, and one parameter,
       which is the second operand: like ``Einsum``.
-    * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``.
+    * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``. Other layers of
+      these names (``q_proj``, ``kv_einsum`` …) with several dimensions of outputs: the heads, the
+      first of them, or nothing if the axis does not divide it, as for few heads of keys and values.
     * ``Embed``: the vocabulary, then the features.
     * ``Conv``, ``ConvTranspose``: the output features, then the input features.
     * ``LSTMCell``, ``OptimizedLSTMCell``, ``GRUCell``, ``SimpleCell``: the hidden features of all
