@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 import sys
@@ -108,3 +109,48 @@ def test_every_public_name_is_in_the_reference():
         r"^## \[.*\]\(reference/(\w+).md\)$", index, re.MULTILINE
     )
     assert {page.stem for page in pages} == set(re.findall(r"reference/(\w+).md", index))
+
+
+_DIRECTIVE = re.compile(
+    r"^\.\. (?:py:)?(currentmodule|automodule|auto\w+|function|data):: ([\w.]+).*\n((?: +:.*\n)*)",
+    re.MULTILINE,
+)
+
+
+def documented(page: str) -> set[str]:
+    """The full names that a page of the reference documents."""
+    names, current = set(), ""
+    for kind, name, options in _DIRECTIVE.findall(page):
+        if kind == "currentmodule":
+            current = name
+        elif kind == "automodule":
+            excluded = re.search(r":exclude-members: (.*)", options)
+            left_out = excluded[1].split(", ") if excluded else []
+            own = members(name) if ":members:" in options else []
+            names |= {f"{name}.{each}" for each in own if each not in left_out}
+        elif kind != "autosummary":
+            names.add(name if name.startswith("nnx_sharding") else f"{current}.{name}")
+    return names
+
+
+def members(module: str) -> list[str]:
+    """What autodoc lists of a module: its ``__all__``, else its own classes and functions."""
+    found = importlib.import_module(module)
+    own = (
+        name
+        for name, value in vars(found).items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module
+    )
+    return getattr(found, "__all__", [name for name in own if not name.startswith("_")])
+
+
+def test_every_name_of_the_reference_is_in_its_index():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    reference = set().union(*(documented(page.read_text(encoding="utf-8")) for page in pages))
+    index, listed, current = (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), set(), ""
+    for module, name, data in re.findall(
+        r"^\.\. currentmodule:: (.+)$|^   (\w+)$|\{py:data\}`~([\w.]+)`", index, re.MULTILINE
+    ):
+        current = module or current
+        listed |= {f"{current}.{name}"} if name else {data} if data else set()
+    assert reference == listed
