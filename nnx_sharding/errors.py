@@ -89,6 +89,12 @@ def report(
     warnings.warn(message, category, stacklevel=_users_level())
 
 
+def shortened(items: Iterable[str], indent: str = "") -> list[str]:
+    """The first ten of these texts, and the number of further ones."""
+    first, rest = [*items][:10], [*items][10:]
+    return [*first, f"{indent}… {len(rest)} more"] if rest else first
+
+
 def raise_listed(
     error: type[Exception], head: str, lines: Sequence[str], remedy: str = "", anchor: str = ""
 ) -> None:

@@ -6,8 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 
+from . import _compat
+from .errors import shortened
 from .fitting import suggestion
 from .paths import Path, path_string
 
@@ -50,6 +54,19 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
         for number in numbers:
             deciding[number].add(numbers[0])
     return {number: tuple(sorted(by)) for number, by in deciding.items() if number not in by}
+
+
+def subject_text(subject: Any) -> str:
+    """A Variable or an array as in ``Param of shape (2,)``, for messages about filters."""
+    is_array = isinstance(subject, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    is_ref = _compat.is_ref(subject)
+    kind = "array" if is_array else "Ref" if is_ref else type(subject).__name__
+    shape = getattr(subject, "shape", None)
+    if shape is not None:
+        return f"{kind} of shape {shape}"
+    value = _compat.get_value(subject) if _compat.is_variable(subject) else subject
+    shapes = dict.fromkeys(str(getattr(x, "shape", ())) for x in jax.tree.leaves(value))
+    return f"{kind} with arrays of shape {', '.join(shortened(shapes))}" if shapes else kind
 
 
 def is_opaque(predicate: Any) -> bool:

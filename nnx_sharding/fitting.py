@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from flax import nnx
 from jax.experimental.layout import Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
@@ -317,6 +318,8 @@ def suggestion(name: Any, names: Iterable[Any]) -> str:
 
 def suggested_spec(x: Any) -> str:
     """``: write P('data', None)`` for a value that was probably meant as a spec or ``Format``."""
+    if isinstance(x, nnx.StateSharding):
+        return ", which is Flax's: write nnx_sharding.StateSharding, with the same arguments"
     if isinstance(x, Layout | type(Layout.AUTO)):
         return ": write jax.experimental.layout.Format(layout, sharding)"
     names = x if isinstance(x, tuple | list) else (x,)

@@ -12,7 +12,7 @@ from . import _compat
 from .core.flatten import flatten as _flatten
 from .core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
 from .core.unflatten import node_changes, perform, pytree_of, unflatten, update, value_at
-from .filters import to_predicate
+from .filters import subject_text, to_predicate
 from .paths import Path, path_string
 
 
@@ -59,7 +59,7 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
                 group[location.path] = value
                 break
         else:
-            unmatched.append(f"  {path_string(location.path)}: {type(subject).__name__}")
+            unmatched.append(f"  {path_string(location.path)}: {subject_text(subject)}")
     if unmatched:
         lines = "\n".join(unmatched)
         raise ValueError(f"no filter matches:\n{lines}\nAdd a last filter `...` for the rest.")

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec, Sharding
 from . import _compat
 from .activation_sharding import ActivationSharding
 from .axes import Axis
-from .errors import raise_listed
-from .filters import PathPattern, is_opaque, path_name, to_predicate
+from .errors import raise_listed, shortened
+from .filters import PathPattern, Paths, is_opaque, path_name, subject_text, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
-from .paths import Path
+from .paths import Path, path_string
 
 
 class StateSharding:
@@ -136,11 +136,10 @@ class StateSharding:
         index, sharding = self.find(path, variable)
         if index is not None:
             return sharding
-        shape = getattr(variable, "shape", None)
         raise ValueError(
-            f"no filter of {self!r} matches {'/'.join(map(str, path)) or 'the root'} "
-            f"({type(variable).__name__}{'' if shape is None else f' of shape {shape}'}). "
-            "Add a filter for it, or a last entry `...: PartitionSpec()`."
+            f"no filter of the {type(self).__name__} matches {path_string(path) or 'the root'}: "
+            f"{subject_text(variable)}. The filters are {filters_text(self)}. "
+            f"{filter_remedy(self, [variable])}"
         )
 
     def find(self, path: tuple[Any, ...], variable: Any) -> tuple[int | None, Any]:
@@ -188,6 +187,28 @@ class StateSharding:
         return make, (pairs,)
 
 
+def filters_text(rules: StateSharding) -> str:
+    """The first filters, for messages."""
+    return ", ".join(shortened(rules.names)) or "none"
+
+
+def filter_remedy(rules: StateSharding, subjects: Iterable[Any]) -> str:
+    """What to do about Variables or arrays that no filter matches, for messages."""
+    if not any(isinstance(x, Paths) for x in rules.filters):
+        has_axes = any(isinstance(x, Axis) for x in rules.shardings)
+        rest = "None" if has_axes else "PartitionSpec()"
+        return f"Add one for these, or a last entry `...: {rest}`."
+    kinds = dict.fromkeys(map(type, subjects))
+    # A filter for parameters would replace the shardings of all others.
+    is_safe = all(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in kinds)
+    entries = ", ".join(f"{kind.__name__}: P()" for kind in kinds)
+    override = f", or add nnx_sharding.partition.override(sharding, {{{entries}}})"
+    return (
+        "The sharding lists the paths of another model, or of an earlier structure of this one: "
+        f"call the strategy again for this model{override if is_safe else ''}."
+    )
+
+
 def candidates(start: Path, path: Path) -> Sequence[Path]:
     """The paths under which filters find a Variable in a pytree of modules, in the order tried.
 
@@ -204,6 +225,8 @@ def _show(filter_: Any) -> str:
     """A filter as the user wrote it, types by their name."""
     if filter_ is ...:
         return "..."
+    if type(filter_) is nnx.filterlib.PathIn and len(filter_.paths) > 3:
+        return repr(Paths(filter_.paths))  # the first of them
     return filter_.__name__ if isinstance(filter_, type) else repr(filter_)
 
 

@@ -180,6 +180,9 @@ class PeakTest(parameterized.TestCase):
         memory = dataclasses.replace(report.memory, temporaries=report.memory.arguments + 1)
         text = message(assert_peak_below, dataclasses.replace(report, memory=memory), 1)
         assert "The largest activations:\n  model.up, shape (16, 256): " in text
+        rows = [dataclasses.replace(row, method="logits") for row in report.activations]
+        report = dataclasses.replace(report, memory=memory, activations=tuple(rows))
+        assert "\n  model.up.logits(), shape (16, 256): " in message(assert_peak_below, report, 1)
 
     def test_unknown(self):
         report = dataclasses.replace(compiled().report(), memory=None)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import jax
 from absl.testing import absltest, parameterized
@@ -208,6 +209,22 @@ class CommandTest(parameterized.TestCase):
         assert re.match(r"inspect: apply: needs .*; the limit is 1\.00 KiB on each device", error)
         assert self.inspect("forward", "--mesh", "data=4", "--memory-limit", "1GB")[0] == 0
 
+    def test_donate(self):
+        data = self.folder / "donated.json"
+        code, _, error = self.inspect("step", "--donate", "model", "--json", data)
+        assert (code, error) == (0, "")
+        donated = ("model.bias", "model.kernel")
+        rows = ProgramReport.load(data).parameters
+        assert tuple(row.path for row in rows if row.donated) == donated
+        words = "--mesh", "data=4", "--donate", "model", "--json", data
+        code, _, error = self.compare("Plans.strategies", *words)
+        assert (code, error) == (0, "")
+        [report, _] = Comparison.load(data).compiled.values()
+        assert tuple(row.path for row in report.parameters if row.donated) == donated
+        for function in ("forward", "lowered", "report"):
+            code, _, error = self.inspect(function, "--mesh", "data=4", "--donate", "model")
+            assert code == 1 and "--donate is for functions that are not jitted" in error
+
     def test_compare(self):
         page, data = self.folder / "plan.html", self.folder / "plan.json"
         code, out, error = self.compare(
@@ -256,6 +273,8 @@ class CommandTest(parameterized.TestCase):
         limits = "--mesh", "data=4", "--memory-limit", "100 KiB"
         code, _, error = self.run_command(*words, *limits)
         assert (code, error) == (1, "plan: no candidate fits\n")
+        code, _, error = self.run_command(*words, "--mesh", "data=4", "--memory-limit", "1 KiB")
+        assert code == 1 and error.startswith("plan: no candidate can fit:\n  dp, data 4: the arg")
         code, _, error = self.run_command("plan", f"{self.path}:nothing")
         assert code == 1 and "It has to return (step, *arguments)" in error
         code, _, error = self.run_command(*words[:2], "--strategies", "fdsp")
@@ -373,6 +392,14 @@ class CommandTest(parameterized.TestCase):
         assert (code, error) == (0, "")
         assert out.startswith(f"usage: python -m nnx_sharding {command} ")
         assert "exit code" in out
+
+    def test_help_names_the_command_and_each_strategy_once(self):
+        with mock.patch.object(sys, "argv", ["/bin/nnx-sharding"]):
+            _, out, _ = self.run_command("plan", "--help")
+        assert out.startswith("usage: nnx-sharding plan ") and "python -m" not in out
+        assert "\n  nnx-sharding plan plan.py:training --topology" in out
+        assert out.count("'zero1'") == out.count("zero1,") + 1 == 1
+        assert "--devices N" in out and "number of devices to plan for" in out
 
     def test_virtual_devices_in_a_process_of_its_own(self):
         words = ["inspect", f"{self.module}.py:own_mesh", "--devices", "64", "--json", "-"]

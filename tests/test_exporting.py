@@ -326,8 +326,31 @@ class RoundTripTest(Case):
             output = loaded.call(MLP(), X[:size]).output
             np.testing.assert_allclose(output, MLP()(X[:size]), rtol=1e-5)
         self.assertEqual(loaded.manifest.inputs[-1].shape, ("2*b", 4))
-        with self.assertRaisesRegex(ValueError, "2"):
-            loaded.call(MLP(), X[:3])
+        for size in (3, 0):
+            expected = rf"Of another type:\n  x: float32\[{size},4\], not float32\[2\*b,4\]"
+            with self.assertRaisesRegex(TypeError, expected):
+                loaded.call(MLP(), X[:size])
+
+    def test_symbolic_sizes_that_do_not_divide(self):
+        (batch,) = jax.export.symbolic_shape("8*b")
+        mesh = mesh_of((8,), ("data",))
+        fun = jit(apply, in_shardings=(P(), P("data")), mesh=mesh)
+        loaded = self.export(fun, MLP(), jax.ShapeDtypeStruct((batch, 4), jnp.float32))
+        with self.assertRaisesRegex(TypeError, r"x: float32\[7,4\], not float32\[8\*b,4\]"):
+            loaded.call(MLP(), jnp.ones((7, 4)))
+        assert loaded.call(MLP(), jnp.ones((16, 4))).output.shape[0] == 16
+
+    def test_sizes_that_jax_decides_about(self):
+        shape = jax.export.symbolic_shape("a, a + b")
+        double = jit(lambda x: x * 2)
+        loaded = self.export(double, jax.ShapeDtypeStruct(shape, jnp.float32))
+        self.assertEqual(loaded.call(jnp.ones((2, 5))).output.shape, (2, 5))
+        with self.assertRaisesRegex(ValueError, "'b' = -1"):
+            loaded.call(jnp.ones((2, 1)))
+        (size,) = jax.export.symbolic_shape("2*n")
+        x = jax.ShapeDtypeStruct((size, size + 1), jnp.float32)
+        outer = export.export(jit(lambda x: loaded.call(x).output))(x)
+        self.assertEqual(outer.call(jnp.ones((2, 3))).output.shape, (2, 3))
 
     def test_inside_of_a_trace(self):
         loaded = self.export(jit(apply), MLP(), X)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from graphs import Memory
 from models import MLP, mesh_of, mlp_specs
-from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding import StateSharding, jit, place, shard_map
 from nnx_sharding.errors import (
     CapturedArrayWarning,
     CorrectedSpecWarning,
@@ -443,6 +443,15 @@ class ExplainedTest(parameterized.TestCase):
 
         with self.assertRaisesRegex(DonatedError, r"float32\[4\]: a, b"):
             jit(f, donate_argnums=(0, 1))(a, b)
+
+    def test_a_model_and_its_copy_donated(self):
+        models = nnx.List([MLP() for _ in range(6)])
+        step = jit(lambda a, b: None, donate_argnums=(0, 1))
+        with self.assertRaisesRegex(DonatedError, r"\n  … \d+ more\nPass each once") as caught:
+            step(models, nnx.clone(models))
+        self.assertLen(str(caught.exception).splitlines(), 13)
+        self.assertIn("place(model, None, copy=True)", str(caught.exception))
+        step(models, place(models, None, copy=True))
 
     def test_stages_with_another_sharding(self):
         mesh = mesh24()

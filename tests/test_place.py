@@ -412,6 +412,8 @@ class MistakesTest(parameterized.TestCase):
             ["data", None],
         )
         self.unchanged(ValueError, ("tree.down.kernel", "PathIn"), {"up": P()})
+        hint = "Flax's: write nnx_sharding.StateSharding"
+        self.unchanged(TypeError, (hint,), nnx.StateSharding({...: P()}))
 
     def test_meshes(self):
         self.unchanged(

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models import MLP, Net, mesh_of
-from nnx_sharding import StateSharding, jit
+from nnx_sharding import StateSharding, jit, place
 from nnx_sharding.errors import StrictError, UnusedFilterWarning
 from nnx_sharding.filters import PathGlob, PathRegex, is_opaque
 from nnx_sharding.partition import (
@@ -33,6 +33,7 @@ from nnx_sharding.partition import (
     from_rules,
     fsdp,
     override,
+    replicated,
     specs_by_path,
 )
 
@@ -159,8 +160,48 @@ class RulesTest(parameterized.TestCase):
     def test_mappings_and_globs(self):
         sharding = from_rules({"**/kernel$": P("data"), nnx.WithTag("x"): P()}, kind="glob")
         self.assertEqual(sharding.find(("up", "kernel"), None), (0, P("data")))
-        with self.assertRaisesRegex(ValueError, "no filter of .*PathGlob.* matches up/bias"):
+        expected = "matches up/bias: Param .*PathGlob.*Add one for these"
+        with self.assertRaisesRegex(ValueError, expected):
             sharding.map_prefix(("up", "bias"), nnx.Param(0))
+
+    def test_many_filters_in_a_message(self):
+        sharding = StateSharding((nnx.PathContains(str(n)), P()) for n in range(12))
+        expected = r"are PathContains\('0'.*PathContains\('9', exact=True\), … 2 more\. Add one"
+        with self.assertRaisesRegex(ValueError, expected):
+            sharding.map_prefix(("up",), nnx.Param(0))
+        state = StateSharding(nnx.State({str(n): P() for n in range(12)}))
+        with self.assertRaisesRegex(ValueError, r"are Paths\(0, 1, 10, … 9 more\)\. Add one"):
+            state.map_prefix(("up",), nnx.Param(0))
+
+    def test_another_model(self):
+        sharding, mesh = replicated(MLP()), mesh24()
+        other = nnx.Dict(mlp=MLP(), seen=nnx.Intermediate((jnp.ones(2), jnp.ones((3, 4)))))
+        for call in (
+            lambda: sharding.map_prefix(("seen",), other.seen),
+            lambda: place(nnx.Dict(seen=other.seen), sharding, mesh),
+        ):
+            with self.assertRaisesRegex(ValueError, "call the strategy again") as caught:
+                call()
+            text = str(caught.exception)
+            assert "seen: Intermediate with arrays of shape (2,), (3, 4)" in text
+            assert text.endswith("override(sharding, {Intermediate: P()}).")
+        self.assertRaisesRegex(
+            ValueError, "for this model.$", place, nnx.Param(0.0), sharding, mesh
+        )
+        models = nnx.Dict(up=MLP().up, down=MLP().down, seen=other.seen)
+        placed = place(models, override(sharding, {nnx.Intermediate: P()}), mesh)
+        self.assertEqual(placed.seen.get_value()[0].sharding, NamedSharding(mesh, P()))
+
+    def test_arrays_that_no_filter_matches(self):
+        rules, ref = StateSharding({nnx.Param: P()}), jax.new_ref(jnp.ones(2))
+        model = nnx.Dict(mask=nnx.data(jnp.ones(())), list=nnx.data([jnp.ones(3)]), ref=ref)
+        expected = (
+            r"m.list\[0\]: array of shape \(3,\)\n  m.mask: array of shape \(\)\n  m.ref: Ref of"
+        )
+        inner = jit(lambda m: None, in_shardings=(rules,), mesh=mesh24())
+        for fun in (inner, jit(lambda m: inner(m))):
+            with self.assertRaisesRegex(ValueError, expected):
+                fun(model)
 
     def test_in_jit(self):
         rules, mesh = from_rules({"up/kernel$": P(None, "model"), "kernel$": P("model")}), mesh24()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import diff, launch, programs
 from .options import Parser, UsageError, say_error
@@ -25,12 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
       usage: python -m nnx_sharding launch ...
       0
     """
-    parser = Parser(prog="python -m nnx_sharding", description="Tools for sharded Flax NNX models.")
+    is_script = Path(sys.argv[0]).stem == "nnx-sharding"
+    name = "nnx-sharding" if is_script else "python -m nnx_sharding"
+    parser = Parser(prog=name, description="Tools for sharded Flax NNX models.")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for module in (programs, diff, launch):
         module.add_commands(commands)
     for command in commands.choices.values():
         command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.epilog = (command.epilog or "").replace("python -m nnx_sharding", name)
         text = "show the traceback of an error"
         command.add_argument("--traceback", action="store_true", help=text)
         command.set_defaults(parser=command)

@@ -27,7 +27,7 @@ def user_code(what: str) -> Iterator[None]:
     """Makes a UserError of whatever the user's code raises in the block."""
     try:
         yield
-    except UsageError:
+    except (UsageError, UserError):
         raise
     except (Exception, SystemExit) as error:
         text = f": {error}" if str(error) else ""

@@ -91,17 +91,19 @@ def add_commands(subparsers: Any) -> None:
     summary = "search for the best mesh and strategy for a training step"
     texts = {"help": summary, "description": _PLAN, "epilog": _PLAN_EPILOG}
     parser = subparsers.add_parser("plan", **texts)
-    _add_options(parser, run_plan)
+    devices = "number of devices to plan for (default: those of --topology or this machine)"
+    _add_options(parser, run_plan, devices)
     strategies = f"those to try (default: all of {', '.join(map(repr, STRATEGIES))})"
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help=strategies)
+    names = {"nargs": "+", "choices": STRATEGIES, "metavar": "STRATEGY"}
+    parser.add_argument("--strategies", **names, help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
     parser.add_argument("--most", type=count, default=16, metavar="N", help=most)
     parser.add_argument("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
-    donate = "parameters of the step whose memory the results may take, as donate_argnames of jit"
-    parser.add_argument("--donate", nargs="+", metavar="NAME", help=donate)
 
 
-def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+def _add_options(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], devices: str = ""
+) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     target = "the function to call: package.module:function or path/to/file.py:function"
@@ -114,14 +116,17 @@ def _add_options(parser: argparse.ArgumentParser, run: Callable[[argparse.Namesp
     add("--topology", metavar="NAME", help=topology)
     slices = "number of slices, each of this topology (default: %(default)s)"
     add("--slices", type=count, default=1, metavar="N", help=slices)
-    devices = "let JAX have N virtual CPU devices, for functions that make a mesh of "
-    devices += "jax.devices() themselves"
-    add("--devices", type=count, metavar="N", help=devices)
+    virtual = "let JAX have N virtual CPU devices, for functions that make a mesh of "
+    virtual += "jax.devices() themselves"
+    add("--devices", type=count, metavar="N", help=devices or virtual)
     roofline = 'show the roofline of a device, such as "TPU v5e"'
     add("--device", type=option(device), metavar="NAME", help=roofline)
     limit = "the memory of a device, such as 16GiB (default: that of --device, else of the devices "
     limit += "compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
+    donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
+    donate += "function that is not jitted"
+    add("--donate", nargs="+", metavar="NAME", help=donate)
     add_outputs(parser)
 
 
@@ -146,7 +151,8 @@ def write(arguments: argparse.Namespace, result: Any, page: Any = None) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
-    report = _called(arguments, lambda of, value: _report(of, value, arguments.device))
+    options, named = _options(arguments), arguments.device
+    report = _called(arguments, lambda of, value: _report(options, of, value, named))
     write(arguments, report)
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, device=arguments.device
@@ -162,7 +168,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Shows the comparison; returns the exit code."""
-    comparison = _called(arguments, _comparison)
+    comparison = _called(arguments, functools.partial(_comparison, _options(arguments)))
     comparison = comparison.judged(memory_limit=arguments.memory_limit, device=arguments.device)
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
@@ -185,6 +191,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return int(found.best is None)
 
 
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the command line that are those of ``jit``."""
+    return {} if arguments.donate is None else {"donate_argnames": arguments.donate}
+
+
 def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
     """The plan for a step, or its variants, that a function returned."""
     if isinstance(value, Plan):
@@ -196,18 +207,21 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
         )
     step, *args = (value,) if isinstance(value, Mapping) else value
     with user_code(f"what {target} returned cannot be planned"):
-        return plan(
-            step,
-            *args,
-            meshes=None if arguments.mesh is None else [arguments.mesh],
-            num_slices=arguments.slices,
-            strategies=arguments.strategies or STRATEGIES,
-            memory_limit=arguments.memory_limit,
-            device=arguments.device,
-            most=arguments.most,
-            cache_dir=arguments.cache,
-            **({} if arguments.donate is None else {"donate_argnames": arguments.donate}),
-        )
+        try:
+            return plan(
+                step,
+                *args,
+                meshes=None if arguments.mesh is None else [arguments.mesh],
+                num_slices=arguments.slices,
+                strategies=arguments.strategies or STRATEGIES,
+                memory_limit=arguments.memory_limit,
+                device=arguments.device,
+                most=arguments.most,
+                cache_dir=arguments.cache,
+                **_options(arguments),
+            )
+        except ValueError as error:  # of plan, which says what is wrong
+            raise UserError(str(error).removeprefix("plan: ")) from error
 
 
 def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
@@ -243,12 +257,16 @@ def _use_virtual_devices(number: int) -> None:
             ) from None
 
 
-def _report(target: str, value: Any, named: Device | None = None) -> ProgramReport:
+def _report(
+    options: Mapping[str, Any], target: str, value: Any, named: Device | None = None
+) -> ProgramReport:
     """The report of a program that a function returned."""
-    if isinstance(value, ProgramReport):
-        return value if named is None else value.with_roofline(named)
     function, *args = value if isinstance(value, tuple) and value else (value,)
     is_stage = isinstance(value, Traced | Lowered | Compiled)
+    if options and (is_stage or isinstance(function, Lifted | ProgramReport)):
+        raise UserError(f"{target} returned {function!r:.200}. {_NOT_JITTED}")
+    if isinstance(value, ProgramReport):
+        return value if named is None else value.with_roofline(named)
     if not is_stage and (not callable(function) or isinstance(function, type)):
         raise UserError(
             f"{target} returned {value!r:.200}. It has to return (function, *arguments), a "
@@ -256,7 +274,8 @@ def _report(target: str, value: Any, named: Device | None = None) -> ProgramRepo
         )
     with user_code(f"what {target} returned cannot be compiled"):
         if not is_stage:
-            value = (function if isinstance(function, Lifted) else jit(function)).trace(*args)
+            jitted = function if isinstance(function, Lifted) else jit(function, **options)
+            value = jitted.trace(*args)
         if isinstance(value, Traced):
             value = value.lower()
         if isinstance(value, Lowered):
@@ -265,13 +284,13 @@ def _report(target: str, value: Any, named: Device | None = None) -> ProgramRepo
         return report
 
 
-def _comparison(target: str, value: Any) -> Comparison:
+def _comparison(options: Mapping[str, Any], target: str, value: Any) -> Comparison:
     """The comparison of strategies that a function returned."""
     if isinstance(value, Comparison):
         return value
     if isinstance(value, Mapping) and value:
         reports = {
-            str(name): attempt(functools.partial(_report, f"{target}, {name},", program))
+            str(name): attempt(functools.partial(_report, options, f"{target}, {name},", program))
             for name, program in value.items()
         }
         return Comparison(reports)
@@ -281,4 +300,7 @@ def _comparison(target: str, value: Any) -> Comparison:
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        return compare(*value)
+        return compare(*value, **options)
+
+
+_NOT_JITTED = "--donate is for functions that are not jitted; give jit donate_argnames instead."

@@ -27,7 +27,7 @@ class Problem(enum.Enum):
     NOT_A_PREFIX = enum.auto()  # place, mismatch
     WRONG_NUMBER_OF_SPECS = enum.auto()  # parameters, static ones, missing ones, number
     UNKNOWN_PARAMETER = enum.auto()  # name, parameters
-    NO_FILTER_MATCHES = enum.auto()  # path, object, filters
+    NO_FILTER_MATCHES = enum.auto()  # path, object, rules
     CONFLICTING_SPECS = enum.auto()  # path, spec, other path, other spec
     SPEC_DOES_NOT_FIT_MESH = enum.auto()  # spec, paths, faults
     SPEC_DOES_NOT_FIT_SHAPE = enum.auto()  # path, fit, shape before

@@ -139,13 +139,9 @@ def resolve(
             spec = result.variables[index][1]
         for slot in slots:
             result.slots[slot] = spec
-    unmatched = [(*pair, use.rules.names) for use in uses.values() for pair in use.unmatched]
+    unmatched = [(*pair, use.rules) for use in uses.values() for pair in use.unmatched]
     if unmatched:
-        rules = next(use.rules for use in uses.values() if use.unmatched)
-        has_axes = any(isinstance(x, Axis) for x in rules.shardings)
-        rest = "None" if has_axes else "PartitionSpec()"
-        form = type(rules).__name__
-        refuse(Problem.NO_FILTER_MATCHES, unmatched, is_inside=is_inside, form=form, rest=rest)
+        refuse(Problem.NO_FILTER_MATCHES, unmatched, is_inside=is_inside)
     if conflicts:
         specs = "axes" if isinstance(conflicts[0][1], Axis) else "shardings"
         refuse(Problem.CONFLICTING_SPECS, conflicts, specs=specs)

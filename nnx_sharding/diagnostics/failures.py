@@ -20,7 +20,7 @@ from ..core.fit import fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
-from ..errors import DonatedError, NoMeshError, raise_listed, see
+from ..errors import DonatedError, NoMeshError, raise_listed, see, shortened
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..paths import accessor
 from .captured import captured_shards, captured_values
@@ -87,6 +87,7 @@ def _check(
             head = first.format(name=plan.transform.name)
             remedy = last.format(in_name=plan.transform.in_name)
             lines = [f"  {x}" for x in lines_of(plan, leaves)]
+            lines = shortened(lines, "  ") if error is DonatedError else lines
             raise_listed(error, head, lines, remedy, anchor)
 
         return check
@@ -121,8 +122,9 @@ def _check_deleted(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 
 @_check(
     "donated-twice",
-    "one array is donated, and passed once more in the same call:",
-    "Donate a copy (x.copy()), or pass it once.",
+    "these arrays are donated, and passed once more in the same call:",
+    "Pass each once, or donate a copy: x.copy() of an array, nnx_sharding.place(model, None, "
+    "copy=True) of a model (a copy by nnx.clone has the same arrays).",
     DonatedError,
 )
 def _check_donated_twice(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:

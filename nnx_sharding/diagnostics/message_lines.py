@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from ..filters import subject_text
 from ..fitting import Fit, describe_both
 from .differences import show
 
@@ -42,10 +43,9 @@ def parameters(
     return "\n  ".join(lines)
 
 
-def unmatched(path: str, subject: Any, filters: Iterable[str]) -> str:
+def unmatched(path: str, subject: Any, rules: Any) -> str:
     """A Variable that no filter matches."""
-    shape = getattr(subject, "shape", None)
-    return f"{path}: {type(subject).__name__}{'' if shape is None else f' of shape {shape}'}"
+    return f"{path}: {subject_text(subject)}"
 
 
 def untyped(

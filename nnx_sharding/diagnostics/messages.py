@@ -10,6 +10,7 @@ import jax
 from .. import _compat, errors
 from ..core.problems import Diagnostics, Problem, install
 from ..fitting import describe, describe_both, suggestion
+from ..state_sharding import filter_remedy, filters_text
 from . import message_lines as line_of
 from .captured import captured_shards
 from .failures import explain
@@ -310,9 +311,11 @@ def _text(
         indivisible = any(fit.is_indivisible for _, fit, _ in offenders)
         details["remedy"] = _ON_INDIVISIBLE if indivisible else _ONE_ENTRY
     if problem is Problem.NO_FILTER_MATCHES:
-        names = dict.fromkeys(", ".join(filters) for *_, filters in offenders)
-        details["filters"] = "; or ".join(names)
-        details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else _ADD_FILTER.format(**details)
+        _, subjects, rules = zip(*offenders, strict=True)
+        details["form"] = type(rules[0]).__name__
+        details["filters"] = "; or ".join(dict.fromkeys(map(filters_text, rules)))
+        remedy = filter_remedy(rules[0], subjects)
+        details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else remedy
     if problem is Problem.CANNOT_BE_TYPED:
         _, key, *_, specs = offenders[0]
         details["entry"] = f"{{{key!r}: {[*line_of.short(specs), 'SPEC'][0]}}}"
@@ -328,7 +331,6 @@ _ON_INDIVISIBLE = (
     "Change the shape (pad it) or the spec; or let the spec be corrected: "
     "on_indivisible='replicate' or 'drop'."
 )
-_ADD_FILTER = "Add one for these, or a last entry `...: {rest}`."
 _FOR_A_PYTREE = (
     "Their paths begin with another key, as in a tuple or dict of modules: pass that as one "
     "argument, or choose shardings for each; fsdp(model, optimizer=optimizer) covers both."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -111,6 +112,14 @@ def _form(value: Any, is_flat: bool) -> Form:
     return unflatten_dict
 
 
+def _fits(size: int | str, exported: int | str) -> bool:
+    """Whether a size can be the exported one; for most symbolic ones JAX decides."""
+    if isinstance(exported, int) or isinstance(size, str):
+        return size == exported or isinstance(exported, str)
+    multiple = re.fullmatch(r"(?:(\d+)\*)?[A-Za-z_]\w*", exported)
+    return multiple is None or (size > 0 and size % int(multiple[1] or 1) == 0)
+
+
 def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return f"{name}: a ShapeDtypeStruct, which has no values"
@@ -118,11 +127,10 @@ def _type_fault(name: str, leaf: Any, info: ArrayInfo) -> str | None:
         actual = ArrayInfo.of(name, leaf if isinstance(leaf, jax.Array) else jax.typeof(leaf), None)
     except (AttributeError, TypeError):
         return f"{name}: a {type(leaf).__name__}, not {info}"
-    sizes = zip(actual.shape, info.shape, strict=False)
     if (
         actual.dtype == info.dtype
         and len(actual.shape) == len(info.shape)
-        and all(isinstance(size, str) or size == n for n, size in sizes)
+        and all(map(_fits, actual.shape, info.shape))
     ):
         return None
     is_wide = info.dtype in ("float64", "int64", "uint64", "complex128")

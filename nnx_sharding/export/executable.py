@@ -108,7 +108,10 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
       [2.0, 2.0, 2.0, 2.0]
     """
     if not isinstance(compiled, Compiled):
-        raise TypeError(f"expected the result of fun.lower(...).compile(), got {compiled!r:.200}.")
+        raise TypeError(
+            "save_executable(path, compiled): expected the result of fun.lower(...).compile() for "
+            f"compiled, got {compiled!r:.200}."
+        )
     name = compiled._plan.fun_name
     assigned = filter(None, map(_compat.device_assignment, compiled.shardings()))
     devices = next(assigned, None) or jax.devices()[:1]
@@ -165,7 +168,10 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
       (4, 3)
     """
     if not isinstance(lowered, Lowered):
-        raise TypeError(f"expected the result of fun.lower(...), got {lowered!r:.200}.")
+        raise TypeError(
+            "load_executable(path, lowered): expected the result of fun.lower(...) for lowered, "
+            f"got {lowered!r:.200}."
+        )
     data, program = files.read(path, files.EXECUTABLE)
     try:
         saved = read(_Manifest, data, "manifest")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+from .. import errors
 from ..analysis.activations import ActivationRow
 from ..analysis.collectives import Collective, Collectives
 from ..analysis.hlo import parse
@@ -114,10 +115,10 @@ def _line(one: Collective) -> str:
 
 def at(row: ParameterRow | ActivationRow) -> str:
     """The path and the shape of an array."""
-    return f"{row.path or 'the root'}, shape {row.shape}"
+    name = row.name if isinstance(row, ActivationRow) else row.path
+    return f"{name or 'the root'}, shape {row.shape}"
 
 
 def shortened(lines: Sequence[str]) -> str:
     """The first of these lines, and the number of further ones."""
-    more = [f"  … {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
-    return "\n".join([*lines[:_MAX_LINES], *more])
+    return "\n".join(errors.shortened(lines, "  "))

@@ -171,10 +171,9 @@ def _divided(name: str, value: Any, steps: int) -> Any:
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     wrong = [
-        f"  {accessor(name, tuple(map(path_key, path)))}: shape {jnp.shape(x)}{sharded}"
+        f"  {accessor(name, tuple(map(path_key, path)))}: shape {jnp.shape(x)}{fault}"
         for path, x in leaves
-        for count, sharded in [_shards_of_rows(x)]
-        if not jnp.ndim(x) or jnp.shape(x)[0] % (steps * count)
+        if (fault := _indivisible(x, steps))
     ]
     title = (
         f"accumulate_gradients: these cannot be divided into {steps} microbatches of equal size:"
@@ -185,13 +184,21 @@ def _divided(name: str, value: Any, steps: int) -> Any:
     return jax.tree_util.tree_unflatten(treedef, divided)
 
 
-def _shards_of_rows(x: Any) -> tuple[int, str]:
-    """How many shards of rows the type of an array has, and which axes shard them, as text."""
+def _indivisible(x: Any, steps: int) -> str:
+    """Why the rows of an array cannot be divided; empty if they can."""
+    if not jnp.ndim(x):
+        return ", which has no rows"
     spec = type_spec(x)
     axes = axes_of(spec.partitions[0]) if spec is not None and spec.partitions else ()
     sizes = {axis: jax.typeof(x).sharding.mesh.shape[axis] for axis in axes}
+    multiple = steps * math.prod(sizes.values())
+    if jnp.shape(x)[0] % multiple == 0:
+        return ""
     listed = " × ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    return math.prod(sizes.values()), f", rows sharded over {listed}" if sizes else ""
+    sharded = f", rows sharded over {listed}" if sizes else ""
+    product = " × ".join(map(str, (steps, *sizes.values())))
+    total = f" = {multiple}" if sizes else ""
+    return f"{sharded}: {jnp.shape(x)[0]} rows are not a multiple of {product}{total}"
 
 
 def _axes_of_batch(microbatches: Mapping[str, Any]) -> frozenset[Any]:
