@@ -557,6 +557,24 @@ class TestErrors:
         assert f"{side} of model.blocks[0].up" in str(info.value)
         assert "P('data', 'data'): 'data' is used 2 times" in str(info.value)
 
+    def test_operation_that_fails_with_auto_axes_as_well(self):
+        class Cached(nnx.Module):
+            def __init__(self):
+                self.kernel = nnx.Param(jnp.ones((8, 8)))
+                self.cache = nnx.Cache(jnp.zeros((16, 8)))
+
+            def __call__(self, x):
+                x = jnp.einsum("bi,io->bo", x, self.kernel[...], out_sharding=P("data"))
+                self.cache[...] = jax.lax.dynamic_update_slice(self.cache[...], x, (0, 0))
+                return x
+
+        x = jax.device_put(jnp.ones((8, 8)), NamedSharding(EXPLICIT, P("data")))
+        model = nnx.Dict(first=Cached())
+        with pytest.raises(Exception, match="dynamic_update_slice") as info:
+            jit(lambda model, x: model.first(x))(model, x)
+        [note] = [x for x in info.value.__notes__ if "operation" in x and "docs" not in x]
+        assert note.startswith("The operation is in model.first, ")
+
     def test_operation_that_uses_an_axis_twice(self):
         """Rows of a table by indices, both over one axis: JAX's rule raises another error."""
 

@@ -89,6 +89,10 @@ class CollectiveTest(parameterized.TestCase):
             assert re.search(r"dot_general, models\.py:\d+$", text, re.MULTILINE), text
             text = message(assert_no_collective, program, "all-reduce", ("data", "model"))
             assert text.startswith("forward has 1 all-reduce over 'data', 'model':\n"), text
+            assert_no_collective(program, larger_than="2 KiB")
+            assert text == message(
+                assert_no_collective, program, "all-reduce", ("data", "model"), larger_than=2047
+            )
 
     def test_other_numbers(self):
         for program in programs():
@@ -148,6 +152,8 @@ class CollectiveTest(parameterized.TestCase):
                 assert_collectives(program, wrong)
         with pytest.raises(ValueError, match="is not a size"):
             assert_bytes_sent_below(program, "much")
+        with pytest.raises(ValueError, match="is not a size"):
+            assert_no_collective(program, larger_than="much")
 
     @parameterized.parameters(
         assert_no_collective,

@@ -138,7 +138,12 @@ class Scope:
         """Calls a method of a module with the shardings chosen for it."""
         tag = _compat.tag_of(module) or self._root_tag(module)
         with in_call(tag.accessor, method) as frame:
-            out = self._called(tag, module, method, call, args, kwargs)
+            try:
+                out = self._called(tag, module, method, call, args, kwargs)
+            except _compat.SHARDING_ERRORS as error:
+                if not hasattr(error, "__notes__"):  # it is the innermost module
+                    error.add_note(_NOTE.format(tag.accessor))
+                raise
             frame.returned(module, method, out)
         return out
 
@@ -322,6 +327,11 @@ class Scope:
             refuse(Problem.ACTIVATION_UNUSED, unused, name=name)
 
 
+_NOTE = (
+    "The operation is in {}, which also fails with Auto axes, as a method does that uses "
+    "out_sharding itself. Shard the inputs of the operation alike: give each argument a spec, such "
+    "as a cache, and use reshard in the method."
+)
 _NOTHING = Activation()
 
 

@@ -73,7 +73,8 @@ def sharded_activations(
     except BaseException as error:
         scope.forget()
         if isinstance(error, _compat.SHARDING_ERRORS):
-            error.add_note(_NOTE)
+            if not hasattr(error, "__notes__"):
+                error.add_note(_NOTE)
             see(error, "operation-outside-of-modules")
         raise
 

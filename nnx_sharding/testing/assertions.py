@@ -36,19 +36,25 @@ _Key: TypeAlias = tuple[Kind, frozenset[str] | None]
 
 
 def assert_no_collective(
-    program: Program, kind: Kind | None = None, axes: Axes | None = None
+    program: Program,
+    kind: Kind | None = None,
+    axes: Axes | None = None,
+    *,
+    larger_than: int | str | None = None,
 ) -> None:
     """Fails if devices exchange anything, or anything of one kind or over some mesh axes.
 
     Args:
       program: a compiled function, or its report.
       kind: such as ``"all-gather"``; None for any.
-      axes: a mesh axis, or several: collectives that run over any of them. None for all, including
-        those whose axes are not known.
+      axes: a mesh axis, or several: collectives that run over any of them, or whose axes are not
+        known. None for all.
+      larger_than: the size on one device, in bytes or as in ``"64 KiB"``, up to which a collective
+        is allowed; None allows none.
 
     Raises:
       AssertionError: there are such collectives; each is listed, with the line of your code.
-      ValueError: the kind is unknown, or the mesh has no such axis.
+      ValueError: the kind is unknown, the mesh has no such axis, or the size cannot be read.
 
     Example:
       >>> import jax
@@ -67,7 +73,8 @@ def assert_no_collective(
       ...
     """
     report, wanted, some = collectives_over(program, axes)
-    hits = some.of(kind)
+    allowed = -1 if larger_than is None else read_bytes(larger_than)
+    hits = [one for one in some.of(kind) if one.bytes > allowed]
     if hits:
         what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{over_text(wanted)}"
         raise AssertionError(
