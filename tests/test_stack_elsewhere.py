@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from nnx_sharding import Carry, Stack, export, jit, place, scan, stack
 from nnx_sharding.checkpoint import restore, save
-from nnx_sharding.partition import fsdp, sharded_init
+from nnx_sharding.partition import from_rules, fsdp, sharded_init
 from nnx_sharding.report import check_sharding
 
 P = PartitionSpec
@@ -133,3 +133,42 @@ def test_nothing_is_kept(use):
     del held
     gc.collect()
     assert reference() is None
+
+
+class Residual(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 64, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(64, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("count", [4, 16], ids=["other size", "size of the features"])
+def test_parameters_are_gathered_along_any_dimension_of_layers(kind, count):
+    """As with ``param_scan_axis=1`` of MaxText."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    sent = []
+    for axis in (0, 1):
+        axes = nnx.StateAxes({nnx.Param: axis, ...: 0})
+
+        class Net(nnx.Module):
+            def __init__(self, rngs, axes=axes):
+                self.layers = nnx.vmap(Residual, in_axes=0, out_axes=axes)(rngs.split(count))
+
+            def __call__(self, x, axes=axes):
+                step = nnx.scan(
+                    lambda x, layer: layer(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry
+                )
+                return step(x, self.layers)
+
+        up, down = [["data", "model"], ["model", "data"]]
+        up.insert(axis, None)
+        down.insert(axis, None)
+        sharding = from_rules({"up/kernel": P(*up), "down/kernel": P(*down)}, default=P())
+        model, x = Net(nnx.Rngs(0)), jnp.ones((16, 16))
+        apply = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
+        sent.append(apply.lower(model, x).compile().collectives().by_axes())
+        np.testing.assert_allclose(apply(model, x), Net(nnx.Rngs(0))(x), rtol=1e-4, atol=1e-4)
+    assert sent[0] == sent[1]
