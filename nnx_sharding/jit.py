@@ -196,8 +196,8 @@ def jit(
         the first call, and keep that sharding.
       out_shardings: likewise for the result. A new module is created sharded.
       mesh: resolves every ``PartitionSpec``; without it, the mesh in context does. While the
-        function is traced, it is in context, so that a constraint to a ``PartitionSpec`` works
-        there. It moves nothing: without any sharding, the program runs on the default device.
+        function is traced, a mesh of Auto axes is in context, so that constraints to a
+        ``PartitionSpec`` work. Without any sharding, the program runs on the default device.
       activation_shardings: how the inputs and outputs of modules are sharded: an
         :class:`~nnx_sharding.ActivationSharding`, or a mapping from filters to specs, such as
         ``{"blocks/*/up": P("data", "model")}``. It has priority over the ``activations`` of an
