@@ -152,7 +152,7 @@ def test_going_back_and_damage(tmp_path):
         for step in range(1, 6):
             next(data)
             checkpoints.save(step, tree, data=data)
-        with pytest.raises(ValueError, match=r"after step 5, which exists. To go"):
+        with pytest.raises(ValueError, match=r"after step 5, which exists in .* To go"):
             checkpoints.save(3, tree)
         checkpoints.wait_until_finished()
         damage(tmp_path / "5")
@@ -162,7 +162,9 @@ def test_going_back_and_damage(tmp_path):
         assert contents_of(other) == before and data.state == {"next": 5}
         checkpoints.restore(other, step=4)
         assert checkpoints.all_steps() == [2, 3, 4, 5]  # reading changes nothing
-        assert checkpoints.resume(other, data=data, step=3) == 3
+        assert checkpoints.resume(other, step=4) == 4
+        assert checkpoints.all_steps() == [2, 3, 4, 5]
+        assert checkpoints.resume(other, data=data, step=3, discard_later=True) == 3
         assert data.state == {"next": 3} and checkpoints.all_steps() == [2, 3]
         assert contents_of(other) == contents_of(tree)
         assert checkpoints.save(4, other, data={"next": 9})  # a state
@@ -339,3 +341,21 @@ def test_recorded_by_an_older_orbax(tmp_path):
         assert checkpoints.resume(tree) == 3
         np.testing.assert_array_equal(tree[0].kernel, model.kernel)
         assert checkpoints.save(4, tree)
+
+
+def test_two_jobs_on_one_directory(tmp_path):
+    def of(value):
+        return nnx.Param(jnp.full(3, float(value)))
+
+    with Checkpoints(tmp_path) as first, Checkpoints(tmp_path) as second:
+        first.save(1, of(1))
+        first.wait_until_finished()
+        with pytest.raises(ValueError, match=r"after step 1, .* Another job has saved it"):
+            second.save(1, of(2))
+        assert second.save(2, of(2))
+        second.wait_until_finished()
+        with pytest.raises(ValueError, match=r"after step 2, .* Another job has saved it"):
+            first.save(2, of(3))
+    with Checkpoints(tmp_path) as checkpoints:
+        values = [checkpoints.restore(of(0), step=step)[0] for step in (1, 2)]
+    assert values == [1, 2]

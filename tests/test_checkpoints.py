@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from absl.testing import absltest, parameterized
+from etils import epath
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -557,6 +558,40 @@ class SaveTest(FolderTest):
         os.rename(self.path, self.folder / ".checkpoint.nnx_sharding-old")
         with self.assertRaisesRegex(NoCheckpointError, "was to be replaced is .*-old.$"):
             restore(self.path, model)
+
+    def test_only_a_checkpoint_is_replaced(self):
+        model = MLP()
+        for inside in ("", "model", "default", "3/model"):
+            for others in (["metrics.jsonl"], ["logs/a", "model2/_METADATA"], ["d2", "_META"]):
+                folder = self.folder / f"{inside}{len(others)}{others[0][0]}".replace("/", "-")
+                save(folder / inside, model)
+                for name in others:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_text("precious")
+                before = sorted(folder.rglob("*"))
+                text = "is not a checkpoint" if inside else "not of a checkpoint.*" + others[-1][0]
+                with self.assertRaisesRegex(FileExistsError, text):
+                    save(folder, MLP(nnx.Rngs(1)), overwrite=True)
+                self.assertEqual(sorted(folder.rglob("*")), before)
+
+    def test_an_interrupted_save_keeps_the_old_checkpoint(self):
+        model = MLP()
+        save(self.path, model)
+        rename = type(epath.Path(self.path)).rename
+
+        def interrupted(source, goal):
+            if "nnx_sharding-new" in source.name and "tmp" not in source.name:
+                raise KeyboardInterrupt
+            return rename(source, goal)
+
+        at_save = mock.patch.object(ocp.AsyncCheckpointer, "save", side_effect=KeyboardInterrupt)
+        at_rename = mock.patch.object(type(epath.Path(self.path)), "rename", interrupted)
+        for moment in (at_save, at_rename):
+            with moment, self.assertRaises(KeyboardInterrupt):
+                save(self.path, MLP(nnx.Rngs(1)), overwrite=True)
+            self.assertEqual(contents_of(restore(self.path, MLP(nnx.Rngs(2)))), contents_of(model))
+        save(self.path, MLP(nnx.Rngs(1)), overwrite=True)
+        self.assertEqual(os.listdir(self.folder), ["checkpoint"])
 
     def test_a_file_as_parent(self):
         (self.folder / "file").write_text("hello")

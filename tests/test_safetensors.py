@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from models import mesh_of
 from nnx_sharding import StateSharding, stack
-from nnx_sharding.checkpoint import Tensor, load_safetensors, save_safetensors
+from nnx_sharding.checkpoint import Tensor, load_safetensors, safetensors_save, save_safetensors
 from nnx_sharding.cli.main import main
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init
@@ -491,6 +492,41 @@ class ErrorTest(TestCase):
             assert {file.name for file in self.folder.iterdir()} == names
             loaded = load_safetensors(self.folder, zeros(a=(4, 4), b=(2,)), rules)
             np.testing.assert_array_equal(loaded.a[...], 1)
+
+    def test_overwrite_keeps_what_the_index_does_not_name(self):
+        rules = {"a": "a", "b": "b"}
+        others = (
+            "model_ema.safetensors",
+            "model.fp16.safetensors",
+            "model-1-of-9.safetensors",
+        )
+        for first, second in itertools.product((1, 10**9), repeat=2):
+            folder = self.folder / f"{first}-{second}"
+            save_safetensors(folder, zeros(a=(4,), b=(2,)), rules, max_shard_size=first)
+            for name in others:
+                (folder / name).write_bytes(b"precious")
+            new = zeros(a=(4,), b=(2,))
+            save_safetensors(folder, new, rules, max_shard_size=second, overwrite=True)
+            assert all((folder / name).read_bytes() == b"precious" for name in others)
+            assert len(list(folder.iterdir())) == len(others) + (3 if second == 1 else 1)
+
+    def test_a_full_disk_leaves_the_old_model(self):
+        rules = {r"w(\d)": "w{0}"}
+
+        def model(value):
+            return {f"w{i}": nnx.Param(jnp.full((64,), float(value))) for i in range(4)}
+
+        for old, new in itertools.product((256, 512, 10**9), repeat=2):
+            folder = self.folder / f"{old}-{new}"
+            save_safetensors(folder, model(1), rules, max_shard_size=old)
+            for fault in ((Path, "write_text"), (safetensors_save, "write_region")):
+                if new == 10**9 and fault[0] is Path:
+                    continue  # no index
+                full = mock.patch.object(*fault, side_effect=OSError(28, "No space left on device"))
+                with full, self.assertRaisesRegex(CheckpointError, "No space left"):
+                    save_safetensors(folder, model(2), rules, max_shard_size=new, overwrite=True)
+                loaded = load_safetensors(folder, model(0), rules)
+                assert all((x[...] == 1).all() for x in loaded.values())
 
 
 @pytest.mark.slow

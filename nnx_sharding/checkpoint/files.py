@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -15,7 +17,7 @@ from .. import _compat
 from ..errors import CheckpointError
 from ..progress import progress
 from .items import ModelHandler, ModelRestore, ModelSave, standard_args
-from .stored import as_folder, beside, first_line, holds_checkpoint, item_folder
+from .stored import as_folder, beside, first_line, foreign_entries, is_checkpoint, item_folder
 
 
 @_compat.api_boundary
@@ -32,12 +34,12 @@ def save(
     Args:
       path: the directory to make, with its parents.
       tree: what to save; it is not changed.
-      overwrite: whether to replace an existing checkpoint, which is kept until the new one is
-        written.
+      overwrite: whether to replace an existing checkpoint, once the new one is written. A folder
+        that holds anything else is not replaced.
       checksums: whether to store a checksum of each array, which :func:`restore` compares.
 
     Raises:
-      FileExistsError: ``path`` exists, and ``overwrite`` is false or it is not a checkpoint.
+      FileExistsError: ``path`` exists, and ``overwrite`` is false or it is not only a checkpoint.
       TypeError: ``tree`` contains anything but arrays and numbers, or abstract arrays.
       ValueError: arrays were donated or deleted, there are none, or two have the same name.
       CheckpointError: writing failed. What was at ``path`` is still there.
@@ -56,29 +58,63 @@ def save(
     folder = as_folder(path)
     with progress(f"checksums of {folder.name}"):
         args = standard_args(ModelSave(tree, checksums))
-    exists = folder.exists()
-    if exists and not (overwrite and holds_checkpoint(folder)):
-        hints = "exists; overwrite=True replaces it", "is not a checkpoint, so it is kept"
-        raise FileExistsError(f"save: {folder} {hints[overwrite]}.")
-    old, is_first = beside(folder, "old"), jax.process_index() == 0
-    if exists and is_first:
-        if old.exists():
-            old.rmtree()
-        folder.rename(old)  # the others wait for the first process when they begin to save
+    exists, reason = _from_first_process(lambda: _obstacle(folder, overwrite))
+    if reason:
+        raise FileExistsError(f"save: {folder} {reason}.")
+    new = beside(folder, "new") if exists else folder
     try:
         handler = ocp.StandardCheckpointHandler()
         with progress(f"save {folder.name}"), ocp.AsyncCheckpointer(handler) as checkpointer:
-            checkpointer.save(folder, args=args)
+            checkpointer.save(new, args=args, force=exists)  # `new` may be left from a killed job
     except Exception as error:
-        if exists and is_first:
-            old.rename(folder)
         raise CheckpointError(
             f"save: {folder} could not be written: {first_line(error)}"
         ) from error
-    if exists and is_first:
+    if exists:
+        if jax.process_index() == 0:
+            _replace(folder, new)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("nnx_sharding: a checkpoint was replaced")
+
+
+def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
+    """Whether a folder exists, and why nothing can be saved there."""
+    if not folder.exists():
+        return False, ""
+    if not overwrite:
+        return True, "exists; overwrite=True replaces it if it is a checkpoint"
+    if not is_checkpoint(folder):
+        return True, "is not a checkpoint, so it is kept"
+    others = foreign_entries(folder)
+    listed = ", ".join(others[:5]) + (", …" if others[5:] else "")
+    return True, f"has files that are not of a checkpoint, so it is kept: {listed}" * bool(others)
+
+
+def _from_first_process(decide: Callable[[], Any]) -> Any:
+    """What the first process decides: another one might see a file system that has changed."""
+    if jax.process_count() == 1:
+        return decide()
+    text = json.dumps(decide()) if jax.process_index() == 0 else ""
+    buffer = np.frombuffer(text.encode().ljust(_BROADCAST_BYTES), np.uint8)
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).decode())
+
+
+_BROADCAST_BYTES = 4096
+
+
+def _replace(folder: Any, new: Any) -> None:
+    """Puts a new checkpoint in the place of an old one, or leaves the old one there."""
+    old = beside(folder, "old")
+    if old.exists():
         old.rmtree()
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("nnx_sharding: a checkpoint was replaced")
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    except BaseException:
+        if not folder.exists():
+            old.rename(folder)
+        raise
+    old.rmtree()
 
 
 @_compat.api_boundary

@@ -34,7 +34,6 @@ from .tensor_files import (
 from .tensor_rules import Placement
 
 _NAME = "save_safetensors"
-_FILES = "model*.safetensors*"
 
 
 @_compat.api_boundary
@@ -60,8 +59,8 @@ def save_safetensors(
         groups in parentheses, and each group is in the path or the dimensions.
       max_shard_size: the bytes of tensors in one file, unless a single tensor has more.
       only: an NNX filter for what to save. The default is all but the state of random streams.
-      overwrite: whether to replace such files, once the new ones are complete; else they are an
-        error.
+      overwrite: whether to replace these files, and those that the folder's old index names, once
+        the new ones are complete; else they are an error. Other files are kept.
 
     Raises:
       CheckpointError: the folder has such files already, or they cannot be written.
@@ -85,12 +84,18 @@ def save_safetensors(
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        found = sorted(file.name for file in folder.glob(_FILES))
+        found = _model_files(folder) | {name for name in files if (folder / name).exists()}
         if found and not overwrite:
-            listed = ", ".join(found)
+            listed = ", ".join(sorted(found))
             raise CheckpointError(f"{_NAME}: {folder} has {listed}; overwrite=True replaces it.")
         for name, names in files.items():
             create(_unfinished(folder, name), {n: tensors[n] for n in names})
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+                "weight_map": {tensor: name for name, names in files.items() for tensor in names},
+            }
+            _unfinished(folder, INDEX_FILE).write_text(json.dumps(index, indent=2))
 
     def write() -> None:
         for name, names in files.items():
@@ -102,17 +107,14 @@ def save_safetensors(
                     advance(tensor)
 
     def finish() -> None:
-        for name in files:
+        old, new = _model_files(folder), [*files, *[INDEX_FILE] * (len(files) > 1)]
+        if not old.isdisjoint(files):
+            # Killed now, the folder has no index: better than one of old and of new tensors.
+            (folder / INDEX_FILE).unlink(missing_ok=True)
+        for name in new:
             _unfinished(folder, name).replace(folder / name)
-        for old in folder.glob(_FILES):
-            if old.name not in files:
-                old.unlink()
-        if len(files) > 1:
-            index = {
-                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-                "weight_map": {tensor: name for name, names in files.items() for tensor in names},
-            }
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+        for name in old.difference(new):
+            (folder / name).unlink(missing_ok=True)
 
     is_first = jax.process_index() == 0
     with progress(_NAME, len(tensors)) as advance:
@@ -180,6 +182,19 @@ def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> dict[str, l
         return {MODEL_FILE: groups[0]}
     count = len(groups)
     return {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups, 1)}
+
+
+def _model_files(folder: Path) -> set[str]:
+    """The files of the model in a folder: the single one, or the index and those that it names."""
+    names = {name for name in (MODEL_FILE, INDEX_FILE) if (folder / name).exists()}
+    if INDEX_FILE in names:
+        try:
+            listed = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return names  # not an index: nothing else is known to be of the model
+        # A name with a folder in it is not one of ours.
+        names.update(x for x in listed if type(x) is str and Path(x).name == x)
+    return {name for name in names if (folder / name).is_file()}
 
 
 def _unfinished(folder: Path, name: str) -> Path:

@@ -88,19 +88,20 @@ class Checkpoints:
 
         Raises:
           TypeError, ValueError: the step is not an integer, is negative, or does not come after all
-            saved steps; or as for ``ModelSave`` and ``DataSave``.
+            saved steps, also those that another job has saved here; or as for ``ModelSave`` and
+            ``DataSave``.
           Exception: what Orbax raises if this step, or the one before, cannot be written.
         """
         step, latest = operator.index(step), self.manager.latest_step()
         if step < 0:
             raise ValueError(f"Checkpoints.save: expected a step of 0 or more, got {step}.")
-        if latest is not None and step <= latest:
-            raise ValueError(
-                f"Checkpoints.save: step {step} does not come after step {latest}, which exists. "
-                "To go back to an earlier step, resume(..., step=...) deletes those after it."
-            )
+        self._check_is_next(step)
         if not force and not self.manager.should_save(step):
             return False
+        self.manager.wait_until_finished()  # as `manager.save` does
+        self.manager.reload()
+        if self.manager.latest_step() != latest:
+            self._check_is_next(step, " Another job has saved it since this one started.")
         # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
         check_storable(named_arrays(flatten(tree)))
         items = {MODEL: ModelSave(tree, checksums)}
@@ -109,6 +110,15 @@ class Checkpoints:
         args = ocp.args.Composite(**items)
         with progress(f"save step {step}"):
             return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
+
+    def _check_is_next(self, step: int, cause: str = "") -> None:
+        latest = self.manager.latest_step()
+        if latest is not None and step <= latest:
+            raise ValueError(
+                f"Checkpoints.save: step {step} does not come after step {latest}, which exists in "
+                f"{self.manager.directory}.{cause} To go back to an earlier step, "
+                "resume(..., step=..., discard_later=True) deletes those after it."
+            )
 
     @_compat.api_boundary
     def restore(
@@ -156,12 +166,14 @@ class Checkpoints:
         *,
         step: int | None = None,
         data: Any = None,
+        discard_later: bool = False,
         **options: Any,
     ) -> int | None:
         """Continues a training run in place, from the last step or, with ``step``, an earlier one.
 
-        The arguments are those of :meth:`restore`. With ``step``, all steps after it are deleted
-        once it is restored, so that training can save them again.
+        The arguments are those of :meth:`restore`. With ``discard_later=True``, all steps after
+        ``step`` are deleted once it is restored, so that training can save them again. Otherwise
+        nothing is deleted.
 
         Returns:
           The step, or None, and nothing is changed, if no step is stored.
@@ -179,9 +191,10 @@ class Checkpoints:
                 f"changed in place: {', '.join(outside)}. Use restore, which returns them."
             )
         found = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
-        for later in sorted(self.manager.all_steps(), reverse=True) if step is not None else ():
-            if later > step:
-                self.manager.delete(later)
+        if discard_later and found is not None:
+            for later in sorted(self.manager.all_steps(), reverse=True):
+                if later > found[0]:
+                    self.manager.delete(later)
         return None if found is None else found[0]
 
     def _restored(self, step: int | None, args: Any, data: Any) -> tuple[int, Any] | None:
@@ -225,8 +238,8 @@ class Checkpoints:
                 if data is not None:
                     data.set_state(before)
                 return (
-                    f"\nStep {step} is intact: resume(..., step={step}) continues from it and "
-                    "deletes those after it; restore(..., step=...) only reads it."
+                    f"\nStep {step} is intact: resume(..., step={step}, discard_later=True) "
+                    "continues from it, and deletes those after it."
                 )
         return "\nNo earlier step can be restored." if earlier else ""
 

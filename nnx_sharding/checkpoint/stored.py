@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,10 @@ MODEL, DATA = "model", "data"  # the items of a step of `Checkpoints`
 MANIFEST = "nnx_sharding"  # the entry of this library in the metadata of a checkpoint
 
 _NAMES_FILE = "_METADATA"  # Orbax's file with the names of arrays
+_OF_ORBAX = re.compile(
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas|commit_success\.txt|d|"
+    r"manifest\.ocdbt|ocdbt\.process_\d+"
+)
 _BELOW = ("", MODEL, "default")  # Orbax calls the only item of a step "default"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -118,13 +123,23 @@ def as_folder(path: str | os.PathLike[str]) -> Any:
 
 
 def beside(folder: Any, what: str) -> Any:
-    """An unused path next to a checkpoint."""
+    """A path of this library's own, next to a checkpoint."""
     return folder.parent / f".{folder.name}.nnx_sharding-{what}"
 
 
-def holds_checkpoint(folder: Any) -> bool:
-    """Whether a folder looks like a checkpoint, complete or not."""
+def is_checkpoint(folder: Any) -> bool:
+    """Whether a folder itself is a checkpoint, not one of its subfolders."""
+    return bool((folder / _NAMES_FILE).exists())
+
+
+def _holds_checkpoint(folder: Any) -> bool:
+    """Whether a folder is a checkpoint or a step of several."""
     return any((folder / below / _NAMES_FILE).exists() for below in _BELOW)
+
+
+def foreign_entries(folder: Any) -> list[str]:
+    """The entries of a checkpoint's folder that Orbax did not write."""
+    return sorted(x.name for x in folder.iterdir() if not _OF_ORBAX.fullmatch(x.name))
 
 
 def first_line(error: BaseException) -> str:
@@ -147,7 +162,7 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
     for below in _BELOW:
         if (folder / below / _NAMES_FILE).exists():
             return folder / below
-    inside = sorted(child.name for child in folder.glob("*") if holds_checkpoint(child))
+    inside = sorted(child.name for child in folder.glob("*") if _holds_checkpoint(child))
     if inside:
         paths = ", ".join(str(folder / name) for name in inside)
         raise CheckpointError(f"{caller}: expected one checkpoint, got a folder of some: {paths}.")
