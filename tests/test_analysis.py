@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import tempfile
@@ -481,9 +482,19 @@ class RooflineTest(parameterized.TestCase):
         assert found == Roofline("own", 4.0, 1.0, 1.0, "compute", 40.0, traffic, {})
         assert (found.seconds, found.seconds_without_overlap) == (4.0, 6.0)
         assert roofline_of(Cost(1.0, 1e12, 0.0, "s"), sent, own).bound_by == "memory"
-        assert roofline_of(None, sent, own).bound_by == "interconnect"
-        assert roofline_of(None, sent, own).compute_s is None
+        assert roofline_of(None, sent, own).interconnect_s == 1.0
         assert "bound by compute; 6.00 s without overlap" in str(found)
+
+    def test_a_time_needs_all_its_figures(self):
+        own = Device("own", 1e12, 2**30, 1e11, 1e10)
+        hlo = "%p = u8[10]{0} collective-permute(%x), source_target_pairs={{0,1}}"
+        costs = [None, *(Cost(f, b, 0.0, "s") for f in (None, 1.0) for b in (None, 1.0))]
+        for cost, sent in itertools.product(costs, (None, collectives_of(hlo))):
+            found = roofline_of(cost, sent, own)
+            is_known = cost == Cost(1.0, 1.0, 0.0, "s") and sent is not None
+            times = found.seconds, found.seconds_without_overlap, found.bound_by
+            assert [time is not None for time in times] == [is_known] * 3
+            assert ("bound by –" in str(found)) != is_known  # noqa: RUF001
 
     def test_of_a_program(self):
         result = compiled(jnp.matmul, abstract(64, 32), abstract(32, 48))

@@ -294,9 +294,17 @@ class CommandTest(parameterized.TestCase):
         assert (code, error) == (0, "")  # a device has less to do
         code, _, error = self.run_command("diff", after, before, "--fail-above", "5")
         assert code == 1
-        assert error.startswith("diff: these grew by more than 5.0%:\n  arguments: ")
+        assert error.startswith(
+            "diff: these grew by more than 5.0%, or are unknown:\n  arguments: "
+        )
         code, _, error = self.run_command("diff", after, before, "--fail-above", "900%")
         assert (code, error) == (0, "")
+        report = json.loads(Path(before).read_text())
+        path = Path(before).with_name("unknown.json")
+        path.write_text(json.dumps(report | {"collectives": None}))
+        for old in (before, path):  # unknown before, too
+            code, _, error = self.run_command("diff", old, path, "--fail-above", "900%")
+            assert code == 1 and re.search("bytes_sent is unknown|bytes: .* → –", error)  # noqa: RUF001
 
     def test_diff_threshold_and_files(self):
         before, after = self.reports()

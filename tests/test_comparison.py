@@ -363,6 +363,20 @@ class DiffTest(parameterized.TestCase):
         assert "all-gather over data: number: 0 → " in text and "(from nothing)" in text
         assert json.loads(changes.to_json())["changes"][0]["kind"] == changes[0].kind
 
+    def test_figures_that_become_unknown(self):
+        before = planned().reports["fsdp"].with_roofline("TPU v5e")
+        cost = dataclasses.replace(before.cost, executed=None)
+        for lost in ({"collectives": None}, {"cost": cost}, {"memory": None}):
+            after = dataclasses.replace(before, **lost).with_roofline("TPU v5e")
+            grown = diff(before, after).grown(10)
+            assert grown and all(change.after is None for change in grown)
+            assert "→ –" in str(grown[0])  # noqa: RUF001
+            assert not diff(after, before).grown(10)
+            best = Comparison({"unknown": after, "known": before}).best("roofline")
+            assert best == ("unknown" if "memory" in lost else "known")
+        failed = diff(Comparison({"a": before}), Comparison({"a": Failure("E: e")}))
+        assert [change.name for change in failed.grown(10)] == ["outcome"]
+
     def test_parameters_added_and_removed(self):
         report = planned().reports["dp"]
         less = dataclasses.replace(report, parameters=report.parameters[1:])

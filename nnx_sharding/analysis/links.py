@@ -83,12 +83,24 @@ def traffic_of(
     return tuple(rows)
 
 
-def interconnect_seconds(traffic: Iterable[Traffic], device: Device) -> float:
-    """The least time for all traffic: in sequence over the same links, else in parallel."""
+def all_known(figures: Iterable[float | None]) -> list[float] | None:
+    """The figures; None if one of them is unknown."""
+    listed = [*figures]
+    known = [figure for figure in listed if figure is not None]
+    return known if len(known) == len(listed) else None
+
+
+def interconnect_seconds(traffic: Iterable[Traffic], device: Device) -> float | None:
+    """The least time for all traffic: in sequence over the same links, else in parallel.
+
+    None if the time for some of it is unknown.
+    """
     times: defaultdict[str, float] = defaultdict(float)
     sent = 0
     for row in traffic:
-        times[row.links] += row.seconds or 0.0
+        if row.seconds is None:
+            return None
+        times[row.links] += row.seconds
         sent += row.bytes_sent if row.links not in (_CHIP, _network(device)) else 0
     return max(sent / device.interconnect_bandwidth, *times.values(), 0.0)
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from .collectives import Collectives
 from .cost import Cost
 from .hardware import Device, device
-from .links import Traffic, interconnect_seconds, traffic_of
+from .links import Traffic, all_known, interconnect_seconds, traffic_of
 from .meshes import MeshDescription
 from .units import UNKNOWN, printable, time_text
 
@@ -24,7 +24,8 @@ class Roofline:
     at their peak: the roofline model (Williams, Waterman and Patterson, 2009,
     https://doi.org/10.1145/1498765.1498785). Compilers partly overlap collectives with computation
     (``async-start`` and ``async-done`` in the program), so a device at its peak takes between
-    ``seconds`` and ``seconds_without_overlap``. A time is None if its figure is unknown.
+    ``seconds`` and ``seconds_without_overlap``. A time is None if a figure that it needs is
+    unknown.
 
     Attributes:
       device: the name of the device.
@@ -32,7 +33,7 @@ class Roofline:
       memory_s: seconds for the bytes that operations read and write.
       interconnect_s: seconds for the bytes that collectives send: one after another over the same
         links, in parallel over different ones.
-      bound_by: the resource with the largest time; None if none is known.
+      bound_by: the resource with the largest time; None unless all three are known.
       arithmetic_intensity: flops per byte of memory traffic.
       traffic: what collectives send over which links, and in what time.
       sources: the page that each figure of the device is from.
@@ -61,15 +62,17 @@ class Roofline:
         return {"compute": compute, "memory": memory, "interconnect": self.interconnect_s}
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> float | None:
         """The largest of the three times, as if all parts of the device worked simultaneously."""
-        return max(time or 0.0 for time in self.times.values())
+        known = all_known(self.times.values())
+        return None if known is None else max(known)
 
     @property
-    def seconds_without_overlap(self) -> float:
+    def seconds_without_overlap(self) -> float | None:
         """Computation, memory and the traffic over each of the links, one after another."""
-        over_links = sum(row.seconds or 0.0 for row in self.traffic)
-        return (self.compute_s or 0.0) + (self.memory_s or 0.0) + over_links
+        links = [row.seconds for row in self.traffic]
+        known = all_known([self.compute_s, self.memory_s, *links])
+        return None if known is None or self.interconnect_s is None else sum(known)
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
@@ -118,13 +121,14 @@ def roofline_of(
     interconnect = None if collectives is None else interconnect_seconds(traffic, peak)
     times: dict[Resource, float | None]
     times = {"compute": compute, "memory": memory, "interconnect": interconnect}
-    known = [(name, time) for name, time in times.items() if time is not None]
+    known = all_known(times.values())
+    bound = None if known is None else [*times][known.index(max(known))]
     return Roofline(
         device=peak.name,
         compute_s=compute,
         memory_s=memory,
         interconnect_s=interconnect,
-        bound_by=max(known, key=lambda pair: pair[1])[0] if known else None,
+        bound_by=bound,
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         sources=peak.sources,

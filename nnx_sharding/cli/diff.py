@@ -20,8 +20,8 @@ For example, as a check of a pull request:
   python -m nnx_sharding inspect plan.py:step --mesh data=64 --json after.json
   python -m nnx_sharding diff before.json after.json --fail-above 5%
 
-exit code: 0 if nothing changed; 1 if something did, or with --fail-above if figures grew by more;
-2 if a file cannot be read or the command line is wrong"""
+exit code: 0 if nothing changed; 1 if something did, or with --fail-above if figures grew by more
+or are unknown; 2 if a file cannot be read or the command line is wrong"""
 
 
 def add_commands(subparsers: Any) -> None:
@@ -35,7 +35,9 @@ def add_commands(subparsers: Any) -> None:
     add("after", metavar="AFTER.json", help="the one after, of the same kind")
     threshold = "leave out figures that changed by no more than this, up or down (default: 0%%)"
     add("--threshold", type=percentage, default=0.0, metavar="PERCENT", help=threshold)
-    fail_above = "fail only if memory, cost, roofline or collectives grew by more than this"
+    fail_above = (
+        "fail only if memory, cost, roofline or collectives grew by more than this or are unknown"
+    )
     add("--fail-above", type=percentage, metavar="PERCENT", help=fail_above)
     add_outputs(parser)
 
@@ -55,10 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
     write(arguments, changes, Comparison(side_by_side, getattr(before, "memory_limit", None)))
     if arguments.fail_above is None:
         return int(bool(changes))
-    grown = changes.grown(arguments.fail_above)
-    if grown:
-        say_error(f"diff: these grew by more than {arguments.fail_above:.1%}:")
-    for change in grown:
-        strategy = f"{change.strategy}: " if change.strategy else ""
-        say_error(f"  {strategy}{change}")
-    return int(bool(grown))
+    failures = [
+        f"{change.strategy}: {change}" if change.strategy else str(change)
+        for change in changes.grown(arguments.fail_above)
+    ]
+    failures += [
+        f"{name}: {column} is unknown" if name else f"{column} is unknown"
+        for name, figures in Comparison(by_strategy(after)).figures.items()
+        for column in ("peak", "bytes_sent", "flops")
+        if figures[column] is None and not any(one.is_lost for one in changes)
+    ]
+    if failures:
+        say_error(f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:")
+    for failure in failures:
+        say_error(f"  {failure}")
+    return int(bool(failures))

@@ -11,7 +11,7 @@ from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow
 from ..analysis.tables import Pictured, text
-from ..analysis.units import bytes_text, count_text, printable, time_text
+from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_text
 from .comparison import Comparison, Failure, Source, load
 from .program import ProgramReport
 
@@ -46,14 +46,20 @@ class Change:
             return math.inf if self.after else 0.0
         return (self.after - self.before) / self.before
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a figure is not known any more, or a strategy does not compile any more."""
+        if self.name == "outcome":
+            return self.after != "compiled"
+        return isinstance(self.before, int | float) and self.after is None
+
     def __str__(self) -> str:
         figure = {"memory": bytes_text, "roofline": time_text}.get(self.kind, count_text)
         if self.kind == "collective" and self.name.endswith("bytes"):
             figure = bytes_text
-        before, after = (
-            figure(value) if isinstance(value, int | float) else value or "none"
-            for value in (self.before, self.after)
-        )
+        pair = self.before, self.after
+        missing = "none" if any(isinstance(value, str) for value in pair) else UNKNOWN
+        before, after = (figure(x) if isinstance(x, int | float) else x or missing for x in pair)
         part = self.relative
         by = "" if part is None else f" ({part:+.1%})" if math.isfinite(part) else " (from nothing)"
         return printable(f"{self.name}: {before} → {after}{by}")
@@ -80,7 +86,9 @@ class Changes(tuple[Change, ...], Pictured):
         return self
 
     def grown(self, threshold: float = 0.0) -> Changes:
-        """The figures that grew by more than a fraction of the one before.
+        """The figures that grew by more than a fraction of the one before, or became unknown.
+
+        So does the outcome of a strategy that does not compile any more.
 
         Args:
           threshold: the fraction, such as 0.05 for 5 %.
@@ -89,7 +97,7 @@ class Changes(tuple[Change, ...], Pictured):
           ValueError: it is negative or not a number.
         """
         _check_threshold(threshold)
-        grown = (one for one in self if one.relative is not None and one.relative > threshold)
+        grown = (one for one in self if one.is_lost or (one.relative or 0.0) > threshold)
         return Changes(grown, self.made_with)
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,9 +10,12 @@ const NOT_READ = "The compiled program is not understood.";
 const bytesSent = (collective) => (collective.bytes_sent ?? 0) * (collective.times ?? 1);
 const totalSent = ({ collectives }) => collectives && sum(collectives, bytesSent);
 
+/** A figure of several, unknown if one of them is. */
+const combined = (combine, parts) => (parts.every(isNumber) ? combine(parts) : null);
+
 const RESOURCES = ["compute", "memory", "interconnect"];
 const rooflineSeconds = ({ roofline }) =>
-  roofline && Math.max(...RESOURCES.map((kind) => roofline[`${kind}_s`] ?? 0));
+  roofline && combined((times) => Math.max(...times), RESOURCES.map((kind) => roofline[`${kind}_s`]));
 
 // The figures that matter most: key, label, format, and how they are read from a report.
 const FIGURES = [
@@ -89,8 +92,10 @@ function rooflineSection({ roofline, cost }) {
     return [label, roofline[`${kind}_s`], isBound && "strong"];
   });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
-  const { compute_s, memory_s, traffic, sources, device } = roofline;
-  const most = (compute_s ?? 0) + (memory_s ?? 0) + sum(traffic, (row) => row.seconds ?? 0);
+  const { compute_s, memory_s, interconnect_s, traffic, sources, device } = roofline;
+  const parts = [compute_s, memory_s, ...traffic.map((row) => row.seconds)];
+  const total = (times) => sum(times, (time) => time);
+  const most = isNumber(interconnect_s) ? combined(total, parts) : null;
   const overlap = note("Without overlap, one after another: ", time(most), ".");
   const own = cost.compiled?.optimal_seconds;
   const loops = ", with the bodies of loops counted once.";
