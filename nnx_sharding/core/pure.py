@@ -23,6 +23,7 @@ from .axis_types import Retyped, type_mesh
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
+from .interrupts import release
 from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
@@ -118,6 +119,8 @@ class Pure(NamedTuple):
             fields = CALLER.get()
             assert fields is not None
             caller = Caller(*fields)
+            if caller.plan is not None:
+                release()  # nothing has run yet, and tracing may take long
             forget = None
             if caller.observer is not None:
                 forget = caller.observer.traced(self, caller.fun, leaves, nested=caller.nested)
@@ -294,7 +297,7 @@ class Pure(NamedTuple):
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         changes = (tuple(values), tuple(metadata), tuple(nodes), tuple(statics))
         packed = map(OutputGroup, map(tuple, labels), outputs)
-        return (*packed, Outcome(structure, by_slot, *changes))
+        return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
 
     def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks that every donated array has an output of its type, which can reuse its buffer."""
