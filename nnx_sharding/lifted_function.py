@@ -48,7 +48,8 @@ class LiftedFunction(Generic[P, R]):
         self._implicit = implicit  # the number of leading parameters that positions skip
         self._origin: Self | None = None
         self._bound: tuple[Any, ...] = ()
-        self._parameters = Parameters(fun, roles, bound=implicit)
+        from_call = transform.counts_from_call
+        self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
         self._cache = cache_of(fun, TraceLog)
         self._plans = self._cache.plans((transform, roles, graph, updates, implicit), transform)
 

@@ -119,7 +119,7 @@ def make_plan(
         transform.input_specs(resolved.slots, leaves),
         resolved.on_indivisible,
     )
-    donated = _donated_slots(structure, signature, locations)
+    donated = _donated_slots(structure, signature, targets, locations)
     open_spec = transform.spec_of(None)
     object_specs = {
         slot: open_spec if specs[slot] is None else specs[slot]
@@ -212,9 +212,16 @@ def _batch_axes(
 
 
 def _donated_slots(
-    structure: Structure, signature: Signature, locations: Sequence[NamedLocation]
+    structure: Structure,
+    signature: Signature,
+    targets: Sequence[Target],
+    locations: Sequence[NamedLocation],
 ) -> frozenset[int]:
-    donated = {signature.names[i] for i in signature.donated} | signature.donated_keywords
+    are_donated = [i in signature.donated for i in signature.dynamic]
+    are_donated += [k in signature.donated_keywords for k in signature.dynamic_keywords]
+    donated = {
+        target.name for target, is_donated in zip(targets, are_donated, strict=True) if is_donated
+    }
     in_donated = (x.location.slots for x in locations if x.target.name in donated)
     return frozenset(slot for slots in in_donated for slot in slots) - structure.slots_of(RefEntry)
 

@@ -63,6 +63,7 @@ class Transform:
       takes_any: whether arguments need not be arrays.
       returns_any: whether results need not be arrays.
       returns_inputs: whether results may be objects of the arguments even without graph updates.
+      counts_from_call: whether negative positions count from the end of the call.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Transform:
     takes_any: ClassVar[bool] = False
     returns_any: ClassVar[bool] = False
     returns_inputs: ClassVar[bool] = False
+    counts_from_call: ClassVar[bool] = False
 
     @property
     def out_name(self) -> str:
