@@ -1,6 +1,5 @@
 """Positions and names of static and donated arguments mean what they mean in JAX."""
 
-import functools
 import inspect
 import itertools
 import random

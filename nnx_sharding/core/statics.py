@@ -159,6 +159,14 @@ _SHARED_TYPES = frozenset({str, int, bool, type(None)})
 _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
 
 
+def strict(value: Any) -> Any:
+    """A value that is equal only where Python's ``==`` and this rule agree; for options."""
+    if type(value) is tuple:
+        return tuple(map(strict, value))
+    static = Static.of(value)
+    return value if static.by_identity else static
+
+
 # By content
 
 
