@@ -214,7 +214,7 @@ def join_call(
 def _check_static(name: str, value: Any) -> None:
     try:
         hash(value)
-    except TypeError as error:
+    except Exception as error:
         refuse(Problem.STATIC_NOT_HASHABLE, [(name, value, error)])
     if _compat.is_graph_object(value) and jax.tree_util.tree_leaves(nnx.state(value)):
         refuse(Problem.STATIC_HOLDS_ARRAYS, [(name, value)])
