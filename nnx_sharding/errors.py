@@ -76,6 +76,11 @@ def see(error: E, anchor: str) -> E:
     return error
 
 
+def is_explained(error: BaseException) -> bool:
+    """Whether an error has such a note."""
+    return any(note.startswith("See docs/errors.md#") for note in getattr(error, "__notes__", ()))
+
+
 def report(
     category: type[ShardingWarning], message: str, *, strict: bool, anchor: str = ""
 ) -> None:

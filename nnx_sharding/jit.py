@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -34,6 +34,10 @@ R = TypeVar("R")
 class Jit(Transform):
     """What ``jit`` decides: the defaults, and the options that it passes to ``jax.jit``."""
 
+    untraced: ClassVar[frozenset[str]] = Transform.untraced | {
+        *("on_committed", "keep_unused", "device", "backend", "inline", "compiler_options")
+    }
+
     name: str = "jit"
     in_name: str = "in_shardings"
     keep_unused: bool = False
@@ -41,19 +45,6 @@ class Jit(Transform):
     backend: str | None = None
     inline: bool = False
     compiler_options: tuple[tuple[str, Any], ...] | None = None
-
-    @property
-    def trace_key(self) -> Hashable:
-        """The options on which a trace depends; JAX traces once for all others."""
-        return Jit(
-            out_specs=self.out_specs,
-            mesh=self.mesh,
-            context=self.context,
-            on_indivisible=self.on_indivisible,
-            strict=self.strict,
-            activation_shardings=self.activation_shardings,
-            auto_axes=self.auto_axes,
-        )
 
     def tracing(
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]

@@ -9,7 +9,7 @@ from typing import Any
 from . import _compat
 from .activations.record import Recorder
 from .activations.tracing import inherited
-from .core.call import run
+from .core.call import run, unmark_direct
 from .core.caller import Caller, called_by
 from .core.flatten import Flat
 from .core.outcome import Outcome
@@ -101,6 +101,7 @@ class Lifted(LiftedFunction[P, R]):
         return explained(plan, leaves, lambda *_: traced.lower())  # type: ignore[no-any-return]
 
     def _trace(self, plan: Plan, call: Call, flat: Flat, leaves: Sequence[Any]) -> Traced:
+        unmark_direct(plan.program.staged)
         with self._tracing(flat, plan):
             traced = explained(plan, leaves, plan.program.staged.trace)
         recorder = Recorder(self._fun, plan, flat, leaves)

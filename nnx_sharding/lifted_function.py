@@ -15,7 +15,7 @@ import jax
 from . import _compat
 from .core.cache import cache_of
 from .core.flatten import Flat, flatten
-from .core.plan import Plan, make_plan
+from .core.plan import Plan, make_plan, plan_key
 from .core.signature import Call, Parameters, Roles
 from .core.transform import Transform
 from .diagnostics.trace_log import TraceLog
@@ -48,9 +48,11 @@ class LiftedFunction(Generic[P, R]):
         self._implicit = implicit  # the number of leading parameters that positions skip
         self._origin: Self | None = None
         self._bound: tuple[Any, ...] = ()
-        self._parameters = Parameters(fun, roles, bound=implicit)
+        from_call = transform.counts_from_call
+        self._parameters = Parameters(fun, roles, bound=implicit, from_call=from_call)
         self._cache = cache_of(fun, TraceLog)
-        self._plans = self._cache.plans((transform, roles, graph, updates, implicit), transform)
+        options = (transform.options_key, roles, graph, updates, implicit)
+        self._plans = self._cache.plans(options, transform)
 
     def __get__(self, obj: Any, objtype: type | None = None) -> Any:
         if obj is None:
@@ -81,9 +83,8 @@ class LiftedFunction(Generic[P, R]):
 
     def _plan(self, call: Call, flat: Flat) -> tuple[Plan, bool]:
         """The plan for a call, and whether it is new."""
-        key = (call.signature, flat.structure, self._transform.key(flat.leaves))
         return self._plans.get_or_make(
-            key,
+            plan_key(self._transform, call, flat),
             lambda: make_plan(
                 self._fun,
                 self._transform,

@@ -61,7 +61,7 @@ def call_stage(
     else:
         _, flat = found
     try:
-        return run(plan, flat, stage)
+        return run(plan, flat, _compat.direct_form(stage))
     except (ValueError, TypeError) as error:
         if str(error).startswith("Argument types differ"):
             see(error, "compiled-for-other-types")

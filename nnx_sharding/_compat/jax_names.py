@@ -49,6 +49,7 @@ TYPE_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     NotImplementedError,
 )
+JittedFunction: Any = type(jax.jit(len))  # callable from C
 trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
 _trace_ctx: Any = private_name("jax._src.core", "trace_ctx")
 _trace_context: Any = private_name("jax._src.config", "trace_context")
@@ -189,6 +190,19 @@ def trace_constants() -> list[Any]:
     """The arrays that the current trace has captured, as far as JAX shows them."""
     trace = getattr(_trace_ctx, "trace", None)
     return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
+
+
+def direct_form(stage: Any) -> Any:
+    """The function in C that a compiled stage has after its first call; before, the stage."""
+    return getattr(stage, "_call", None) or stage
+
+
+def trace_has_effects() -> bool:
+    """Whether the current trace has side effects, as far as JAX shows them."""
+    trace = getattr(_trace_ctx, "trace", None)
+    equations = getattr(getattr(trace, "frame", None), "tracing_eqns", None)
+    # Those without effects may be held weakly.
+    return equations is None or any(getattr(equation, "effects", ()) for equation in equations)
 
 
 def varying_axes(x: Any) -> frozenset[Any]:

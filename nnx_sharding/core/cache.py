@@ -61,7 +61,7 @@ class FunctionCache:
         """The plans for one set of options."""
         try:
             plans = self._plans.setdefault(options, Plans(transform))
-        except TypeError:  # such as a filter that is a list
+        except Exception:  # such as a filter that is a list
             return Plans(transform)
         make_room(self._plans, MAX_OPTIONS)
         return plans

@@ -19,6 +19,7 @@ from .caller import CALLER, Observer
 from .fit import fit_specs
 from .flatten import Flat
 from .in_flight import is_bounded, wait_for_some
+from .interrupts import held, hold, release
 from .outcome import Outcome, OutputGroup
 from .plan import Plan, is_committed, known_variables
 from .problems import Problem, refuse
@@ -60,24 +61,82 @@ def run(
     if plan.placed_slots:
         leaves, placed = _place(plan, leaves)
     compiles = None if nested or fun is None else plan
-    token = CALLER.set((fun, flat.objects, observer, nested, compiles, leaves))
+    donates = plan.donated and not nested
+    results: list[Any] = []
     try:
-        *groups, outcome = execute(*leaves)
-    except Exception as error:
-        problems.failed(plan, leaves, error)
+        if donates and not getattr(execute, _DIRECT, False):
+            hold()
+        token = CALLER.set((fun, flat.objects, observer, nested, compiles, leaves))
+        try:
+            if donates:
+                # In C, so that no signal comes between the program and the storing of its results.
+                results.extend(itertools.starmap(execute, (leaves,)))
+                *groups, outcome = results[0]
+            else:
+                *groups, outcome = execute(*leaves)
+        except Exception as error:
+            if not results:
+                problems.failed(plan, leaves, error)
+            raise
+        finally:
+            CALLER.reset(token)
+        update = outcome.update
+        if update and flat.updatable and not placed:
+            output = update.output(flat.objects, leaves, groups)
+            update.apply(flat.objects, groups)
+        else:
+            output = _finish(plan, flat, leaves, groups, outcome, placed, results.clear)
+        if held:
+            _mark_direct(execute, groups, outcome)
+    except BaseException:
+        if results and donates:  # a signal, after the donated arrays were consumed
+            hold()
+            *groups, outcome = results[0]
+            _finish(plan, flat, leaves, groups, outcome, placed, results.clear)
         raise
     finally:
-        CALLER.reset(token)
+        if held:
+            release()
     if is_bounded() and not nested:
         wait_for_some(groups)
+    return output
+
+
+def _finish(
+    plan: Plan,
+    flat: Flat,
+    leaves: Sequence[Any],
+    groups: Sequence[OutputGroup],
+    outcome: Outcome,
+    placed: Sequence[int],
+    done: Callable[[], None],
+) -> Any:
+    """Updates the caller's objects, and returns the output; may be repeated if interrupted."""
     update = outcome.update
     if update is None:
         update = outcome.update = _Update.of(outcome, len(flat.objects))
     if not update or placed or not flat.updatable:
-        return _write_back(plan, flat, leaves, groups, outcome, placed)
+        return _write_back(plan, flat, leaves, groups, outcome, placed, done)
     output = update.output(flat.objects, leaves, groups)
     update.apply(flat.objects, groups)
     return output
+
+
+# The attribute of a function of JAX that runs no Python code before its results are stored.
+_DIRECT = "nnx_sharding_is_direct"
+
+
+def _mark_direct(execute: Any, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
+    """Marks a function that JAX will call without Python code, as its first call has shown."""
+    arrays = (array for group in groups for array in group.arrays)
+    is_array = (type(x) is _compat.ArrayImpl for x in arrays)
+    if type(execute) is _compat.JittedFunction and not outcome.has_effects and all(is_array):
+        setattr(execute, _DIRECT, True)
+
+
+def unmark_direct(execute: Any) -> None:
+    """Forgets this, where JAX may have a program for arrays that it has not been called with."""
+    vars(execute).pop(_DIRECT, None)
 
 
 _get_sharding = operator.attrgetter("sharding")
@@ -191,14 +250,14 @@ class _Update:
         self, objects: Sequence[Any], leaves: Sequence[Any], groups: Sequence[OutputGroup]
     ) -> Any:
         """What the function returned."""
-        arrays = [leaves[i] if g < 0 else groups[g].arrays[i] for g, i in self._root_sources]
+        arrays = [leaves[i] if g < 0 else groups[g].args[1][i] for g, i in self._root_sources]
         return (
             arrays[0] if self._root is LEAF else graph.assemble(self._root, iter(arrays), objects)
         )
 
     def apply(self, objects: Sequence[Any], groups: Sequence[OutputGroup]) -> None:
         """Sets the Variables, in one step that a signal cannot split."""
-        new = [pick(groups[group].arrays) for group, pick in self._arrays]
+        new = [pick(groups[group].args[1]) for group, pick in self._arrays]
         arrays = new[0] if len(new) == 1 else itertools.chain.from_iterable(new)
         deque(map(_compat.set_value, self._variables(objects), arrays), maxlen=0)
 
@@ -210,10 +269,12 @@ def _write_back(
     groups: Sequence[OutputGroup],
     outcome: Outcome,
     placed: Sequence[int],
+    done: Callable[[], None],
 ) -> Any:
     """Updates the caller's objects to their state after the call, and returns the output.
 
-    All new objects are made, and all checks done, before the first old one is changed.
+    All new objects are made, and all checks done, before the first old one is changed. ``done`` is
+    called in the same step.
     """
     objects = flat.objects
     if not flat.updatable:
@@ -226,7 +287,7 @@ def _write_back(
     operations += graph.update(
         after, arrays, built.objects, values, outcome.metadata, outcome.nodes, outcome.statics
     )
-    graph.perform(operations)
+    graph.perform([*operations, (done,)])
     return built.root
 
 

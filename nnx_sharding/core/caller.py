@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .. import _compat
+from .interrupts import hold
 
 
 class Observer(Protocol):
@@ -93,6 +94,8 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
         if _LOGGER.isEnabledFor(logging.INFO):
             _LOGGER.info("%s", _described(plan, caller.leaves))
         plan.reported.clear()
+        if plan.donated and caller.fun is not None:
+            hold()  # the program runs next
         if caller.observer is not None:
             caller.observer.compiled(plan, caller.leaves)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +13,28 @@ from .structure import Structure
 from .unflatten import NodeChange
 
 
-class OutputGroup:
+class OutputGroup(Exception):
     """Outputs with one spec, each with the name under which JAX's messages and HLO show it.
 
     JAX needs the shardings of outputs before it traces, when their number is not yet known.
     But their specs are known, those that the user wrote, so there is a group for each.
+
+    JAX makes groups of what a program returns. No Python code may run there, since a signal would
+    interrupt it, and lose arrays that replace donated ones. Only the constructor of an exception
+    takes any arguments and is written in C.
     """
 
-    __slots__ = ("arrays", "names")
+    args: tuple[tuple[str, ...], Any]
 
-    def __init__(self, names: tuple[str, ...], arrays: Any):
-        self.names = names
-        self.arrays = arrays
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each array."""
+        return self.args[0]
+
+    @property
+    def arrays(self) -> Any:
+        """The arrays."""
+        return self.args[1]
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -32,12 +43,11 @@ jax.tree_util.register_pytree_with_keys(
         tuple(zip(map(jax.tree_util.GetAttrKey, group.names), group.arrays, strict=True)),
         group.names,
     ),
-    OutputGroup,  # runs at every call: a wrapper would double its cost
+    OutputGroup,
     lambda group: (group.arrays, group.names),
 )
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Outcome:
     """The static part of what a call did.
@@ -51,6 +61,7 @@ class Outcome:
       metadata: indices of input Variables whose metadata or kind of value changed.
       nodes: the attributes of input modules that changed.
       statics: indices of static objects of the inputs that were changed in place.
+      has_effects: whether the program has side effects, such as callbacks.
       update: what to write back, set by ``call.run`` at the first call from all of this.
     """
 
@@ -60,9 +71,17 @@ class Outcome:
     metadata: tuple[int, ...]
     nodes: tuple[NodeChange, ...]
     statics: tuple[int, ...]
+    has_effects: bool = False
     update: Any = dataclasses.field(default=None, compare=False)
 
     def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:
         """The arrays of ``structure``, from the inputs and outputs."""
         outputs = [group.arrays for group in groups]
         return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
+
+
+jax.tree_util.register_pytree_node(
+    Outcome,
+    lambda outcome: ((), outcome),
+    functools.partial(max, key=bool),  # of the outcome and (), without any Python code
+)

@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from .. import _compat
-from ..fitting import axes_of, axes_of_type, is_equivalent, spec_and_mesh
+from ..fitting import axes_of_type, is_equivalent
 from .fit import check_arrays, check_mesh, fit_specs, shape_of
 from .flatten import Flat
 from .problems import Problem
-from .pure import Pure
+from .pure import Pure, first_axes
 from .resolve import NamedLocation, locate, resolve, slot_names
 from .signature import Call, Parameters, Signature, align_specs
 from .specs import Target, argument_targets
@@ -119,13 +119,14 @@ def make_plan(
         transform.input_specs(resolved.slots, leaves),
         resolved.on_indivisible,
     )
-    donated = _donated_slots(structure, signature, locations)
+    donated = _donated_slots(structure, signature, targets, locations)
     open_spec = transform.spec_of(None)
     object_specs = {
         slot: open_spec if specs[slot] is None else specs[slot]
         for slots in structure.slots
         for slot in slots
     }
+    batch = structure.root_slots if _has_activations(transform, targets) else ()
     pure = Pure(
         transform=transform,
         signature=signature._replace(donated=frozenset(), donated_keywords=frozenset()),
@@ -146,7 +147,8 @@ def make_plan(
             if isinstance(sharding := specs[slot], NamedSharding)
             and axes_of_type(sharding.mesh, AxisType.Explicit)
         ),
-        batch_axes=_batch_axes(transform, targets, structure, specs, leaves),
+        batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
+        batch_slots=tuple(slot for slot in batch if not specs[slot]),
     )
     function = traced.get(pure.key)
     if function is None:
@@ -178,6 +180,16 @@ def make_plan(
     )
 
 
+def plan_key(transform: Transform, call: Call, flat: Flat) -> Hashable:
+    """All of a call on which its plan depends."""
+    structure, leaves = flat.structure, flat.leaves
+    # Only arrays of JAX that are attributes of modules are placed.
+    others = {s for s, x in enumerate(leaves) if type(x) is not _compat.ArrayImpl}
+    others = others and others.intersection(structure.slots_of(NodeEntry))
+    others = {s for s in others if not isinstance(leaves[s], jax.Array | jax.ShapeDtypeStruct)}
+    return call.signature, structure, transform.key(leaves), frozenset(others)
+
+
 def _attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[int, Any]]:
     """The slots of JAX arrays that are attributes of modules, each with its module and name."""
     return {
@@ -190,31 +202,23 @@ def _attributes(structure: Structure, leaves: Sequence[Any]) -> dict[int, tuple[
     }
 
 
-def _batch_axes(
-    transform: Transform,
-    targets: Sequence[Target],
-    structure: Structure,
-    specs: Sequence[Any],
-    leaves: Sequence[Any],
-) -> frozenset[Any]:
-    """The axes over which the first dimension of arrays outside of objects is sharded."""
+def _has_activations(transform: Transform, targets: Sequence[Target]) -> bool:
     written = [part.spec for target in targets for part in target.parts]
-    has_activations = any(getattr(spec, "activations", None) is not None for spec in written)
-    if transform.activation_shardings is None and not has_activations:
-        return frozenset()
-    shardings = [
-        specs[slot] or getattr(jax.typeof(leaves[slot]), "sharding", None)
-        for slot in structure.root_slots
-    ]
-    pairs = (spec_and_mesh(sharding, transform.context) for sharding in shardings)
-    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
-    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
+    has_own = any(getattr(spec, "activations", None) is not None for spec in written)
+    return has_own or transform.activation_shardings is not None
 
 
 def _donated_slots(
-    structure: Structure, signature: Signature, locations: Sequence[NamedLocation]
+    structure: Structure,
+    signature: Signature,
+    targets: Sequence[Target],
+    locations: Sequence[NamedLocation],
 ) -> frozenset[int]:
-    donated = {signature.names[i] for i in signature.donated} | signature.donated_keywords
+    are_donated = [i in signature.donated for i in signature.dynamic]
+    are_donated += [k in signature.donated_keywords for k in signature.dynamic_keywords]
+    donated = {
+        target.name for target, is_donated in zip(targets, are_donated, strict=True) if is_donated
+    }
     in_donated = (x.location.slots for x in locations if x.target.name in donated)
     return frozenset(slot for slots in in_donated for slot in slots) - structure.slots_of(RefEntry)
 

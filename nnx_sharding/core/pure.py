@@ -10,19 +10,20 @@ keeps one for each trace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
 from .. import _compat
-from ..fitting import OnIndivisible, like, spec_and_mesh, variants
+from ..fitting import OnIndivisible, axes_of, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
 from .axis_types import Retyped, type_mesh
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
+from .interrupts import release
 from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
@@ -54,7 +55,8 @@ class Pure(NamedTuple):
       graph: whether shared references are kept (graph mode) or refused (tree mode).
       updates: whether changes of structure are written back.
       batch_axes: the mesh axes over which the first dimension of arrays outside of objects is
-        sharded, if activations are.
+        sharded, if activations are; in a trace also those in the types of arrays.
+      batch_slots: these arrays, without those whose sharding is declared.
       typed: the declared shardings on Explicit axes of arrays outside of objects, by slot. JAX
         omits them from the types of uncommitted arrays.
     """
@@ -73,6 +75,7 @@ class Pure(NamedTuple):
     graph: bool
     updates: bool
     batch_axes: frozenset[Any] = frozenset()
+    batch_slots: tuple[int, ...] = ()
     typed: tuple[tuple[int, NamedSharding], ...] = ()
 
     @property
@@ -90,6 +93,7 @@ class Pure(NamedTuple):
             self.graph,
             self.updates,
             self.batch_axes,
+            self.batch_slots,
             self.typed,
         )
 
@@ -118,6 +122,8 @@ class Pure(NamedTuple):
             fields = CALLER.get()
             assert fields is not None
             caller = Caller(*fields)
+            if caller.plan is not None:
+                release()  # nothing has run yet, and tracing may take long
             forget = None
             if caller.observer is not None:
                 forget = caller.observer.traced(self, caller.fun, leaves, nested=caller.nested)
@@ -156,7 +162,10 @@ class Pure(NamedTuple):
         fun, leaves = caller.fun, arrays.leaves
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
-        tracing = self.transform.tracing(self, caller, built, arrays.inside)
+        types = (getattr(jax.typeof(leaves[s]), "sharding", None) for s in self.batch_slots)
+        batch_axes = self.batch_axes | first_axes(types, self.transform.context)
+        pure = self._replace(batch_axes=batch_axes)
+        tracing = self.transform.tracing(pure, caller, built, arrays.inside)
         with arrays.context(), tracing as call:
             before_call = Snapshot(self.structure, built.objects)
             out = call(*args, **kwargs)
@@ -294,7 +303,7 @@ class Pure(NamedTuple):
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         changes = (tuple(values), tuple(metadata), tuple(nodes), tuple(statics))
         packed = map(OutputGroup, map(tuple, labels), outputs)
-        return (*packed, Outcome(structure, by_slot, *changes))
+        return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
 
     def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks that every donated array has an output of its type, which can reuse its buffer."""
@@ -332,6 +341,13 @@ class Pure(NamedTuple):
             and old not in self.donated
             and specs[slot] == self.object_specs[old]
         }
+
+
+def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:
+    """The axes of a mesh over which the first dimension is sharded by some of these."""
+    pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
+    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
+    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
 
 
 def _is_sharded(value: Any) -> bool:  # by type: isinstance loads the target of a lazy proxy

@@ -99,9 +99,13 @@ class Parameters:
       roles: which parameters are static or donated.
       bound: how many leading parameters are filled by a bound object; positions count
         without them.
+      from_call: whether negative positions count from the end of a call, as in
+        ``jax.checkpoint``, not from that of the signature.
     """
 
-    def __init__(self, fun: Callable[..., Any], roles: Roles, bound: int = 0):
+    def __init__(
+        self, fun: Callable[..., Any], roles: Roles, bound: int = 0, *, from_call: bool = False
+    ):
         self.bound = bound
         try:
             parameters = list(inspect.signature(fun).parameters.values())
@@ -116,28 +120,31 @@ class Parameters:
         self.keyword_only = named(kinds.KEYWORD_ONLY)
         self.var_positional = next(iter(named(kinds.VAR_POSITIONAL)), None)
         self.var_keyword = next(iter(named(kinds.VAR_KEYWORD)), None)
-        by_keyword = frozenset(named(kinds.POSITIONAL_OR_KEYWORD))
-        self.static = self._complete(roles.static_argnums, roles.static_argnames, by_keyword)
-        self.donated = self._complete(roles.donate_argnums, roles.donate_argnames, by_keyword)
+        self.by_keyword = frozenset(named(kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY))
+        # The names of the parameters that positions may name; None for others.
+        unbound = [p.name if p.kind is kinds.POSITIONAL_OR_KEYWORD else None for p in parameters]
+        self._unbound = unbound[bound:]
+        self._from_call = from_call or self.var_positional is not None
+        self.static = self._complete(roles.static_argnums, roles.static_argnames)
+        donated, names = self._complete(roles.donate_argnums, roles.donate_argnames)
+        self.donated = tuple(i for i in donated if i >= 0), names  # as in JAX, after *args
         self._signatures: dict[tuple[int, tuple[str, ...]], Signature] = {}
 
     def _complete(
-        self,
-        positions: tuple[int, ...] | None,
-        names: tuple[str, ...] | None,
-        by_keyword: frozenset[str],
+        self, positions: tuple[int, ...] | None, names: tuple[str, ...] | None
     ) -> tuple[tuple[int, ...], frozenset[str]]:
         """Positions and names of a role, each completed by the other."""
-        unbound = self.positional[self.bound :]
         if positions is None and names is not None:
-            positions = tuple(
-                i for i, name in enumerate(unbound) if name in names and name in by_keyword
-            )
+            positions = tuple(i for i, name in enumerate(self._unbound) if name in names)
         elif names is None and positions is not None:
-            wanted = {i if i >= 0 else i + len(unbound) for i in positions}
+            # As in JAX, negative ones count all parameters here, and below only positional ones.
+            pairs = enumerate(self._unbound)
             names = tuple(
-                name for i, name in enumerate(unbound) if i in wanted and name in by_keyword
+                name for i, name in pairs if name and {i, i - len(self._unbound)} & {*positions}
             )
+        count = len(self.positional) - self.bound
+        if not self._from_call and count:
+            positions = tuple(i % count if i < 0 else i for i in positions or ())
         return positions or (), frozenset(names or ())
 
     def signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
@@ -154,7 +161,7 @@ class Parameters:
         beyond = max(0, num_positional - len(self.positional))
 
         def positions(declared: tuple[int, ...], option: str) -> frozenset[int]:
-            # As in JAX: what is beyond the call was not passed; negative ones count from the end.
+            # As in JAX: what is beyond the call was not passed.
             if any(i + count < 0 for i in declared):
                 refuse(Problem.POSITION_OUT_OF_RANGE, [(option, declared, count)])
             inside = (i if i >= 0 else i + count for i in declared)
@@ -207,7 +214,7 @@ def join_call(
 def _check_static(name: str, value: Any) -> None:
     try:
         hash(value)
-    except TypeError as error:
+    except Exception as error:
         refuse(Problem.STATIC_NOT_HASHABLE, [(name, value, error)])
     if _compat.is_graph_object(value) and jax.tree_util.tree_leaves(nnx.state(value)):
         refuse(Problem.STATIC_HOLDS_ARRAYS, [(name, value)])
@@ -253,7 +260,11 @@ def align_specs(
         bound, statics = parameters.bound, [names[i] for i in sorted(static) if i < len(names)]
         offender = (names[bound:], statics, missing, len(specs) - bound)
         refuse(Problem.WRONG_NUMBER_OF_SPECS, [offender], name=option)
-    by_name = {name: by_position.get(i, default) for i, name in enumerate(parameters.positional)}
+    by_name = {
+        name: by_position.get(i, default)
+        for i, name in enumerate(parameters.positional)
+        if name in parameters.by_keyword
+    }
     return (
         tuple(by_position[i] for i in signature.dynamic),
         {k: by_name.get(k, default) for k in signature.dynamic_keywords},
@@ -272,10 +283,11 @@ def _specs_by_name(
         refuse(Problem.UNKNOWN_PARAMETER, offenders, name=option)
 
     def spec_of(name: str, position: int | None) -> Any:
-        if name in specs:
-            return specs[name]
-        if name in named:
-            return default
+        if position is not None or name in parameters.by_keyword or name not in named:
+            if name in specs:
+                return specs[name]
+            if name in named:
+                return default
         if position is None:
             others = specs.get(parameters.var_keyword or "", default)
             return others.get(name, default) if isinstance(others, Mapping) else others
@@ -289,6 +301,5 @@ def _specs_by_name(
 def _static_parameters(parameters: Parameters, signature: Signature) -> frozenset[int]:
     """Positions in the signature that are static, including those that this call left out."""
     by_name = {i for i, n in enumerate(parameters.positional) if n in signature.static_keywords}
-    count = len(parameters.positional) - parameters.bound
-    declared = {i if i >= 0 else i + count for i in parameters.static[0]}
-    return signature.static | by_name | {i + parameters.bound for i in declared}
+    declared = {i + parameters.bound for i in parameters.static[0] if i >= 0}
+    return signature.static | by_name | declared

@@ -206,9 +206,11 @@ def argument_targets(
     keywords = sorted(tree[1])
     values = [*tree[0], *(tree[1][k] for k in keywords)]
     prefixes = [*specs[0], *(specs[1][k] for k in keywords)]
+    # ``**kwargs`` may have the name of a positional-only parameter.
+    labels = [*names, *(f"kwargs[{k!r}]" if k in names else k for k in keywords)]
     return [
         target(name, prefix, value, _take(value, children), caller)
-        for name, prefix, value in zip([*names, *keywords], prefixes, values, strict=True)
+        for name, prefix, value in zip(labels, prefixes, values, strict=True)
     ]
 
 

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import pathlib
 import types
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -40,7 +41,10 @@ from .static_forms import SCALARS, Kind, has_hidden_state, has_state, is_builtin
 # By value
 
 _PLAIN_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
-_PLAIN_BASES = (np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec, PyTreeDef)
+_PLAIN_BASES = (
+    *(np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec, PyTreeDef),
+    pathlib.PurePath,  # its slots are caches
+)
 _IDENTITY_TYPES = (
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(jax.jit(len))),
     *(jax.custom_jvp, jax.custom_vjp, jax.core.Tracer, np.ufunc, weakref.ref),
@@ -87,8 +91,8 @@ def _rarer_key(kind: type, value: Any) -> Hashable | None:
     if fields is not None:
         is_frozen = hasattr(kind, "__dataclass_params__") and kind.__dataclass_params__.frozen
         return _key_of_all(kind, [getattr(value, f, ...) for f in fields]) if is_frozen else None
-    if _has_eq(kind) and not is_builtin(kind) and not kind.__dictoffset__:
-        with contextlib.suppress(TypeError):  # no hash
+    if _has_eq(kind) and not is_builtin(kind) and not has_state(kind):
+        with contextlib.suppress(Exception):  # no hash
             hash(value)
             return kind, value
     return None
@@ -157,6 +161,14 @@ class Static:
 
 _SHARED_TYPES = frozenset({str, int, bool, type(None)})
 _shared = functools.lru_cache(maxsize=4096, typed=True)(Static)
+
+
+def strict(value: Any) -> Any:
+    """A value that is equal only where Python's ``==`` and this rule agree; for options."""
+    if type(value) is tuple:
+        return tuple(map(strict, value))
+    static = Static.of(value)
+    return value if static.by_identity else static
 
 
 # By content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
@@ -18,6 +18,7 @@ from .caller import Caller
 from .problems import Problem, refuse
 from .signature import Call, Parameters, Signature, sort_call
 from .specs import Specs
+from .statics import strict
 
 # What is done with arrays that are committed to a sharding other than declared: raise an error,
 # reshard them on the same devices, move them from any devices, or keep their own sharding.
@@ -63,6 +64,8 @@ class Transform:
       takes_any: whether arguments need not be arrays.
       returns_any: whether results need not be arrays.
       returns_inputs: whether results may be objects of the arguments even without graph updates.
+      untraced: the options on which no trace depends.
+      counts_from_call: whether negative positions count from the end of the call.
     """
 
     name: str
@@ -83,6 +86,8 @@ class Transform:
     takes_any: ClassVar[bool] = False
     returns_any: ClassVar[bool] = False
     returns_inputs: ClassVar[bool] = False
+    counts_from_call: ClassVar[bool] = False
+    untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
 
     @property
     def out_name(self) -> str:
@@ -146,9 +151,18 @@ class Transform:
         return dataclasses.replace(self, mesh=given, context=mesh)
 
     @property
+    def options_key(self) -> Hashable:
+        """All options, which are compared as strictly as static arguments."""
+        return self._key_without(())
+
+    @property
     def trace_key(self) -> Hashable:
-        """All options on which a trace depends."""
-        return dataclasses.replace(self, in_specs=NO_SPECS)
+        """All options on which a trace depends; JAX traces once for all others."""
+        return self._key_without(self.untraced)
+
+    def _key_without(self, names: Collection[str]) -> Hashable:
+        fields = (field.name for field in dataclasses.fields(self))
+        return type(self), *(strict(getattr(self, name)) for name in fields if name not in names)
 
     def spec_of(self, spec: Any) -> Any:
         """The final, hashable form of a spec that the user wrote."""

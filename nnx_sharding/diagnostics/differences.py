@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -147,7 +148,8 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     while stack:  # not recursive, because models may be nested deeply
         label, child = stack.pop()
         if isinstance(child, Static):
-            child.note = notes = child.note or _facts_of_value(child.value)
+            text = _show_safely if child.by_identity else show
+            child.note = notes = child.note or _facts_of_value(child.value, text)
             facts |= {label + suffix: fact for suffix, fact in notes.items()}
             kind = facts[label].by_identity if child.by_identity else ""
             facts[label] = facts[label]._replace(rest=_identity(child), by_identity=kind)
@@ -241,10 +243,26 @@ def note_identities(structure: Structure) -> None:
     """Stores the text for static objects that may no longer exist when a message is made."""
     for static in structure.identities():
         if static.note is None:
-            static.note = _facts_of_value(static.value)
+            static.note = _facts_of_value(static.value, _show_safely)
 
 
-def _facts_of_value(value: Any) -> dict[str, Fact]:
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NAMED = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, np.ufunc),
+    *(jax.custom_jvp, jax.custom_vjp, _compat.JittedFunction),
+)
+
+
+def _show_safely(value: Any) -> str:
+    """The same without a call of the user's ``__repr__``, since every trace needs it."""
+    kind = type(value)
+    if kind in _PLAIN or issubclass(kind, (*_NAMED, Mesh, AbstractMesh)):
+        return show(value)
+    size = f" of {len(value)}" if kind in _BRACKETS else ""
+    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {kind.__name__}{size}"
+
+
+def _facts_of_value(value: Any, show: Callable[[Any], str]) -> dict[str, Fact]:
     """A static value and its parts, by the accessor of each part."""
     facts: dict[str, Fact] = {}
     stack = [("", value)]
@@ -275,7 +293,7 @@ def _parts_of_value(value: Any) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         return {f"[{index}]": part for index, part in enumerate(value)}
     if isinstance(value, dict):
-        return {f"[{show(key)}]": part for key, part in value.items()}
+        return {f"[{_show_safely(key)}]": part for key, part in value.items()}
     if isinstance(value, functools.partial):
         return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
     if isinstance(value, types.MethodType):

@@ -6,9 +6,11 @@ error that names them; otherwise JAX's error is kept, with a note if there is mo
 
 from __future__ import annotations
 
+import functools
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -20,14 +22,34 @@ from ..core.fit import fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
-from ..errors import DonatedError, NoMeshError, raise_listed, see, shortened
+from ..errors import DonatedError, NoMeshError, is_explained, raise_listed, see, shortened
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..paths import accessor
 from .captured import captured_shards, captured_values
 
+F = TypeVar("F", bound=Callable[..., None])
+
+_LOGGER = logging.getLogger("nnx_sharding")
+
 MAX_NAMES = 5  # of the arrays on one set of devices
 
 
+def _only_explains(function: F) -> F:
+    """A function that explains an error, whose own failures do not replace that error."""
+
+    @functools.wraps(function)
+    def explain(*args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as found:
+            if is_explained(found):
+                raise
+            _LOGGER.warning("The following error cannot be explained:", exc_info=True)
+
+    return cast(F, explain)
+
+
+@_only_explains
 def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     """Raises an error that says what is wrong with the arguments, if they show it.
 
@@ -222,6 +244,7 @@ def _other_shardings(
             yield plan.names[slot], leaf.shape, leaf.sharding, declared
 
 
+@_only_explains
 def explain_shardings(
     plan: Plan, leaves: Sequence[Any], shardings: Sequence[Any], error: Exception
 ) -> None:

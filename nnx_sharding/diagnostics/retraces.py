@@ -287,7 +287,7 @@ def _transforms(old: Any, new: Any) -> Iterator[str]:
         for field in dataclasses.fields(new):
             before, after = getattr(old, field.name), getattr(new, field.name)
             changed: Any = dataclasses.replace(old, **{field.name: after})
-            if before != after and changed.trace_key != old.trace_key:
+            if changed.trace_key != old.trace_key:
                 is_jit = new.name == "jit" and field.name == "out_specs"
                 yield f"{'out_shardings' if is_jit else field.name}: {_both(before, after)}"
 

@@ -197,7 +197,8 @@ class ValueAndGrad(LiftedFunction[P, R]):
                 f"{name}: nothing to differentiate in {', '.join(empty)}. Give argnums the "
                 "position or name of another argument, or wrt a filter that matches its Variables."
             )
-        values = _values_by_name(call)
+        ordered = [*call.tree[0], *(call.tree[1][k] for k in sorted(call.tree[1]))]
+        values = dict(zip(targets, ordered, strict=True))
         return [_Wanted(targets[x], values[x], found) for x, found in locations.items()]
 
     def _name_of(self, which: int | str, call: Call) -> str:
@@ -233,11 +234,6 @@ def as_reduced(x: Any, axes: frozenset[Any]) -> Any:
         return x
     new = with_reduced(spec, spec.reduced | free)
     return jax.sharding.reshard(x, NamedSharding(mesh, new))
-
-
-def _values_by_name(call: Call) -> dict[str, Any]:
-    names = [call.signature.names[i] for i in call.signature.dynamic]
-    return {**dict(zip(names, call.tree[0], strict=True)), **call.tree[1]}
 
 
 def _check_dtypes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -119,6 +119,8 @@ _KEEPS: tuple[Keep, ...] = get_args(Keep)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remat(InnerTransform):
     """What ``remat`` decides: which values are kept for the backward pass."""
+
+    counts_from_call: ClassVar[bool] = True
 
     name: str = "remat"
     in_name: str = "policy"

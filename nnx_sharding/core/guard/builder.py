@@ -58,7 +58,7 @@ def make_guard(
         return None
     try:
         walk = walks.get(recipe) or walks.setdefault(recipe, Walk(recipe))
-    except TypeError:  # a treedef with data that cannot be hashed
+    except Exception:  # a treedef with data that cannot be hashed
         walk = Walk(recipe)
     guard = Guard.of(flat.structure, walk, pins)
     # The graph may have changed while the guard was built.
@@ -254,18 +254,18 @@ class _Builder:
 
     def _row(self, keys: tuple[Any, ...], content: dict[str, Any]) -> Row:
         """The row of the objects whose attributes or metadata have these keys in this order."""
-        key = (id(keys), *content)
+        key = (id(keys), *dict.keys(content))
         row = self._rows.get(key)
         if row is None:
             names = [str(key[0] if type(key) is tuple else key) for key in keys]
             if content.keys() != {*names}:
                 raise _NotGuardedError
-            row = self._rows[key] = Row([names.index(name) for name in content])
+            row = self._rows[key] = Row([names.index(name) for name in dict.keys(content)])
         return row
 
     def _slots_in_order(self, index: int, content: dict[str, Any]) -> list[Sequence[int]]:
         by_name = {str(key): slots for key, (_, slots) in parts(self._structure, index).items()}
-        return [by_name[name] for name in content]
+        return [by_name[name] for name in dict.keys(content)]
 
     def _add_static(self, position: int, value: Any, entry: StaticEntry | Group) -> None:
         if opened(value)[1] != (entry.kind, len(entry.children)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -17,6 +18,8 @@ from .recipe import Recipe
 from .record import Guard
 
 V = TypeVar("V")
+
+_LOGGER = logging.getLogger("nnx_sharding")
 
 # The number of remembered sets of arguments, and of guards for each: a model that is alternately
 # trained and evaluated has two.
@@ -80,7 +83,7 @@ class Guards:
         try:
             key = self._key(arguments, kwargs)
             record = self._records.get(key)
-        except TypeError:  # a class that cannot be hashed
+        except Exception:  # a class that cannot be hashed
             return None
         if record is not None:
             for entry in record.entries:
@@ -123,14 +126,18 @@ class Guards:
         try:
             key = self._key(arguments, kwargs)
             record = self._record(key)
-        except TypeError:
+        except Exception:
             return
         if not record.missed(is_new=is_new):
             return
         if len(self._walks) >= MAX_ARGUMENTS:
             self._walks.clear()
         shared = flat._replace(structure=plan.structure)  # equal, but there is only one
-        made = make_guard(call, shared, arguments, tuple(kwargs), self._walks)
+        try:
+            made = make_guard(call, shared, arguments, tuple(kwargs), self._walks)
+        except Exception:  # of the user's classes, or ours; the call needs no guard
+            _LOGGER.warning("%s is flattened at each call:", plan.fun_name, exc_info=True)
+            made = None
         if made is None:
             record.misses += 2 * MAX_GUARDS
             return

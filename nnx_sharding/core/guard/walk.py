@@ -49,7 +49,8 @@ MAPPINGS: dict[Kind, Callable[[Sequence[Any]], Sequence[Any]]] = {
 
 def _open_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
     mappings = get(items)
-    return [*map(tuple, mappings)], chain.from_iterable(map(dict.values, mappings))
+    names = map(tuple, map(dict.keys, mappings))  # an OrderedDict has another order of its own
+    return [*names], chain.from_iterable(map(dict.values, mappings))
 
 
 def _open_slots(get: Callable[[Any], Any], items: Sequence[Any]) -> _Opened:
@@ -181,7 +182,7 @@ class PythonWalk:
                     stream += parts
                 elif names is not None:
                     mappings = [*map(get, items)]
-                    if not all(map(operator.eq, map(list, mappings), names)):
+                    if not all(map(operator.eq, map(list, map(dict.keys, mappings)), names)):
                         return None
                     stream += chain.from_iterable(map(dict.values, mappings))
                 else:

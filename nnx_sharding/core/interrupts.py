@@ -1,0 +1,39 @@
+"""Defers signals between a program that consumes donated arrays and the write-back."""
+
+from __future__ import annotations
+
+import _signal  # a tenth of the time of the functions in `signal`, which make enum members
+import threading
+from typing import Any
+
+from .unflatten import perform
+
+_NUMBERS = (*_signal.valid_signals(),)
+
+# The handlers of deferred signals, and the signals that arrived. Only the main thread has any.
+held: dict[int, Any] = {}
+_arrived: list[int] = []
+
+
+def _note(number: int, _: Any) -> None:
+    _arrived.append(number)
+
+
+def hold() -> None:
+    """Defers all signals that have a handler in Python until :func:`release`."""
+    if held or threading.current_thread() is not threading.main_thread():
+        return
+    handlers = zip(_NUMBERS, map(_signal.getsignal, _NUMBERS), strict=True)
+    pairs = [(number, handler) for number, handler in handlers if callable(handler)]
+    perform([(held.update, pairs), *((_signal.signal, number, _note) for number, _ in pairs)])
+
+
+def release() -> None:
+    """Restores the handlers, and delivers the signals that arrived."""
+    if held and threading.current_thread() is threading.main_thread():
+        pairs = [pair for pair in held.items() if _signal.getsignal(pair[0]) is _note]
+        perform([*((_signal.signal, *pair) for pair in pairs), (held.clear,)])
+        arrived = [*dict.fromkeys(_arrived)]
+        _arrived.clear()
+        for number in arrived:
+            _signal.raise_signal(number)
