@@ -439,6 +439,24 @@ class AsFlaxTest(parameterized.TestCase):
             ours, theirs = (program(WithOptions(t, mode)) for t in (OURS, FLAX))
             assert_same(ours, theirs)
 
+    @parameterized.parameters(-3, -2, -1, 0, 1, 2)
+    def test_names_of_axes(self, axis):
+        # Flax counts a negative axis in the names without the axis itself.
+        outer = axis + 4 if axis < 0 else axis
+        seen, ours = names_of_axes(OURS, axis, axis)
+        expected, theirs = names_of_axes(FLAX, axis % 3, outer)
+        assert seen == expected == {("in", "out")}
+        assert_same(ours, theirs, rtol=1e-5)
+
+    def test_names_of_scalars(self):
+        names = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}
+        make = lambda: node(scale=nnx.Param(jnp.ones(()), out_sharding=(), eager_sharding=False))
+        models = OURS.vmap(make, axis_size=3, **names)()
+        assert OURS.vmap(lambda m: m.scale[...] * 2, **names)(models).tolist() == [2, 2, 2]
+        assert models.scale.get_metadata()["out_sharding"] == ()
+        layers = nnx_sharding.stack([make(), make()])
+        assert layers[1].scale.get_metadata()["out_sharding"] == ()
+
     def test_arrays_of_modules_without_graph_updates(self):
         model = node(a=nnx.data(jnp.float32(2)), w=stat(1))
 
@@ -448,6 +466,27 @@ class AsFlaxTest(parameterized.TestCase):
 
         ys = OURS.scan(step, in_axes=(None, 0), out_axes=0, graph=False)(model, jnp.ones(3))
         assert (ys.tolist(), model.w[...]) == ([3, 5, 7], 7)
+
+
+def names_of_axes(t, axis, outer):
+    """Logical axes inside and outside of transforms that map kernels along an axis."""
+    one, two = ({"transform_metadata": {nnx.PARTITION_NAME: name}} for name in ("one", "two"))
+    axes, outer = (t.StateAxes({nnx.PathContains("kernel"): x, ...: 0}) for x in (axis, outer))
+    seen, models = [], blocks(t, linear, out_axes=axes, **one)
+
+    def step(x, m):
+        seen.append(m.kernel.get_metadata()["out_sharding"])
+        m.kernel[...] += x.mean()
+        m.other = node(kernel=nnx.Param(m.kernel[...], out_sharding=("a",), eager_sharding=False))
+        return m(x)
+
+    t.vmap(step, in_axes=(None, axes), **one)(X, models)
+    x = t.scan(step, in_axes=(t.Carry, axes), out_axes=t.Carry, **one)(X, models)
+    new = t.scan(lambda x: linear(nnx.Rngs(0)), in_axes=(0,), out_axes=axes, **one)(jnp.ones(3))
+    nested = t.vmap(
+        t.vmap(lambda x: linear(nnx.Rngs(0)), out_axes=axes, **one), out_axes=outer, **two
+    )(jnp.ones((5, 3)))
+    return set(seen), (x, [nnx.state(m) for m in (models, new, nested)])
 
 
 def array_results(t):

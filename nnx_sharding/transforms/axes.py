@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..axes import BROADCAST, CARRY, Axis
@@ -120,20 +121,18 @@ class Mapped(InnerTransform):
                 for index, (_, axis) in pure.known.items()
                 if axis is not None and axis.index is not None
             ]
-            for variable, index in mapped:
-                nnx.spmd.remove_axis(variable, index, settings)
+            change_names(nnx.spmd.remove_axis, mapped, settings)
 
             def named(*args: Any, **kwargs: Any) -> Any:
                 out = fun(*args, **kwargs)
-                for variable, index in self._new_variables(out, pure, built):
-                    nnx.spmd.add_axis(variable, index, settings)
+                new = self._new_variables(out, pure, built)
+                change_names(nnx.spmd.add_axis, new, settings)
                 return out
 
             try:
                 yield named
             finally:
-                for variable, index in mapped:
-                    nnx.spmd.add_axis(variable, index, settings)
+                change_names(nnx.spmd.add_axis, mapped, settings)
 
     def _new_variables(self, out: Any, pure: Any, built: Built) -> list[tuple[Any, int]]:
         """The Variables that the function made and returns or attached, each with its axis."""
@@ -150,6 +149,23 @@ class Mapped(InnerTransform):
             for index, (_, axis) in found.items()
             if index >= len(built.objects) and axis.index is not None
         ]
+
+
+def change_names(
+    change: Callable[..., Any], mapped: Iterable[tuple[Any, int]], settings: Mapping[Any, Any]
+) -> None:
+    """Adds or removes the names of axes in logical axes.
+
+    Args:
+      change: ``nnx.spmd.add_axis`` or ``remove_axis``, which count axes from the front.
+      mapped: Variables as they are without the axis, each with the axis.
+      settings: the metadata for the axis.
+    """
+    for variable, axis in mapped:
+        arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
+        # Flax adds no name to empty logical axes, but removes one.
+        if arrays and variable.get_metadata().get("out_sharding") != ():
+            change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
 
 
 def frozen_metadata(transform_metadata: Mapping[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:

@@ -18,7 +18,7 @@ from ..diagnostics.differences import differences
 from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, accessor
-from .axes import Carry, StateAxes
+from .axes import Carry, StateAxes, change_names
 from .loops import scan
 from .recompute import remat as remat_
 
@@ -128,8 +128,8 @@ class Stack(nnx.Module):
             return Stack(layers, length, self.shared, remat=self.remat, **options)
         number = range(self.length)[operator.index(index)]
         layer = self._map(lambda array: _sliced(array, number))
-        for variable in stacked_variables(layer, self.shared):
-            nnx.spmd.remove_axis(variable, 0, METADATA)
+        variables = stacked_variables(layer, self.shared)
+        change_names(nnx.spmd.remove_axis, ((x, 0) for x in variables), METADATA)
         return layer
 
     def __setitem__(self, index: int, layer: Any) -> None:
