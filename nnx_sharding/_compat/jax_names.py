@@ -191,6 +191,13 @@ def trace_constants() -> list[Any]:
     return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
 
 
+def varies_in_vmap(x: Any) -> bool:
+    """Whether a value may differ between the elements of the innermost ``vmap``."""
+    trace = getattr(_trace_ctx, "trace", None)
+    is_batched = getattr(x, "batch_dim", None) is not None
+    return is_batched and getattr(x, "_trace", None) is trace
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which a value inside ``shard_map`` is not known to be equal.
 

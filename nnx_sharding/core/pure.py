@@ -84,6 +84,7 @@ class Pure(NamedTuple):
             self.structure,
             self.targets,
             tuple(self.object_specs.items()),
+            tuple(spec for _, spec in self.known.values()),
             tuple(self.on_indivisible.items()),
             self.donated,
             self.must_be_used,
@@ -97,7 +98,7 @@ class Pure(NamedTuple):
         """The spec of each group of outputs: all specs that outputs can have."""
         transform = self.transform
         written = [part.spec for target in self.targets for part in target.parts]
-        specs = [transform.spec_of(None)]
+        specs = [transform.spec_of(None), *transform.own_specs]
         for rule in (*transform.out_specs.rules, *written):
             has_filters = isinstance(rule, StateSharding)
             action = (has_filters and rule.on_indivisible) or transform.on_indivisible
@@ -228,7 +229,11 @@ class Pure(NamedTuple):
             old_slots = self.structure.slots[index]
             for position, slot in enumerate(after.structure.slots[index]):
                 resolved.slots[slot] = resolved.variables[index][1]
-                if old_slots:
+                if not old_slots:
+                    spec, leaf = resolved.slots[slot], after.leaves[slot]
+                    spec = transform.first_spec(spec, self.structure, index, leaf)
+                    resolved.slots[slot] = spec
+                else:
                     old = old_slots[min(position, len(old_slots) - 1)]
                     before[slot] = shape_of(leaves[old])
                     if old in self.on_indivisible:

@@ -63,6 +63,7 @@ class Transform:
       takes_any: whether arguments need not be arrays.
       returns_any: whether results need not be arrays.
       returns_inputs: whether results may be objects of the arguments even without graph updates.
+      own_specs: specs that outputs may have besides those that the user wrote.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Transform:
     takes_any: ClassVar[bool] = False
     returns_any: ClassVar[bool] = False
     returns_inputs: ClassVar[bool] = False
+    own_specs: ClassVar[tuple[Any, ...]] = ()
 
     @property
     def out_name(self) -> str:
@@ -159,6 +161,10 @@ class Transform:
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         """The specs of all inputs, with those that the user left open."""
         return specs
+
+    def first_spec(self, spec: Any, structure: Any, index: int, leaf: Any) -> Any:
+        """The spec of an array that the function writes to a Variable that held none."""
+        return spec
 
     def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
         """The sharding that a Variable with this final spec gets and keeps."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .. import _compat
 from ..axes import BROADCAST, CARRY, Axis
 from ..core.caller import Caller
 from ..core.flatten import flatten
 from ..core.resolve import locate, resolve
 from ..core.specs import Specs, target
+from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Built
 from ..paths import accessor, path_key
 from ..state_sharding import StateSharding
@@ -98,6 +100,8 @@ class Mapped(InnerTransform):
       metadata: what to add, for Flax, to the metadata of Variables for a mapped axis.
     """
 
+    own_specs: ClassVar[tuple[Any, ...]] = (Axis(0),)
+
     in_name: str = "in_axes"
     metadata: tuple[tuple[Any, Any], ...] = ()
 
@@ -106,6 +110,15 @@ class Mapped(InnerTransform):
 
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:  # noqa: D102
         return [BROADCAST if spec is None else spec for spec in specs]
+
+    def first_spec(self, spec: Any, structure: Structure, index: int, leaf: Any) -> Any:
+        """What is captured in a module that is not mapped is stacked along the first dimension."""
+        is_mapped = spec is not None and spec.index is not None
+        return spec if is_mapped or index not in captures(structure) else self.captured(leaf)
+
+    def captured(self, leaf: Any) -> Axis:
+        """The axis of what is captured in a module that is not mapped."""
+        return Axis(0)
 
     @contextlib.contextmanager
     def tracing(  # noqa: D102
@@ -149,6 +162,19 @@ class Mapped(InnerTransform):
             for index, (_, axis) in found.items()
             if index >= len(built.objects) and axis.index is not None
         ]
+
+
+def captures(structure: Structure) -> set[int]:
+    """The Variables in which ``nnx.capture`` collects what is sown, and which hold nothing yet."""
+    found = {
+        index
+        for entry in structure.entries
+        if isinstance(entry, NodeEntry) and _compat.CAPTURES in entry.keys
+        for index in atoms([entry.children[entry.keys.index(_compat.CAPTURES)]])
+        if isinstance(index, int) and not structure.slots[index]
+    }
+    # A perturbation is an input too, and in a module that is not mapped the same for all.
+    return {i for i in found if not issubclass(structure.entries[i].type, nnx.Perturbation)}  # type: ignore[union-attr]
 
 
 def change_names(

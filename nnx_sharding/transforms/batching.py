@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from ..axes import CARRY
+from ..axes import BROADCAST, CARRY, Axis
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..lifted_function import lift
@@ -25,6 +25,9 @@ class _Vmap(Mapped):
     axis_name: Hashable = None
     axis_size: int | None = None
     spmd_axis_name: Hashable = None
+
+    def captured(self, leaf: Any) -> Axis:
+        return super().captured(leaf) if _compat.varies_in_vmap(leaf) else BROADCAST
 
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]

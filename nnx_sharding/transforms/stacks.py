@@ -180,7 +180,7 @@ def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return layer(x, *args, **kwargs)
 
 
-@functools.lru_cache(maxsize=256)  # so that JAX finds what it traced before
+@functools.lru_cache(maxsize=256, typed=True)  # so that JAX finds what it traced before
 def _loop_of_calls(axes: StateAxes, length: int, unroll: Any, policy: Any) -> Any:
     return _loop(_call, (axes, Carry, None, None), Carry, length, unroll, policy)
 

@@ -17,6 +17,7 @@ from ..core.static_arguments import PLAIN
 from ..core.statics import Static
 from ..core.structure import NodeEntry, RefEntry, VariableEntry
 from ..paths import accessor
+from .axes import captures
 
 
 class Loop:
@@ -64,10 +65,13 @@ class Loop:
         # Each step gets the same structure, so none may change the structure of what it passes on.
         self._fixed: set[int] = set()
         self._objects: dict[int, str] = {}
+        stacked = captures(structure)
         for target in pure.targets:
             for part in target.parts:
                 paths = structure.paths_to_objects([(part.keys, part.child)])
-                self._fixed.update(paths if part.spec in (None, BROADCAST, CARRY) else ())
+                self._fixed.update(
+                    paths.keys() - stacked if part.spec in (None, BROADCAST, CARRY) else ()
+                )
                 self._objects |= {i: accessor(target.name, path) for i, [path] in paths.items()}
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
