@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..fitting import suggested_spec, suggestion
-from ..paths import Path, accessor, path_key
+from ..paths import Path, accessor, path_key, path_string
 from ..state_sharding import StateSharding, is_single_spec
 from .problems import Problem, refuse
 from .signature import ArgTree
@@ -30,13 +30,13 @@ def is_spec(x: Any) -> bool:
 
 
 class PathFunction(StateSharding):
-    """A ``StateSharding`` given by a function of path and value, as ``nnx.prefix`` makes it."""
+    """What ``nnx.prefix`` returns in graph mode: a spec for each path, a function for new ones."""
 
-    __slots__ = ("_function",)
+    __slots__ = ("_by_path", "_function")
 
-    def __init__(self, function: Callable[[Path, Any], Any], shardings: Iterable[Any]):
-        super().__init__((function, sharding) for sharding in dict.fromkeys(shardings))
-        self._function = function
+    def __init__(self, function: Callable[[Path, Any], Any], by_path: dict[Path, Any]):
+        super().__init__((function, sharding) for sharding in dict.fromkeys(by_path.values()))
+        self._function, self._by_path = function, by_path
 
     @property
     def depends_on_values(self) -> bool:
@@ -44,9 +44,30 @@ class PathFunction(StateSharding):
         return True
 
     def find(self, path: Path, variable: Any) -> tuple[int | None, Any]:
-        """The function always has an answer, or raises an error of its own."""
-        sharding = self._function(path, variable)
-        return next((i for i, s in enumerate(self.shardings) if s == sharding), 0), sharding
+        """The function always has an answer, or raises an error of its own.
+
+        Raises:
+          ValueError: it is a spec that had no path before.
+        """
+        is_known = path in self._by_path
+        sharding = self._by_path[path] if is_known else self._function(path, variable)
+        if sharding not in self.shardings:
+            raise ValueError(
+                f"nnx.prefix gives {path_string(path)!r}, which is new, {sharding!r}: it can have "
+                f"only what another path has ({', '.join(map(repr, self.shardings))}). Give these "
+                "filters as StateSharding, or in vmap and scan as StateAxes."
+            )
+        return self.shardings.index(sharding), sharding
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (*super()._key, tuple(self._by_path.items()))
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[Path, Any]:
+    """The leaves of a pytree by their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {tuple(map(path_key, path)): leaf for path, leaf in leaves}
 
 
 def _normalized(spec: Any) -> Any:
@@ -57,11 +78,10 @@ def _normalized(spec: Any) -> Any:
         return None
     prefix = _compat.prefix_state(spec)
     if prefix is not None:
-        return PathFunction(prefix[0], jax.tree_util.tree_leaves(prefix[1], is_leaf=is_single_spec))
+        return PathFunction(prefix[0], leaves_by_path(prefix[1], is_single_spec))
     if _compat.is_node(spec):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_single_spec)
-        paths = ((tuple(map(path_key, path)), leaf) for path, leaf in leaves)
-        return StateSharding((nnx.filterlib.PathIn(path), leaf) for path, leaf in paths)
+        pairs = leaves_by_path(spec, is_single_spec).items()
+        return StateSharding((nnx.filterlib.PathIn(path), leaf) for path, leaf in pairs)
     return spec
 
 

@@ -16,10 +16,10 @@ from ..axes import BROADCAST, CARRY, Axis
 from ..core.caller import Caller
 from ..core.flatten import flatten
 from ..core.resolve import locate, resolve
-from ..core.specs import Specs, target
+from ..core.specs import PathFunction, Specs, leaves_by_path, target
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Built
-from ..paths import accessor, path_key
+from ..paths import Path, accessor, path_key
 from ..state_sharding import StateSharding
 from .inner import InnerTransform
 
@@ -75,10 +75,30 @@ def _axis(place: str, x: Any) -> Axis | StateSharding:
         return CARRY
     if isinstance(x, nnx.StateAxes):
         return StateAxes(zip(x.filters, x.axes, strict=True))
+    if (prefix := _compat.prefix_state(x)) is not None:
+        axes = {
+            path: _axis(place, axis) for path, axis in leaves_by_path(prefix[1], _is_none).items()
+        }
+        return PathFunction(_AxisOf(place, prefix[0]), axes)
     raise TypeError(
         f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
         "mapped, Carry (in scan), or StateAxes by NNX filters."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisOf:
+    """The function of path and value in what ``nnx.prefix`` returns, with our own axes."""
+
+    place: str
+    function: Callable[[Path, Any], Any]
+
+    def __call__(self, path: Path, value: Any) -> Axis | StateSharding:
+        return _axis(self.place, self.function(path, value))
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def axes_specs(option: str, prefix: Any) -> Specs:
@@ -87,7 +107,11 @@ def axes_specs(option: str, prefix: Any) -> Specs:
     Raises:
       TypeError: something in it is not an axis.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=lambda x: x is None)
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or _compat.prefix_state(x) is not None
+
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=is_leaf)
     axes = [_axis(option + accessor("", tuple(map(path_key, path))), x) for path, x in leaves]
     return Specs(jax.tree_util.tree_unflatten(treedef, axes))
 

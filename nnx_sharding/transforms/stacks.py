@@ -69,7 +69,7 @@ class Stack(nnx.Module):
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
-        self.remat = tuple(remat.items()) if isinstance(remat, Mapping) else remat
+        self.remat = _hashable(remat)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the layers one after the other.
