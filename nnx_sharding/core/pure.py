@@ -281,6 +281,11 @@ class Pure(NamedTuple):
             elif isinstance(entry, StaticEntry):
                 statics.append(index)
         groups = self.group_specs()
+        numbers = {spec: number for number, spec in enumerate(groups)}
+        # The specs that the function in a prefix of `nnx.prefix` gives are not known before.
+        unknown = [(names[s], x) for s, x in enumerate(specs) if x not in numbers]
+        if unknown:
+            refuse(Problem.UNKNOWN_SPEC, unknown, name=self.transform.name)
         outputs: list[list[Any]] = [[] for _ in groups]
         labels: list[list[str]] = [[] for _ in groups]
         inputs = {id(leaf): slot for slot, leaf in enumerate(leaves)}
@@ -290,7 +295,7 @@ class Pure(NamedTuple):
             if is_ref and id(leaf) in inputs:
                 sources[slot] = (-1, inputs[id(leaf)])
             elif slot not in sources:
-                number = groups.index(specs[slot])
+                number = numbers[specs[slot]]
                 sources[slot] = (number, len(outputs[number]))
                 # A ref cannot leave a trace; its value can, and becomes a new ref outside.
                 outputs[number].append(leaf[...] if is_ref else leaf)

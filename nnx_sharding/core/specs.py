@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..fitting import suggested_spec, suggestion
-from ..paths import Path, accessor, path_key, path_string
+from ..paths import Path, accessor, path_key
 from ..state_sharding import StateSharding, is_single_spec
 from .problems import Problem, refuse
 from .signature import ArgTree
@@ -44,20 +44,10 @@ class PathFunction(StateSharding):
         return True
 
     def find(self, path: Path, variable: Any) -> tuple[int | None, Any]:
-        """The function always has an answer, or raises an error of its own.
-
-        Raises:
-          ValueError: it is a spec that had no path before.
-        """
+        """The function always has an answer, or raises an error of its own."""
         is_known = path in self._by_path
         sharding = self._by_path[path] if is_known else self._function(path, variable)
-        if sharding not in self.shardings:
-            raise ValueError(
-                f"nnx.prefix gives {path_string(path)!r}, which is new, {sharding!r}: it can have "
-                f"only what another path has ({', '.join(map(repr, self.shardings))}). Give these "
-                "filters as StateSharding, or in vmap and scan as StateAxes."
-            )
-        return self.shardings.index(sharding), sharding
+        return next((i for i, s in enumerate(self.shardings) if s == sharding), 0), sharding
 
     @property
     def _key(self) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ class Differentiation(InnerTransform):
 
     Attributes:
       wrt: for each differentiated argument its position or name, and the filter for its Variables.
+      is_chosen: whether the user chose a filter, so that something has to match it.
       is_single: whether the gradient is of one argument, not a tuple.
     """
 
@@ -43,6 +44,7 @@ class Differentiation(InnerTransform):
 
     in_name: str = "argnums"
     wrt: tuple[tuple[int | str, Any], ...]
+    is_chosen: bool
     is_single: bool
     has_aux: bool
     holomorphic: bool
@@ -162,7 +164,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         """What is differentiated in a call.
 
         Raises:
-          ValueError: an argument does not exist, or no Variable in it matches its filter.
+          ValueError: an argument does not exist, or no Variable matches the user's filter.
         """
         name = self._transform.name
         targets = {target.name: target for target in plan.targets}
@@ -177,7 +179,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
             )
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
-        differentiable, seen = set[str](), set[int]()
+        is_empty, seen = True, set[int]()
         for found in locate(flat.structure, plan.targets):
             argument, (_, entry, slots) = found.target.name, found.location
             predicate = predicates.get(argument)
@@ -187,15 +189,18 @@ class ValueAndGrad(LiftedFunction[P, R]):
             subject = found.subject(flat.objects, flat.leaves)
             # What is not in a module was named by argnums.
             if not found.location.path or any(predicate(path, subject) for path in found.paths):
-                differentiable.update([argument] if slots else [])
+                is_empty = is_empty and not slots
                 # As in Flax, what is shared has its gradient only in the first place.
                 if entry is None or entry not in seen:
                     locations[argument].append(found)
                     seen.update([] if entry is None else [entry])
-        if empty := [f"{x} (filter {chosen[x]!r})" for x in chosen if x not in differentiable]:
+        if is_empty and self._transform.is_chosen:
+            kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
+            filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
             raise ValueError(
-                f"{name}: nothing to differentiate in {', '.join(empty)}. Give argnums the "
-                "position or name of another argument, or wrt a filter that matches its Variables."
+                f"{name}: nothing to differentiate in {', '.join(chosen)}: no Variable matches "
+                f"{', '.join(dict.fromkeys(filters))}. Give wrt a filter that matches some "
+                f"(there are {', '.join(sorted(kinds)) or 'none'}), or argnums other arguments."
             )
         values = _values_by_name(call)
         return [_Wanted(targets[x], values[x], found) for x, found in locations.items()]

@@ -17,6 +17,7 @@ from ..core.caller import Caller
 from ..core.naming import name_of
 from ..core.pure import Pure
 from ..core.signature import Roles
+from ..core.statics import Static
 from ..core.unflatten import Built
 from ..lifted_function import lift, unbind
 from ..paths import accessor, path_key
@@ -40,7 +41,7 @@ class _Scan(Mapped):
     name: str = "scan"
     carried: int | str | None
     returned: int | None
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Static], ...]
 
     @contextlib.contextmanager
     def tracing(
@@ -197,7 +198,7 @@ def scan(
             out_specs=out_specs,
             carried=carried + bound if isinstance(carried, int) else carried,
             returned=returned,
-            options=tuple(options.items()),
+            options=tuple((key, Static.of(x)) for key, x in options.items()),  # 1 is not True
             metadata=frozen_metadata(transform_metadata),
         )
         return lift(Inner, fun, transform, Roles(), graph, graph_updates)

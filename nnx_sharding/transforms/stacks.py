@@ -69,7 +69,7 @@ class Stack(nnx.Module):
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
-        self.remat = _hashable(remat)
+        self.remat = _as_static(remat)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the layers one after the other.
@@ -174,6 +174,14 @@ class Stack(nnx.Module):
 METADATA = {nnx.PARTITION_NAME: None}
 # Layers may share Variables, whatever the mode of Flax.
 OPTIONS: Any = {"transform_metadata": METADATA, "graph": True, "graph_updates": True}
+
+
+def _as_static(remat: Any) -> Any:
+    """The option ``remat`` in hashable form."""
+    if isinstance(remat, Mapping):
+        return tuple(remat.items())
+    is_pairs = isinstance(remat, Iterable) and not isinstance(remat, str)
+    return tuple((filter_, keep) for filter_, keep in remat) if is_pairs else remat
 
 
 def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

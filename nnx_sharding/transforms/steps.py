@@ -29,13 +29,13 @@ class Loop:
 
     def __init__(
         self,
-        options: Iterable[tuple[str, Any]],
+        options: Iterable[tuple[str, Static]],
         pure: Pure,
         function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
     ):
-        self._options = dict(options)
+        self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, pure.structure, pure.names
         structure = pure.structure
         self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
