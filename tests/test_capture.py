@@ -336,7 +336,7 @@ class StackedTest(parameterized.TestCase):
 
             transform(fun, in_axes=(0, 0), out_axes=0)(model, jnp.arange(3.0))
             np.testing.assert_allclose(model.seen["x"], jnp.arange(3.0) * 2)
-            with pytest.raises(ValueError, match="length|sizes"):
+            with pytest.raises(ValueError, match=r"length|sizes"):
                 transform(fun, in_axes=(0, 0), out_axes=0)(model, jnp.arange(4.0))
 
     def test_shard_map_as_declared(self):

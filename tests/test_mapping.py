@@ -781,7 +781,7 @@ class ErrorTest(parameterized.TestCase):
             r"length 4: x.*\n  length 3: the option length",
             lambda: scan_of(lambda c, x: (c, x), length=3)(0.0, jnp.ones(4)),
         ),
-        (r"no axis 7: x\(2, 4\)", lambda: scan_of(lambda c, x: (c, x), (Carry, 7))(0.0, X)),
+        (r"x, float32\[2,4\]: axis 7", lambda: scan_of(lambda c, x: (c, x), (Carry, 7))(0.0, X)),
         (
             r"different axes.*\n  a.w: 0\n  b.w: None",
             lambda: (lambda v: OURS.vmap(lambda a, b: 1, in_axes=(0, None))(node(w=v), node(w=v)))(
@@ -793,7 +793,7 @@ class ErrorTest(parameterized.TestCase):
             lambda: OURS.vmap(lambda m: 1, in_axes=StateAxes({nnx.PathContains("down"): 0}))(MLP()),
         ),
         (
-            r"model\.n, got axis spec None",
+            r"differ between the elements:\n  model\.n, float32\[\]",
             lambda: OURS.vmap(counting, in_axes=(None, 0))(
                 node(n=stat(), w=param()), jnp.arange(3.0)
             ),

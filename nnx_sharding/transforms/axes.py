@@ -19,9 +19,10 @@ from ..core.resolve import locate, resolve
 from ..core.specs import PathFunction, Specs, leaves_by_path, target
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Built
+from ..errors import raise_listed, shortened
 from ..paths import Path, accessor, path_key
 from ..state_sharding import StateSharding
-from .inner import InnerTransform
+from .inner import InnerTransform, described
 
 
 class Carry:
@@ -139,6 +140,29 @@ class Mapped(InnerTransform):
         """What is captured in a module that is not mapped is stacked along the first dimension."""
         is_mapped = spec is not None and spec.index is not None
         return spec if is_mapped or index not in captures(structure) else self.captured(leaf)
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        """Checks that results have the axes along which they are stacked.
+
+        Raises:
+          ValueError: they do not.
+        """
+        lines = [
+            f"  {name}, {described(leaf)}: axis {spec.index}"
+            for name, leaf, spec in zip(names, leaves, specs, strict=True)
+            if spec.index is not None and not _compat.is_ref(leaf)
+            if not -jnp.ndim(leaf) - 1 <= spec.index <= jnp.ndim(leaf)
+        ]
+        raise_listed(
+            ValueError,
+            f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
+            f"{self.out_name} (or {self.in_name}, for modules) gives them:",
+            shortened(lines, "  "),
+            "An array of n dimensions can be stacked along the axes 0 to n.",
+            anchor="axes-that-arrays-do-not-have",
+        )
 
     def captured(self, leaf: Any) -> Axis:
         """The axis of what is captured in a module that is not mapped."""
