@@ -690,6 +690,162 @@ def captured_change(lib: Library) -> Any:
     return f(X)
 
 
+@mistake(
+    "changed-from-outside-its-trace",
+    "a captured module is changed in `grad`",
+    Exception,
+    "model.blocks[0].count, which <lambda> captures",
+)
+def captured_change_in_grad(lib: Library) -> Any:
+    model = Model()
+    return lib.grad(lambda scale: (counted(model, X) * scale).sum())(1.0)
+
+
+@mistake(
+    "changed-from-outside-its-trace",
+    "a captured module is changed in `scan`",
+    Exception,
+    "model.blocks[0].count, which <lambda> captures",
+)
+def captured_change_in_scan(lib: Library) -> Any:
+    model = Model()
+    return lib.scan(lambda x, scale: (counted(model, x) * scale, None))(X, jnp.ones(3))
+
+
+def counted(model: Model, x: jax.Array) -> jax.Array:
+    model.blocks[0].count[...] += x.sum()
+    return model(x)
+
+
+class Dropped(nnx.Module):
+    """Three layers in one, whose random streams are not split."""
+
+    def __init__(self) -> None:
+        self.kernel = nnx.Param(jnp.ones((3, 4, 4)))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(x @ self.kernel[...])
+
+
+@mistake(
+    "axes-that-arrays-do-not-have",
+    "random streams that are not split for `vmap`",
+    ValueError,
+    "model.dropout.rngs.count, uint32[]: axis 0",
+    "nnx.split_rngs",
+)
+def streams_not_split(lib: Library) -> Any:
+    return lib.vmap(lambda model, x: model(x), in_axes=(0, None))(Dropped(), X)
+
+
+@mistake(
+    "axes-that-arrays-do-not-have",
+    "an axis that an argument does not have",
+    ValueError,
+    "x, float32[8,4]: axis 2",
+)
+def no_such_axis(lib: Library) -> Any:
+    return lib.vmap(forward, in_axes=(None, 2))(Model(), X)
+
+
+@mistake(
+    "axes-that-arrays-do-not-have",
+    "an axis that a result does not have",
+    ValueError,
+    "output, float32[4]: axis 2",
+)
+def no_such_out_axis(lib: Library) -> Any:
+    return lib.vmap(forward, in_axes=(None, 0), out_axes=2)(Model(), X)
+
+
+@mistake(
+    "differs-between-elements",
+    "a Variable that is not mapped, and written in `vmap`",
+    ValueError,
+    "model.blocks[0].count, float32[]",
+    "StateAxes",
+)
+def written_in_vmap(lib: Library) -> Any:
+    return lib.vmap(counted, in_axes=(None, 0))(Model(), X)
+
+
+@mistake(
+    "number-of-steps",
+    "an argument of `scan` is missing",
+    TypeError,
+    "step: missing a required argument: 'x'",
+)
+def missing_argument(lib: Library) -> Any:
+    def step(carry, x):
+        return carry + x, carry
+
+    return lib.scan(step)(jnp.ones(4))
+
+
+@mistake(
+    "number-of-steps",
+    "`scan` of None",
+    ValueError,
+    "so step has no number of steps",
+    "length=",
+)
+def no_length(lib: Library) -> Any:
+    def step(carry, _):
+        return carry * 2, carry
+
+    return lib.scan(step)(jnp.ones(4), None)
+
+
+@mistake(
+    "carry-of-another-form",
+    "a carry that the step returns in another structure",
+    TypeError,
+    "given: float32[8,4]",
+    "returned: (float32[8,4], float32[8,4])",
+)
+def other_carry(lib: Library) -> Any:
+    return lib.scan(lambda carry, x: ((carry, x), x))(X, jnp.ones((3, 8, 4)))
+
+
+@mistake(
+    "carry-of-another-form",
+    "a step that returns the carry alone",
+    TypeError,
+    "a tuple whose item 0 is the carry (out_axes=(Carry, 0)), got float32[8,4]",
+)
+def carry_alone(lib: Library) -> Any:
+    return lib.scan(lambda carry, x: carry * x)(X, jnp.ones(3))
+
+
+def loss_of(model: Model, x: jax.Array) -> jax.Array:
+    return model(x).sum()
+
+
+@mistake(
+    "nothing-to-differentiate",
+    "a filter that matches nothing (`flax.nnx` with `DiffState`)",
+    ValueError,
+    "in model: no Variable matches LoRAParam",
+    "BatchStat, Param",
+)
+def nothing_to_differentiate(lib: Library) -> Any:
+    is_ours = hasattr(lib, "explain_retraces")
+    diff_state = nnx.DiffState(0, nnx.LoRAParam)
+    options = {"wrt": nnx.LoRAParam} if is_ours else {"argnums": diff_state}
+    return lib.grad(loss_of, **options)(Model(), X)
+
+
+@mistake(
+    "unknown-parameter",
+    "`grad` of an argument that does not exist",
+    ValueError,
+    "argnums=2, but loss_of has the arguments model, x",
+)
+def unknown_argnum(lib: Library) -> Any:
+    return lib.grad(loss_of, argnums=2)(Model(), X)
+
+
 class RefModel(nnx.Module):
     """A model whose Variables hold references."""
 
@@ -982,7 +1138,7 @@ def message_of(run: Callable[[Library], Any], lib: Library) -> str:
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
         else:
             text = "\n".join(f"{w.category.__name__}: {w.message}" for w in seen)
-    return re.sub(r" at 0x[0-9a-f]+| at /\S+|/\S+/site-packages/", "", text)
+    return re.sub(r" at 0x[0-9a-f]+| with id=\d+| at /\S+|/\S+/site-packages/", "", text)
 
 
 def messages(anchor: str) -> str:

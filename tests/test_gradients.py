@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 import nnx_sharding
 from graphs import Loose, snapshot
-from libraries import FLAX, FULL, OURS, assert_same, named, node, param
+from libraries import FLAX, FULL, OURS, assert_same, named, node, param, stat
 from models import MLP, Counter, Net, P, mesh_of
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
@@ -56,6 +56,21 @@ def with_aux(t):
         t.grad(loss, has_aux=True)(model, 3.0),
         nnx.state(model),
     )
+
+
+def of_nothing(t):
+    model = node(n=nnx.BatchStat(jnp.ones(3)), parts=nnx.List([node()]))
+    fun = t.value_and_grad(lambda m, x: ((m.n[...] * x).sum(), m.n[...]), has_aux=True)
+    return fun(model, 2.0), t.grad(lambda m: 1.0)(node()), t.grad(lambda m: 1.0)([node(), None])
+
+
+def of_nothing_in_one_of_several(t):
+    fun = t.grad(lambda m, n, o: square(m) * n.n[...] * o.other[...], argnums=(0, 1, 2))
+    return fun(MLP(), node(n=stat(2)), node(other=param()))
+
+
+def by_a_diff_state_that_matches_nothing(t):
+    return t.grad(square, argnums=nnx.DiffState(0, nnx.LoRAParam))(MLP())
 
 
 def other_position(t):
@@ -462,6 +477,9 @@ PROGRAMS = (
     of_a_model,
     gradient_alone,
     with_aux,
+    of_nothing,
+    of_nothing_in_one_of_several,
+    by_a_diff_state_that_matches_nothing,
     other_position,
     of_an_array,
     of_several,
@@ -764,11 +782,11 @@ class ShardedTest(parameterized.TestCase):
 
 class ErrorTest(parameterized.TestCase):
     @parameterized.parameters(
-        (ValueError, "position 2.*arguments: m, x", {"argnums": 2}, product),
+        (ValueError, "argnums=2, but product has the arguments m, x", {"argnums": 2}, product),
         (ValueError, "'y'.*arguments: m, x", {"argnums": "y"}, product),
         (ValueError, "more than once: .1, 'x'", {"argnums": (1, "x")}, product),
         (ValueError, "more than once: .1, -1", {"argnums": (1, -1)}, product),
-        (ValueError, "nothing to differentiate in m", {"wrt": nnx.Cache}, product),
+        (ValueError, "in m: .* Cache.* Param", {"wrt": nnx.Cache}, product),
         (TypeError, r"must return a scalar loss, got float32\[3\]", {}, lambda m, x: jnp.ones(3)),
         (TypeError, "must return a scalar loss, got a tuple.*has_aux", {}, lambda m, x: (x, x)),
         (TypeError, "must return a scalar loss, got a NoneType", {}, lambda m, x: None),

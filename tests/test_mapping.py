@@ -424,6 +424,73 @@ COMPILED = (
 )
 
 
+# Programs with axes that ``nnx.prefix`` makes in both of its forms.
+
+AXES = {nnx.Param: 1, nnx.BatchStat: 0, nnx.RngState: 0, ...: None}
+
+
+def prefixed_blocks(t, graph):
+    axes = nnx.prefix(Block(nnx.Rngs(0)), AXES, graph=graph)
+    return t.vmap(Block, out_axes=axes)(nnx.Rngs(0).split(3))
+
+
+def prefix_of_a_module(t, graph):
+    models = prefixed_blocks(t, graph)
+    axes = nnx.prefix(models, AXES, graph=graph)
+    y = t.vmap(lambda m, x: m(x), in_axes=(axes, None))(models, X)
+    z = t.scan(lambda x, m: m(x), in_axes=(t.Carry, axes), out_axes=t.Carry)(X, models)
+    return y, z, nnx.state(models)
+
+
+def prefix_of_what_is_not_mapped(t, graph):
+    model = MLP()
+    axes = nnx.prefix(model, {...: None}, graph=graph)
+    run = t.scan(lambda x, m, y: (m(x), y), in_axes=(t.Carry, axes, 0))
+    return run(X, model, jnp.arange(3.0))
+
+
+def prefixes_of_two_modules(t, graph):
+    models = prefixed_blocks(t, graph), blocks(t)
+
+    def axis(path, x):
+        return 1 if path[0] == 0 and isinstance(x, nnx.Param) else 0
+
+    axes = nnx.prefix(models, axis, graph=graph)
+    both = t.vmap(lambda m, n, x: n(m(x)), in_axes=(*axes, None))(*models, X)
+    as_one = t.vmap(lambda ms, x: ms[1](ms[0](x)), in_axes=(axes, None))(models, X)
+    return both, as_one
+
+
+def prefix_of_variables(t, graph):
+    values = {"a": param(2), "b": nnx.BatchStat(jnp.arange(5))}
+    axes = nnx.prefix(values, lambda path, x: 0 if "b" in path else None, graph=graph)
+    return t.vmap(lambda v: v["a"] * v["b"], in_axes=(axes,))(values)
+
+
+def prefix_of_streams(t, graph):
+    rngs = nnx.Rngs(params=0, dropout=1).split({"params": 3}).broadcast({"dropout": 3})
+    axes = nnx.prefix(rngs, {...: 0}, graph=graph)
+    return t.scan(lambda r: (r.params(), r.dropout()), in_axes=(axes,), out_axes=0)(rngs)
+
+
+def prefix_of_shared(t, graph):
+    models = blocks(t, MLP)
+    if not graph:  # which refuses shared Variables
+        return ()
+    axes = nnx.prefix((models, models), {nnx.Param: 0}, graph=True)
+    return t.vmap(lambda m, n, x: m(x) + n(x), in_axes=(*axes, None))(models, models, X)
+
+
+PREFIXES = (
+    prefix_of_a_module,
+    prefix_of_what_is_not_mapped,
+    prefixes_of_two_modules,
+    prefix_of_variables,
+    prefix_of_streams,
+    prefix_of_shared,
+)
+
+
 class AsFlaxTest(parameterized.TestCase):
     @parameterized.named_parameters(named(PROGRAMS))
     def test_program(self, program):
@@ -439,6 +506,49 @@ class AsFlaxTest(parameterized.TestCase):
             ours, theirs = (program(WithOptions(t, mode)) for t in (OURS, FLAX))
             assert_same(ours, theirs)
 
+    @parameterized.parameters(-3, -2, -1, 0, 1, 2)
+    def test_names_of_axes(self, axis):
+        # Flax counts a negative axis in the names without the axis itself.
+        outer = axis + 4 if axis < 0 else axis
+        seen, ours = names_of_axes(OURS, axis, axis)
+        expected, theirs = names_of_axes(FLAX, axis % 3, outer)
+        assert seen == expected == {("in", "out")}
+        assert_same(ours, theirs, rtol=1e-5)
+
+    def test_names_of_scalars(self):
+        names = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}}
+
+        def make():
+            return node(scale=nnx.Param(jnp.ones(()), out_sharding=(), eager_sharding=False))
+
+        models = OURS.vmap(make, axis_size=3, **names)()
+        assert OURS.vmap(lambda m: m.scale[...] * 2, **names)(models).tolist() == [2, 2, 2]
+        assert models.scale.get_metadata()["out_sharding"] == ()
+        layers = nnx_sharding.stack([make(), make()])
+        assert layers[1].scale.get_metadata()["out_sharding"] == ()
+
+    @parameterized.product(program=PREFIXES, graph=[True, False])
+    def test_prefix(self, program, graph):
+        mode = {"graph": graph, "graph_updates": False}
+        ours, theirs = (program(WithOptions(t, mode), graph) for t in (OURS, FLAX))
+        assert_same(ours, theirs, rtol=1e-5)
+
+    @parameterized.parameters(0, 1)
+    def test_prefix_of_new_variables(self, axis):
+        models = blocks(OURS, MLP)
+        axes = nnx.prefix(models, {nnx.Intermediate: axis, ...: 0}, graph=True)
+
+        def fun(m):
+            m.seen = nnx.Intermediate(jnp.ones(2))
+
+        run = OURS.vmap(fun, in_axes=(axes,), out_axes=0)
+        if axis == 0:
+            run(models)
+            assert models.seen.shape == (3, 2)
+        else:
+            with pytest.raises(ValueError, match=r"(?s)nnx.prefix.*m\.seen: 1.* StateAxes"):
+                run(models)
+
     def test_arrays_of_modules_without_graph_updates(self):
         model = node(a=nnx.data(jnp.float32(2)), w=stat(1))
 
@@ -448,6 +558,27 @@ class AsFlaxTest(parameterized.TestCase):
 
         ys = OURS.scan(step, in_axes=(None, 0), out_axes=0, graph=False)(model, jnp.ones(3))
         assert (ys.tolist(), model.w[...]) == ([3, 5, 7], 7)
+
+
+def names_of_axes(t, axis, outer):
+    """Logical axes inside and outside of transforms that map kernels along an axis."""
+    one, two = ({"transform_metadata": {nnx.PARTITION_NAME: name}} for name in ("one", "two"))
+    axes, outer = (t.StateAxes({nnx.PathContains("kernel"): x, ...: 0}) for x in (axis, outer))
+    seen, models = [], blocks(t, linear, out_axes=axes, **one)
+
+    def step(x, m):
+        seen.append(m.kernel.get_metadata()["out_sharding"])
+        m.kernel[...] += x.mean()
+        m.other = node(kernel=nnx.Param(m.kernel[...], out_sharding=("a",), eager_sharding=False))
+        return m(x)
+
+    t.vmap(step, in_axes=(None, axes), **one)(X, models)
+    x = t.scan(step, in_axes=(t.Carry, axes), out_axes=t.Carry, **one)(X, models)
+    new = t.scan(lambda x: linear(nnx.Rngs(0)), in_axes=(0,), out_axes=axes, **one)(jnp.ones(3))
+    nested = t.vmap(
+        t.vmap(lambda x: linear(nnx.Rngs(0)), out_axes=axes, **one), out_axes=outer, **two
+    )(jnp.ones((5, 3)))
+    return set(seen), (x, [nnx.state(m) for m in (models, new, nested)])
 
 
 def array_results(t):
@@ -650,7 +781,7 @@ class ErrorTest(parameterized.TestCase):
             r"length 4: x.*\n  length 3: the option length",
             lambda: scan_of(lambda c, x: (c, x), length=3)(0.0, jnp.ones(4)),
         ),
-        (r"no axis 7: x\(2, 4\)", lambda: scan_of(lambda c, x: (c, x), (Carry, 7))(0.0, X)),
+        (r"x, float32\[2,4\]: axis 7", lambda: scan_of(lambda c, x: (c, x), (Carry, 7))(0.0, X)),
         (
             r"different axes.*\n  a.w: 0\n  b.w: None",
             lambda: (lambda v: OURS.vmap(lambda a, b: 1, in_axes=(0, None))(node(w=v), node(w=v)))(
@@ -662,7 +793,7 @@ class ErrorTest(parameterized.TestCase):
             lambda: OURS.vmap(lambda m: 1, in_axes=StateAxes({nnx.PathContains("down"): 0}))(MLP()),
         ),
         (
-            r"model\.n, got axis spec None",
+            r"differ between the elements:\n  model\.n, float32\[\]",
             lambda: OURS.vmap(counting, in_axes=(None, 0))(
                 node(n=stat(), w=param()), jnp.arange(3.0)
             ),

@@ -38,6 +38,15 @@ class Watched:
     def shard_map(self, fun: Any, **options: Any) -> Any:
         return self.watch(nnx_sharding.shard_map(fun, **options))
 
+    def vmap(self, fun: Any, **options: Any) -> Any:
+        return self.watch(nnx_sharding.vmap(fun, **options))
+
+    def scan(self, fun: Any, **options: Any) -> Any:
+        return self.watch(nnx_sharding.scan(fun, **options))
+
+    def grad(self, fun: Any, **options: Any) -> Any:
+        return self.watch(nnx_sharding.grad(fun, **options))
+
     def watch(self, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             memories = [Memory(model) for model in self.models if self.is_alive(model)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -382,6 +383,18 @@ class InsideTest(parameterized.TestCase):
 
         ours = OURS.value_and_grad(lambda m: m(X).sum())(stack(blocks(Recomputed)))
         assert_same(ours, OURS.value_and_grad(lambda m: m(X).sum())(stack(blocks())), rtol=1e-5)
+
+    @parameterized.parameters([[("up", "save")]], [[["up", "save"]]], [{"up": "save"}.items()])
+    def test_policy_by_pairs(self, policy):
+        ours = stack(MLP, 2, rngs=nnx.Rngs(0), remat=policy)
+        assert_same(ours(X), stack(MLP, 2, rngs=nnx.Rngs(0))(X))
+
+    def test_unroll_is_compared_with_its_type(self):
+        def unroll(value):
+            layers = stack(blocks(), unroll=value)
+            return re.findall(r"unroll=(\d)", str(jax.make_jaxpr(lambda m, x: m(x))(layers, X)))
+
+        assert [*map(unroll, (1, True, 1))] == [["1"], ["3"], ["1"]]
 
     def test_jaxpr_does_not_grow(self):
         def size(count):

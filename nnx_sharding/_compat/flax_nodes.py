@@ -19,6 +19,8 @@ _GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 # The attributes in which a Pytree keeps which of its attributes are data, and its trace.
 STATUSES = "_pytree__nodes"
 STATE = "_pytree__state"
+# The attribute with the Variables in which `nnx.capture` collects.
+CAPTURES = "__captures__"
 
 
 class NodeItems(NamedTuple):

@@ -205,6 +205,13 @@ def trace_has_effects() -> bool:
     return equations is None or any(getattr(equation, "effects", ()) for equation in equations)
 
 
+def varies_in_vmap(x: Any) -> bool:
+    """Whether a value may differ between the elements of the innermost ``vmap``."""
+    trace = getattr(_trace_ctx, "trace", None)
+    is_batched = getattr(x, "batch_dim", None) is not None
+    return is_batched and getattr(x, "_trace", None) is trace
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which a value inside ``shard_map`` is not known to be equal.
 

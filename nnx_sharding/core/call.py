@@ -295,7 +295,7 @@ def _check_updatable(plan: Plan, objects: Sequence[Any], outcome: Outcome) -> No
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))
     stale = [index for index in changed if not _compat.can_update(objects[index])]
     if stale:
-        known = known_variables(locate(plan.structure, plan.targets), {})
+        known = known_variables(locate(plan.structure, plan.targets), {}, {})
         types = [getattr(plan.structure.entries[i], "type", object).__name__ for i in stale]
         names = [known[i][0] if i in known else f"a {t}" for i, t in zip(stale, types, strict=True)]
         refuse(Problem.FOREIGN_TRACE, [(name,) for name in names])

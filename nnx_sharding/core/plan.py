@@ -132,7 +132,7 @@ def make_plan(
         signature=signature._replace(donated=frozenset(), donated_keywords=frozenset()),
         structure=structure,
         targets=tuple(target.objects_only() for target in targets),
-        known=known_variables(locations, object_specs),
+        known=known_variables(locations, object_specs, resolved.variables),
         object_specs=object_specs,
         on_indivisible=resolved.on_indivisible,
         donated=donated.intersection(object_specs),
@@ -224,14 +224,17 @@ def _donated_slots(
 
 
 def known_variables(
-    locations: Sequence[NamedLocation], object_specs: Mapping[int, Any]
+    locations: Sequence[NamedLocation],
+    object_specs: Mapping[int, Any],
+    declared: Mapping[int, tuple[str, Any]],
 ) -> dict[int, tuple[str, Any]]:
-    """The first name and the spec of each Variable."""
+    """The first name and the spec of each Variable: the declared one if it holds no array yet."""
     known: dict[int, tuple[str, Any]] = {}
     for found in locations:
         index, slots = found.location.entry, found.location.slots
         if index is not None and index not in known:
-            known[index] = (found.name, object_specs.get(slots[0]) if slots else None)
+            spec = object_specs.get(slots[0]) if slots else declared.get(index, ("", None))[1]
+            known[index] = found.name, spec
     return known
 
 

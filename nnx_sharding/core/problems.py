@@ -29,6 +29,7 @@ class Problem(enum.Enum):
     UNKNOWN_PARAMETER = enum.auto()  # name, parameters
     NO_FILTER_MATCHES = enum.auto()  # path, object, rules
     CONFLICTING_SPECS = enum.auto()  # path, spec, other path, other spec
+    UNKNOWN_SPEC = enum.auto()  # path, spec
     SPEC_DOES_NOT_FIT_MESH = enum.auto()  # spec, paths, faults
     SPEC_DOES_NOT_FIT_SHAPE = enum.auto()  # path, fit, shape before
     SPEC_CORRECTED = enum.auto()  # path, fit, shape before

@@ -87,6 +87,7 @@ class Pure(NamedTuple):
             self.structure,
             self.targets,
             tuple(self.object_specs.items()),
+            tuple(spec for _, spec in self.known.values()),
             tuple(self.on_indivisible.items()),
             self.donated,
             self.must_be_used,
@@ -101,7 +102,7 @@ class Pure(NamedTuple):
         """The spec of each group of outputs: all specs that outputs can have."""
         transform = self.transform
         written = [part.spec for target in self.targets for part in target.parts]
-        specs = [transform.spec_of(None)]
+        specs = [transform.spec_of(None), *transform.own_specs]
         for rule in (*transform.out_specs.rules, *written):
             has_filters = isinstance(rule, StateSharding)
             action = (has_filters and rule.on_indivisible) or transform.on_indivisible
@@ -237,7 +238,11 @@ class Pure(NamedTuple):
             old_slots = self.structure.slots[index]
             for position, slot in enumerate(after.structure.slots[index]):
                 resolved.slots[slot] = resolved.variables[index][1]
-                if old_slots:
+                if not old_slots:
+                    spec, leaf = resolved.slots[slot], after.leaves[slot]
+                    spec = transform.first_spec(spec, self.structure, index, leaf)
+                    resolved.slots[slot] = spec
+                else:
                     old = old_slots[min(position, len(old_slots) - 1)]
                     before[slot] = shape_of(leaves[old])
                     if old in self.on_indivisible:
@@ -285,6 +290,11 @@ class Pure(NamedTuple):
             elif isinstance(entry, StaticEntry):
                 statics.append(index)
         groups = self.group_specs()
+        numbers = {spec: number for number, spec in enumerate(groups)}
+        # The specs that the function in a prefix of `nnx.prefix` gives are not known before.
+        unknown = [(names[s], x) for s, x in enumerate(specs) if x not in numbers]
+        if unknown:
+            refuse(Problem.UNKNOWN_SPEC, unknown, name=self.transform.name)
         outputs: list[list[Any]] = [[] for _ in groups]
         labels: list[list[str]] = [[] for _ in groups]
         inputs = {id(leaf): slot for slot, leaf in enumerate(leaves)}
@@ -294,7 +304,7 @@ class Pure(NamedTuple):
             if is_ref and id(leaf) in inputs:
                 sources[slot] = (-1, inputs[id(leaf)])
             elif slot not in sources:
-                number = groups.index(specs[slot])
+                number = numbers[specs[slot]]
                 sources[slot] = (number, len(outputs[number]))
                 # A ref cannot leave a trace; its value can, and becomes a new ref outside.
                 outputs[number].append(leaf[...] if is_ref else leaf)

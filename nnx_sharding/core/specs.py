@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,13 +30,13 @@ def is_spec(x: Any) -> bool:
 
 
 class PathFunction(StateSharding):
-    """A ``StateSharding`` given by a function of path and value, as ``nnx.prefix`` makes it."""
+    """What ``nnx.prefix`` returns in graph mode: a spec for each path, a function for new ones."""
 
-    __slots__ = ("_function",)
+    __slots__ = ("_by_path", "_function")
 
-    def __init__(self, function: Callable[[Path, Any], Any], shardings: Iterable[Any]):
-        super().__init__((function, sharding) for sharding in dict.fromkeys(shardings))
-        self._function = function
+    def __init__(self, function: Callable[[Path, Any], Any], by_path: dict[Path, Any]):
+        super().__init__((function, sharding) for sharding in dict.fromkeys(by_path.values()))
+        self._function, self._by_path = function, by_path
 
     @property
     def depends_on_values(self) -> bool:
@@ -45,8 +45,19 @@ class PathFunction(StateSharding):
 
     def find(self, path: Path, variable: Any) -> tuple[int | None, Any]:
         """The function always has an answer, or raises an error of its own."""
-        sharding = self._function(path, variable)
+        is_known = path in self._by_path
+        sharding = self._by_path[path] if is_known else self._function(path, variable)
         return next((i for i, s in enumerate(self.shardings) if s == sharding), 0), sharding
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (*super()._key, tuple(self._by_path.items()))
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[Path, Any]:
+    """The leaves of a pytree by their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {tuple(map(path_key, path)): leaf for path, leaf in leaves}
 
 
 def _normalized(spec: Any) -> Any:
@@ -57,11 +68,10 @@ def _normalized(spec: Any) -> Any:
         return None
     prefix = _compat.prefix_state(spec)
     if prefix is not None:
-        return PathFunction(prefix[0], jax.tree_util.tree_leaves(prefix[1], is_leaf=is_single_spec))
+        return PathFunction(prefix[0], leaves_by_path(prefix[1], is_single_spec))
     if _compat.is_node(spec):
-        leaves, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_single_spec)
-        paths = ((tuple(map(path_key, path)), leaf) for path, leaf in leaves)
-        return StateSharding((nnx.filterlib.PathIn(path), leaf) for path, leaf in paths)
+        pairs = leaves_by_path(spec, is_single_spec).items()
+        return StateSharding((nnx.filterlib.PathIn(path), leaf) for path, leaf in pairs)
     return spec
 
 

@@ -66,6 +66,7 @@ class Transform:
       returns_inputs: whether results may be objects of the arguments even without graph updates.
       untraced: the options on which no trace depends.
       counts_from_call: whether negative positions count from the end of the call.
+      own_specs: specs that outputs may have besides those that the user wrote.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Transform:
     returns_inputs: ClassVar[bool] = False
     counts_from_call: ClassVar[bool] = False
     untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
+    own_specs: ClassVar[tuple[Any, ...]] = ()
 
     @property
     def out_name(self) -> str:
@@ -173,6 +175,10 @@ class Transform:
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         """The specs of all inputs, with those that the user left open."""
         return specs
+
+    def first_spec(self, spec: Any, structure: Any, index: int, leaf: Any) -> Any:
+        """The spec of an array that the function writes to a Variable that held none."""
+        return spec
 
     def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
         """The sharding that a Variable with this final spec gets and keeps."""

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
+from ..axes import Axis
 from ..core.fit import fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
@@ -109,7 +110,7 @@ def _check(
             head = first.format(name=plan.transform.name)
             remedy = last.format(in_name=plan.transform.in_name)
             lines = [f"  {x}" for x in lines_of(plan, leaves)]
-            lines = shortened(lines, "  ") if error is DonatedError else lines
+            lines = shortened(lines, "  ")
             raise_listed(error, head, lines, remedy, anchor)
 
         return check
@@ -173,6 +174,20 @@ def _repeated(leaves: Sequence[Any], is_wanted: Callable[[Any], bool]) -> list[l
         if is_wanted(leaf):
             slots.setdefault(id(leaf), []).append(slot)
     return [same for same in slots.values() if len(same) > 1]
+
+
+@_check(
+    "axes-that-arrays-do-not-have",
+    "{name}: these arrays do not have the axis along which they are mapped:",
+    "Give each in {in_name} an axis that it has, or None: in a module by StateAxes({{nnx.Param: 0, "
+    "...: None}}). Random streams get one by nnx.split_rngs.",
+)
+def _check_axes(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+    for name, leaf, spec in zip(plan.names, leaves, plan.specs, strict=True):
+        if isinstance(spec, Axis) and spec.index is not None:
+            ndim = np.ndim(leaf)
+            if not -ndim <= spec.index < ndim:
+                yield f"{name}, {jax.typeof(leaf).str_short()}: axis {spec.index}"
 
 
 def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
@@ -327,6 +342,7 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
 
 _DONATION_CHECKS = (_check_deleted, _check_donated_twice)
 _CHECKS = (
+    _check_axes,
     _check_deleted,
     _check_shapes,
     _check_types,
@@ -366,9 +382,11 @@ def _note_object(plan: Plan, error: Exception) -> None:
     for name, value in captured_values(plan.fun()):
         for path, node in nnx.iter_graph(value) if _compat.is_graph_object(value) else ():
             if node is target:
-                error.add_note(
+                text = (
                     f"This is {accessor(name, path)}, which {plan.fun_name} captures. Pass what a "
                     "function changes as one of its arguments."
                 )
-                see(error, "changed-from-outside-its-trace")
+                if text not in str(error):  # of an inner function
+                    error.args = (f"{error}\n{text}", *error.args[1:])
+                    see(error, "changed-from-outside-its-trace")
                 return

@@ -104,6 +104,11 @@ MESSAGES: dict[Problem, Message] = {
         "Give it the same {specs} everywhere.",
         anchor="two-shardings-for-one-variable",
     ),
+    Problem.UNKNOWN_SPEC: Message(
+        "nnx.prefix gives these new Variables what it gave none when it was called:",
+        lambda path, spec: f"{path}: {spec!r}",
+        "Give its filters as StateSharding, or in vmap and scan as StateAxes.",
+    ),
     Problem.SPEC_DOES_NOT_FIT_MESH: Message(
         "these specs do not fit the mesh:",
         lambda spec, paths, why: f"{describe(spec)} for {', '.join(paths)}: {'; '.join(why)}",

@@ -16,12 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..activations.intercept import handler_here
 from ..core.axis_types import type_spec
-from ..errors import raise_listed
+from ..errors import raise_listed, shortened
 from ..fitting import axes_of, suggestion
 from ..partition.axis_types import explicit_axes
 from ..paths import accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.differentiation import ValueAndGrad, as_reduced
+from ..transforms.inner import described
 
 
 @_compat.api_boundary
@@ -114,6 +115,7 @@ def accumulate_gradients(
                 def step(totals: Any, rest: Any, microbatch: Any) -> Any:
                     given.arguments.update(rest | microbatch)
                     value, new = gradient.of(given.args, given.kwargs, axes)
+                    _check_aux(value[1] if has_aux else ())
                     pairs = zip(totals, jax.tree.leaves(new), strict=True)
                     return [total + x.astype(total.dtype) for total, x in pairs], value
 
@@ -199,6 +201,19 @@ def _indivisible(x: Any, steps: int) -> str:
     product = " × ".join(map(str, (steps, *sizes.values())))
     total = f" = {multiple}" if sizes else ""
     return f"{sharded}: {jnp.shape(x)[0]} rows are not a multiple of {product}{total}"
+
+
+def _check_aux(aux: Any) -> None:
+    """Checks that auxiliary data can be stacked."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=_compat.is_graph_object)
+    wrong = [
+        f"  {accessor('aux', tuple(map(path_key, path)))}: {described(x)}"
+        for path, x in leaves
+        if not (_compat.is_array_like(x) or _compat.is_graph_object(x))
+    ]
+    title = "accumulate_gradients: with has_aux=True, what the loss returns besides the scalar is "
+    title += "stacked, and these are not arrays:"
+    raise_listed(TypeError, title, shortened(wrong, "  "), "Return only arrays or numbers.")
 
 
 def _axes_of_batch(microbatches: Mapping[str, Any]) -> frozenset[Any]:

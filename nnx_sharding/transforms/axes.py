@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from .. import _compat
 from ..axes import BROADCAST, CARRY, Axis
 from ..core.caller import Caller
 from ..core.flatten import flatten
 from ..core.resolve import locate, resolve
-from ..core.specs import Specs, target
+from ..core.specs import PathFunction, Specs, leaves_by_path, target
+from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Built
-from ..paths import accessor, path_key
+from ..errors import raise_listed, shortened
+from ..paths import Path, accessor, path_key
 from ..state_sharding import StateSharding
-from .inner import InnerTransform
+from .inner import InnerTransform, described
 
 
 class Carry:
@@ -72,10 +76,30 @@ def _axis(place: str, x: Any) -> Axis | StateSharding:
         return CARRY
     if isinstance(x, nnx.StateAxes):
         return StateAxes(zip(x.filters, x.axes, strict=True))
+    if (prefix := _compat.prefix_state(x)) is not None:
+        axes = {
+            path: _axis(place, axis) for path, axis in leaves_by_path(prefix[1], _is_none).items()
+        }
+        return PathFunction(_AxisOf(place, prefix[0]), axes)
     raise TypeError(
         f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
         "mapped, Carry (in scan), or StateAxes by NNX filters."
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisOf:
+    """The function of path and value in what ``nnx.prefix`` returns, with our own axes."""
+
+    place: str
+    function: Callable[[Path, Any], Any]
+
+    def __call__(self, path: Path, value: Any) -> Axis | StateSharding:
+        return _axis(self.place, self.function(path, value))
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def axes_specs(option: str, prefix: Any) -> Specs:
@@ -84,7 +108,11 @@ def axes_specs(option: str, prefix: Any) -> Specs:
     Raises:
       TypeError: something in it is not an axis.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=lambda x: x is None)
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or _compat.prefix_state(x) is not None
+
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=is_leaf)
     axes = [_axis(option + accessor("", tuple(map(path_key, path))), x) for path, x in leaves]
     return Specs(jax.tree_util.tree_unflatten(treedef, axes))
 
@@ -97,6 +125,8 @@ class Mapped(InnerTransform):
       metadata: what to add, for Flax, to the metadata of Variables for a mapped axis.
     """
 
+    own_specs: ClassVar[tuple[Any, ...]] = (Axis(0),)
+
     in_name: str = "in_axes"
     metadata: tuple[tuple[Any, Any], ...] = ()
 
@@ -105,6 +135,38 @@ class Mapped(InnerTransform):
 
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:  # noqa: D102
         return [BROADCAST if spec is None else spec for spec in specs]
+
+    def first_spec(self, spec: Any, structure: Structure, index: int, leaf: Any) -> Any:
+        """What is captured in a module that is not mapped is stacked along the first dimension."""
+        is_mapped = spec is not None and spec.index is not None
+        return spec if is_mapped or index not in captures(structure) else self.captured(leaf)
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        """Checks that results have the axes along which they are stacked.
+
+        Raises:
+          ValueError: they do not.
+        """
+        lines = [
+            f"  {name}, {described(leaf)}: axis {spec.index}"
+            for name, leaf, spec in zip(names, leaves, specs, strict=True)
+            if spec.index is not None and not _compat.is_ref(leaf)
+            if not -jnp.ndim(leaf) - 1 <= spec.index <= jnp.ndim(leaf)
+        ]
+        raise_listed(
+            ValueError,
+            f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
+            f"{self.out_name} (or {self.in_name}, for modules) gives them:",
+            shortened(lines, "  "),
+            "An array of n dimensions can be stacked along the axes 0 to n.",
+            anchor="axes-that-arrays-do-not-have",
+        )
+
+    def captured(self, leaf: Any) -> Axis:
+        """The axis of what is captured in a module that is not mapped."""
+        return Axis(0)
 
     @contextlib.contextmanager
     def tracing(  # noqa: D102
@@ -120,20 +182,18 @@ class Mapped(InnerTransform):
                 for index, (_, axis) in pure.known.items()
                 if axis is not None and axis.index is not None
             ]
-            for variable, index in mapped:
-                nnx.spmd.remove_axis(variable, index, settings)
+            change_names(nnx.spmd.remove_axis, mapped, settings)
 
             def named(*args: Any, **kwargs: Any) -> Any:
                 out = fun(*args, **kwargs)
-                for variable, index in self._new_variables(out, pure, built):
-                    nnx.spmd.add_axis(variable, index, settings)
+                new = self._new_variables(out, pure, built)
+                change_names(nnx.spmd.add_axis, new, settings)
                 return out
 
             try:
                 yield named
             finally:
-                for variable, index in mapped:
-                    nnx.spmd.add_axis(variable, index, settings)
+                change_names(nnx.spmd.add_axis, mapped, settings)
 
     def _new_variables(self, out: Any, pure: Any, built: Built) -> list[tuple[Any, int]]:
         """The Variables that the function made and returns or attached, each with its axis."""
@@ -150,6 +210,36 @@ class Mapped(InnerTransform):
             for index, (_, axis) in found.items()
             if index >= len(built.objects) and axis.index is not None
         ]
+
+
+def captures(structure: Structure) -> set[int]:
+    """The Variables in which ``nnx.capture`` collects what is sown, and which hold nothing yet."""
+    found = {
+        index
+        for entry in structure.entries
+        if isinstance(entry, NodeEntry) and _compat.CAPTURES in entry.keys
+        for index in atoms([entry.children[entry.keys.index(_compat.CAPTURES)]])
+        if isinstance(index, int) and not structure.slots[index]
+    }
+    # A perturbation is an input too, and in a module that is not mapped the same for all.
+    return {i for i in found if not issubclass(structure.entries[i].type, nnx.Perturbation)}  # type: ignore[union-attr]
+
+
+def change_names(
+    change: Callable[..., Any], mapped: Iterable[tuple[Any, int]], settings: Mapping[Any, Any]
+) -> None:
+    """Adds or removes the names of axes in logical axes.
+
+    Args:
+      change: ``nnx.spmd.add_axis`` or ``remove_axis``, which count axes from the front.
+      mapped: Variables as they are without the axis, each with the axis.
+      settings: the metadata for the axis.
+    """
+    for variable, axis in mapped:
+        arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
+        # Flax adds no name to empty logical axes, but removes one.
+        if arrays and variable.get_metadata().get("out_sharding") != ():
+            change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
 
 
 def frozen_metadata(transform_metadata: Mapping[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 
 from .. import _compat
-from ..axes import CARRY
+from ..axes import BROADCAST, CARRY, Axis
 from ..core.pure import Pure
 from ..core.signature import Roles
+from ..errors import raise_listed, shortened
 from ..lifted_function import lift
 from .axes import Mapped, axes_specs, frozen_metadata
-from .inner import Function, Inner
+from .inner import Function, Inner, described
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,28 @@ class _Vmap(Mapped):
     axis_name: Hashable = None
     axis_size: int | None = None
     spmd_axis_name: Hashable = None
+
+    def captured(self, leaf: Any) -> Axis:
+        return super().captured(leaf) if _compat.varies_in_vmap(leaf) else BROADCAST
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        super().check_outputs(fun_name, names, leaves, specs)
+        lines = [
+            f"  {name}, {described(leaf)}"
+            for name, leaf, spec in zip(names, leaves, specs, strict=True)
+            if spec.index is None and _compat.varies_in_vmap(leaf)
+        ]
+        raise_listed(
+            ValueError,
+            f"vmap: these are not mapped (axis None), but {fun_name} makes them differ between "
+            "the elements:",
+            shortened(lines, "  "),
+            "Give each an axis in in_axes or out_axes, in a module by StateAxes, or reduce it, as "
+            "in jax.lax.pmean with axis_name.",
+            anchor="differs-between-elements",
+        )
 
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]

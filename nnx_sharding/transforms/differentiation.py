@@ -24,10 +24,11 @@ from ..core.resolve import NamedLocation, locate
 from ..core.signature import Call
 from ..core.specs import Part, Target
 from ..core.unflatten import Built, pytree_of, value_at
+from ..errors import see
 from ..filters import to_predicate
 from ..fitting import axes_of_type, spec_axes, suggestion
 from ..lifted_function import LiftedFunction, P, R
-from .inner import InnerTransform
+from .inner import InnerTransform, described, is_array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Differentiation(InnerTransform):
 
     Attributes:
       wrt: for each differentiated argument its position or name, and the filter for its Variables.
+      is_chosen: whether the user chose a filter, so that something has to match it.
       is_single: whether the gradient is of one argument, not a tuple.
     """
 
@@ -43,6 +45,7 @@ class Differentiation(InnerTransform):
 
     in_name: str = "argnums"
     wrt: tuple[tuple[int | str, Any], ...]
+    is_chosen: bool
     is_single: bool
     has_aux: bool
     holomorphic: bool
@@ -65,23 +68,14 @@ class Differentiation(InnerTransform):
         if self.has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
             raise TypeError(
                 f"{self.name}: with has_aux=True {fun_name} must return a pair (loss, aux), "
-                f"got {_described(out)}."
+                f"got {described(out)}."
             )
         loss = out[0] if self.has_aux else out
-        if not _is_array(loss) or jnp.shape(loss) != ():
+        if not is_array(loss) or jnp.shape(loss) != ():
             hint = "" if self.has_aux else " If it returns (loss, aux), give has_aux=True."
             raise TypeError(
-                f"{self.name}: {fun_name} must return a scalar loss, got {_described(loss)}.{hint}"
+                f"{self.name}: {fun_name} must return a scalar loss, got {described(loss)}.{hint}"
             )
-
-
-def _is_array(x: Any) -> bool:
-    return _compat.is_array_like(x) and not _compat.is_graph_object(x)
-
-
-def _described(value: Any) -> str:
-    kind = type(value).__name__
-    return jax.typeof(value).str_short() if _is_array(value) else f"a {kind}"
 
 
 class _Wanted(NamedTuple):
@@ -162,7 +156,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         """What is differentiated in a call.
 
         Raises:
-          ValueError: an argument does not exist, or no Variable in it matches its filter.
+          ValueError: an argument does not exist, or no Variable matches the user's filter.
         """
         name = self._transform.name
         targets = {target.name: target for target in plan.targets}
@@ -177,7 +171,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
             )
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
-        differentiable, seen = set[str](), set[int]()
+        is_empty, seen = True, set[int]()
         for found in locate(flat.structure, plan.targets):
             argument, (_, entry, slots) = found.target.name, found.location
             predicate = predicates.get(argument)
@@ -187,16 +181,20 @@ class ValueAndGrad(LiftedFunction[P, R]):
             subject = found.subject(flat.objects, flat.leaves)
             # What is not in a module was named by argnums.
             if not found.location.path or any(predicate(path, subject) for path in found.paths):
-                differentiable.update([argument] if slots else [])
+                is_empty = is_empty and not slots
                 # As in Flax, what is shared has its gradient only in the first place.
                 if entry is None or entry not in seen:
                     locations[argument].append(found)
                     seen.update([] if entry is None else [entry])
-        if empty := [f"{x} (filter {chosen[x]!r})" for x in chosen if x not in differentiable]:
-            raise ValueError(
-                f"{name}: nothing to differentiate in {', '.join(empty)}. Give argnums the "
-                "position or name of another argument, or wrt a filter that matches its Variables."
+        if is_empty and self._transform.is_chosen:
+            kinds = {type(x).__name__ for x in flat.objects if isinstance(x, nnx.Variable)}
+            filters = (getattr(x, "__name__", repr(x)) for x in chosen.values())
+            error = ValueError(
+                f"{name}: nothing to differentiate in {', '.join(chosen)}: no Variable matches "
+                f"{', '.join(dict.fromkeys(filters))}. Give wrt a filter that matches some "
+                f"(there are {', '.join(sorted(kinds)) or 'none'}), or argnums other arguments."
             )
+            raise see(error, anchor="nothing-to-differentiate")
         ordered = [*call.tree[0], *(call.tree[1][k] for k in sorted(call.tree[1]))]
         values = dict(zip(targets, ordered, strict=True))
         return [_Wanted(targets[x], values[x], found) for x, found in locations.items()]
@@ -208,15 +206,22 @@ class ValueAndGrad(LiftedFunction[P, R]):
         position = which + self._implicit if which >= 0 else which + len(names)
         if not 0 <= position < len(names):  # perhaps passed by keyword
             names = self._parameters.positional
-        return names[position] if 0 <= position < len(names) else f"position {which}"
+        if not 0 <= position < len(names):
+            error = ValueError(
+                f"{self._transform.name}: argnums={which}, but {name_of(self._fun)} has the "
+                f"arguments {', '.join(names[self._implicit :]) or '()'}."
+            )
+            raise see(error, anchor="unknown-parameter")
+        return names[position]
 
 
 class Grad(ValueAndGrad[P, R]):
     """A function that returns the gradient of another one."""
 
+    @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The gradient, and with ``has_aux`` the auxiliary data."""
-        value, gradient = super().__call__(*args, **kwargs)
+        value, gradient = self.of(args, kwargs)
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
 
@@ -240,7 +245,7 @@ def _check_dtypes(
     name: str, names: Sequence[str], leaves: Sequence[Any], slots: Sequence[int]
 ) -> None:
     wrong = [
-        f"  {names[slot]}: {_described(leaves[slot])}"
+        f"  {names[slot]}: {described(leaves[slot])}"
         for slot in slots
         if not _compat.is_array_like(leaves[slot])
         or not jnp.issubdtype(jax.typeof(leaves[slot]).dtype, jnp.inexact)

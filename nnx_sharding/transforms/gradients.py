@@ -48,12 +48,13 @@ def value_and_grad(
 
     Returns:
       A function that returns ``(value, gradient)``; the value is what ``fun`` returns. The gradient
-      has the form of the argument, with an ``nnx.State`` of the differentiated Variables in place
-      of each module, as optimizers expect; for a sequence of ``argnums`` it is a tuple.
+      has the form of the argument, with an ``nnx.State`` of the differentiated Variables, perhaps
+      empty, in place of each module, as optimizers expect; for a sequence of ``argnums`` it is a
+      tuple.
 
     Raises:
       TypeError: at a call, ``fun`` does not return a scalar, or an integer is differentiated.
-      ValueError: at a call, an argument does not exist, or nothing in it is to be differentiated;
+      ValueError: at a call, an argument does not exist, or no Variable matches ``wrt``;
         immediately, for a bound method with ``argnums`` by position.
 
     Example:
@@ -137,6 +138,7 @@ def _transform(
     return Differentiation(
         name=name,
         wrt=pairs,
+        is_chosen=wrt is not nnx.Param,
         is_single=is_single,
         has_aux=has_aux,
         holomorphic=holomorphic,

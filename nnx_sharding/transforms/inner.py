@@ -7,6 +7,8 @@ import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
+import jax
+
 from .. import _compat
 from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
@@ -23,6 +25,18 @@ KNOWN: contextvars.ContextVar[tuple[Known, ...]] = contextvars.ContextVar("KNOWN
 
 
 Function: TypeAlias = Callable[..., Any]
+
+
+def is_array(x: Any) -> bool:
+    """Whether something is an array or a number, and no Variable."""
+    return _compat.is_array_like(x) and not _compat.is_graph_object(x)
+
+
+def described(value: Any) -> str:
+    """What something is, for messages: ``float32[2,4]``, ``a Linear``, ``the class Linear``."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return jax.typeof(value).str_short() if is_array(value) else f"a {type(value).__name__}"
 
 
 class InnerTransform(Transform):

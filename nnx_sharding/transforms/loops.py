@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,11 +18,13 @@ from ..core.caller import Caller
 from ..core.naming import name_of
 from ..core.pure import Pure
 from ..core.signature import Roles
+from ..core.statics import Static
 from ..core.unflatten import Built
+from ..errors import see
 from ..lifted_function import lift, unbind
 from ..paths import accessor, path_key
 from .axes import Carry, Mapped, axes_specs, frozen_metadata
-from .inner import Function, Inner
+from .inner import Function, Inner, described
 from .steps import Loop
 
 
@@ -40,7 +43,7 @@ class _Scan(Mapped):
     name: str = "scan"
     carried: int | str | None
     returned: int | None
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Static], ...]
 
     @contextlib.contextmanager
     def tracing(
@@ -61,10 +64,11 @@ class _Scan(Mapped):
         """Checks that the returned carry has the form of the given one."""
         if self.returned is not None:
             if not isinstance(out, tuple) or len(out) <= self.returned:
-                raise TypeError(
-                    f"scan: with these out_axes {fun_name} must return a tuple, got "
-                    f"{type(out).__name__}."
+                error = TypeError(
+                    f"scan: {fun_name} must return a tuple whose item {self.returned} is the "
+                    f"carry (out_axes={self.out_specs}), got {_form(out)}."
                 )
+                raise see(error, anchor="carry-of-another-form")
             out = out[self.returned]
         flattened: Any = [
             jax.tree_util.tree_flatten_with_path(x, is_leaf=_compat.is_graph_object)
@@ -72,10 +76,11 @@ class _Scan(Mapped):
         ]
         (before, old), (after, new) = flattened
         if old != new:
-            raise TypeError(
+            error = TypeError(
                 f"scan: {fun_name} returns a carry of a different structure than it was given:\n"
-                f"  given: {old}\n  returned: {new}"
+                f"  given: {_form(given)}\n  returned: {_form(out)}"
             )
+            raise see(error, anchor="carry-of-another-form")
         others = [
             f"  carry{accessor('', tuple(map(path_key, path)))}: {type(one).__name__}"
             for (path, one), (_, other) in zip(before, after, strict=True)
@@ -94,6 +99,18 @@ class _Scan(Mapped):
         return Loop(self.options, pure, function, in_specs, out_specs)
 
 
+class _Text(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _form(tree: Any) -> str:
+    """A pytree with the types of its leaves."""
+    is_leaf = _compat.is_graph_object
+    form = jax.tree.map(lambda x: _Text(described(x)), tree, is_leaf=is_leaf)
+    return textwrap.shorten(repr(form), 300)
+
+
 def _argument(fun: Any, which: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One argument of a call, by position or by name."""
     if isinstance(which, int) and which < len(args):
@@ -107,7 +124,8 @@ def _carry_in(in_axes: Any) -> int | str | None:
     items = in_axes.items() if isinstance(in_axes, Mapping) else enumerate(in_axes)
     found = [key for key, axes in items if _is_carry(axes)]
     if len(found) > 1:
-        raise ValueError(f"scan: only one argument can be the carry, got in_axes={in_axes!r}.")
+        written = axes_specs("in_axes", in_axes)
+        raise ValueError(f"scan: only one argument can be the carry, got in_axes={written}.")
     return found[0] if found else None
 
 
@@ -178,15 +196,15 @@ def scan(
     in_axes = (in_axes,) if _is_carry(in_axes) else in_axes
     carried = _carry_in(in_axes) if isinstance(in_axes, tuple | list | Mapping) else None
     returned: Any = _carry_in(out_axes) if isinstance(out_axes, tuple) else None
+    in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
     if (carried is None) != (returned is None and not _is_carry(out_axes)):
         raise ValueError(
             "scan: the carry is an argument and a result: give Carry in both in_axes and "
-            f"out_axes, or in none, got in_axes={in_axes!r}, out_axes={out_axes!r}."
+            f"out_axes, or in none, got in_axes={in_specs}, out_axes={out_specs}."
         )
-    in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
     if BROADCAST in out_specs.written:
         raise ValueError(
-            f"scan: what the steps return is stacked, so out_axes cannot be None, got {out_axes!r}."
+            f"scan: what the steps return is stacked, so out_axes cannot be None, got {out_specs}."
         )
     options = {"length": length, "reverse": reverse, "unroll": unroll}
 
@@ -197,7 +215,7 @@ def scan(
             out_specs=out_specs,
             carried=carried + bound if isinstance(carried, int) else carried,
             returned=returned,
-            options=tuple(options.items()),
+            options=tuple((key, Static.of(x)) for key, x in options.items()),  # 1 is not True
             metadata=frozen_metadata(transform_metadata),
         )
         return lift(Inner, fun, transform, Roles(), graph, graph_updates)

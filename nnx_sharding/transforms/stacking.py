@@ -12,7 +12,7 @@ from flax import nnx
 from ..core.structure import VariableEntry
 from ..errors import raise_listed
 from ..paths import Path
-from .axes import StateAxes
+from .axes import StateAxes, change_names
 from .batching import vmap
 from .stacks import (
     METADATA,
@@ -114,8 +114,7 @@ def stack(
         for slot in slots:
             leaves[slot] = _stacked([flat.leaves[slot] for flat in flats])
     layer = built_layer(first, leaves, stacked)
-    for variable in stacked_variables(layer, shared):
-        nnx.spmd.add_axis(variable, 0, METADATA)
+    change_names(nnx.spmd.add_axis, ((x, 0) for x in stacked_variables(layer, shared)), METADATA)
     return Stack(layer, len(blocks), shared, unroll=unroll, remat=remat)
 
 

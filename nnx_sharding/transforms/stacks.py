@@ -18,7 +18,7 @@ from ..diagnostics.differences import differences
 from ..errors import raise_listed
 from ..filters import Paths
 from ..paths import Path, accessor
-from .axes import Carry, StateAxes
+from .axes import Carry, StateAxes, change_names
 from .loops import scan
 from .recompute import remat as remat_
 
@@ -69,7 +69,7 @@ class Stack(nnx.Module):
         self.length = length
         self.shared = frozenset(shared)
         self.unroll = unroll
-        self.remat = tuple(remat.items()) if isinstance(remat, Mapping) else remat
+        self.remat = _as_static(remat)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the layers one after the other.
@@ -128,8 +128,8 @@ class Stack(nnx.Module):
             return Stack(layers, length, self.shared, remat=self.remat, **options)
         number = range(self.length)[operator.index(index)]
         layer = self._map(lambda array: _sliced(array, number))
-        for variable in stacked_variables(layer, self.shared):
-            nnx.spmd.remove_axis(variable, 0, METADATA)
+        variables = stacked_variables(layer, self.shared)
+        change_names(nnx.spmd.remove_axis, ((x, 0) for x in variables), METADATA)
         return layer
 
     def __setitem__(self, index: int, layer: Any) -> None:
@@ -174,6 +174,14 @@ class Stack(nnx.Module):
 METADATA = {nnx.PARTITION_NAME: None}
 # Layers may share Variables, whatever the mode of Flax.
 OPTIONS: Any = {"transform_metadata": METADATA, "graph": True, "graph_updates": True}
+
+
+def _as_static(remat: Any) -> Any:
+    """The option ``remat`` in hashable form."""
+    if isinstance(remat, Mapping):
+        return tuple(remat.items())
+    is_pairs = isinstance(remat, Iterable) and not isinstance(remat, str)
+    return tuple((filter_, keep) for filter_, keep in remat) if is_pairs else remat
 
 
 def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

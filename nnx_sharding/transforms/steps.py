@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from .. import _compat
 from ..axes import BROADCAST, CARRY
+from ..core.caller import CALLER
+from ..core.naming import name_of
 from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
 from ..core.static_arguments import PLAIN
 from ..core.statics import Static
 from ..core.structure import NodeEntry, RefEntry, VariableEntry
+from ..errors import see
 from ..paths import accessor
+from .axes import captures
 
 
 class Loop:
@@ -28,14 +33,15 @@ class Loop:
 
     def __init__(
         self,
-        options: Iterable[tuple[str, Any]],
+        options: Iterable[tuple[str, Static]],
         pure: Pure,
         function: Callable[..., Any],
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
     ):
-        self._options = dict(options)
+        self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, pure.structure, pure.names
+        self._signature = pure.signature
         structure = pure.structure
         self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
         self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
@@ -64,10 +70,13 @@ class Loop:
         # Each step gets the same structure, so none may change the structure of what it passes on.
         self._fixed: set[int] = set()
         self._objects: dict[int, str] = {}
+        stacked = captures(structure)
         for target in pure.targets:
             for part in target.parts:
                 paths = structure.paths_to_objects([(part.keys, part.child)])
-                self._fixed.update(paths if part.spec in (None, BROADCAST, CARRY) else ())
+                self._fixed.update(
+                    paths.keys() - stacked if part.spec in (None, BROADCAST, CARRY) else ()
+                )
                 self._objects |= {i: accessor(target.name, path) for i, [path] in paths.items()}
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
@@ -140,6 +149,8 @@ class Loop:
             has_axis = -len(shape) <= axis < len(shape)
             length = f"length {shape[axis]}" if has_axis else f"no axis {axis}"
             lengths.setdefault(length, []).append(f"{self._names[slot]}{shape}")
+        if not lengths and self._options["length"] is None:
+            self._refuse_no_length()
         if length := self._options["length"]:
             lengths.setdefault(f"length {length}", []).append("the option length")
         if len(lengths) > 1 or any(not text.startswith("length") for text in lengths):
@@ -148,6 +159,20 @@ class Loop:
                 for length, names in lengths.items()
             )
             raise ValueError(f"scan: everything mapped must have the same length:\n{lines}")
+
+    def _refuse_no_length(self) -> NoReturn:
+        fun: Any = CALLER.get()[0]  # type: ignore[index]
+        arguments = dict.fromkeys(self._signature.keywords)
+        try:
+            inspect.signature(fun).bind(*self._signature.names, **arguments)
+        except TypeError as error:
+            missing = TypeError(f"scan: {name_of(fun)}: {error}.")
+            raise see(missing, anchor="number-of-steps") from None
+        unknown = ValueError(
+            f"scan: no array is mapped along an axis, so {name_of(fun)} has no number of steps. "
+            "Give length=..., or an axis in in_axes to an argument that is an array."
+        )
+        raise see(unknown, anchor="number-of-steps")
 
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
         """Checks that a step did not change the structure of what it passes on.
