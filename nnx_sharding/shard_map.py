@@ -28,7 +28,6 @@ from .fitting import (
     ON_INDIVISIBLE,
     OnIndivisible,
     axes_of,
-    axes_of_type,
     in_type,
     only_axes,
     spec_axes,
