@@ -292,22 +292,26 @@ def unsummed(sharding: Any) -> Any:
     return sharding.update(spec=PartitionSpec(*spec.partitions))
 
 
+def in_type(sharding: Any) -> NamedSharding | None:
+    """The part of a sharding that is in the type of an array: that over Explicit axes, if any."""
+    axes = axes_of_type(sharding.mesh, AxisType.Explicit) if spec_and_mesh(sharding) else ()
+    return NamedSharding(sharding.mesh, only_axes(sharding.spec, axes)) if axes else None
+
+
 def is_equivalent(present: Any, declared: Any, ndim: int) -> bool:
-    """Whether two shardings are equivalent, and over Explicit axes of the same type."""
-    typed = _typed(declared, ndim)
-    is_typed = typed is None or typed == _typed(present, ndim)
-    return is_typed and bool(present.is_equivalent_to(declared, ndim))
+    """Whether two shardings put the same parts on each device, in arrays of the same type."""
+    same_type = _typed(present, ndim) == _typed(declared, ndim)
+    return same_type and bool(present.is_equivalent_to(declared, ndim))
 
 
 def _typed(sharding: Any, ndim: int) -> Any:
-    """The part of a sharding that is in the type of an array: that over Explicit axes."""
-    parts = spec_and_mesh(sharding)
-    axes = axes_of_type(parts[1], AxisType.Explicit) if parts else frozenset()
-    if parts is None or not axes:
+    """What is in the type of an array; JAX does not distinguish meshes with Auto axes only."""
+    part = in_type(sharding)
+    if part is None:
         return None
-    part = only_axes(parts[0], axes)
-    entries = tuple(map(axes_of, part.partitions))
-    return axes, entries + ((),) * (ndim - len(entries)), part.unreduced, part.reduced
+    entries = tuple(map(axes_of, part.spec.partitions))
+    entries += ((),) * (ndim - len(entries))
+    return part.mesh.abstract_mesh, entries, part.spec.unreduced, part.spec.reduced
 
 
 def suggestion(name: Any, names: Iterable[Any]) -> str:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from . import _compat
 from .activation_sharding import activations
 from .activations.tracing import sharded_activations
+from .core.axis_types import typed_as
 from .core.caller import Caller
 from .core.plan import is_committed
 from .core.problems import Problem, refuse
@@ -23,7 +24,14 @@ from .core.specs import Specs, check_specs
 from .core.static_arguments import with_static_values
 from .core.transform import Program, Transform, check_options
 from .core.unflatten import Built
-from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, axes_of_type, only_axes, spec_axes
+from .fitting import (
+    ON_INDIVISIBLE,
+    OnIndivisible,
+    axes_of,
+    in_type,
+    only_axes,
+    spec_axes,
+)
 from .lifted import Lifted
 from .lifted_function import lift
 
@@ -143,10 +151,10 @@ class _ShardMap(Transform):
         options: dict[str, Any] = {}
         mesh, typed = self.context, mapped
         is_manual = mesh is not None and self.usable_axes == frozenset(mesh.axis_names)
-        if isinstance(mesh, Mesh) and axes_of_type(mesh, AxisType.Explicit):
+        if isinstance(mesh, Mesh):
             inputs = tuple(NamedSharding(mesh, spec) for spec in in_specs)
             typed = _typed(mapped, inputs)
-            if is_manual:
+            if is_manual and AxisType.Auto not in mesh.axis_types:  # else JAX reshards
                 options["in_shardings"] = inputs
         if isinstance(mesh, Mesh) and is_manual:
             # Redundant, but gives results a NamedSharding like those of shard_map.
@@ -182,9 +190,12 @@ def _typed(mapped: Callable[..., Any], shardings: Sequence[NamedSharding]) -> Ca
     """Puts shardings into the types of arrays that are not committed to others."""
 
     def with_type(leaf: Any, sharding: NamedSharding) -> Any:
-        if _compat.is_ref(leaf) or is_committed(leaf) or any(spec_axes(_type_spec(leaf))):
+        if _compat.is_ref(leaf) or is_committed(leaf):
             return leaf
-        return jax.sharding.reshard(leaf, sharding)
+        part = in_type(sharding)
+        if part is not None and not any(spec_axes(_type_spec(leaf))):
+            return jax.sharding.reshard(leaf, part)
+        return typed_as(leaf, part or NamedSharding(sharding.mesh, PartitionSpec()))
 
     @functools.wraps(mapped)
     def typed(*leaves: Any) -> Any:

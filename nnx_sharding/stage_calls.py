@@ -15,7 +15,7 @@ from .core.guard.store import Guards
 from .core.plan import Plan
 from .core.signature import Call
 from .diagnostics.differences import arguments_of, differences
-from .diagnostics.failures import explain_shardings
+from .diagnostics.failures import explain_compiled
 from .errors import see
 
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
@@ -63,10 +63,7 @@ def call_stage(
     try:
         return run(plan, flat, _compat.direct_form(stage))
     except (ValueError, TypeError) as error:
-        if str(error).startswith("Argument types differ"):
-            see(error, "compiled-for-other-types")
-        elif kind == "compiled" and isinstance(error, ValueError):
-            explain_shardings(plan, flat.leaves, stage.input_shardings[0], error)
+        explain_compiled(plan, flat.leaves, stage, error)
         raise
 
 

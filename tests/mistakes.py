@@ -942,7 +942,7 @@ def compiled(lib: Library) -> Any:
     "compiled-for-other-types",
     "another shape",
     TypeError,
-    "'x' compiled with float32[8,4] and called with float32[4,4]",
+    "x: is float32[4,4], compiled for float32[8,4]",
 )
 def compiled_shape(lib: Library) -> Any:
     model, f = compiled(lib)
@@ -953,7 +953,7 @@ def compiled_shape(lib: Library) -> Any:
     "compiled-for-other-types",
     "another dtype",
     TypeError,
-    "'model.blocks[0].up' compiled with float32[4,16] and called with bfloat16[4,16]",
+    "model.blocks[0].up: is bfloat16[4,16], compiled for float32[4,16]",
 )
 def compiled_dtype(lib: Library) -> Any:
     model, f = compiled(lib)

@@ -224,7 +224,7 @@ class TestErrorsOfTheUser:
         call(module, jnp.ones((8, 8)))
         with pytest.raises(ValueError, match=r"\n  x, shape \(6, 8\)") as caught:
             call(module, jnp.ones((6, 8)))
-        assert caught.value.__cause__ is not None
+        assert isinstance(caught.value.__context__, ValueError)
 
     def test_of_the_function_where_an_argument_was_deleted(self):
         module = nnx.Dict(w=nnx.Param(jnp.ones(2)), unused=nnx.Param(jnp.ones(2)))
@@ -256,12 +256,12 @@ class TestErrorsOfTheUser:
             jax.block_until_ready(step(model()))
         assert not isinstance(caught.value, DonatedError | StrictError)
 
-    def test_an_explanation_has_the_error_of_jax_as_its_cause(self):
+    def test_an_explanation_replaces_the_error_of_jax(self):
         x = jnp.ones(4)
         x.delete()
         with pytest.raises(DonatedError) as caught:
             jit(lambda x: x)(x)
-        assert [type(error) for error in self.chain(caught.value)][1:] != []
+        assert caught.value.__context__ is not None and caught.value.__suppress_context__
         assert "".join(traceback.format_exception(caught.value)).count("DonatedError") == 1
 
 

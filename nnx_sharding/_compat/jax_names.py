@@ -56,10 +56,12 @@ _trace_context: Any = private_name("jax._src.config", "trace_context")
 _trace_context_names: Any = private_name("jax._src.config", "trace_context_names")
 _distributed: Any = private_name("jax._src.distributed", "global_state")
 _ShardMapTracer: Any = private_name("jax._src.shard_map", "ShardMapTracer")
-# Without these, a legacy `with mesh:` is not seen, tracebacks show our frames, exported programs
-# contain source locations, and strategies are compared only on the present devices.
+# Without these, a legacy `with mesh:` is not seen, tracebacks and the locations of operations show
+# our frames, exported programs contain source locations, and strategies are compared only on the
+# present devices.
 _thread_resources: Any = private_name("jax._src.mesh", "thread_resources", optional=True)
 _traceback_util: Any = private_name("jax._src", "traceback_util", optional=True)
+_source_info_util: Any = private_name("jax._src", "source_info_util", optional=True)
 _frames_in_locations: Any = private_name(
     "jax._src.config", "traceback_in_locations_limit", optional=True
 )
@@ -280,5 +282,5 @@ def api_boundary(function: F) -> F:
     return cast(F, functools.wraps(function)(boundary))
 
 
-if _traceback_util is not None:
-    _traceback_util.register_exclusion(f"{Path(__file__).parent.parent}/")
+for _module in filter(None, (_traceback_util, _source_info_util)):
+    _module.register_exclusion(f"{Path(__file__).parent.parent}/")

@@ -33,6 +33,18 @@ def type_mesh(x: Any) -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
+def typed_as(x: Any, goal: NamedSharding) -> Any:
+    """An array with the type that it has on another mesh; unchanged if both have Auto axes only.
+
+    Args:
+      x: the array.
+      goal: the other mesh, and the sharding over its Explicit axes.
+    """
+    here, there = type_mesh(x), goal.mesh.abstract_mesh
+    is_untyped = type_spec(x) is None and not axes_of_type(there, AxisType.Explicit)
+    return x if here == there or is_untyped or _compat.is_ref(x) else jax.sharding.reshard(x, goal)
+
+
 def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
     """The mesh with which JAX types arrays: the one in context, a default, or that of an array."""
     here = jax.sharding.get_abstract_mesh()

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh
 
 from .. import _compat
-from ..fitting import axes_of_type, is_equivalent
+from ..fitting import in_type, is_equivalent
 from .fit import check_arrays, check_mesh, fit_specs, shape_of
 from .flatten import Flat
 from .problems import Problem
@@ -142,10 +142,9 @@ def make_plan(
         graph=graph,
         updates=updates,
         typed=tuple(
-            (slot, sharding)
+            (slot, part)
             for slot in structure.root_slots
-            if isinstance(sharding := specs[slot], NamedSharding)
-            and axes_of_type(sharding.mesh, AxisType.Explicit)
+            if (part := in_type(specs[slot])) is not None
         ),
         batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
         batch_slots=tuple(slot for slot in batch if not specs[slot]),

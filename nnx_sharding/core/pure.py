@@ -14,12 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..fitting import OnIndivisible, axes_of, like, spec_and_mesh, variants
+from ..fitting import OnIndivisible, axes_of, axes_of_type, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
-from .axis_types import Retyped, type_mesh
+from .axis_types import Retyped, type_mesh, typed_as
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
@@ -57,7 +57,7 @@ class Pure(NamedTuple):
       batch_axes: the mesh axes over which the first dimension of arrays outside of objects is
         sharded, if activations are; in a trace also those in the types of arrays.
       batch_slots: these arrays, without those whose sharding is declared.
-      typed: the declared shardings on Explicit axes of arrays outside of objects, by slot. JAX
+      typed: the declared shardings over Explicit axes of arrays outside of objects, by slot. JAX
         omits them from the types of uncommitted arrays.
     """
 
@@ -151,13 +151,15 @@ class Pure(NamedTuple):
 
     def _typed(self, leaves: Sequence[Any], *, nested: bool) -> Sequence[Any]:
         """The arrays with the declared shardings in their types; in a trace, untyped ones only."""
+        goals, context = dict(self.typed), self.transform.context
+        if not nested and context is not None and not axes_of_type(context, AxisType.Explicit):
+            auto = NamedSharding(context, PartitionSpec())
+            goals = dict.fromkeys(self.structure.root_slots, auto)
         typed = [*leaves]
-        for slot, sharding in self.typed:
-            here, declared = type_mesh(typed[slot]), sharding.mesh.axis_types
-            is_open = here is None or not (nested or here.axis_types == declared)
-            if is_open and not _compat.is_ref(typed[slot]):
-                typed[slot] = jax.sharding.reshard(typed[slot], sharding)
-        return typed if self.typed else leaves
+        for slot, goal in goals.items():
+            if not nested or type_mesh(leaves[slot]) is None:
+                typed[slot] = typed_as(leaves[slot], goal)
+        return typed
 
     def _called(self, caller: Caller, arrays: Retyped, built: Built) -> Any:
         fun, leaves = caller.fun, arrays.leaves
@@ -247,6 +249,11 @@ class Pure(NamedTuple):
                     before[slot] = shape_of(leaves[old])
                     if old in self.on_indivisible:
                         on_indivisible[slot] = self.on_indivisible[old]
+        for index, slots in enumerate(self.structure.slots):
+            holds_arrays = slots and isinstance(after.structure.entries[index], NodeEntry)
+            for slot, old in self._kept_places(index, after.structure) if holds_arrays else ():
+                if resolved.slots[slot] is None:  # an attribute, as what it replaces
+                    resolved.slots[slot] = self.object_specs[old]
         open_spec = transform.spec_of(None)
         specs = [open_spec if spec is None else spec for spec in resolved.slots]
         shapes = [shape_of(leaf) for leaf in after.leaves]
@@ -334,23 +341,26 @@ class Pure(NamedTuple):
         self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
     ) -> dict[int, int]:
         """The unchanged arrays of one object: slot after the call to slot before."""
-        entries = self.structure.entries[index], after.structure.entries[index]
-        if all(map(is_leaf_variable, entries)):  # nearly all are, and have no parts
-            pairs = [(after.structure.slots[index][0], self.structure.slots[index][0])]
-        else:
-            before = parts(self.structure, index)
-            pairs = []
-            for key, (child, slots) in parts(after.structure, index).items():
-                old_child, old_slots = before.get(key, (None, ()))
-                if child == old_child:
-                    pairs += zip(slots, old_slots, strict=True)
         return {
             slot: old
-            for slot, old in pairs
+            for slot, old in self._kept_places(index, after.structure)
             if after.leaves[slot] is leaves[old]
             and old not in self.donated
             and specs[slot] == self.object_specs[old]
         }
+
+    def _kept_places(self, index: int, after: Structure) -> list[tuple[int, int]]:
+        """The slots after and before the call of the arrays of one object in the same places."""
+        entries = self.structure.entries[index], after.entries[index]
+        if all(map(is_leaf_variable, entries)):  # nearly all are, and have no parts
+            return [(after.slots[index][0], self.structure.slots[index][0])]
+        before = parts(self.structure, index)
+        pairs: list[tuple[int, int]] = []
+        for key, (child, slots) in parts(after, index).items():
+            old_child, old_slots = before.get(key, (None, ()))
+            if child == old_child:
+                pairs += zip(slots, old_slots, strict=True)
+        return pairs
 
 
 def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
 from ..axes import Axis
-from ..core.fit import fit_specs, shape_of
+from ..core.fit import check_arrays, fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
@@ -68,14 +68,10 @@ def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
         return
     checks: Sequence[_Check] = _CHECKS
     if isinstance(error, TypeError):
-        checks = (_check_abstract,)
+        checks = (_check_arrays, _check_abstract)
     elif isinstance(error, jax.errors.JaxRuntimeError):
         checks = _DONATION_CHECKS if _compat.is_deleted_error(error) else ()
-    for check in checks:
-        try:
-            check(plan, leaves)
-        except Exception as explanation:
-            raise explanation from error
+    _raise_first(checks, plan, leaves, error)
 
 
 def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
@@ -85,6 +81,27 @@ def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -
     except Exception as error:
         explain(plan, leaves, error)
         raise
+
+
+@_only_explains
+def explain_compiled(plan: Plan, leaves: Sequence[Any], stage: Any, error: Exception) -> None:
+    """Raises an error that says how the arguments differ from those that a stage is for."""
+    if str(error).startswith("Argument types differ"):
+        _raise_first([_check_compiled_types(stage.in_avals[0])], plan, leaves, error)
+    elif isinstance(error, ValueError) and hasattr(stage, "input_shardings"):
+        _raise_first([_check_compiled_shardings(stage.input_shardings[0])], plan, leaves, error)
+
+
+def _raise_first(
+    checks: Sequence[_Check], plan: Plan, leaves: Sequence[Any], error: Exception
+) -> None:
+    for check in checks:
+        try:
+            check(plan, leaves)
+        except Exception as explanation:
+            # The frames of an error of JAX are all internal.
+            shows_internals = jax.config.jax_traceback_filtering == "off"
+            raise explanation from (error if shows_internals else None)
 
 
 def _is_of_the_function(error: Exception) -> bool:
@@ -107,7 +124,7 @@ def _check(
 
     def decorate(lines_of: _Lines) -> _Check:
         def check(plan: Plan, leaves: Sequence[Any]) -> None:
-            head = first.format(name=plan.transform.name)
+            head = first.format(name=plan.transform.name, fun_name=plan.fun_name)
             remedy = last.format(in_name=plan.transform.in_name)
             lines = [f"  {x}" for x in lines_of(plan, leaves)]
             lines = shortened(lines, "  ")
@@ -116,6 +133,11 @@ def _check(
         return check
 
     return decorate
+
+
+def _check_arrays(plan: Plan, leaves: Sequence[Any]) -> None:
+    if not plan.transform.takes_any:
+        check_arrays(Problem.ARGUMENT_IS_NOT_ARRAY, plan.names, leaves)
 
 
 @_check(
@@ -208,7 +230,7 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval = jax.typeof(leaf)
         spec, actual = getattr(declared, "spec", declared), getattr(aval, "sharding", None)
-        if actual is None or not isinstance(spec, PartitionSpec):
+        if actual is None or actual.mesh.empty or not isinstance(spec, PartitionSpec):
             continue
         explicit = axes_of_type(actual.mesh if by_option else context, AxisType.Explicit)
         if not explicit or (by_option and not is_committed(leaf)):
@@ -259,38 +281,46 @@ def _other_shardings(
             yield plan.names[slot], leaf.shape, leaf.sharding, declared
 
 
-@_only_explains
-def explain_shardings(
-    plan: Plan, leaves: Sequence[Any], shardings: Sequence[Any], error: Exception
-) -> None:
-    """Raises an error if arguments have shardings for which the program was not compiled.
+def _check_compiled_types(avals: Sequence[Any]) -> _Check:
+    """A check that arguments have the types for which a program was compiled."""
 
-    Args:
-      plan: the plan of the call.
-      leaves: the arrays.
-      shardings: the sharding that the program expects of each; None if it is not used.
-      error: what JAX raised.
-    """
-    # Arrays with a declared spec are moved, or refused for that reason.
-    done = {*plan.placed_slots, *(slot for slot, *_ in _declared(plan, leaves))}
-    lines = []
-    for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
-        if slot in done or compiled is None or not is_committed(leaf):
-            continue
-        if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
-            actual, expected = describe_both(leaf.sharding, compiled)
-            lines.append(
-                f"  {plan.names[slot]}, {jax.typeof(leaf).str_short()}: is {actual}, compiled for "
-                f"{expected}"
-            )
-    if lines:
-        head = f"{plan.fun_name} was compiled for other shardings than these arguments have:"
-        remedy = (
-            "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: "
-            "abstract ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...)."
-        )
-        explanation = ValueError("\n".join([head, *lines, remedy]))
-        raise see(explanation, "compiled-for-other-shardings") from error
+    @_check(
+        "compiled-for-other-types",
+        "{fun_name} was compiled for other types than these arguments have:",
+        "Compile it for these too, as jit does, or pad them to the shapes that it was compiled "
+        "for.",
+        TypeError,
+    )
+    def check(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+        for name, leaf, aval in zip(plan.names, leaves, avals, strict=True):
+            actual, compiled = jax.typeof(leaf).str_short(), aval.str_short()
+            if actual != compiled:
+                yield f"{name}: is {actual}, compiled for {compiled}"
+
+    return check
+
+
+def _check_compiled_shardings(shardings: Sequence[Any]) -> _Check:
+    """A check that arguments have the shardings for which a program was compiled."""
+
+    @_check(
+        "compiled-for-other-shardings",
+        "{fun_name} was compiled for other shardings than these arguments have:",
+        "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: "
+        "abstract ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...).",
+    )
+    def check(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
+        # Arrays with a declared spec are moved, or refused for that reason.
+        done = {*plan.placed_slots, *(slot for slot, *_ in _declared(plan, leaves))}
+        for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
+            if slot in done or compiled is None or not is_committed(leaf):  # None: not used
+                continue
+            if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
+                actual, expected = describe_both(leaf.sharding, compiled)
+                name, type_ = plan.names[slot], jax.typeof(leaf).str_short()
+                yield f"{name}, {type_}: is {actual}, compiled for {expected}"
+
+    return check
 
 
 @_check(
