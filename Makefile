@@ -89,10 +89,9 @@ test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Py
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
 	$(BIN)/nox --session tests -- $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-lint  ## check style, formatting and words
+lint: $(VENV)/.installed-lint  ## check style and formatting
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/python tools/check_words.py
 
 types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 	$(BIN)/mypy
