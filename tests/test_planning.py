@@ -319,7 +319,7 @@ def test_mistakes(error, match, step, options):
         plan(step, *program("mlp"), devices=8, **options)
 
 
-def test_processes_report_the_same():
+def test_processes_report_the_same(uncached):
     args = program("transformer")
     process = CompilerProcess(8)
     try:
@@ -333,7 +333,7 @@ def test_processes_report_the_same():
         process.close()
 
 
-def test_a_crash_ends_one_compiler():
+def test_a_crash_ends_one_compiler(uncached):
     (_, _, way), *_ = all_strategies([])
     low, _ = lowered(way, train_step, program("mlp"), {})
     process = CompilerProcess(8)

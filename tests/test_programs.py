@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
@@ -36,21 +35,6 @@ SHARDED = [
     for name in NAMES
 ]
 MODES = {"no updates": {"graph": True, "graph_updates": False}, "tree": {"graph": False}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_once(tmp_path_factory):
-    """Compiles each program once, in a third of the time."""
-    configure(True, str(tmp_path_factory.mktemp("cache")), 0)
-    yield
-    configure(False, None, 1)
-
-
-def configure(less_optimized, cache, min_seconds):
-    jax.config.update("jax_disable_most_optimizations", less_optimized)
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
-    reset_cache()
 
 
 @functools.cache
