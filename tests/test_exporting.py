@@ -697,7 +697,7 @@ class FileTest(Case):
             self.refuse(sealed + hashlib.sha256(sealed).hexdigest().encode(), text)
 
     def test_damage_with_a_valid_digest(self):
-        """It is refused, unless it is in a field that nothing reads: then the content is the same."""
+        """It is refused, or in a field that nothing reads: then the content is the same."""
         self.path.write_bytes(self.data)
         content = files.read(self.path)
         size = len(self.data) - 64
