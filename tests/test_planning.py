@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from models import MLP, P
 from nnx_sharding import StateSharding, jit, stack
@@ -323,7 +324,7 @@ def test_processes_report_the_same(uncached):
     args = program("transformer")
     process = CompilerProcess(8)
     try:
-        for _, _, way in list(all_strategies(["sequence"]))[:5]:
+        for _, _, way in list(all_strategies(["sequence"]))[:2]:
             low, _ = lowered(way, train_step, args, {"donate_argnums": (0, 1)})
             here = low.compile().report()
             there = process.compile(low, None).report()
@@ -331,6 +332,23 @@ def test_processes_report_the_same(uncached):
             assert there.memory.by_path and there.hlo == here.hlo
     finally:
         process.close()
+
+
+def test_figures_are_in_the_persistent_cache(tmp_path, uncached):
+    """The second process is not started; programs to run have other keys."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    reset_cache()
+    (_, _, way), *_ = all_strategies([])
+    low, _ = lowered(way, train_step, program("mlp"), {})
+    found = []
+    for _ in range(2):
+        process = CompilerProcess(8)
+        try:
+            found.append((process.compile(low, None).report(), process._process is not None))
+        finally:
+            process.close()
+    assert [started for _, started in found] == [True, False]
+    assert found[0][0] == found[1][0] == low.compile().report()
 
 
 def test_a_crash_ends_one_compiler(uncached):
