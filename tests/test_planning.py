@@ -140,11 +140,11 @@ def all_strategies(styles):
 
 
 OPTIONS = {"device": "TPU v5e", "donate_argnums": (0, 1)}
-SLOW = {"transformer", "convnet", "recurrent"}
 
 
+@pytest.mark.slow  # all but the smallest nightly
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS]
+    "name", [pytest.param(name, marks=[pytest.mark.gate] * (name == "mlp")) for name in MODELS]
 )
 def test_equals_brute_force(name, tmp_path):
     args = program(name)
@@ -230,6 +230,8 @@ def test_most():
     assert found.comparison.figures[found.best.name]["peak"] == min(peaks)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_slices():
     args = program("mlp")
     names = ["dp", "fsdp", "hsdp", "hsdp + tensor"]
@@ -247,6 +249,8 @@ def test_slices():
     assert all(each.in_shardings[2] == P(("replica", "data")) for each in found.candidates.values())
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_own_strategies():
     def mine(model, optimizer, x):
         sharding = fsdp(model, axis="model", optimizer=optimizer)

@@ -32,6 +32,7 @@ MESH = mesh_of((2, 4), ("data", "model"))
 # A transformer, a loop with random numbers, and BatchNorm; the others nightly.
 FEW = ("gemma", "ppo", "resnet")
 SOME = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+GATE = [pytest.param(name, marks=pytest.mark.gate) if name in FEW else name for name in NAMES]
 MODES = {"no updates": {"graph": True, "graph_updates": False}, "tree": {"graph": False}}
 
 
@@ -74,7 +75,8 @@ def assert_results_near(results, name):
         np.testing.assert_allclose(results[path], value, 2e-3, 2e-3, err_msg=path)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATE)
 def test_sharded(name):
     run, _ = sharded(name, "fsdp")
     assert_results_near(run.results, name)
@@ -117,7 +119,8 @@ def test_on_an_explicit_mesh(name, kind):
     step.trace(*arguments)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATE)
 def test_checkpoint(name, tmp_path):
     program, (run, specs) = PROGRAMS[name], sharded(name, "fsdp")
     save(tmp_path / "checkpoint", run.objects)
