@@ -1,5 +1,6 @@
 # Each target installs what it needs into $(VENV), from PyPI, when it is first asked for and
-# again when pyproject.toml changes. Only Python 3.11 or newer and make have to be installed.
+# again when pyproject.toml or constraints.txt change. Only Python 3.11 or newer and make have to be
+# installed.
 
 # The newest and the oldest installed Python that pyproject.toml declares. A shim of pyenv fails
 # for a Python that is not active, so its folders are searched as well.
@@ -11,6 +12,8 @@ PYTHON ?= $(or $(call FIRST,$(call MINORS,-r)),python3)
 OLDEST ?= $(or $(call FIRST,$(call MINORS)),python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The releases of JAX and its kin; none for the newest.
+CONSTRAINTS ?= constraints.txt
 # For example: make test PYTEST_ARGS="-k shard_map"
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -18,21 +21,26 @@ BENCH_ARGS ?=
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help demo test coverage test-python test-guard test-modes test-oldest test-matrix test-tpu
-.PHONY: asan lint types docs links package wheels check release-check bench clean
+.PHONY: help install demo test coverage test-python test-guard test-modes test-oldest test-matrix
+.PHONY: test-tpu asan lint types docs links package wheels check nightly release-check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# Once for all gates takes a third of the time of one target after the other.
+install: $(VENV)/.installed-demo,docs,lint,matrix,package,tests  ## install what all gates need
 
 demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shardings
 	$(BIN)/python examples/demo.py
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# Slow tests are for `make nightly`, but those that are marked `gate` too are for each merge.
+MARKS ?= not slow
 test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples in the docs
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
 
 coverage: $(VENV)/.installed-tests  ## run all tests and show which lines and branches they miss
-	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+	NNX_SHARDING_GUARD_STEPS=all $(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 # Only the walk differs, so these are the tests that it can break. Slow ones compare both walks.
 WALK_TESTS := guard graph_faults life memory modes references statics
@@ -67,6 +75,8 @@ GRAPHS := arguments composition guard modes references shard_map state_sharding 
 GRAPHS += gradients mapping recompute stack accumulation
 NUMBERS := arguments plain_jax shardings stages
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
+# A merge is tested with tree mode only: it replaces the walk through the graph, what is written back
+# and the checks of both. The others replace one of these, or numbers. `make nightly` has all.
 test-modes: $(VENV)/.installed-tests  ## run the core tests with other options of JAX and Flax
 	@failed=; for mode in $(MODES); do echo "== $$mode"; \
 	  case $$mode in NNX*) tests="$(GRAPHS)";; *) tests="$(NUMBERS)";; esac; \
@@ -89,10 +99,9 @@ test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Py
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
 	$(BIN)/nox --session tests -- $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-lint  ## check style, formatting and words
+lint: $(VENV)/.installed-lint  ## check style and formatting
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/python tools/check_words.py
 
 types: $(VENV)/.installed-lint $(VENV)/.installed-demo  ## check types
 	$(BIN)/mypy
@@ -104,21 +113,26 @@ links: $(VENV)/.installed-docs  ## check the links to other sites
 	$(BIN)/python -m sphinx -b linkcheck --quiet docs docs/_build/links
 
 package: $(VENV)/.installed-package  ## build sdist and wheel, and try them in an empty environment
-	$(BIN)/python tools/try_package.py
+	PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) $(BIN)/python tools/try_package.py
 
 wheels: $(VENV)/.installed-wheels  ## build wheels for this platform (on Linux in containers)
 	$(BIN)/python -m cibuildwheel --output-dir dist
 
-check: lint types docs coverage test-python test-guard test-modes test-oldest package  ## run all gates
+check:  ## run all gates, which have to pass before a merge, and report the time of each
+	.ci/run
 
-release-check: check links  ## run all gates, and check that all places name one version
+# What the gates leave out: slow tests with coverage, random walks at full length, the other modes, all
+# Pythons with the newest releases, the TPU compiler, sanitizers.
+nightly: check coverage test-guard test-modes test-matrix test-tpu asan  ## run everything
+
+release-check: nightly links  ## run all gates, and check that all places name one version
 	$(BIN)/python tools/check_release.py
 
 bench: $(VENV)/.installed-bench  ## run the benchmarks
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:  ## delete everything that the other targets made, the environment included
-	rm -rf $(VENV) $(TPU_VENV) .nox build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
+	rm -rf $(VENV) $(TPU_VENV) .nox .cache build dist docs/_build *.egg-info nnx_sharding/core/guard/_walk.*.so
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage*
 	find nnx_sharding tests docs benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
@@ -129,6 +143,8 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed-%: setup.py pyproject.toml nnx_sharding/core/guard/_walk.c | $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
-	@touch $@
+comma := ,
+$(VENV)/.installed-%: setup.py pyproject.toml $(CONSTRAINTS) nnx_sharding/core/guard/_walk.c | $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  $(CONSTRAINTS:%=--constraint %) --editable '.[$*]'
+	@touch $@ $(patsubst %,$(VENV)/.installed-%,$(subst $(comma), ,$*))

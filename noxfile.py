@@ -28,7 +28,7 @@ os.environ["PATH"] = os.pathsep.join([*map(str, PYENV.glob("3.*/bin")), os.envir
 @nox.parametrize("releases", list(REQUIREMENTS), ids=list(REQUIREMENTS))
 def tests(session: nox.Session, releases: str) -> None:
     """Run the tests."""
-    session.install("--upgrade", "--editable", ".[tests]", *REQUIREMENTS[releases])
+    session.install("--upgrade", "--no-compile", "--editable", ".[tests]", *REQUIREMENTS[releases])
     show = "from importlib.metadata import version as v; print('jax', v('jax'), 'flax', v('flax'))"
     versions = (session.python, session.run("python", "-c", show, silent=True))
     if versions in TESTED:

@@ -1,14 +1,22 @@
-"""Eight virtual devices on the CPU for every test, and the hypothesis profiles."""
+"""Eight virtual devices on the CPU, quick compilation, and the hypothesis profiles."""
 
 import os
+import pathlib
+import tempfile
 
 # JAX reads both when its backend starts, so they are set before anything imports it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+# Tests run most programs once. Those that depend on the optimization of XLA are marked.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+import jax  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from jax._src.lru_cache import LRUCache  # noqa: E402
+from jax.experimental.compilation_cache.compilation_cache import reset_cache  # noqa: E402
 
 # Compiling takes as long as it takes, so examples have no deadline. `ci` tries the same examples in
 # every run; `thorough` looks for new ones.
@@ -18,11 +26,46 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 import configurations  # noqa: E402
 
+LESS_OPTIMIZED = jax.config.read("jax_disable_most_optimizations")
+_put = LRUCache.put
+
+
+def _put_at_once(cache, key, value):
+    """Writes an entry so that no other worker reads a part of it."""
+    with tempfile.TemporaryDirectory(dir=cache.path) as folder:
+        _put(LRUCache(folder, max_size=-1), key, value)
+        for entry in pathlib.Path(folder).iterdir():
+            entry.replace(pathlib.Path(cache.path, entry.name))
+
 
 def pytest_configure(config):
     for line in configurations.ignored_warnings():
         config.addinivalue_line("filterwarnings", line)
+    # All workers and stages share what they compile. Programs that tests start do not: some of them
+    # are killed while they write.
+    LRUCache.put = _put_at_once
+    folder = config.rootpath / ".cache" / "jax"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # source lines
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_modifyitems(items):
     configurations.skip(items)
+
+
+@pytest.fixture
+def uncached():
+    """Everything is compiled: nothing comes from the persistent cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    reset_cache()
+
+
+def pytest_runtest_setup(item):
+    optimized = item.get_closest_marker("optimized") is not None
+    jax.config.update("jax_disable_most_optimizations", LESS_OPTIMIZED and not optimized)

@@ -222,7 +222,7 @@ def test_killed_while_saving(tmp_path):
                 else:
                     while int(process.stdout.readline()) < start + 3:
                         pass
-                    time.sleep(random.random() / 5)
+                    time.sleep(random.random() / 20)
                     process.kill()
                 rest = process.stdout.read()
             finally:

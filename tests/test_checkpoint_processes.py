@@ -34,16 +34,24 @@ class CheckpointProcessesTest(absltest.TestCase):
         self.assertEqual(found, code, out + err)
         return out
 
-    def test_other_numbers_of_processes(self):
+    @pytest.mark.gate
+    def test_one_process_and_two(self):
+        self.write_alone()
+        self.launch(2, "exchange", self.folder, "1")
+        checkpoint.read(self.folder / "2")
+
+    def test_two_processes_and_four(self):
+        self.write_alone()
+        self.launch(2, "exchange", self.folder, "1")
+        self.launch(4, "exchange", self.folder, "2")
+        checkpoint.read(self.folder / "4")
+
+    def write_alone(self):
         checkpoint.write(self.folder / "1")
         checkpoint.read(self.folder / "1")
         shutil.copytree(self.folder / "1", self.folder / "damaged")
         checkpoint.damage(self.folder / "damaged")
         checkpoint.refuse(self.folder / "damaged")
-        self.launch(2, "exchange", self.folder, "1")
-        self.launch(4, "exchange", self.folder, "2")
-        checkpoint.read(self.folder / "2")
-        checkpoint.read(self.folder / "4")
 
     def test_a_killed_training_run_resumes(self):
         complete, killed = self.folder / "complete", self.folder / "killed"
@@ -56,9 +64,14 @@ class CheckpointProcessesTest(absltest.TestCase):
 
     @pytest.mark.oldest
     def test_a_hundred_arrays(self):
-        for processes in 2, 3:
-            many = {"worker": WORKER.with_name("many.py"), "devices": 2 * processes}
-            self.assertIn("[1] ok", self.launch(processes, self.folder / str(processes), **many))
+        self.check_hundred_arrays(2)
+
+    def test_a_hundred_arrays_of_three(self):
+        self.check_hundred_arrays(3)
+
+    def check_hundred_arrays(self, processes):
+        many = {"worker": WORKER.with_name("many.py"), "devices": 2 * processes}
+        self.assertIn("[1] ok", self.launch(processes, self.folder, **many))
 
 
 if __name__ == "__main__":

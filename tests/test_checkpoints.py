@@ -482,7 +482,7 @@ Of another dtype (cast=True converts among floats and among integers):
 class DamageTest(FolderTest):
     def test_every_file(self):
         self.damage()
-        time.sleep(0.1)  # until the other reads end
+        time.sleep(0.05)  # until the other reads end
         gc.collect()
 
     def damage(self):

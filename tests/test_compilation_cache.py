@@ -12,7 +12,7 @@ import tempfile
 import pytest
 from absl.testing import absltest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 # What might make keys differ: names of arguments and axes, orders of sets and dicts, addresses.
 PROGRAM = """

@@ -81,6 +81,8 @@ np.savez(sys.argv[2], **{"/".join(map(str, path)): leaf[...] for path, leaf in f
 """
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_in_another_process(saved, tmp_path):
     model, optimizer = objects()
     compiled = lowered().compile()

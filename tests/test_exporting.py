@@ -697,15 +697,24 @@ class FileTest(Case):
             self.refuse(sealed + hashlib.sha256(sealed).hexdigest().encode(), text)
 
     def test_damage_with_a_valid_digest(self):
+        """It is refused, or in a field that nothing reads: then the content is the same."""
+        self.path.write_bytes(self.data)
+        content = files.read(self.path)
         size = len(self.data) - 64
         directory = self.data.index(b"PK\x01\x02")
+        refused = set()
         for place in {*range(40), *range(directory, size)}:
             for bit in (1, 128):
                 changed = bytearray(self.data[:size])
                 changed[place] ^= bit
                 self.path.write_bytes(changed + hashlib.sha256(changed).hexdigest().encode())
-                with contextlib.suppress(errors.ExportError):
-                    export.load(self.path)
+                try:
+                    self.assertEqual(files.read(self.path), content, place)
+                except errors.ExportError:
+                    refused.add(place)
+        names = self.data.index(b"manifest.json", directory), self.data.rindex(b"program.bin")
+        for start, length in ((0, 4), (directory, 4), (names[0], 13), (names[1], 11)):
+            self.assertContainsSubset(range(start, start + length), refused)
 
     def test_large_manifests(self):
         data = self.forged(b"[" + b"[]," * (files.MAX_MANIFEST // 3) + b"[]]")

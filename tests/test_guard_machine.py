@@ -177,11 +177,13 @@ class GuardMachineTest(parameterized.TestCase):
         assert not hits or hits["held"] >= hits["asked"] / 8, hits
 
     @parameterized.named_parameters((name.replace(" ", "_"), name) for name in SCENARIOS)
+    @pytest.mark.gate
     def test_one_change(self, name: str):
         with watching_guards():
             run_scenario(name)
 
 
+@pytest.mark.gate
 class MachineTest(parameterized.TestCase):
     """What the tests above rely on."""
 

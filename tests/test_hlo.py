@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import random
 
@@ -172,6 +173,12 @@ def read_all(text):
     assert (cost is None) == (collectives_of(module) is None) == bool(module.unread)
     assert cost is None or (cost.flops >= 1 and cost.bytes_accessed >= 1)
     return module
+
+
+def instructions(module):
+    """The instructions as they were read, in order."""
+    found = [one for own in module.computations for one in own.instructions]
+    return [(one.name, one.opcode, one.operands, one.is_root) for one in found]
 
 
 class ReadTest(parameterized.TestCase):
@@ -416,20 +423,31 @@ class AnyTextTest(absltest.TestCase):
 
     @given(st.data())
     def test_truncated(self, data):
+        """Each line but the last is read as in the complete text."""
         text = data.draw(st.sampled_from([LOOPS, program()]))
         start = data.draw(st.integers(0, len(text) // 2))
-        read_all(text[start : data.draw(st.integers(start, len(text)))])
+        end = data.draw(st.integers(start, len(text)))
+        found, complete = instructions(read_all(text[:end])), instructions(parse(text))
+        assert len(found) >= text.count(" = ", 0, text.rfind("\n", 0, end) + 1)
+        assert found[:-1] == complete[: len(found)][:-1]
+        read_all(text[start:end])
 
     @given(st.randoms(use_true_random=False))
     def test_shuffled(self, own: random.Random):
+        """Each line is read as itself, wherever it is."""
         lines = (LOOPS + program()).splitlines(keepends=True)
+        expected = collections.Counter(instructions(parse("".join(lines))))
         own.shuffle(lines)
-        read_all("".join(lines[: own.randrange(len(lines))]))
+        lines = lines[: own.randrange(len(lines))]
+        found = instructions(read_all("".join(lines)))
+        assert len(found) == sum(" = " in line for line in lines)
+        assert collections.Counter(found) <= expected
 
     def test_deep_and_long(self):
-        read_all("%a = " + "(" * 100_000 + "f32[] add(%b)")
+        assert read_all("%a = " + "(" * 100_000 + "f32[] add(%b)").unread
         read_all("%a = f32[] add(" + "(" * 100_000)
-        read_all("%a = (" + "f32[8], " * 50_000 + ") all-reduce(%x)")
+        [one] = collectives_of("%a = (" + "f32[8], " * 50_000 + ") all-reduce(%x)")
+        assert one.bytes == 50_000 * 32
         chain = (
             f"%c{i} {{\n  %i{i} = f32[] call(%x), to_apply=%c{i + 1}\n}}\n" for i in range(5000)
         )

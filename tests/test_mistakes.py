@@ -76,11 +76,6 @@ class MistakesTest(parameterized.TestCase):
         for case in MISTAKES.values():
             self.assertEmpty([fact for fact in case.facts if fact not in explained[case.anchor]])
 
-    def test_front_pages_count_them(self):
-        for page in (PAGE.parent / "index.md", PAGE.parents[1] / "README.md"):
-            words = page.read_text(encoding="utf-8").split()
-            self.assertEqual(words[words.index("mistakes") - 1], str(len(MISTAKES)))
-
     def test_anchors_exist(self):
         before = r'(?:@_check\(|\bsee\([^"]*?,|anchor ?=|\belse)'
         used = set[str]()

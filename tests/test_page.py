@@ -26,7 +26,7 @@ from nnx_sharding.analysis import parameter_table
 from nnx_sharding.report import Comparison, Failure, ProgramReport, check_sharding
 from nnx_sharding.report.page import html_page, write_html
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 MIB = 2**20
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from models import MLP, P
 from nnx_sharding import StateSharding, jit, stack
@@ -139,11 +140,11 @@ def all_strategies(styles):
 
 
 OPTIONS = {"device": "TPU v5e", "donate_argnums": (0, 1)}
-SLOW = {"transformer", "convnet", "recurrent"}
 
 
+@pytest.mark.slow  # all but the smallest nightly
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS]
+    "name", [pytest.param(name, marks=[pytest.mark.gate] * (name == "mlp")) for name in MODELS]
 )
 def test_equals_brute_force(name, tmp_path):
     args = program(name)
@@ -229,6 +230,8 @@ def test_most():
     assert found.comparison.figures[found.best.name]["peak"] == min(peaks)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_slices():
     args = program("mlp")
     names = ["dp", "fsdp", "hsdp", "hsdp + tensor"]
@@ -246,6 +249,8 @@ def test_slices():
     assert all(each.in_shardings[2] == P(("replica", "data")) for each in found.candidates.values())
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_own_strategies():
     def mine(model, optimizer, x):
         sharding = fsdp(model, axis="model", optimizer=optimizer)
@@ -319,11 +324,11 @@ def test_mistakes(error, match, step, options):
         plan(step, *program("mlp"), devices=8, **options)
 
 
-def test_processes_report_the_same():
+def test_processes_report_the_same(uncached):
     args = program("transformer")
     process = CompilerProcess(8)
     try:
-        for _, _, way in list(all_strategies(["sequence"]))[:5]:
+        for _, _, way in list(all_strategies(["sequence"]))[:2]:
             low, _ = lowered(way, train_step, args, {"donate_argnums": (0, 1)})
             here = low.compile().report()
             there = process.compile(low, None).report()
@@ -333,7 +338,24 @@ def test_processes_report_the_same():
         process.close()
 
 
-def test_a_crash_ends_one_compiler():
+def test_figures_are_in_the_persistent_cache(tmp_path, uncached):
+    """The second process is not started; programs to run have other keys."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    reset_cache()
+    (_, _, way), *_ = all_strategies([])
+    low, _ = lowered(way, train_step, program("mlp"), {})
+    found = []
+    for _ in range(2):
+        process = CompilerProcess(8)
+        try:
+            found.append((process.compile(low, None).report(), process._process is not None))
+        finally:
+            process.close()
+    assert [started for _, started in found] == [True, False]
+    assert found[0][0] == found[1][0] == low.compile().report()
+
+
+def test_a_crash_ends_one_compiler(uncached):
     (_, _, way), *_ = all_strategies([])
     low, _ = lowered(way, train_step, program("mlp"), {})
     process = CompilerProcess(8)

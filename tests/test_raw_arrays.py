@@ -594,6 +594,7 @@ def built(recipe, rngs, known):
     return holder
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnusedFilterWarning")
 @settings(max_examples=25)
 @given(MODEL, st.sampled_from([kind for kind in KINDS if kind not in ("jax.eval_shape", "split")]))

@@ -205,6 +205,7 @@ def check(names, x):
     assert one.b.up is one
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.sampled_from(sorted(TRANSFORMS)), min_size=2, max_size=3),

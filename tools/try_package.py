@@ -67,6 +67,7 @@ def main() -> int:
         program = folder / "program.py"
         program.write_text(PROGRAM, encoding="utf-8")
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        pip += ("--no-compile",)
         for file, options in ((wheel, ()), (sdist, ("--force-reinstall", "--no-deps"))):
             run(*pip, *options, file, cwd=folder)
             print(f"== {file.name}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -44,6 +45,8 @@ class _Backend:
 
     def __init__(self, backend: Any, compile: Compile):
         self.client, self.compile_bytes = backend, compile
+        # Part of the key of JAX's persistent cache, which has no program to run for this one.
+        self.platform_version = f"{backend.platform_version}, figures only"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
@@ -55,9 +58,17 @@ class _Backend:
         module.operation.write_bytecode(code)
         ids = [device.id for device in executable_devices]
         parts = dict(self.compile_bytes(code.getvalue(), compile_options.SerializeAsString(), ids))
-        parts["get_compiled_memory_stats"] = types.SimpleNamespace(**parts["memory"])
-        found = {name: _returning(parts[name]) for name in parts}
-        return types.SimpleNamespace(**found)
+        return _executable(parts)
+
+    def deserialize_executable(self, data: bytes, *_: Any) -> types.SimpleNamespace:
+        return _executable(pickle.loads(data))
+
+
+def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
+    """What JAX takes for an executable."""
+    found = {name: _returning(part) for name, part in parts.items()}
+    found["get_compiled_memory_stats"] = _returning(types.SimpleNamespace(**parts["memory"]))
+    return types.SimpleNamespace(**found, serialize=lambda: pickle.dumps(parts))
 
 
 def _returning(value: Any) -> Callable[[], Any]:

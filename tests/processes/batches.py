@@ -1,4 +1,4 @@
-"""``shard_batches`` over two processes with four devices each; prints ``ok`` in both."""
+"""``shard_batches`` over two processes with four devices each; ``library.py`` runs it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from preamble import RANK
@@ -226,40 +227,41 @@ def one_that_stops_early(process):
     assert f"process {process} closed its iteration" in text, text
 
 
-def one_that_leaves_while_it_waits():
+def one_that_leaves_while_it_waits(closed):
     """A process that closes while it waits for another one still informs it."""
 
     def loader():
         yield of(np.arange(8))
-        time.sleep(3 if RANK == 0 else 0)
+        while RANK == 0 and not closed.exists():
+            time.sleep(0.01)
         while True:
             yield of(np.arange(8))
 
     batches = iter(padded(loader(), P("data"), BY_PROCESS, timeout=20.0))
     next(batches)
     if RANK == 1:
-        time.sleep(1)  # its thread then waits for process 0
+        time.sleep(0.05)  # its thread then waits for process 0
         batches.close()
+        closed.touch()
     else:
         text = raised(RuntimeError, lambda: list(batches))
         assert "process 1 closed its iteration" in text, text
 
 
 def one_that_does_not_come():
-    batches = padded([of(np.arange(8))], P("data"), BY_PROCESS, timeout=1.0)
+    batches = padded([of(np.arange(8))], P("data"), BY_PROCESS, timeout=0.2)
     iterator = iter(batches)
-    if RANK == 0:
-        time.sleep(3)
-        iterator.close()
-    else:
+    if RANK == 1:
         assert "process 0 sent nothing" in raised(TimeoutError, lambda: list(iterator))
+    sync_global_devices("process 1 waited for long enough")
+    iterator.close()
 
 
 def a_pause_is_no_fault():
     """A consumer that computes for longer than the timeout is not late."""
     seen = []
     for batch, _ in padded([of(np.arange(8))] * 4, P("data"), BY_PROCESS, timeout=1.0):
-        time.sleep(1.5 if not seen else 0)
+        time.sleep(1.1 if not seen else 0)  # of which the timeout takes a second
         seen.append(float(everywhere(batch["x"]).sum()))
     assert len(seen) == 4
 
@@ -287,7 +289,7 @@ def own_devices_only():
     assert f"process {RANK} has none of the devices" in text
 
 
-def main():
+def main(folder):
     assert (jax.process_count(), jax.local_device_count()) == (2, 4)
     rows_are_those_of_jax()
     every_row_once((20, 20))
@@ -307,15 +309,10 @@ def main():
     for process in (0, 1):
         a_loader_that_fails(process)
         one_that_stops_early(process)
-    one_that_leaves_while_it_waits()
+    one_that_leaves_while_it_waits(folder / "closed")
     training()
     a_pause_is_no_fault()
     own_devices_only()
     one_that_does_not_come()
     names = [t.name for t in threading.enumerate() if t.name.startswith("nnx_sharding")]
     assert not names, names
-    print("ok", flush=True)
-
-
-if __name__ == "__main__":
-    main()

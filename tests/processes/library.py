@@ -1,10 +1,13 @@
-"""Everything that takes arrays, with arrays of which each process holds a part."""
+"""Everything that takes arrays or batches, of which each process has a part."""
 
 from preamble import RANK, assert_holds, mesh_of, spans_all  # isort: skip
 
 import pickle
 import re
+import sys
+from pathlib import Path
 
+import batches
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -265,4 +268,5 @@ if __name__ == "__main__":
         if name.startswith("check_") and check.__module__ == "__main__":
             print(name, flush=True)
             check()
+    batches.main(Path(sys.argv[1]))
     print(f"ok {RANK}", flush=True)
