@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -21,9 +20,8 @@ from absl.testing import parameterized
 
 from models import mesh_of
 from nnx_sharding.cli.main import main
-from nnx_sharding.testing import launch, worker
-from nnx_sharding.testing.launcher import DEVICE_COUNT, environment_of, reserve_port
-from nnx_sharding.testing.output import Output
+from nnx_sharding.testing import launch
+from nnx_sharding.testing.launcher import DEVICE_COUNT, environment_of
 
 pytestmark = pytest.mark.slow
 
@@ -76,80 +74,80 @@ class Case(parameterized.TestCase):
         return code, *self.capsys.readouterr()
 
 
-class OutputTest(Case):
-    def test_lines_have_a_rank(self):
-        script = self.script(
-            r"""
-            print("out", rank, sys.argv[1:])
-            print("err é", rank, file=sys.stderr)
-            sys.stdout.write("in two "); sys.stdout.flush(); time.sleep(0.1); print("parts")
-            sys.stdout.write("10%\r20%\r30%\r\n")
-            sys.stderr.write("no end")
+class LaunchTest(Case):
+    def test_program_runs_as_with_python(self):
+        text = r"""
+            if __name__ == "__main__":
+                import beside
+                print(beside.__name__, os.path.basename(sys.argv[0]), sys.argv[1:])
+                print(os.path.samefile(sys.path[0], os.environ["WHERE"]), "jax" in sys.modules)
+                print(os.environ["JAX_PLATFORMS"], sys.stdin.read() == "")
+                sys.stdout.write("in two "); sys.stdout.flush(); time.sleep(0.05); print("parts")
+                sys.stdout.write("10%\r20%\r\n")
+                sys.stdout.buffer.write("a".encode() * (3 << 20) + b"\xff\n")
+                sys.stderr.write("no end é")
             """
-        )
-        code, out, err = self.launch(script, "--processes", "5", "-m")
-        assert code == 0
-        for rank in "01":
-            own = [line[4:] for line in out.splitlines() if line.startswith(f"[{rank}] ")]
-            assert own[:2] == [f"out {rank} ['--processes', '5', '-m']", "in two parts"]
-            assert own[2:5] == ["10%", "20%", "30%"]
-            assert [line for line in err.splitlines() if line.startswith(f"[{rank}] ")] == [
-                f"[{rank}] err é {rank}",
-                f"[{rank}] no end",
-            ]
-        assert all(re.match(r"\[[01]\] ", line) for line in (out + err).splitlines())
+        package = self.folder / "package_of_test"
+        package.mkdir()
+        for folder in (self.folder, package):
+            (folder / "beside.py").touch()
+        (package / "__init__.py").touch()
+        self.monkeypatch.chdir(self.folder)
+        self.monkeypatch.setenv("WHERE", str(package))
+        script = self.launch(self.script(text, "package_of_test/tool.py"), "--processes", "5")
+        self.monkeypatch.setenv("WHERE", str(self.folder))
+        module = self.launch("--platform", "cuda", "-m", "package_of_test.tool", "a")
+        cases = (script, "cpu", ["--processes", "5"]), (module, "cuda", ["a"])
+        for (code, out, err), platform, words in cases:
+            assert code == 0, err
+            assert sorted(err.splitlines()) == ["[0] no end é", "[1] no end é"]
+            for rank in "01":
+                own = [line[4:] for line in out.splitlines() if line.startswith(f"[{rank}] ")]
+                first = [f"beside tool.py {words}", "True False", f"{platform} True"]
+                assert own[:6] == [*first, "in two parts", "10%", "20%"]
+                assert "".join(own[6:]) == "a" * (3 << 20) + r"\xff" and len(own[6:]) == 4
 
-    def test_long_lines(self):
+    @parameterized.parameters(
+        ("raise ValueError('out of luck')", 1, "exit code 1", "ValueError: out of luck"),
+        ("atexit.register(time.sleep, 100); 1 / 0", 1, "exit code 1", "ZeroDivisionError"),
+        ("sys.exit(3)", 3, "exit code 3", "before"),
+        ("sys.exit('no data')", 1, "exit code 1", "no data"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"signal 9 (SIGKILL)", "before"),
+    )
+    def test_first_failure_ends_all(self, fault, expected, how, last):
         script = self.script(
-            r"""
-            sys.stdout.write("a" * 500_000 + "\r\n")
-            sys.stdout.write("b" * 5_000_000 + "\rend\r")
-            sys.stderr.write("c" * 500_000 + "\n")
-            sys.exit(1)
+            f"""
+            import atexit
+            if rank == 1:
+                print("before", file=sys.stderr)
+                while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+                {fault}
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))
+            open(sys.argv[1], "x").close()
+            try:
+                time.sleep(100)
+            finally:
+                print("end", rank)
             """
         )
         start = time.monotonic()
-        code, out, err = self.launch("--processes", "1", script)
+        code, out, err = self.launch(script, str(self.folder / "ready"))
+        assert code == expected
         assert time.monotonic() - start < QUICK
-        first, *parts, end = out.splitlines()
-        assert (code, first, end) == (1, "[0] " + "a" * 500_000, "[0] end")
-        assert "".join(part.removeprefix("[0] ") for part in parts) == "b" * 5_000_000
-        assert all(len(part) < 2 << 20 for part in parts)
-        assert err.startswith("[0] " + "c" * 500_000 + "\n")
-        assert err.endswith("\n  " + "c" * 2000 + " ... 498000 more characters\n")
-
-    def test_timeout_while_a_line_does_not_end(self):
-        script = self.script("while True: os.write(1, b'a' * 10_000)")
-        with mock.patch("sys.stdout", open(os.devnull, "w")) as nowhere, nowhere:
-            start = time.monotonic()
-            assert main(["launch", "--timeout", "2", "--grace", "0.5", script]) == 124
-        assert time.monotonic() - start < QUICK
+        shown, message = err.split("launch: process 1 failed ", 1)
+        assert message.startswith(f"with {how}, after ") and "; all processes were ended" in message
+        assert "[1] before" in shown and message.splitlines()[-1].strip().startswith(last)
+        assert "worker.py" not in err and "runpy" not in err
+        assert "[0] end" in out
         assert ended(script)
 
-    def test_line_ends_split_between_reads(self):
-        shown = io.StringIO()
-        with mock.patch("sys.stdout", shown):
-            output = Output(1, lambda: None)
-        reading, writing = os.pipe()
-        with open(reading) as pipe, open(os.devnull) as nothing:
-            output.follow(0, mock.Mock(stdout=pipe, stderr=nothing))
-            for part in (b"a\r", b"\nb\r", b"c\n\n", b"d\r", b"\r", b"e\r"):
-                os.write(writing, part)
-                time.sleep(0.05)
-            os.close(writing)
-            output.finish(QUICK, str)
-        assert shown.getvalue() == "".join(f"[0] {x}\n" for x in ["a", "b", "c", "", "d", "", "e"])
-
-    def test_output_is_shown_at_once(self):
-        script = self.script(r"sys.stdout.buffer.write(b'here \xff\n'); time.sleep(100)")
-        with subprocess.Popen(
-            [sys.executable, "-m", "nnx_sharding", "launch", "--grace", "1", script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as launcher:
-            assert re.fullmatch(rb"\[[01]\] here \xff\n", launcher.stdout.readline())
-            launcher.send_signal(signal.SIGINT)
-            assert launcher.wait(QUICK) == 128 + signal.SIGINT
+    def test_timeout(self):
+        """Also of programs that ignore the request, and while a line does not end."""
+        text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: os.write(1, b'a' * 1000)"
+        script = self.script(text)
+        with mock.patch("sys.stdout", open(os.devnull, "w")) as nowhere, nowhere:
+            assert main(["launch", "--timeout", "0.5", "--grace", "0.2", script]) == 124
+        assert "launch: timed out, after 0." in self.capsys.readouterr().err
         assert ended(script)
 
     def test_closed_stdout(self):
@@ -159,9 +157,37 @@ class OutputTest(Case):
         assert (self.folder / "code").read_text() == f"{128 + signal.SIGPIPE}\n"
         assert ended(script)
 
+    @linux
+    @parameterized.parameters((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9))
+    def test_launcher_is_ended(self, number, expected):
+        """All that is left in the process groups ends, too."""
+        mark = f"1000.{os.getpid()}{number}"
+        script = self.script(
+            f"subprocess.Popen(['sleep', '{mark}']); print('ready'); time.sleep(1000)"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-m", "nnx_sharding", "launch", "--grace", "1", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as launcher:
+            assert "ready" in launcher.stdout.readline() and "ready" in launcher.stdout.readline()
+            assert len(running(mark)) == 2
+            launcher.send_signal(number)
+            _, err = launcher.communicate(timeout=QUICK)
+            assert launcher.returncode == expected
+            if expected > 0:
+                assert f"launch: ended by signal {number:d} ({number.name})" in err
+        assert ended(mark) and ended(script)
 
-class EnvironmentTest(Case):
-    def test_flags_of_the_user_are_kept(self):
+    def test_success_leaves_no_process(self):
+        mark = f"100.{os.getpid()}"
+        assert self.launch(self.script(f"subprocess.Popen(['sleep', '{mark}'])")) == (0, "", "")
+        assert ended(mark, 1)
+
+    def test_environment(self):
+        """What the user has set is kept."""
         inherited = {
             "XLA_FLAGS": f"--xla_a=1 {DEVICE_COUNT}=8 --xla_b=2",
             "JAX_NUM_CPU_DEVICES": "3",
@@ -175,187 +201,14 @@ class EnvironmentTest(Case):
         assert (environment["SLURM_JOB_ID"], environment["HOME"]) == ("17", "/home")
         assert not {"JAX_NUM_CPU_DEVICES", "OMPI_COMM_WORLD_SIZE"} & set(environment)
 
-    def test_reserved_ports_differ(self):
-        held = [reserve_port() for _ in range(20)]
-        assert len({port.getsockname()[1] for port in held}) == 20
-        for port in held:
-            port.close()
-
-    def test_program_runs_as_with_python(self):
-        text = """
-            if __name__ == "__main__":
-                import beside
-                print(beside.__name__, __name__, os.path.basename(sys.argv[0]), sys.argv[1:])
-                print(os.path.samefile(sys.path[0], os.environ["WHERE"]), "jax" in sys.modules)
-                print(os.environ["JAX_PLATFORMS"])
-            """
-        package = self.folder / "package_of_test"
-        package.mkdir()
-        for folder in (self.folder, package):
-            (folder / "beside.py").touch()
-        (package / "__init__.py").touch()
-        self.monkeypatch.chdir(self.folder)
-        self.monkeypatch.setenv("WHERE", str(package))
-        one = self.launch("--processes", "1", self.script(text, "package_of_test/tool.py"), "a")
-        self.monkeypatch.setenv("WHERE", str(self.folder))
-        module = ("--platform", "cuda", "-m", "package_of_test.tool", "a")
-        two = self.launch("--processes", "1", *module)
-        for (code, out, err), platform in ((one, "cpu"), (two, "cuda")):
-            assert (code, err) == (0, ""), err
-            assert out.replace("[0] ", "").splitlines() == [
-                "beside __main__ tool.py ['a']",
-                "True False",
-                platform,
-            ]
-
-
-class FailureTest(Case):
-    @parameterized.parameters(
-        ("raise ValueError('out of luck')", 1, "with exit code 1", "ValueError: out of luck"),
-        ("sys.exit(3)", 3, "with exit code 3", None),
-        ("sys.exit('no data')", 1, "with exit code 1", "no data"),
-        ("os._exit(5)", 5, "with exit code 5", None),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"by signal 9 \(SIGKILL\)", None),
-        ("os.abort()", 134, r"by signal 6 \(SIGABRT\)", None),
-        (
-            # The end of the parent ends the process a moment later.
-            "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100)",
-            137,
-            r"by signal 9 \(SIGKILL\)",
-            None,
-        ),
-    )
-    def test_first_failure_is_reported(self, fault, expected, how, last):
-        script = self.script(
-            f"""
-            if rank == 1:
-                print("before", file=sys.stderr)
-                while not os.path.exists(sys.argv[1]): time.sleep(0.01)
-                {fault}
-            try:
-                signal.signal(signal.SIGTERM, lambda *_: sys.exit("late noise"))
-                open(sys.argv[1], "x").close()
-                time.sleep(100)
-            finally:
-                print("end", rank)
-            """
-        )
-        start = time.monotonic()
-        code, out, err = self.launch(script, str(self.folder / "ready"))
-        assert code == expected
-        assert time.monotonic() - start < QUICK
-        shown, message = err.split("launch: process 1 failed ", 1)
-        assert re.match(how + r", after \d+\.\d s; the others were ended", message)
-        assert "[1] before" in shown and "late noise" not in shown
-        message, others = message.split("launch: output of the others after that:\n")
-        assert "\n  before\n" in message
-        assert last is None or f"\n  {last}\n" in message
-        assert others == "[0] late noise\n"
-        assert "worker.py" not in err and "runpy" not in err
-        assert "[0] end" in out
-        assert ended(script)
-
-    def test_error_is_reported_before_exit_handlers(self):
-        script = self.script(
-            """
-            import atexit
-            if rank == 0:
-                atexit.register(time.sleep, 100)  # as JAX, which waits for the others
-                raise KeyError("first")
-            time.sleep(100)
-            """
-        )
-        code, _, err = self.launch("--grace", "0.5", script)
-        assert code == 1
-        assert "process 0 failed with exit code 1" in err
-        assert ended(script)
-
-    def test_death_is_reported_before_the_errors_it_causes(self):
-        # Each process takes a second to end, but its connections are closed before.
-        script = self.script(
-            """
-            import socket
-            path = sys.argv[1]
-            if rank == 0:
-                server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()
-                peer, _ = server.accept()
-                peer.recv(1)
-                raise ConnectionError("the other is gone")
-            while not os.path.exists(path): time.sleep(0.01)
-            time.sleep(0.1)
-            peer = socket.socket(socket.AF_UNIX); peer.connect(path)
-            peer.close(); time.sleep(0.1)
-            os._exit(7)
-            """
-        )
-        code, _, err = self.launch(script, str(self.folder / "socket"))
-        assert code == 7
-        assert "process 1 failed with exit code 7" in err
-
-    def test_timeout(self):
-        script = self.script("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)")
-        start = time.monotonic()
-        code, _, err = self.launch("--timeout", "1", "--grace", "0.5", script)
-        assert code == 124
-        assert 1 <= time.monotonic() - start < QUICK
-        assert "launch: timed out, after 1." in err
-        assert ended(script)
-
-    def test_success_leaves_no_process(self):
-        mark = f"100.{os.getpid()}"
-        script = self.script(
-            f"""
-            time.sleep(0.3 * rank)
-            subprocess.Popen(["sleep", "{mark}"], start_new_session=True, env={{}})
-            sys.exit(0)
-            """
-        )
-        assert self.launch(script) == (0, "", "")
-        assert ended(mark, 1)
-
-
-class EndTest(Case):
-    """Signals to the launcher of a program that starts processes, also in other sessions."""
-
-    @linux
-    @parameterized.parameters((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9))
-    def test_launcher_is_ended(self, number, expected):
-        mark = f"1000.{os.getpid()}{number}"
-        script = self.script(
-            f"""
-            subprocess.Popen(["sleep", "{mark}"])
-            subprocess.Popen(["sleep", "{mark}"], start_new_session=True)
-            print("ready")
-            time.sleep(1000)
-            """
-        )
-        with subprocess.Popen(
-            [sys.executable, "-m", "nnx_sharding", "launch", "--grace", "1", script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as launcher:
-            assert "ready" in launcher.stdout.readline() and "ready" in launcher.stdout.readline()
-            assert len(running(mark)) == 4
-            workers = set(running(worker.__file__))
-            assert len(workers & set(running(script))) == 4  # each forks to run the program
-            launcher.send_signal(number)
-            _, err = launcher.communicate(timeout=QUICK)
-            assert launcher.returncode == expected
-            if expected > 0:
-                assert f"launch: ended by signal {number:d} ({number.name})" in err
-        assert ended(mark) and ended(script)
-
 
 class UsageTest(Case):
     @parameterized.parameters(
         ([], "command"),
         (["lunch"], "invalid choice"),
         (["launch"], "which program"),
-        (["launch", "-m"], "which module"),
+        (["launch", "-m"], "which program"),
         (["launch", "nothing.py"], "no such file: nothing.py"),
-        (["launch", "-m", "nothing_like_it.at_all"], "no module named nothing_like_it.at_all"),
         (["launch", "--processes", "0", "x.py"], "must be from 1 to 10000, not 0"),
         (["launch", "--processes", "two", "x.py"], "invalid"),
         (["launch", "--devices-per-process", "-1", "x.py"], "must be from 1 to 10000, not -1"),
@@ -388,10 +241,9 @@ class UsageTest(Case):
             main(["launch", "--traceback", script])
 
     def test_arguments_of_the_function(self):
-        with pytest.raises(ValueError, match=r"expected processes >= 1, got 0; .* is empty"):
-            launch([], processes=0)
-        with pytest.raises(ValueError, match="at most 10000 devices in all, got 200 processes of"):
-            launch(["x.py"], processes=200, devices_per_process=51)
+        for words, processes, devices in ([], 2, 1), (["x.py"], 0, 1), (["x.py"], 200, 51):
+            with pytest.raises(ValueError, match=f"{processes} processes of {devices} devices"):
+                launch(words, processes=processes, devices_per_process=devices)
 
 
 class LibraryTest(Case):
