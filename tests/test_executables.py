@@ -210,7 +210,7 @@ def test_damaged_files(saved, tmp_path):
             export.load_executable(path, stage)
     with pytest.raises(errors.ExportError, match=r"cannot load .*Compile and save it again"):
         export.load_executable(forged(saved, path, payload=b"no pickle"), stage)
-    with pytest.raises(errors.ExportError, match=r"cannot be read: .*\n  devices: missing|devices"):
+    with pytest.raises(errors.ExportError, match=r"cannot be read: .*not iterable"):
         export.load_executable(forged(saved, path, devices=3), stage)
     with pytest.raises(FileNotFoundError):
         export.load_executable(tmp_path / "none.zip", stage)

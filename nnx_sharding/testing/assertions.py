@@ -248,7 +248,7 @@ def assert_no_parameter_replicated(
         report = _report(program)
         rows = [(row, report.num_devices) for row in report.parameters if row.used]
     else:
-        rows = [(row, row.num_devices or 1) for row in parameter_table(program)]
+        rows = [(row, row.num_devices) for row in parameter_table(program)]
     replicated = [
         row
         for row, num_devices in _not_allowed(rows, allowed, lambda pair: pair[0].path)
