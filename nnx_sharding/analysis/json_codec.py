@@ -84,7 +84,7 @@ def _made(kind: Any, data: Any) -> Any:
         return _made(next(each for each in arguments if each not in _PLAIN), data)
     if kind is PartitionSpec:
         return _made_spec(data)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = _fields(kind)
         if wrong := [name for name in (*fields, *data) if (name in fields) != (name in data)]:
             raise ValueError(f"{', '.join(wrong)} missing or unknown")
@@ -105,7 +105,7 @@ def _made_spec(data: Any) -> PartitionSpec:
     parts = {"partitions": data} if isinstance(data, list) else dict(data)
     entries = [tuple(x) if isinstance(x, list) else x for x in parts.pop("partitions")]
     if kind := parts.pop("unreduced_kind", None):  # JAX 0.12 has others than sums
-        parts["unreduced_kind"] = jax.sharding.UnreducedKind[kind]
+        parts["unreduced_kind"] = jax.sharding.UnreducedKind[str(kind)]
     sums = {name: {*parts.pop(name)} for name in ("unreduced", "reduced") if name in parts}
     return PartitionSpec(*entries, **sums, **parts)
 

@@ -451,9 +451,10 @@ def _names(specs: Any) -> Iterator[str]:
             yield specs
         case PartitionSpec():
             yield from spec_axes(specs)
-        case tuple() | list() | Mapping() | nnx.State():
-            is_sequence = isinstance(specs, tuple | list)
-            for part in specs if is_sequence else specs.values():
+        case Mapping() | nnx.State():
+            yield from _names([*specs.values()])
+        case tuple() | list():
+            for part in specs:
                 yield from _names(part)
         case _:
             raise TypeError(f"{specs!r} is not a PartitionSpec or a pytree of them.")

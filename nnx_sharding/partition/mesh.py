@@ -56,8 +56,9 @@ def make_mesh(
             "make_mesh takes {'data': 2, 'model': 4} or (2, 4), ('data', 'model'), not "
             f"{axes!r}, {axis_names!r}."
         )
-    names = tuple(axes if axis_names is None else axis_names)
-    sizes = axes.values() if isinstance(axes, Mapping) else axes
+    names, sizes = axis_names or (), axes
+    if isinstance(axes, Mapping):
+        names, sizes = tuple(axes), tuple(axes.values())
     devices = jax.devices() if devices is None else list(devices)
     filled, types = _filled(sizes, len(devices)), _types(names, axis_types)
     return jax.make_mesh(filled, names, axis_types=types, devices=devices)
