@@ -120,6 +120,7 @@ class LaunchTest(Case):
             import atexit
             if rank == 1:
                 print("before", file=sys.stderr)
+                atexit.register(print, "handler of", rank)
                 while not os.path.exists(sys.argv[1]): time.sleep(0.01)
                 {fault}
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))
@@ -139,6 +140,7 @@ class LaunchTest(Case):
         assert "[1] before" in shown and message.splitlines()[-1].strip().startswith(last)
         assert "worker.py" not in err and "runpy" not in err
         assert "[0] end" in out
+        assert ("[1] handler of 1" in out) == ("SIGKILL" not in fault and "sleep" not in fault)
         assert ended(script)
 
     def test_timeout(self):

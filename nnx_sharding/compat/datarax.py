@@ -28,9 +28,11 @@ from ..shard_map import shard_map
 __all__ = ["ArraySharder", "SharderModuleConfig"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class SharderModuleConfig:
-    """The configuration of an :class:`ArraySharder`; equal ones are the same static value.
+    """The configuration of an :class:`ArraySharder`.
+
+    Equality ignores precomputed statistics, which are in the state of the sharder.
 
     Attributes:
       batch_stats_fn: computes statistics of a batch: a function or module that returns a dict.
@@ -41,7 +43,7 @@ class SharderModuleConfig:
     """
 
     batch_stats_fn: Callable[[Any], Mapping[str, Any]] | nnx.Module | None = None
-    precomputed_stats: Mapping[str, Any] | None = None
+    precomputed_stats: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     sharding_rules: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
     cacheable: bool = False
 
@@ -53,20 +55,6 @@ class SharderModuleConfig:
         object.__setattr__(self, "precomputed_stats", _statistics(self.precomputed_stats))
         if self.sharding_rules is not None:
             object.__setattr__(self, "sharding_rules", LogicalRules(self.sharding_rules).rules)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SharderModuleConfig) or self._key != other._key:
-            return False
-        ours, theirs = (jax.tree.flatten(config.precomputed_stats) for config in (self, other))
-        same_form: bool = ours[1] == theirs[1]  # type: ignore[operator]
-        return same_form and all(map(np.array_equal, ours[0], theirs[0]))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> Any:
-        return (type(self), self.batch_stats_fn, self.sharding_rules, self.cacheable)
 
 
 class _Count(nnx.Variable[Any]):

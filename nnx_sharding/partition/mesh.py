@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,17 +56,17 @@ def make_mesh(
             "make_mesh takes {'data': 2, 'model': 4} or (2, 4), ('data', 'model'), not "
             f"{axes!r}, {axis_names!r}."
         )
-    names, sizes = axis_names or (), axes
     if isinstance(axes, Mapping):
         names, sizes = tuple(axes), tuple(axes.values())
+    else:
+        names, sizes = tuple(axis_names or ()), tuple(axes)
     devices = jax.devices() if devices is None else list(devices)
     filled, types = _filled(sizes, len(devices)), _types(names, axis_types)
     return jax.make_mesh(filled, names, axis_types=types, devices=devices)
 
 
-def _filled(sizes: Iterable[int], count: int) -> tuple[int, ...]:
+def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
     """The sizes of the axes, with the number of remaining devices for -1."""
-    sizes = tuple(sizes)
     known = math.prod(size for size in sizes if size != -1)
     filled = tuple(count // max(known, 1) if size == -1 else size for size in sizes)
     if math.prod(filled) != count or min(filled, default=1) < 1:
@@ -141,7 +141,7 @@ def planning_mesh(
     if isinstance(mesh, str) and isinstance(axes, AbstractMesh | Mapping):
         sizes, types = _shape(axes)
         devices = topology_devices(mesh, num_slices)
-        array = arranged(_filled(sizes.values(), len(devices)), num_slices, devices)
+        array = arranged(_filled(tuple(sizes.values()), len(devices)), num_slices, devices)
         return Mesh(array, tuple(sizes), axis_types=_types(tuple(sizes), types))
     if axes is not None or isinstance(mesh, str) or num_slices != 1:
         raise TypeError(

@@ -1,7 +1,7 @@
-"""Runs a program as ``python`` does, in a process that ends as soon as the program fails.
+"""Runs a program as ``python`` does, in a process that ends soon after the program fails.
 
-JAX's exit handler would wait for the other processes, which wait for this one. Started by its path,
-it imports only the standard library, so the program can still set the variables that JAX reads.
+Started by its path, it imports only the standard library, so the program can still set the
+variables that JAX reads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import threading
+from typing import NoReturn
 
 
 def main() -> None:
@@ -31,13 +32,22 @@ def main() -> None:
             raise
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-        os._exit(error.code & 0xFF if isinstance(error.code, int) else 1)
+        _leave(error.code & 0xFF if isinstance(error.code, int) else 1)
     except BaseException as error:
         frames = error.__traceback__
         while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen")):
             frames = frames.tb_next
         sys.excepthook(type(error), error.with_traceback(frames), frames)
-        os._exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+        _leave(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process, at the latest after a second."""
+    # JAX's exit handler waits for the other processes, which wait for this one.
+    late = threading.Timer(1.0, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    sys.exit(code)
 
 
 def _watch(launcher: int) -> None:
