@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from nnx_sharding import StateSharding, jit, shard_map
-from nnx_sharding.analysis import format_table, parameter_table
+from nnx_sharding.analysis import parameter_table
 from nnx_sharding.partition import make_mesh
 
 Array: TypeAlias = Any  # of JAX or NumPy
@@ -283,7 +283,7 @@ def run(epochs: int, seed: int, devices: Sequence[jax.Device]) -> list[Check]:
         accuracy = check_accuracy(model, digits)
     alone = train("one device", nnx.jit(update), *create(nnx.Rngs(seed), steps), batches)
     print("\nparameters and optimizer state:")
-    print(format_table(parameter_table({"model": model, "optimizer": optimizer})), end="\n\n")
+    print(parameter_table({"model": model, "optimizer": optimizer}), end="\n\n")
     with jax.set_mesh(mesh):
         print(describe_step(model, optimizer, digits))
     return [outputs, accuracy, check_losses(losses, alone)]

@@ -96,8 +96,9 @@ def report(
 
 def shortened(items: Iterable[str], indent: str = "") -> list[str]:
     """The first ten of these texts, and the number of further ones."""
-    first, rest = [*items][:10], [*items][10:]
-    return [*first, f"{indent}… {len(rest)} more"] if rest else first
+    listed = [*items]
+    more = [f"{indent}… {len(listed) - 10} more"] if len(listed) > 10 else []
+    return listed[:10] + more
 
 
 def raise_listed(

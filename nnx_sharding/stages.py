@@ -9,6 +9,8 @@ information is that of the input. Whatever a backend does not provide is None.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from .analysis.activations import ActivationTable, activation_rows
 from .analysis.collectives import Collectives, collectives_of
 from .analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from .analysis.hardware import Device
-from .analysis.hlo import parse
+from .analysis.hlo import Module, parse
 from .analysis.loops import with_loops
 from .analysis.memory import Memory, memory_of
 from .analysis.meshes import MeshDescription
@@ -257,7 +259,7 @@ class Compiled(Stage):
             ``stage`` of the result says what remains open, such as loops of unknown length.
         """
         cost = cost_of(self._stage.cost_analysis(), COMPILED)
-        return with_loops(cost, parse(self._stage.as_text() or "")) if loops and cost else cost
+        return with_loops(cost, self._module) if loops and cost else cost
 
     def lowered_cost(self) -> Cost | None:
         """What all devices compute in a call, before optimisation; None if unavailable."""
@@ -272,8 +274,21 @@ class Compiled(Stage):
 
     def collectives(self) -> Collectives | None:
         """What the devices exchange, with bytes and mesh axes; None if that is unknown."""
-        text, mesh = self._stage.as_text() or "", mesh_of(self.shardings())
-        return collectives_of(text, mesh, self.parameters())
+        return self._collectives
+
+    @functools.cached_property
+    def _module(self) -> Module:
+        """The parsed program."""
+        return parse(self._stage.as_text() or "")
+
+    @functools.cached_property
+    def _collectives(self) -> Collectives | None:
+        return collectives_of(self._module, mesh_of(self.shardings()), self.parameters())
+
+    @functools.cached_property
+    def _report(self) -> ProgramReport:
+        report: ProgramReport = late("report.program", "describe")(self)
+        return report
 
     def roofline(self, device: Device | str) -> Roofline:
         """The least time that a call can take; loop bodies are counted as often as they run.
@@ -291,16 +306,15 @@ class Compiled(Stage):
     ) -> ProgramReport:
         """All of this in one object, which can be printed, saved as JSON and compared.
 
-        It traces the function once more, for the activations.
+        The first call traces the function once more, for the activations.
 
         Args:
           name: the name in the report; None for the name of the function.
           device: as for :meth:`roofline`; None for the device that it was compiled for; if the
             table does not have that, the roofline is None.
         """
-        name = self._plan.fun_name if name is None else name
-        report: ProgramReport = late("report.program", "describe")(self, name, device)
-        return report
+        report = self._report if device is None else self._report.with_roofline(device)
+        return report if name is None else dataclasses.replace(report, name=name)
 
     def parameters(self) -> ParameterTable:
         """How each argument array is sharded, including those that the program does not use."""

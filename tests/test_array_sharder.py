@@ -484,8 +484,8 @@ class CopyAndStateTest(parameterized.TestCase):
             ValueError,
             "applied is float32[3], not int32[]",
             "skipped is missing",
-            "statistics is of type int, not a dict",
-            "typo is unknown",
+            "statistics is of type int, not a dict or None",
+            "typo is of type int, not known",
         ):
             sharder.set_state(wrong)
         with fails(TypeError, "got a list"):

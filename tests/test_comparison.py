@@ -230,7 +230,7 @@ class CompareTest(parameterized.TestCase):
             "parts",
             '{"format": "nnx_sharding.comparison", "version": 2, "memory_limit": "x", "more": 1, '
             '"seconds": {}}',
-            "best: missing\n  reports: missing\n  more: unknown\n  memory_limit: 'x' is not an int",
+            "ruled_out, best, reports, more missing or unknown",
         ),
         (
             "damaged",

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 import nnx_sharding
 from models import MLP, mesh_of, mlp_specs
 from nnx_sharding import StateSharding
-from nnx_sharding import constraints as c
-from nnx_sharding.compat.eformer_queries import NoContextMeshError
-from nnx_sharding.constraints import with_sharding_constraint as constrain
+from nnx_sharding.compat import eformer as c
+from nnx_sharding.compat.eformer import NoContextMeshError
+from nnx_sharding.compat.eformer import with_sharding_constraint as constrain
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
 from nnx_sharding.partition import LogicalRules, make_mesh
 
@@ -94,7 +94,7 @@ class MakeMeshTest(parameterized.TestCase):
         ({"data": -1, "model": 4}, (2, 4)),
         ({"data": -1}, (8,)),
         ({"data": -1, "model": 8}, (1, 8)),
-        ([("data", np.int64(4)), ("model", 2)], (4, 2)),
+        ({"data": np.int64(4), "model": 2}, (4, 2)),
     )
     def test_sizes(self, axes, sizes):
         names = tuple(dict(axes))
@@ -111,21 +111,19 @@ class MakeMeshTest(parameterized.TestCase):
         assert make_mesh((2, 4), ("a", "b"), types, devices=jax.devices()) == as_in_jax
 
     @parameterized.parameters(
-        ({"a": 3, "b": -1}, {}, ValueError, "'a' (3) = 3 does not divide the number of devices, 8"),
-        ({"a": 2, "b": 2}, {}, ValueError, "'a' (2) × 'b' (2) = 4 is not the number of devices, 8"),
-        ({"a": 16}, {}, ValueError, "= 16 is not the number of devices, 8"),
-        ({"a": -1, "b": -1}, {}, ValueError, "only one axis can be -1, not 'a', 'b'"),
-        ([("a", 2), ("a", 4)], {}, ValueError, "more than once: 'a'"),
-        ({"a": 0, "b": -2}, {}, ValueError, "'a' has size 0", "'b' has size -2"),
-        ({"a": 2.0, "b": True}, {}, TypeError, "'a': 2.0, 'b': True"),
+        ({"a": 3, "b": -1}, {}, ValueError, "(3, -1)", "8 devices", "may be -1"),
+        ({"a": 2, "b": 2}, {}, ValueError, "(2, 2)", "8 devices"),
+        ({"a": 16}, {}, ValueError, "(16,)", "8 devices"),
+        ({"a": 16, "b": -1}, {}, ValueError, "(16, -1)", "8 devices"),
+        ({"a": -1, "b": -1}, {}, ValueError, "(-1, -1)", "8 devices"),
+        ({"a": 0, "b": -2}, {}, ValueError, "(0, -2)", "8 devices"),
+        ({"a": -2, "b": -4}, {}, ValueError, "(-2, -4)", "8 devices"),
+        ({}, {}, ValueError, "()", "8 devices"),
         ({"model": 8}, {"axis_types": {"modle": AUTO}}, ValueError, "did you mean 'model'"),
-        ({"a": 8}, {"axis_types": "auto"}, TypeError, "'auto' is not a jax.sharding.AxisType"),
-        ({"a": 8}, {"axis_types": (AUTO, AUTO)}, ValueError, "2 axis types for 1 axes, ('a',)"),
-        ({}, {}, ValueError, "no axis = 1 is not"),
+        ({"a": 8}, {"axis_types": (AUTO, AUTO)}, ValueError, "axis_types=(Auto, Auto)"),
         ((2, 4), {}, TypeError, "not (2, 4), None"),
-        ((2, 4), {"axis_names": "ab"}, TypeError, "not (2, 4), 'ab'"),
         ({"a": 8}, {"axis_names": ("a",)}, TypeError, "not {'a': 8}, ('a',)"),
-        ((2, 4), {"axis_names": ("a",)}, ValueError, "2 sizes for 1 names, ('a',)"),
+        ((2, 4), {"axis_names": ("a",)}, ValueError, "devices.ndim == 2"),
     )
     def test_mistakes(self, axes, options, error, *parts):
         with fails(error, *parts):
@@ -182,12 +180,7 @@ class ContextTest(parameterized.TestCase):
         np.testing.assert_array_equal(index, want)
         assert seen[-1] == size and type(seen[-1]) is int
 
-    def test_invalid_names(self):
-        questions = (c.get_mesh_axis_size, c.get_submesh_device_index, c.get_axes_size_in_mesh)
-        for question in questions:
-            for wrong in (1, None, ("a", 1), {"a": 1}):
-                with fails(TypeError, "a name or a tuple of names"):
-                    question(wrong)
+    def test_no_names(self):
         assert c.get_mesh_axis_size(()) == 1 and c.get_submesh_device_index(()) == 0
         with fails(NameError, "a"):
             c.get_mesh_axis_size("a")
@@ -687,9 +680,9 @@ class AnalysisTest(parameterized.TestCase):
         assert half == c.analyze_sharding_strategy(tree, {"x": P("a"), "y": {"z": None}}, MESH)
         flat = {"y/x": {"z": ones(8)}}
         assert c.analyze_sharding_strategy(flat, {"y/x": P("a")}, MESH)["sharded_parameters"] == 8
-        with fails(ValueError, "  'y/w' is not the path of an array; did you mean 'y/z'?", "'y/z'"):
+        with fails(ValueError, "tree['y']['z']", "y/w"):
             c.analyze_sharding_strategy(tree, {"x": P("a"), "y/w": None}, MESH)
-        with fails(ValueError, "  'down/kernel' has no spec"):
+        with fails(ValueError, "down.kernel"):
             c.analyze_sharding_strategy(model, {"up/kernel": P()}, MESH)
 
     def test_imbalance(self):

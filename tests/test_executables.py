@@ -158,7 +158,7 @@ def forged(saved, path, payload=None, **changes):
 def test_another_machine(saved, tmp_path):
     manifest, _ = files.read(saved, files.EXECUTABLE)
     devices = [dict(device) for device in manifest["devices"]]
-    devices[3]["coords"], devices[4]["slice"] = [1, 0, 0], 1
+    devices[3]["coords"] = [1, 0, 0]
     changes = {
         "versions": {**manifest["versions"], "jax": "0.1", "jaxlib": "0.2", "flax": "0.3"},
         "device_kind": "cpu of old",
@@ -173,9 +173,8 @@ def test_another_machine(saved, tmp_path):
         "jaxlib: 0.2, here ",
         "device kind: cpu of old, here cpu",
         "compiler: cl/123, here cpu",
-        "devices: 9, here 8",
-        "device 3: at coordinates (1, 0, 0), core 0, slice 0, here at coordinates (), core 0",
-        "device 4: at coordinates (), core 0, slice 1, here at",
+        "device 8: id 99, coordinates [], core 0, slice 0, here missing",
+        "device 3: id 3, coordinates [1, 0, 0], core 0, slice 0, here id 3, coordinates []",
         "compile and save it again",
     ):
         assert line in text
@@ -189,7 +188,7 @@ def test_another_order_of_the_devices(saved):
     mesh = jax.sharding.Mesh(mesh_of((4, 2), ("model", "data")).devices.T, ("data", "model"))
     specs = {"model": SPECS, "optimizer": None, "x": P("data")}
     stage = jit(train, in_shardings=specs, mesh=mesh, static_argnames="scale")
-    order = r"by id: \[0, 1, 2, 3, 4, 5, 6, 7\], here \[0, 2, 4, 6, 1, 3, 5, 7\]"
+    order = r"device 1: id 1, .*here id 2, .*\n  device 2: id 2, .*here id 4"
     with pytest.raises(errors.ExportError, match=order):
         export.load_executable(saved, stage.lower(*objects(), X, scale=2))
 
@@ -212,7 +211,7 @@ def test_damaged_files(saved, tmp_path):
             export.load_executable(path, stage)
     with pytest.raises(errors.ExportError, match=r"cannot load .*Compile and save it again"):
         export.load_executable(forged(saved, path, payload=b"no pickle"), stage)
-    with pytest.raises(errors.ExportError, match=r"cannot be read: .*\n  devices: missing|devices"):
+    with pytest.raises(errors.ExportError, match=r"cannot be read: .*not iterable"):
         export.load_executable(forged(saved, path, devices=3), stage)
     with pytest.raises(FileNotFoundError):
         export.load_executable(tmp_path / "none.zip", stage)

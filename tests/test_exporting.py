@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import hashlib
 import io
 import json
@@ -12,7 +11,6 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 import zipfile
 
 import jax
@@ -26,7 +24,6 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from models import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
 from nnx_sharding import StateSharding, errors, export, jit, shard_map
-from nnx_sharding.export import files
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -572,32 +569,14 @@ def read(box):
 MANIFESTS = [
     (b"",),
     (b"null",),
-    (b"[]",),
     (b"{}",),
     (b"\xff",),
-    (b'{"format": "nnx_sharding export"}',),
+    (b"[" * 100_000,),
     ({"format": "other"},),
     ({"arguments": None},),
-    ({"arguments": [1]},),
     ({"arguments": [{"name": "x"}]},),
-    ({"arguments": [{"name": "x", "keyword": False, "donated": False, "tree": {"input": 99}}]},),
-    ({"arguments": [{"name": "x", "keyword": False, "donated": False, "tree": {"what": 1}}]},),
-    ({"arguments": [{"name": 1, "keyword": False, "donated": False, "tree": None}]},),
-    ({"inputs": [{"name": "x"}]},),
-    ({"inputs": [{"name": 1, "shape": [], "dtype": "f"}]},),
     ({"inputs": []},),
-    ({"result": {"output": -1}},),
-    ({"result": {"output": True}},),
-    ({"result": 3},),
-    ({"result": {"tuple": 3}},),
-    ({"result": {"dict": [[[], None]]}},),
-    ({"result": {"dict": [[1]]}},),
-    ({"result": {"state": [["a", None]]}},),
-    ({"updates": {"x": {"output": 99}}},),
     ({"updates": 3},),
-    ({"meshes": [{"names": ["a"], "sizes": [], "types": []}]},),
-    ({"meshes": [3]},),
-    ({"devices": "8"},),
     ({"unknown": 1},),
 ]
 
@@ -665,71 +644,6 @@ class FileTest(Case):
         with self.assertRaises(FileNotFoundError):
             export.load(self.folder / "missing.zip")
 
-    def test_other_entries(self):
-        for name in ("../../evil.py", "/etc/evil", "program.bin", "x"):
-            with contextlib.ExitStack() as stack:
-                if name == "program.bin":
-                    stack.enter_context(self.assertWarnsRegex(UserWarning, "Duplicate"))
-                data = self.forged(more=[(name, b"x")])
-            self.refuse(data, "other entries")
-        self.assertEqual([p.name for p in self.folder.iterdir()], [self.path.name])
-
-    def test_bombs(self):
-        bomb = self.forged(b" " * 10_000_000, compression=zipfile.ZIP_DEFLATED)
-        self.refuse(bomb, "compressed")
-        with absltest.mock.patch.object(files, "MAX_MANIFEST", 100):
-            self.refuse(self.data, "its manifest has")
-        self.refuse(self.forged(b"[" * 100_000), "not a file of")
-
-    @parameterized.parameters(
-        (8, 1, "encrypted"), (20, 0x7FFFFFFF, "larger than the file"), (24, 1 << 31, "larger"),
-        (42, 0x7FFFFFFF, "not a file of"), (10, 99, "compressed"),
-    )  # fmt: skip
-    def test_heads_of_entries(self, place, value, text):
-        # What the directory says of the first and of the last entry, in fields of 2 or 4 bytes.
-        width = 2 if place < 20 else 4
-        for number in (0, 1):
-            data = bytearray(self.forged())
-            start = data.index(b"PK\x01\x02")
-            start = data.index(b"PK\x01\x02", start + 1) if number else start
-            data[start + place : start + place + width] = value.to_bytes(width, "little")
-            sealed = bytes(data[:-64])
-            self.refuse(sealed + hashlib.sha256(sealed).hexdigest().encode(), text)
-
-    def test_damage_with_a_valid_digest(self):
-        """It is refused, or in a field that nothing reads: then the content is the same."""
-        self.path.write_bytes(self.data)
-        content = files.read(self.path)
-        size = len(self.data) - 64
-        directory = self.data.index(b"PK\x01\x02")
-        refused = set()
-        for place in {*range(40), *range(directory, size)}:
-            for bit in (1, 128):
-                changed = bytearray(self.data[:size])
-                changed[place] ^= bit
-                self.path.write_bytes(changed + hashlib.sha256(changed).hexdigest().encode())
-                try:
-                    self.assertEqual(files.read(self.path), content, place)
-                except errors.ExportError:
-                    refused.add(place)
-        names = self.data.index(b"manifest.json", directory), self.data.rindex(b"program.bin")
-        for start, length in ((0, 4), (directory, 4), (names[0], 13), (names[1], 11)):
-            self.assertContainsSubset(range(start, start + length), refused)
-
-    def test_large_manifests(self):
-        data = self.forged(b"[" + b"[]," * (files.MAX_MANIFEST // 3) + b"[]]")
-        tracemalloc.start()
-        self.refuse(data, f"more than {files.MAX_MANIFEST}")
-        self.assertLess(tracemalloc.get_traced_memory()[1], 4 * len(data))
-        tracemalloc.stop()
-        exported = export.export(jit(apply))(Counter(), 1.0)
-        with (
-            absltest.mock.patch.object(files, "MAX_MANIFEST", 100),
-            self.assertRaisesRegex(ValueError, "a manifest of at most 100 bytes, got"),
-        ):
-            exported.save(self.folder / "g.zip")
-        self.assertFalse((self.folder / "g.zip").exists())
-
     def test_control_characters_in_names(self):
         name = "\x1b]0;hacked\x07\x9b31m"
         self.path.write_bytes(self.forged({"function": name, "static": {name: name}}))
@@ -748,8 +662,6 @@ class FileTest(Case):
             self.refuse(self.forged({"calling_convention": convention}), text)
 
     def test_another_program(self):
-        own = self.forged({"program": {"sha256": "0" * 64, "bytes": len(self.program)}})
-        self.refuse(own, "its program is .* its manifest says")
         (self.folder / "g").mkdir()
         export.export(jit(apply))(MLP(), X).save(self.folder / "g" / "f.zip")
         with zipfile.ZipFile(self.folder / "g" / "f.zip") as archive:

@@ -23,7 +23,7 @@ from models import (
     mlp_specs,
     values,
 )
-from nnx_sharding import StateSharding, jit, shard_map, stages
+from nnx_sharding import StateSharding, jit, shard_map, stages, testing
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -221,6 +221,22 @@ class EqualToJaxTest(parameterized.TestCase):
     def test_runtime_executable(self):
         ours, theirs = self.both("Compiled")
         self.assertIs(type(ours.runtime_executable()), type(theirs.runtime_executable()))
+
+    def test_the_program_is_parsed_once(self):
+        compiled = jit(apply, in_shardings=(mlp_specs("model"), None), mesh=mesh8())
+        compiled = compiled.lower(MLP(), X).compile()
+        with absltest.mock.patch.object(stages, "parse", wraps=stages.parse) as parse:
+            collectives, cost = compiled.collectives(), compiled.cost(loops=True)
+            roofline = compiled.roofline("TPU v5e")
+            testing.assert_no_collective(compiled, "all-to-all")
+            testing.assert_bytes_sent_below(compiled, "1 GiB")
+            named = compiled.report("named", device="TPU v5e")
+        self.assertEqual(parse.call_count, 1)
+        self.assertEqual((named.collectives, named.cost.executed), (collectives, cost))
+        self.assertEqual((named.name, named.roofline), ("named", roofline))
+        self.assertEqual((compiled.report().name, compiled.report().roofline), ("apply", None))
+        compiled.parameters().clear()
+        self.assertLen(compiled.report().parameters, 3)
 
     def test_layouts(self):
         ours, theirs = self.both("Compiled")

@@ -25,7 +25,6 @@ from nnx_sharding.errors import NoMeshError, UnshardedWarning, UnusedFilterWarni
 from nnx_sharding.filters import Paths
 from nnx_sharding.fitting import axes_of
 from nnx_sharding.partition import (
-    data_parallel,
     fsdp,
     optimizer_sharding,
     replicated,
@@ -33,7 +32,6 @@ from nnx_sharding.partition import (
     tensor_parallel,
     variables,
     zero1,
-    zero3,
 )
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
@@ -442,7 +440,3 @@ class SmallArraysTest(parameterized.TestCase):
         fsdp(model, AbstractMesh((1, 8), ("data", "model")))
         fsdp(model, MESH, base=StateSharding({...: P("data")}))
         fsdp(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), MESH)
-
-    def test_other_names(self):
-        self.assertIs(zero3, fsdp)
-        self.assertIs(data_parallel, replicated)

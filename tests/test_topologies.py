@@ -165,7 +165,7 @@ def test_names_and_sizes_that_do_not_fit():
         planning_mesh("v9:2x2", {"data": 4})
     with pytest.raises(ValueError, match="unknown TPU topology 'v5e:3x5'"):
         planning_mesh("v5e:3x5", {"data": 15})
-    with pytest.raises(ValueError, match="is not the number of devices, 8"):
+    with pytest.raises(ValueError, match="do not take the 8 devices"):
         planning_mesh("v5e:2x4", {"data": 3})
 
 
@@ -255,6 +255,6 @@ def test_command_lines_that_do_not_fit(plan, capsys):
     for name, sizes in (("v9:2x2", "data=4"), ("v5e:2x4", "data=3")):
         assert main(["inspect", f"{plan}:forward", "--topology", name, "--mesh", sizes]) == 2
     error = capsys.readouterr().err
-    assert "unknown TPU topology 'v9:2x2'" in error and "is not the number of devices, 8" in error
+    assert "unknown TPU topology 'v9:2x2'" in error and "do not take the 8 devices" in error
     words = ["--topology", "v5e:2x4", "--mesh", "data=8", "--memory-limit", "1KiB"]
     assert main(["inspect", f"{plan}:forward", *words]) == 1

@@ -6,7 +6,7 @@ from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device, known_device
 from .links import Traffic
 from .memory import Memory, memory_of
-from .parameters import ParameterRow, ParameterTable, format_table, parameter_table
+from .parameters import ParameterRow, ParameterTable, parameter_table
 from .roofline import Roofline, roofline_of
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "collectives_of",
     "cost_of",
     "device",
-    "format_table",
     "known_device",
     "memory_of",
     "parameter_table",

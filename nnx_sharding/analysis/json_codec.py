@@ -1,11 +1,10 @@
-"""Dataclasses as JSON data and back. Reading is strict, and lists all faults in one error."""
+"""Dataclasses as JSON data and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,6 @@ T = TypeVar("T")
 
 # Metadata of a dataclass field that JSON omits.
 UNWRITTEN = {"written": False}
-
-_MAX_FAULTS = 40
 
 
 def json_text(data: Any) -> str:
@@ -57,18 +54,18 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 def read(kind: type[T], data: Any, what: str) -> T:
     """Makes a dataclass, called ``what`` in messages, from the data that :func:`as_data` returned.
 
+    Strings and numbers are taken as they are. What wrote the data, and so its form, is known from
+    its version, which the caller has checked.
+
     Raises:
-      ValueError: keys are missing or unknown, or values have wrong types; all are listed.
+      ValueError: the data has another form.
     """
-    faults: list[str] = []
-    value = _read(kind, data, "", faults)
-    if faults:
-        more = [f"… and {len(faults) - _MAX_FAULTS} more"] * (len(faults) > _MAX_FAULTS)
-        lines = "\n".join(f"  {fault}" for fault in [*faults[:_MAX_FAULTS], *more])
+    try:
+        return typing.cast(T, _made(kind, data))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"not a valid {what}:\n{lines}\nIt may be damaged, or written by another program."
-        )
-    return typing.cast(T, value)
+            f"not a valid {what}: {error}. It may be damaged, or written by another program."
+        ) from None
 
 
 def _entry(entry: Any) -> Any:
@@ -77,86 +74,40 @@ def _entry(entry: Any) -> Any:
     return list(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
 
-def _read(kind: Any, data: Any, path: str, faults: list[str]) -> Any:
-    """A value of a type; what does not fit is added to the faults."""
+def _made(kind: Any, data: Any) -> Any:
+    """A value of a type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return data
-    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
-        return _read_fields(kind, data, path, faults)
     if origin in (typing.Union, types.UnionType):
-        return _read_union(arguments, data, path, faults)
-    if origin is typing.Literal and isinstance(data, str) and data in arguments:
-        return data
-    if kind is PartitionSpec and isinstance(data, list | dict):
-        return _read_spec(data, path, faults)
+        # One of them at most is written as a list or a dict.
+        if not isinstance(data, list | dict):
+            return data
+        return _made(next(each for each in arguments if each not in _PLAIN), data)
+    if kind is PartitionSpec:
+        return _made_spec(data)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        fields = _fields(kind)
+        if wrong := [name for name in (*fields, *data) if (name in fields) != (name in data)]:
+            raise ValueError(f"{', '.join(wrong)} missing or unknown")
+        return kind(**{name: _made(fields[name], value) for name, value in data.items()})
     part = _part_of(kind)
-    if part is not None and isinstance(data, list):
-        parts = tuple(_read(part, one, f"{path}[{i}]", faults) for i, one in enumerate(data))
+    if part is not None:
+        parts = tuple(_made(part, one) for one in data)
         return parts if origin is tuple else kind(parts)
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(data, dict):
-        return {key: _read(arguments[1], data[key], f"{path}.{key}", faults) for key in data}
-    if kind is float and type(data) in (int, float) and math.isfinite(data):
-        return float(data)
-    if kind in (int, str, bool, types.NoneType) and type(data) is kind:  # a bool is not an int
-        return data
-    faults.append(f"{_named(path)}: {_shown(data)} is not {_name(kind)}")
-    return None
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: _made(arguments[1], value) for key, value in data.items()}
+    return float(data) if kind is float else data
 
 
-def _read_union(kinds: tuple[Any, ...], data: Any, path: str, faults: list[str]) -> Any:
-    if data is None and types.NoneType in kinds:
-        return None
-    kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
-    wrong: list[str] = []
-    for kind in kinds:
-        wrong.clear()
-        value = _read(kind, data, path, wrong)
-        if not wrong:
-            return value
-    names = " or ".join(map(_name, kinds))
-    faults += wrong if len(kinds) == 1 else [f"{_named(path)}: {_shown(data)} is not {names}"]
-    return None
+_PLAIN = (str, int, float, bool, types.NoneType)
 
 
-def _read_fields(kind: Any, data: dict[str, Any], path: str, faults: list[str]) -> Any:
-    fields = _fields(kind)
-    wrong = [f"{_named(f'{path}.{name}')}: missing" for name in fields if name not in data]
-    wrong += [f"{_named(f'{path}.{name}')}: unknown" for name in data if name not in fields]
-    values = {
-        name: _read(type_, data[name], f"{path}.{name}", wrong)
-        for name, type_ in fields.items()
-        if name in data
-    }
-    faults += wrong
-    try:
-        return None if wrong else kind(**values)
-    except ValueError as error:
-        faults.append(f"{_named(path)}: {error}")
-
-
-def _read_spec(data: Any, path: str, faults: list[str]) -> PartitionSpec | None:
-    wrong: list[str] = []
-    parts = data if isinstance(data, dict) else {"partitions": data, "unreduced": [], "reduced": []}
-    sums = {
-        name: _read(tuple[str, ...], parts.get(name), f"{path}.{name}", wrong)
-        for name in ("unreduced", "reduced")
-    }
-    entries = _read(_ENTRIES, parts.get("partitions"), path, wrong)
-    options: dict[str, Any] = {}
-    if kind := parts.get("unreduced_kind"):  # JAX 0.12 has others than sums
-        kinds = getattr(getattr(jax.sharding, "UnreducedKind", None), "__members__", {})
-        options = {"unreduced_kind": kinds.get(kind)}
-        wrong += [] if kind in kinds else [f"{_named(path)}.unreduced_kind: {kind!r} is unknown"]
-    faults += wrong
-    return None if wrong else PartitionSpec(*entries, **_sets(sums), **options)
-
-
-def _sets(values: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    return {name: {*value} for name, value in values.items()}
-
-
-_ENTRIES = tuple[str | tuple[str, ...] | None, ...]
+def _made_spec(data: Any) -> PartitionSpec:
+    parts = {"partitions": data} if isinstance(data, list) else dict(data)
+    entries = [tuple(x) if isinstance(x, list) else x for x in parts.pop("partitions")]
+    if kind := parts.pop("unreduced_kind", None):  # JAX 0.12 has others than sums
+        parts["unreduced_kind"] = jax.sharding.UnreducedKind[str(kind)]
+    sums = {name: {*parts.pop(name)} for name in ("unreduced", "reduced") if name in parts}
+    return PartitionSpec(*entries, **sums, **parts)
 
 
 def _part_of(kind: Any) -> Any:
@@ -173,22 +124,3 @@ def _fields(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     written = (f.name for f in dataclasses.fields(kind) if f.metadata.get("written", True))
     return {name: hints[name] for name in written}
-
-
-_NAMES = {float: "a number", int: "an integer", str: "a string", bool: "true or false"}
-_NAMES |= {types.NoneType: "null", PartitionSpec: "a list"}
-
-
-def _name(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(kind)))
-    return "a list" if _part_of(kind) is not None else _NAMES.get(kind, "an object")
-
-
-def _named(path: str) -> str:
-    return path.lstrip(".") or "the root"
-
-
-def _shown(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 60 else text[:57] + "..."

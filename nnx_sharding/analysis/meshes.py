@@ -28,16 +28,6 @@ class MeshDescription:
     device_ids: Any
     coordinates: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        ids = np.array(self.device_ids, object)  # keeps ragged lists and types apart
-        shape = (*self.axes.values(),)
-        if self.device_ids is not None and (
-            ids.shape != shape or any(type(number) is not int for number in ids.flat)
-        ):
-            raise ValueError(f"device_ids are not integers nested like the mesh {self.axes}.")
-        if any(len(column) != ids.size for column in self.coordinates.values()):
-            raise ValueError(f"coordinates are not one for each device of the mesh {self.axes}.")
-
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> MeshDescription:
         """The description of a mesh."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -29,11 +29,6 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
     return f"P({', '.join([*map(repr, spec.partitions), *sums])})"
 
 
-def _of_sharding(name: str, doc: str) -> Any:
-    """A property of the sharding of a row; None without a sharding."""
-    return property(lambda row: getattr(row.sharding, name, None), doc=doc)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterRow:
     """How one array is sharded.
@@ -54,8 +49,6 @@ class ParameterRow:
       used: whether the program uses it; unused arrays are not passed to it.
       variable: the type of its Variable, such as ``Param``; None for an array outside of Variables.
       sharding: the sharding itself; None without one, and in a report that was read from a file.
-        The properties below are those of ``jax.sharding.Sharding``; without a sharding each is
-        None.
     """
 
     path: str
@@ -81,63 +74,44 @@ class ParameterRow:
         """``donated`` and ``unused``, as far as they apply."""
         return ["donated"] * self.donated + ["unused"] * (not self.used)
 
-    device_set = _of_sharding("device_set", "The devices that hold a shard of the array.")
-    addressable_devices = _of_sharding(
-        "addressable_devices", "Those of them that are addressable by this process."
-    )
-    num_devices = _of_sharding(
-        "num_devices", "How many devices hold a shard, including those of an abstract mesh."
-    )
-    is_fully_addressable = _of_sharding(
-        "is_fully_addressable", "Whether all of them are addressable by this process."
-    )
-    is_fully_replicated = _of_sharding(
-        "is_fully_replicated", "Whether every device holds the full array."
-    )
+    @property
+    def num_devices(self) -> int:
+        """How many devices hold a shard, including those of an abstract mesh; 1 if unknown."""
+        return 1 if self.sharding is None else self.sharding.num_devices
 
     @property
     def bytes_addressable(self) -> int | None:
-        """The size of all shards, including equal ones, on devices of this process."""
-        devices = self.addressable_devices
-        return None if devices is None else len(devices) * self.bytes_per_device
-
-    def devices_indices_map(self) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
-        """Which slice of the array each device holds."""
-        sharding = self.sharding
-        return None if sharding is None else sharding.devices_indices_map(self.shape)
-
-    def addressable_devices_indices_map(
-        self,
-    ) -> Mapping[jax.Device, tuple[slice, ...] | None] | None:
-        """The same for the devices that are addressable by this process."""
-        sharding = self.sharding
-        return None if sharding is None else sharding.addressable_devices_indices_map(self.shape)
-
-    def is_equivalent_to(self, other: Sharding) -> bool | None:
-        """Whether another sharding would distribute this array in the same way."""
-        sharding = self.sharding
-        return None if sharding is None else sharding.is_equivalent_to(other, len(self.shape))
+        """The size of all shards on devices of this process; None if the devices are unknown."""
+        if self.sharding is None:
+            return None
+        return len(self.sharding.addressable_devices) * self.bytes_per_device
 
 
 Row = TypeVar("Row", bound=ParameterRow)
 
 
 class ParameterTable(list[ParameterRow], Pictured):
-    """Rows of parameters; ``print`` and notebooks show them as a table, with sums.
+    """Rows of parameters, which ``print`` shows as a table with exact bytes.
+
+    Notebooks and a ``rich.console.Console`` show them with units and coloured mesh axes.
 
     Example:
       >>> import jax
       >>> from nnx_sharding.analysis import parameter_table
-      >>> [row] = parameter_table({"up": jax.ShapeDtypeStruct((64, 256), "float32")})
-      >>> row.path, row.shape, row.bytes_total
-      ('up', (64, 256), 65536)
+      >>> print(parameter_table({"up": jax.ShapeDtypeStruct((64, 256), "float32")}))
+      path   shape     dtype    spec  shard shape  bytes/device  bytes
+      ------ --------- -------- ----- ------------ ------------- -----
+      up     (64,256)  float32  -     (64,256)            65536  65536
+      ------ --------- -------- ----- ------------ ------------- -----
+      total                                               65536  65536
     """
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield rows_table(self, width)
 
     def __str__(self) -> str:
-        return format_table(self)
+        footer = ("total", "", "", "", "", *map(str, _sums(self)))
+        return drawn(table(HEADER, map(cells, self), numbers=2, footer=footer))
 
 
 def parameter_table(tree: Any) -> ParameterTable:
@@ -185,31 +159,6 @@ def parameter_table(tree: Any) -> ParameterTable:
         faults = ["the shardings of these arrays do not divide their shapes:", *faults]
         raise ValueError("\n".join([*faults, "Change the shapes or the shardings."]))
     return rows
-
-
-def format_table(rows: Iterable[ParameterRow]) -> str:
-    """Formats a table of parameters as aligned plain text, with sums in the last line.
-
-    Args:
-      rows: the result of :func:`parameter_table`.
-
-    Returns:
-      The lines of the table, with exact bytes, without a newline at the end.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding.analysis import format_table, parameter_table
-      >>> model = {"up": jax.ShapeDtypeStruct((64, 256), "float32")}
-      >>> print(format_table(parameter_table(model)))
-      path   shape     dtype    spec  shard shape  bytes/device  bytes
-      ------ --------- -------- ----- ------------ ------------- -----
-      up     (64,256)  float32  -     (64,256)            65536  65536
-      ------ --------- -------- ----- ------------ ------------- -----
-      total                                               65536  65536
-    """
-    rows = list(rows)
-    footer = ("total", "", "", "", "", *map(str, _sums(rows)))
-    return drawn(table(HEADER, map(cells, rows), numbers=2, footer=footer))
 
 
 HEADER = ("path", "shape", "dtype", "spec", "shard shape", "bytes/device", "bytes")

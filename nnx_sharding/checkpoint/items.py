@@ -105,7 +105,8 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 class DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
     """Saves and restores the state of a data iterator, in the format of Grain's handler.
 
-    Orbax finds it by :class:`DataSave` and :class:`DataRestore`.
+    Orbax finds it by :class:`DataSave` and :class:`DataRestore`. Orbax's own JSON items have one
+    file for all processes, and Grain's handler needs Grain, which loaders here do not.
     """
 
     def save(self, directory: Any, args: Any) -> None:

@@ -1,7 +1,9 @@
 """Files in the format of safetensors: their tensors, and the bytes of a region of one.
 
 The ``safetensors`` library reads a complete tensor for a slice of its columns, and has no NumPy
-dtype for float8, so the ranges are read here. The format is a length of 8 bytes, a JSON header of
+dtype for float8. Orbax's layout makes one array of each tensor, with its dimensions, and holds the
+shards of a file in host memory; rules split, stack and transpose tensors. So the ranges are read
+here. The format is a length of 8 bytes, a JSON header of
 that length, and the tensors.
 """
 

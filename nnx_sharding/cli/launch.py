@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +46,10 @@ def add_commands(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Launches the program; returns the exit code."""
-    if arguments.module is None:
-        program = arguments.program
-        if not program:
-            raise UsageError("which program? Name a script")
-        if not Path(program[0]).exists():
-            raise UsageError(f"no such file: {program[0]}")
-    else:
-        program = ["-m", *arguments.module]
-        if not arguments.module:
-            raise UsageError("which module? -m needs a name")
-        # As the processes will look for it, but without importing its packages.
-        package = arguments.module[0].partition(".")[0]
-        if not PathFinder.find_spec(package, ["", *sys.path]):
-            raise UsageError(f"no module named {arguments.module[0]}")
+    program = arguments.program if arguments.module is None else ["-m", *arguments.module]
+    if program in ([], ["-m"]):
+        raise UsageError("which program? Name a script, or -m and a module")
+    if arguments.module is None and not Path(program[0]).exists():
+        raise UsageError(f"no such file: {program[0]}")
     names = ("processes", "devices_per_process", "platform", "timeout", "grace")
     return launch(program, **{name: getattr(arguments, name) for name in names})

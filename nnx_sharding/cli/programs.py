@@ -25,7 +25,6 @@ from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.program import ProgramReport
 from ..report.strategies import compare
-from ..report.terminal import show_report
 from ..stages import Compiled, Lowered, Traced
 from .options import UsageError, UserError, count, mesh_sizes, option, say, say_error, user_code
 from .targets import find
@@ -144,7 +143,9 @@ def write(arguments: argparse.Namespace, result: Any, page: Any = None) -> None:
         with open(arguments.json, "w", encoding="utf-8") as file:
             file.write(result.to_json())
     if isinstance(result, ProgramReport) and arguments.json != "-" and sys.stdout.isatty():
-        show_report(result)
+        from rich.console import Console
+
+        Console().print(result)
     else:
         say(result.to_json() if arguments.json == "-" else result)
 

@@ -1,42 +1,36 @@
-"""The names of ``eformer.escale.partition.constraints``.
+"""The names of ``eformer.escale.partition.constraints`` (0.0.101), on top of this library.
 
-``nnx_sharding.partition`` implements them. ``mesh=None`` always means the mesh in context, by
-``jax.set_mesh`` or by the older ``with mesh:``; functions that need one raise a
-:class:`~nnx_sharding.errors.NoMeshError`, here also an ``AssertionError``, without one.
+``mesh=None`` always means the mesh in context, by ``jax.set_mesh`` or by the older ``with mesh:``.
+Functions that need one raise a :class:`NoContextMeshError` without one.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..apply import apply_shardings, mesh_here, sharding_of
 from ..core.flatten import flatten
 from ..core.specs import Specs, check_specs
-from ..fitting import fit_sharding, suggested_spec, suggestion
+from ..errors import NoMeshError, UnusedFilterWarning, raise_listed, report
+from ..filters import shadowed
+from ..fitting import fit_sharding, spec_axes, suggested_spec, suggestion, with_entries
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
+from ..partition.patterns import read_patterns
+from ..partition.rules import from_rules
 from ..partition.variables import NamedVariable, map_variables
 from ..state_sharding import StateSharding, is_single_spec
-from .eformer_queries import (
-    extract_sharding_structure,
-    extract_shardings,
-    get_axes_size_in_mesh,
-    get_incontext_mesh,
-    get_mesh_axis_names,
-    get_mesh_axis_size,
-    get_names_from_partition_spec,
-    get_partition_spec,
-    get_shardings_with_structure,
-    get_submesh_device_index,
-    names_in_current_mesh,
-)
-from .eformer_rules import create_pattern_based_partition_spec, match_partition_rules
 
 __all__ = [
     "ShardAndGather",
@@ -59,32 +53,71 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+AxisNames: TypeAlias = str | tuple[str, ...] | list[str]
+
+
+class NoContextMeshError(NoMeshError, AssertionError):
+    """No mesh is in context; also an ``AssertionError``, as in eformer."""
+
+
+def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
+    """The mesh in context: that of ``jax.set_mesh``, else of the older ``with mesh:``.
+
+    Without one it raises a NoContextMeshError, or returns an empty mesh if not ``raise_error``.
+    """
+    mesh = _compat.context_mesh()
+    if mesh is None and raise_error:
+        raise NoContextMeshError(
+            "no mesh in context. Use `with jax.set_mesh(mesh):`, or pass mesh=..."
+        )
+    return Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
+
+
+def names_in_current_mesh(*names: str) -> bool:
+    """Whether the mesh in context has all of these axes; without a mesh it has none."""
+    return set(names) <= set(get_incontext_mesh(raise_error=False).axis_names)
+
+
+def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
+    """The names of the axes of a mesh."""
+    return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
+
+
+def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
+    """The product of the sizes of some axes of a mesh; a KeyError if it does not have them."""
+    shape = (get_incontext_mesh() if mesh is None else mesh).shape
+    unknown = [f"{n!r}{suggestion(n, shape)}" for n in _axes(axis_names) if n not in shape]
+    if unknown:
+        axes = ", ".join(map(repr, shape))
+        raise KeyError(f"the mesh has no axis {', '.join(unknown)} (its axes are {axes})")
+    return math.prod(shape[name] for name in _axes(axis_names))
+
+
+def get_mesh_axis_size(axis_names: AxisNames) -> int:
+    """The product of the sizes of axes over which the function is mapped, as by ``shard_map``."""
+    return math.prod(int(jax.lax.axis_size(name)) for name in _axes(axis_names))
+
+
+def get_submesh_device_index(axis_names: AxisNames) -> jax.Array | int:
+    """The index of this shard along axes over which the function is mapped, the first one major."""
+    names = _axes(axis_names)
+    return jax.lax.axis_index(names) if names else 0
+
+
+def _axes(names: AxisNames) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
 
 def get_corrected_named_sharding(
     shape: Sequence[int],
     partition_spec: PartitionSpec,
     raise_mesh_error: bool = True,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
 ) -> NamedSharding:
     """The sharding that :func:`with_sharding_constraint` gives an array of this shape.
 
-    Args:
-      shape: the shape of the array.
-      partition_spec: the spec to correct.
-      raise_mesh_error: whether it is an error if no mesh is in context; if not, the sharding has
-        an empty mesh.
-      mesh: the mesh.
-
-    Raises:
-      TypeError: it is not a partition spec.
-      ValueError: an axis is used twice.
-
-    Example:
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> from nnx_sharding.constraints import get_corrected_named_sharding
-      >>> mesh = AbstractMesh((2, 4), ("data", "model"))
-      >>> get_corrected_named_sharding((8, 4), P("data"), mesh=mesh).spec == P("data", None)
-      True
+    Without a mesh it is an error, or a sharding on an empty mesh if not ``raise_mesh_error``.
     """
     if not isinstance(partition_spec, PartitionSpec):
         hint = suggested_spec(partition_spec)
@@ -100,15 +133,127 @@ def get_corrected_named_sharding(
     return NamedSharding(mesh, fit.sharding)
 
 
-class ShardAndGather(tuple[Any, Any]):
-    """Two trees of functions: one shards an array, the other gathers it on the host.
+def match_partition_rules(
+    rules: Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]],
+    tree: Any,
+    min_size: int | None = 0,
+    strict: bool = True,
+    *,
+    mesh: AnyMesh | None = None,
+) -> Any:
+    r"""Partition specs by regular expressions that are searched for in paths; the first one wins.
 
-    Example:
-      See :func:`make_shard_and_gather_fns`.
+    Rules that match nothing, or only what earlier ones match, are listed in a warning
+    (:class:`~nnx_sharding.errors.UnusedFilterWarning`), except a last rule that matches everything.
+
+    Rules are pairs of a regular expression and a spec (None: JAX chooses). Paths are written
+    ``blocks/3/up/kernel`` and end at the Variable. All paths without a rule are in one error.
+
+    Args:
+      rules: the pairs, or a mapping.
+      tree: arrays or modules, also abstract ones.
+      min_size: arrays with fewer elements get ``P()``, as scalars do. None for the environment
+        variable ``MIN_SHARDING_SIZE``, or 16384.
+      strict: whether specs are truncated to the rank; if not, every leaf gets its spec unchanged.
+      mesh: the mesh that the specs have to fit; None for no check.
+
+    Returns:
+      A prefix of specs, with an ``nnx.State`` for a module, a spec for an array or a Variable.
     """
+    name = "match_partition_rules"
+    pairs = read_patterns(name, rules, "regex")
+    patterns = [repr(getattr(filter_, "text", filter_)) for filter_, _ in pairs]
+    wrong = [
+        f"  {pattern}: {spec!r}{suggested_spec(spec)}"
+        for pattern, (_, spec) in zip(patterns, pairs, strict=True)
+        if strict and spec is not None and not isinstance(spec, PartitionSpec)
+    ]
+    raise_listed(TypeError, f"{name}: these rules have no PartitionSpec:", wrong)
+    small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
+    matches: list[list[int]] = []
+    unmatched: list[str] = []
+    misfits: list[str] = []
+
+    def choose(each: NamedVariable) -> Any:
+        numbers = (int, float, complex)
+        shapes = [np.shape(x) for x in each.arrays if hasattr(x, "shape") or isinstance(x, numbers)]
+        if strict and not shapes:
+            return None
+        matches.append([n for n, (f, _) in enumerate(pairs) if f(each.path, each.variable)])
+        if strict and all(math.prod(shape) < max(small, 2) for shape in shapes):
+            return PartitionSpec()
+        if not matches[-1]:
+            unmatched.append(f"  {each.name}" + (f", shape {shapes[0]}" if shapes else ""))
+            return None
+        spec = pairs[matches[-1][0]][1]
+        if spec is not None and strict:
+            spec = with_entries(spec, spec.partitions[: min(map(len, shapes))])
+        fits = (fit_sharding(spec, mesh, shape) for shape in shapes if mesh is not None)
+        misfits.extend([fit.line(each.name) for fit in fits if fit.problems][:1])
+        return spec
+
+    result = map_variables(tree, choose)
+    unmatched[:0] = ["no rule matches:"] if unmatched else []
+    misfits[:0] = ["these specs do not fit the mesh:"] if misfits else []
+    raise_listed(ValueError, f"{name}:", unmatched + misfits)
+    unused = shadowed(len(pairs), matches)
+    if all(len(pairs) - 1 in numbers for numbers in matches):
+        unused.pop(len(pairs) - 1, None)
+    lines = [f"{name}: these rules are unused:"]
+    for number, by in unused.items():
+        earlier = ", ".join(patterns[other] for other in by)
+        what = f"matches only what {earlier} before it matches" if by else "matches nothing"
+        lines.append(f"  {patterns[number]} {what}")
+    if unused:
+        report(UnusedFilterWarning, "\n".join(lines), strict=False)
+    return result
+
+
+def create_pattern_based_partition_spec(
+    pattern: str,
+    mesh: AnyMesh | None = None,
+    default_spec: PartitionSpec | None = None,
+) -> Callable[[str, Any], PartitionSpec]:
+    """Reads rules such as ``"attention|mlp->data,hidden->None.model"``.
+
+    A rule is a regular expression, ``->`` and the axes of the dimensions, separated by dots (or
+    commas); the first that is found in a name decides. ``None`` replicates a dimension,
+    ``data+model`` shards it over both axes. Names without a rule get ``default_spec``, or ``P()``.
+    The result takes a name and an array, to whose rank specs are truncated. If a mesh is given, it
+    must have the axes.
+    """
+    rules: list[tuple[str, list[Any]]] = []
+    for piece in pattern.split(","):
+        regex, arrow, dimensions = map(str.strip, piece.rpartition("->"))
+        if arrow:
+            rules.append((regex, []))
+        entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
+        if not rules or not all(map(all, entries)) or (arrow and not regex):
+            raise ValueError(
+                f"expected rules such as 'up|gate->None.model', got {piece!r} in {pattern!r}."
+            )
+        rules[-1][1].extend(
+            None if axes == ("None",) else axes if axes[1:] else axes[0] for axes in entries
+        )
+    specs = [(regex, PartitionSpec(*entries)) for regex, entries in rules]
+    pairs = read_patterns("create_pattern_based_partition_spec", [*specs], "regex")
+    pairs.append((lambda *_: True, default_spec or PartitionSpec()))
+    problems = [str(p) for _, spec in pairs for p in fit_sharding(spec, mesh).problems]
+    if problems:
+        raise ValueError(f"{pattern!r} does not fit the mesh: {'; '.join(problems)}.")
+
+    def spec_of(name: str, array: Any) -> PartitionSpec:
+        spec = next(spec for filter_, spec in pairs if filter_((name,), array))
+        return with_entries(spec, spec.partitions[: len(getattr(array, "shape", ()))])
+
+    return spec_of
+
+
+class ShardAndGather(tuple[Any, Any]):
+    """``(shard_fns, gather_fns)`` of :func:`make_shard_and_gather_fns`, and both for a tree."""
 
     _specs: Any
-    _mesh: Mesh | AbstractMesh | None
+    _mesh: AnyMesh | None
 
     def shard(self, tree: Any) -> Any:
         """Shards all arrays of a tree together; modules are updated in place."""
@@ -120,34 +265,12 @@ class ShardAndGather(tuple[Any, Any]):
         return with_sharding_constraint(tree, replicated, mesh=self._mesh)
 
 
-def make_shard_and_gather_fns(
-    partition_specs: Any, mesh: Mesh | AbstractMesh | None = None
-) -> ShardAndGather:
+def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> ShardAndGather:
     """Functions that shard arrays by specs, and functions that gather them on the host.
 
-    A gather function makes full NumPy arrays, one at a time.
-
-    Args:
-      partition_specs: a pytree of specs, shardings and ``StateSharding``.
-      mesh: the mesh; None for the one in context now, not when a function is called.
-
-    Returns:
-      ``(shard_fns, gather_fns)``, two trees like ``partition_specs``; see :class:`ShardAndGather`.
-
-    Raises:
-      TypeError: a leaf of ``partition_specs`` is not a sharding.
-
-    Example:
-      >>> import numpy as np
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.constraints import make_shard_and_gather_fns
-      >>> from nnx_sharding.partition import make_mesh
-      >>> both = make_shard_and_gather_fns({"up": P("data")}, make_mesh({"data": 8}))
-      >>> shard_fns, gather_fns = both
-      >>> type(gather_fns["up"](shard_fns["up"](np.ones((8, 2)))))
-      <class 'numpy.ndarray'>
-      >>> both.gather(both.shard({"up": np.ones((8, 2))}))["up"].is_fully_replicated
-      True
+    ``partition_specs`` is a pytree of specs, shardings and ``StateSharding``, for the mesh in
+    context now. The result is ``(shard_fns, gather_fns)``, two trees like it, with the methods of
+    :class:`ShardAndGather`. A gather function makes full NumPy arrays, one at a time.
     """
     mesh = _mesh_for("make_shard_and_gather_fns", partition_specs, mesh)
 
@@ -178,16 +301,14 @@ def _is_leaf(x: Any) -> bool:
     return is_single_spec(x) or isinstance(x, StateSharding)
 
 
-_REPLICATED = PartitionSpec()
-
-
 def _replicated(spec: Any) -> Any:
     """The sharding that gathers an array with this one."""
-    return NamedSharding(spec.mesh, _REPLICATED) if isinstance(spec, NamedSharding) else _REPLICATED
+    replicated = PartitionSpec()
+    return NamedSharding(spec.mesh, replicated) if isinstance(spec, NamedSharding) else replicated
 
 
 def analyze_sharding_strategy(
-    pytree: Any, partition_specs: Any, mesh: Mesh | AbstractMesh | None = None
+    pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
 ) -> dict[str, Any]:
     """Counts the parameters and bytes that specs give each device.
 
@@ -198,33 +319,23 @@ def analyze_sharding_strategy(
       mesh: the mesh.
 
     Returns:
-      ``total_parameters`` and ``sharded_parameters`` (elements of arrays of which a device holds
-      only a part); ``memory_per_device``, bytes by the id of the device (its position in an
-      abstract mesh); ``balance_score``, the mean of these over their maximum, 1.0 at best; and
-      ``partition_stats``: for each spec its ``arrays``, ``parameters``, ``bytes`` and
-      ``bytes_per_device``.
-
-    Raises:
-      ValueError: a path is unknown, or an array has no spec among those by path.
-
-    Example:
-      >>> import numpy as np
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> from nnx_sharding.constraints import analyze_sharding_strategy
-      >>> mesh = AbstractMesh((4,), ("data",))
-      >>> numbers = analyze_sharding_strategy(np.ones(8, "float32"), P("data"), mesh)
-      >>> numbers["memory_per_device"]
-      {0: 8, 1: 8, 2: 8, 3: 8}
+      ``total_parameters`` and ``sharded_parameters``; ``memory_per_device``, bytes by the id of the
+      device (its position in an abstract mesh); ``balance_score``, their mean over their maximum;
+      and ``partition_stats``: ``arrays``, ``parameters``, ``bytes``, ``bytes_per_device`` by spec.
     """
-    partition_specs = _as_prefix(pytree, partition_specs)
+    is_mapping = isinstance(partition_specs, Mapping)
+    keys = pytree.keys() if isinstance(pytree, Mapping) else ()
+    if is_mapping and any("/" in str(key) and key not in keys for key in partition_specs):
+        rules = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
+        partition_specs = from_rules(rules)
     mesh = _mesh_for("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
     leaves = [_abstract(leaf) for leaf in flat.leaves]
-    assigned = assign(
-        pytree, flat._replace(leaves=leaves), partition_specs, mesh=mesh, strict=False
-    )
+    abstract = flat._replace(leaves=leaves)
+    assigned = assign(pytree, abstract, partition_specs, mesh=mesh, strict=False)
+    ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
     rows = parameter_table(apply_shardings(leaves, [each.sharding for each in assigned]))
-    held = dict.fromkeys(_ids(mesh), 0) | device_bytes(rows)
+    held = dict.fromkeys(ids, 0) | device_bytes(rows)
     stats: dict[Any, Counter[str]] = {}
     for row in rows:
         counts = stats.setdefault(row.spec, Counter())
@@ -243,38 +354,107 @@ def analyze_sharding_strategy(
     }
 
 
-def _as_prefix(tree: Any, specs: Any) -> Any:
-    """Specs as a prefix of the tree, also if they are a mapping by path."""
-    if not isinstance(specs, Mapping) or (
-        isinstance(tree, Mapping) and specs.keys() <= tree.keys()
-    ):
-        return specs
-    names: list[str] = []
-
-    def choose(each: NamedVariable) -> Any:
-        names.append(each.name)
-        return specs.get(each.name)
-
-    prefix = map_variables(tree, choose)
-    unknown = [name for name in specs if name not in names]
-    if unknown and not any("/" in str(name) for name in specs):
-        return specs
-    lines = [f"  {name!r} is not the path of an array{suggestion(name, names)}" for name in unknown]
-    lines += [f"  {name!r} has no spec" for name in names if name not in specs]
-    if lines:
-        head = "analyze_sharding_strategy: these paths do not fit the tree:"
-        raise ValueError("\n".join([head, *lines]))
-    return prefix
-
-
 def _abstract(leaf: Any) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf))
 
 
-def _ids(mesh: Mesh | AbstractMesh | None) -> list[int]:
-    """The ids of the devices of a mesh; positions in an abstract mesh."""
-    if mesh is None or isinstance(mesh, AbstractMesh):
-        return [] if mesh is None else list(range(mesh.size))
-    return [device.id for device in mesh.devices.flat]
+def extract_sharding_structure(pytree: Any) -> Any:
+    """The tree with its ``NamedSharding`` in place of each array; None for arrays without one.
+
+    A module becomes an ``nnx.State``, a Variable a sharding.
+    """
+    return _extracted(pytree, _named)
+
+
+get_shardings_with_structure = extract_sharding_structure
+
+
+def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
+    """Does the same as :func:`extract_sharding_structure`, and makes shardings of specs.
+
+    A leaf may be a spec, or have one as its attribute ``sharding``; ``mesh`` is their mesh.
+    """
+
+    def read(leaf: Any) -> Any:
+        spec = leaf if isinstance(leaf, PartitionSpec) else sharding_of(leaf)
+        if isinstance(spec, PartitionSpec):
+            return NamedSharding(get_incontext_mesh() if mesh is None else mesh, spec)
+        return _named(leaf)
+
+    return _extracted(tree, read)
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """The ``PartitionSpec`` of each array: ``P()`` for numbers and what is on one device.
+
+    Other leaves, and those with several devices and no ``NamedSharding``, are a ValueError.
+    """
+
+    def read(leaf: Any) -> Any:
+        sharding = sharding_of(leaf)
+        if isinstance(sharding, NamedSharding):
+            return sharding.spec
+        one_device = isinstance(sharding, Sharding) and sharding.num_devices == 1
+        is_known = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
+        return PartitionSpec() if is_known and (sharding is None or one_device) else _MISSING
+
+    return _extracted(tree, read)
+
+
+_MISSING = object()
+
+
+def _named(leaf: Any) -> NamedSharding | None:
+    sharding = sharding_of(leaf)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _extracted(tree: Any, read: Callable[[Any], Any]) -> Any:
+    """The tree with the result of ``read`` for each leaf."""
+    missing: list[str] = []
+
+    def choose(each: NamedVariable) -> Any:
+        results = list(dict.fromkeys(map(read, each.arrays)))
+        if len(results) > 1 or _MISSING in results:
+            shardings = [sharding_of(leaf) if is_array(leaf) else leaf for leaf in each.arrays]
+            listed = "; ".join(dict.fromkeys(map(str, shardings)))
+            missing.append(f"  {each.name or 'the root'}: {listed}")
+        return results[0] if results else None
+
+    result = map_variables(tree, choose)
+    title = (
+        "expected numbers and arrays with a NamedSharding, the same one for all arrays of a "
+        "Variable, got:"
+    )
+    raise_listed(ValueError, title, missing, "Place arrays with with_sharding_constraint.")
+    return result
+
+
+def get_names_from_partition_spec(specs: Any) -> list[str]:
+    """The mesh axes that specs name, each once, in the order of their first occurrence.
+
+    ``specs`` is a spec, a sharding, a ``StateSharding``, a name, None, or any nesting of tuples,
+    lists and mappings of them.
+    """
+    return list(dict.fromkeys(_names(specs)))
+
+
+def _names(specs: Any) -> Iterator[str]:
+    specs = specs.spec if isinstance(specs, NamedSharding) else specs
+    specs = specs.shardings if isinstance(specs, StateSharding) else specs
+    match specs:
+        case None | PartitionSpec.UNCONSTRAINED:
+            return
+        case str():
+            yield specs
+        case PartitionSpec():
+            yield from spec_axes(specs)
+        case Mapping() | nnx.State():
+            yield from _names([*specs.values()])
+        case tuple() | list():
+            for part in specs:
+                yield from _names(part)
+        case _:
+            raise TypeError(f"{specs!r} is not a PartitionSpec or a pytree of them.")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -16,76 +15,19 @@ from jax.sharding import NamedSharding
 
 from .. import _compat
 from .._version import __version__
-from ..analysis.json_codec import as_data, read
 from ..analysis.parameters import spec_text
-from ..errors import ExportError
+from ..errors import ExportError, shortened
 from ..stages import Compiled, Lowered
 from . import files
 from .manifest import MeshInfo, meshes_of
-
-
-@dataclasses.dataclass(frozen=True)
-class _Device:
-    """A device by its id, with its location among TPUs."""
-
-    id: int
-    coords: tuple[int, ...]
-    core: int
-    slice: int
-
-    @classmethod
-    def of(cls, device: Any) -> _Device:
-        coords = getattr(device, "coords", None) or ()
-        places = (getattr(device, name, None) or 0 for name in ("core_on_chip", "slice_index"))
-        return cls(device.id, tuple(coords), *places)
-
-    def __str__(self) -> str:
-        return f"coordinates {self.coords}, core {self.core}, slice {self.slice}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Manifest:
-    """What an executable was compiled from, and for what."""
-
-    function: str
-    inputs: dict[str, str]
-    mesh: str
-    stablehlo: str  # its SHA-256
-    platform: str
-    device_kind: str
-    compiler: str
-    devices: tuple[_Device, ...]
-    versions: dict[str, str]
-
-    @classmethod
-    def of(cls, lowered: Any, origin: Any, devices: Sequence[Any]) -> _Manifest:
-        plan, avals = origin.plan, lowered.in_avals[0]
-        named = [one if isinstance(one, NamedSharding) else None for one in plan.shardings]
-        specs = ["" if one is None else f" {spec_text(one.spec)}" for one in named]
-        types = map("{}{}".format, avals, specs)
-        return cls(
-            function=plan.fun_name,
-            inputs=dict(zip(plan.names, types, strict=True)),
-            mesh="; ".join(str(MeshInfo.of(mesh)) for mesh in meshes_of(named)),
-            stablehlo=hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-            platform=devices[0].platform,
-            device_kind=devices[0].device_kind,
-            compiler=devices[0].client.platform_version,
-            devices=tuple(map(_Device.of, devices)),
-            versions={
-                "flax": metadata.version("flax"),
-                "jax": jax.__version__,
-                "jaxlib": metadata.version("jaxlib"),
-                "nnx_sharding": __version__,
-            },
-        )
 
 
 def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
     """Writes a compiled function to a file, so that other processes need not compile it.
 
     The program may be compiled for devices that are not attached to this machine, such as those of
-    a TPU topology (:func:`~nnx_sharding.partition.planning_mesh`).
+    a TPU topology (:func:`~nnx_sharding.partition.planning_mesh`). To save time on one machine, use
+    JAX's persistent compilation cache, which needs no files of yours.
 
     Args:
       path: the file, a zip archive, whose ``manifest.json`` says what it was compiled for.
@@ -112,9 +54,7 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
             "save_executable(path, compiled): expected the result of fun.lower(...).compile() for "
             f"compiled, got {compiled!r:.200}."
         )
-    name = compiled._plan.fun_name
-    assigned = filter(None, map(_compat.device_assignment, compiled.shardings()))
-    devices = next(assigned, None) or jax.devices()[:1]
+    name, devices = compiled._plan.fun_name, _devices(compiled.shardings(), jax.devices()[:1])
     try:
         program, _, _ = serialize_executable.serialize(compiled._stage)
     except Exception as error:  # of JAX, XLA or pickle
@@ -123,8 +63,8 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
             f"{devices[0].platform} ({type(error).__name__}: {error}). Leave out what calls Python "
             "or captures a jax.Ref, or use JAX's persistent compilation cache instead."
         ) from error
-    manifest = _Manifest.of(compiled._lowered, compiled._origin, devices)
-    files.write(path, as_data(manifest), program, files.EXECUTABLE)
+    manifest = _manifest(compiled._lowered, compiled._origin, devices)
+    files.write(path, manifest, program, files.EXECUTABLE)
 
 
 def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
@@ -172,25 +112,25 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
             "load_executable(path, lowered): expected the result of fun.lower(...) for lowered, "
             f"got {lowered!r:.200}."
         )
-    data, program = files.read(path, files.EXECUTABLE)
-    try:
-        saved = read(_Manifest, data, "manifest")
-    except (RecursionError, ValueError) as error:
-        raise ExportError(f"{path} has a manifest that cannot be read: {error}") from None
+    saved, program = files.read(path, files.EXECUTABLE)
     stage, origin = lowered._stage, lowered._origin
     try:
-        available = jax.devices(saved.platform)
-    except RuntimeError:  # this platform has none
-        available = jax.devices()
-    by_id = {device.id: device for device in available}
-    devices = [by_id[device.id] for device in saved.devices if device.id in by_id]
-    here = _Manifest.of(stage, origin, devices or available)
-    lines = [*_other_machine(saved, here), *_other_order(origin.plan.shardings, devices)]
-    lines = lines or [*_other_function(saved, here)]
+        available = {device.id: device for device in _available(saved["platform"])}
+        known = [available[one["id"]] for one in saved["devices"] if one["id"] in available]
+        # Those of the shardings may be devices of a topology, which run nothing.
+        ordered = [device.id for device in _devices(origin.plan.shardings, known)]
+        devices = [available[id_] for id_ in ordered if id_ in available] or jax.devices()[:1]
+        here = _manifest(stage, origin, devices)
+        lines = _differing(_machine(saved), _machine(here))
+        if not lines and saved["stablehlo"] != here["stablehlo"]:
+            lines = _differing(_function(saved), _function(here))
+            lines = lines or [f"{here['function']}: the function is another one, or was changed"]
+    except (KeyError, TypeError) as error:
+        raise ExportError(f"{path} has a manifest that cannot be read: {error!r}") from None
     if lines:
         raise ExportError(
-            f"{path} has an executable of {saved.function} that does not fit:\n  "
-            + "\n  ".join(lines)
+            f"{path} has an executable of {saved['function']} that does not fit:\n"
+            + "\n".join(shortened([f"  {line}" for line in lines], "  "))
             + "\nLoad it with the versions, devices and function that it was compiled for, or "
             "compile and save it again."
         )
@@ -206,47 +146,61 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     return Compiled(loaded, origin, stage)
 
 
-def _other_machine(saved: _Manifest, here: _Manifest) -> Iterator[str]:
-    """What differs in the libraries and the devices."""
-    pairs = {
-        name: (saved.versions.get(name), here.versions[name]) for name in ("jax", "jaxlib")
-    } | {
-        "platform": (saved.platform, here.platform),
-        "device kind": (saved.device_kind, here.device_kind),
-        "compiler": (_build(saved.compiler), _build(here.compiler)),
-        "devices": (len(saved.devices), len(here.devices)),
+def _available(platform: str) -> list[Any]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError:  # there are none
+        return jax.devices()
+
+
+def _devices(shardings: Iterable[Any], default: Sequence[Any]) -> list[Any]:
+    """The devices of a program, in its order; the default if its shardings name none."""
+    return list(next(filter(None, map(_compat.device_assignment, shardings)), default))
+
+
+def _manifest(lowered: Any, origin: Any, devices: Sequence[Any]) -> dict[str, Any]:
+    """What an executable was compiled from, and for what."""
+    plan, avals = origin.plan, lowered.in_avals[0]
+    named = [one if isinstance(one, NamedSharding) else None for one in plan.shardings]
+    specs = ["" if one is None else f" {spec_text(one.spec)}" for one in named]
+    packages = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+    return {
+        "function": plan.fun_name,
+        "inputs": dict(zip(plan.names, map("{}{}".format, avals, specs), strict=True)),
+        "mesh": "; ".join(str(MeshInfo.of(mesh)) for mesh in meshes_of(named)),
+        "stablehlo": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "compiler": devices[0].client.platform_version,
+        "devices": list(map(_place, devices)),
+        "versions": {**packages, "nnx_sharding": __version__},
     }
-    yield from (f"{name}: {a!s}, here {b!s}" for name, (a, b) in pairs.items() if a != b)
-    if saved.platform == here.platform:
-        at = {device.id: device for device in here.devices}
-        for device in saved.devices:
-            if at.get(device.id, device) != device:
-                yield f"device {device.id}: at {device}, here at {at[device.id]}"
 
 
-def _other_order(shardings: Sequence[Any], devices: Sequence[Any]) -> Iterator[str]:
-    """Whether the mesh has its devices in another order."""
-    orders = (_compat.device_assignment(sharding) for sharding in shardings)
-    order = next((order for order in orders if order is not None), tuple(devices))
-    if order != tuple(devices):
-        saved, here = ([device.id for device in some] for some in (devices, order))
-        yield f"the devices of the mesh, by id: {saved}, here {here}"
+def _place(device: Any) -> dict[str, Any]:
+    """A device by its id, with its location among TPUs."""
+    names = {"core": "core_on_chip", "slice": "slice_index"}
+    places = {key: getattr(device, name, None) or 0 for key, name in names.items()}
+    return {"id": device.id, "coords": [*getattr(device, "coords", ())], **places}
 
 
-def _other_function(saved: _Manifest, here: _Manifest) -> Iterator[str]:
-    """What differs in the function and its arguments."""
-    if saved.stablehlo == here.stablehlo:
-        return
-    before, after = ({**one.inputs, "mesh": one.mesh or "none"} for one in (saved, here))
-    lines = [
-        f"{name}: {before.get(name, 'missing')}, here {after.get(name, 'missing')}"
-        for name in before | after
-        if before.get(name) != after.get(name)
-    ]
-    yield from lines or [f"{here.function}: the function is another one, or was changed"]
+def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The libraries and the devices in the order of the program."""
+    facts = {name: manifest["versions"].get(name) for name in ("jax", "jaxlib")}
+    # The build of a compiler has the same form with and without devices.
+    build = re.search(r"cl/\d+", manifest["compiler"])
+    facts |= {"platform": manifest["platform"], "device kind": manifest["device_kind"]}
+    facts |= {"compiler": build[0] if build else manifest["compiler"]}
+    for number, one in enumerate(manifest["devices"]):
+        place = f"coordinates {one['coords']}, core {one['core']}, slice {one['slice']}"
+        facts[f"device {number}"] = f"id {one['id']}, {place}"
+    return facts
 
 
-def _build(version: str) -> str:
-    """The build of a compiler, in the same form with and without devices."""
-    found = re.search(r"cl/\d+", version)
-    return found[0] if found else version
+def _function(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {**manifest["inputs"], "mesh": manifest["mesh"] or "none"}
+
+
+def _differing(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    names = [name for name in {**saved, **here} if saved.get(name) != here.get(name)]
+    return [f"{n}: {saved.get(n, 'missing')}, here {here.get(n, 'missing')}" for n in names]

@@ -74,10 +74,6 @@ class MeshInfo:
     sizes: tuple[int, ...]
     types: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        if not len(self.names) == len(self.sizes) == len(self.types):
-            raise ValueError("a mesh has as many names as sizes and types")
-
     @classmethod
     def of(cls, mesh: Any) -> MeshInfo:
         """Describes a mesh."""
@@ -175,13 +171,6 @@ class Manifest(Pictured):
     platforms: tuple[str, ...]
     calling_convention: int
     versions: dict[str, str]
-
-    def __post_init__(self) -> None:
-        counts = {"input": len(self.inputs), "output": len(self.outputs)}
-        for argument in self.arguments:
-            trees.check(argument.tree, {"input": len(self.inputs)})
-        for tree in (self.result, *self.updates.values()):
-            trees.check(tree, counts)
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON data."""

@@ -117,27 +117,3 @@ def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
     if kind in ("tuple", "list"):
         return tuple(parts.values()) if kind == "tuple" else [*parts.values()]
     return {key: part for (key,), part in parts.items()}
-
-
-def check(tree: Tree, counts: Mapping[str, int]) -> None:
-    """Raises a ValueError unless it is a tree of that many ``"input"`` and ``"output"`` arrays."""
-    if tree is None:
-        return
-    is_tree = isinstance(tree, dict) and len(tree) == 1
-    content: Any
-    kind, content = next(iter(tree.items())) if is_tree else ("", None)
-    if type(content) is int and 0 <= content < counts.get(kind, 0):
-        return
-    is_container = kind in ("object", *_KINDS.values()) and isinstance(content, list)
-    if not is_container or not all(_is_item(kind, item) for item in content):
-        raise ValueError(f"{tree!r:.100} is not a tree")
-    for _, part in content:
-        check(part, counts)
-
-
-def _is_item(kind: str, item: Any) -> bool:
-    match item:
-        case [[*path], _]:
-            has_keys = all(type(key) in (str, int) for key in path)
-            return has_keys and (kind == "state" or len(path) == 1)
-    return False

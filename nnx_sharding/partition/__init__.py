@@ -7,7 +7,7 @@ from .logical import LogicalRules, Unsharded, from_logical
 from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
 from .rules import from_arrays, from_metadata, from_rules, override
-from .strategies import data_parallel, fsdp, replicated, zero1, zero3
+from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
 from .variables import NamedVariable, from_paths, specs_by_path, variables
 
@@ -17,7 +17,6 @@ __all__ = [
     "Unsharded",
     "abstract_init",
     "auto_axes",
-    "data_parallel",
     "explicit_axes",
     "from_arrays",
     "from_logical",
@@ -37,5 +36,4 @@ __all__ = [
     "variables",
     "with_sharding_constraint",
     "zero1",
-    "zero3",
 ]

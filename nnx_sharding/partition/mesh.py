@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
@@ -20,13 +19,13 @@ MOST_DEVICES = 10_000
 
 @_compat.api_boundary
 def make_mesh(
-    axes: Mapping[str, int] | Iterable[Any],
+    axes: Mapping[str, int] | Sequence[int],
     axis_names: Sequence[str] | None = None,
     axis_types: AxisType | Mapping[str, AxisType] | Sequence[AxisType] | None = None,
     *,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Makes a mesh from the sizes and names of its axes, with ``jax.make_mesh``.
+    """Makes a mesh with ``jax.make_mesh``, of which one axis may have the size -1.
 
     The axes are Explicit, like those of ``jax.make_mesh``, so that both make equal meshes: the
     types of arrays then show how they are sharded. ``axis_types`` can make them Auto, so that the
@@ -41,11 +40,9 @@ def make_mesh(
       devices: the devices, all of which are used; None for all devices.
 
     Raises:
-      ValueError: a name occurs twice, sizes and names differ in number, a size is neither positive
-        nor -1, two are -1, the product of the sizes is not the number of devices, or
-        ``axis_types`` has another number of types or names an unknown axis.
-      TypeError: a size is not an integer, an axis type is not an ``AxisType``, or names are given
-        twice or not at all.
+      ValueError: the product of the sizes is not the number of devices, or ``axis_types`` names an
+        unknown axis; or as ``jax.make_mesh``.
+      TypeError: sizes have no names.
 
     Example:
       >>> from nnx_sharding.partition import make_mesh
@@ -54,80 +51,41 @@ def make_mesh(
       >>> make_mesh((2, 4), ("data", "model")) == make_mesh({"data": 2, "model": 4})
       True
     """
-    pairs = _pairs(axes, axis_names)
-    names = tuple(name for name, _ in pairs)
-    devices = jax.devices() if devices is None else list(devices)
-    sizes, types = _sizes(pairs, len(devices)), _types(names, axis_types)
-    return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
-
-
-def _pairs(axes: Any, names: Sequence[str] | None) -> list[tuple[str, Any]]:
-    """The name and the size of each axis."""
-    items = list(axes.items() if isinstance(axes, Mapping) else axes)
-    are_pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
-    if names is None and are_pairs:
-        return items
-    if names is None or isinstance(names, str) or (items and are_pairs):
+    if isinstance(axes, Mapping) == (axis_names is not None):
         raise TypeError(
             "make_mesh takes {'data': 2, 'model': 4} or (2, 4), ('data', 'model'), not "
-            f"{axes!r}, {names!r}."
+            f"{axes!r}, {axis_names!r}."
         )
-    if len(items) != len(names):
-        raise ValueError(f"make_mesh: {len(items)} sizes for {len(names)} names, {names!r}.")
-    return list(zip(names, items, strict=True))
+    if isinstance(axes, Mapping):
+        names, sizes = tuple(axes), tuple(axes.values())
+    else:
+        names, sizes = tuple(axis_names or ()), tuple(axes)
+    devices = jax.devices() if devices is None else list(devices)
+    filled, types = _filled(sizes, len(devices)), _types(names, axis_types)
+    return jax.make_mesh(filled, names, axis_types=types, devices=devices)
 
 
-def _sizes(pairs: Sequence[tuple[str, Any]], count: int) -> tuple[int, ...]:
+def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
     """The sizes of the axes, with the number of remaining devices for -1."""
-    wrong = [
-        f"{name!r}: {size!r}"
-        for name, size in pairs
-        if isinstance(size, bool) or not isinstance(size, int | np.integer)
-    ]
-    if wrong:
-        raise TypeError(f"make_mesh: these sizes are not integers: {', '.join(wrong)}.")
-    names = [name for name, _ in pairs]
-    twice = [repr(name) for name in dict.fromkeys(names) if names.count(name) > 1]
-    problems = [f"these axes occur more than once: {', '.join(twice)}"] if twice else []
-    problems += [
-        f"axis {name!r} has size {size}; write a positive number, or -1 for the rest"
-        for name, size in pairs
-        if size < 1 and size != -1
-    ]
-    rest = [repr(name) for name, size in pairs if size == -1]
-    if len(rest) > 1:
-        problems.append(f"only one axis can be -1, not {', '.join(rest)}")
-    if problems:
-        raise ValueError("make_mesh: " + "; ".join(problems) + ".")
-    known = math.prod(size for _, size in pairs if size != -1)
-    if count % known or not (rest or count == known):
-        product = " × ".join(f"{name!r} ({size})" for name, size in pairs if size != -1)
-        relation = "does not divide" if rest else "is not"
-        hint = "other sizes" if rest else "-1 for one axis"
+    known = math.prod(size for size in sizes if size != -1)
+    filled = tuple(count // max(known, 1) if size == -1 else size for size in sizes)
+    if math.prod(filled) != count or min(filled, default=1) < 1:
         raise ValueError(
-            f"make_mesh: {product or 'no axis'} = {known} {relation} the number of devices, "
-            f"{count}. Use {hint}, or other devices."
+            f"make_mesh: axes of the sizes {sizes} do not take the {count} devices. Use other "
+            "sizes, of which one may be -1 for the remaining devices, or other devices."
         )
-    return tuple(int(count // known if size == -1 else size) for _, size in pairs)
+    return filled
 
 
 def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
     """The type of each axis."""
-    if isinstance(axis_types, tuple | list):
-        if len(axis_types) != len(names):
-            raise ValueError(
-                f"make_mesh: {len(axis_types)} axis types for {len(names)} axes, {names!r}."
-            )
-        axis_types = dict(zip(names, axis_types, strict=True))
-    elif not isinstance(axis_types, Mapping):
-        kind = AxisType.Explicit if axis_types is None else axis_types
-        axis_types = dict.fromkeys(names, kind)
+    if axis_types is None or isinstance(axis_types, AxisType):
+        return (AxisType.Explicit if axis_types is None else axis_types,) * len(names)
+    if not isinstance(axis_types, Mapping):
+        return tuple(axis_types)
     unknown = [f"{name!r}{suggestion(name, names)}" for name in axis_types if name not in names]
     if unknown:
         raise ValueError(f"make_mesh: axis_types names axes that do not exist: {unknown[0]}.")
-    wrong = [kind for kind in axis_types.values() if not isinstance(kind, AxisType)]
-    if wrong:
-        raise TypeError(f"make_mesh: {wrong[0]!r} is not a jax.sharding.AxisType.")
     return tuple(axis_types.get(name, AxisType.Explicit) for name in names)
 
 
@@ -183,7 +141,7 @@ def planning_mesh(
     if isinstance(mesh, str) and isinstance(axes, AbstractMesh | Mapping):
         sizes, types = _shape(axes)
         devices = topology_devices(mesh, num_slices)
-        array = arranged(_sizes([*sizes.items()], len(devices)), num_slices, devices)
+        array = arranged(_filled(tuple(sizes.values()), len(devices)), num_slices, devices)
         return Mesh(array, tuple(sizes), axis_types=_types(tuple(sizes), types))
     if axes is not None or isinstance(mesh, str) or num_slices != 1:
         raise TypeError(

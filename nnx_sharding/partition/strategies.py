@@ -21,7 +21,7 @@ from .variables import NamedVariable, activations_of, from_paths, variables
 
 @_compat.api_boundary
 def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
-    """Replicates every array on every device: plain data parallelism (alias ``data_parallel``).
+    """Replicates every array on every device: plain data parallelism.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -92,7 +92,7 @@ def fsdp(
       >>> sharding.map_prefix(("kernel",), model.kernel)
       P(None, 'data')
 
-    This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054), also available as ``zero3``.
+    This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     mesh, axes = mesh_and_axes("fsdp", mesh, axis)
     specs = base_specs("fsdp", model, base, mesh)
@@ -188,11 +188,6 @@ def _shard_all(
             strict=False,
         )
     return notes
-
-
-# Other names of these strategies.
-data_parallel = replicated
-zero3 = fsdp
 
 
 def shard_dimension(

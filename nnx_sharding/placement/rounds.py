@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -158,8 +156,12 @@ class Rounds(Iterator[Round]):
             raise StopIteration
         if not any(counts.values()):
             return False  # batches without rows
-        if not self._known.keys() >= set(ended):
-            self._share_row(counts)
+        if unknown := [process for process in ended if process not in self._known]:
+            raise ValueError(
+                f"{_NAME}: process {unknown[0]} has no batch, so it cannot take part. A process "
+                "without rows has to yield batches of 0 rows, with the dtypes and the other "
+                "dimensions of those of the other processes."
+            )
         if not self._sharding.size:
             self._sharding.set_size(self._options.batch_size, counts)
         missing = [len(self._sharding.held[p]) - (n or 0) for p, n in counts.items()]
@@ -169,21 +171,6 @@ class Rounds(Iterator[Round]):
             hint = "uneven='pad' fills it and gives a mask, uneven='drop' leaves it out"
             raise ValueError(f"{self._describe(counts, 'fewer')} {hint}.")
         return uneven == "pad" or not any(missing)
-
-    def _share_row(self, counts: Counts) -> None:
-        """Gives processes that end without a batch a row of another one, as filler."""
-        process, giver = jax.process_index(), next(p for p, n in counts.items() if n)
-        message = {}
-        if process == giver:
-            row = pickle.dumps(self._sharding.unflatten(self._fillers))
-            message["row"] = base64.b64encode(row).decode()
-        answers = self._agreement.exchange(message)
-        if self._sharding is None:
-            row = base64.b64decode(answers[self._agreement.processes.index(giver)]["row"])
-            batch = pickle.loads(row)
-            self._sharding = BatchSharding(batch, self._options.specs, self._options.mesh)
-            self._fillers = self._sharding.arrays(batch)
-        self._known = dict.fromkeys(counts, self._known[giver])
 
     def _describe(self, counts: Counts, what: str) -> str:
         [*others, last] = counts.values()

@@ -13,19 +13,18 @@ from jax.sharding import Sharding
 
 from .._version import __version__
 from ..analysis.activations import ActivationRow, activations_table
-from ..analysis.collectives import Collectives, axes_text, collectives_of
+from ..analysis.collectives import Collectives, axes_text
 from ..analysis.cost import Costs
 from ..analysis.hardware import Device, known_device
-from ..analysis.hlo import parse
 from ..analysis.json_codec import as_data
 from ..analysis.links import traffic_table
-from ..analysis.loops import with_loops
 from ..analysis.memory import Memory
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterRow, mesh_of, rows_table
 from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text, time_text
+from ..stages import Compiled
 from .json_form import JsonForm
 
 
@@ -151,10 +150,8 @@ class ProgramReport(JsonForm):
         return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
 
-def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramReport:
-    """The report of a ``Compiled``, which calls this; see its ``report``."""
-    hlo = compiled.as_text()
-    module = parse(hlo or "")
+def describe(compiled: Compiled) -> ProgramReport:
+    """The report of a program, which calls this; see :meth:`Compiled.report`."""
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
     if mesh is not None:
@@ -163,12 +160,10 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
-    parameters = compiled.parameters()
-    device = known_device(first.device_kind) if device is None else device
-    cost = compiled.cost()
-    executed = None if cost is None else with_loops(cost, module)
+    device = known_device(first.device_kind)
+    costs = compiled.lowered_cost(), compiled.cost(), compiled.cost(loops=True)
     report = ProgramReport(
-        name=name,
+        name=compiled._plan.fun_name,
         made_with=Versions(
             __version__, jax.__version__, flax.__version__, platform.python_version()
         ),
@@ -176,12 +171,12 @@ def describe(compiled: Any, name: str, device: Device | str | None) -> ProgramRe
         device_kind=first.device_kind,
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
-        parameters=tuple(parameters),
+        parameters=tuple(compiled.parameters()),
         memory=compiled.memory(),
-        cost=Costs(compiled.lowered_cost(), cost, executed),
-        collectives=collectives_of(module, mesh, parameters),
+        cost=Costs(*costs),
+        collectives=compiled.collectives(),
         activations=tuple(compiled.activations()),
         roofline=None,
-        hlo=hlo,
+        hlo=compiled.as_text(),
     )
     return report if device is None else report.with_roofline(device)

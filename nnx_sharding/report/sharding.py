@@ -303,7 +303,7 @@ def _fit(declared: Any, shape: tuple[int, ...], *, mesh: Any, action: OnIndivisi
 def is_replicated(row: parameters.ParameterRow) -> bool:
     """Whether an array is replicated although there are several devices, or none is known."""
     one = isinstance(row.sharding, NamedSharding) and row.num_devices == 1
-    return not one and row.is_fully_replicated is not False
+    return not one and (row.sharding is None or row.sharding.is_fully_replicated)
 
 
 def _rule_warnings(

@@ -1,6 +1,7 @@
-"""Pictures for the terminal: parameters, meshes, the shards of arrays, and reports.
+"""Pictures for the terminal of meshes and of the shards of arrays.
 
-All functions print to the given ``rich.console.Console``, else to standard output.
+Both functions print to the given ``rich.console.Console``, else to standard output. Tables and
+reports are objects that such a console prints itself.
 """
 
 from __future__ import annotations
@@ -11,39 +12,10 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterRow, ParameterTable, parameter_table
-from .comparison import load
 from .grids import array_pictures, mesh_pictures
-from .program import ProgramReport
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-def show_parameters(tree: Any, *, console: Console | None = None) -> None:
-    """Prints the table of parameters, with coloured mesh axes, and sums.
-
-    Args:
-      tree: a model, an optimizer or a pytree of them, or the result of
-        :func:`~nnx_sharding.analysis.parameter_table`.
-      console: where to print.
-
-    Raises:
-      ValueError: shardings do not divide the shapes of their arrays.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding.report.terminal import show_parameters
-      >>> show_parameters({"up": jax.ShapeDtypeStruct((64, 256), "float32")})
-      path   shape     dtype    spec  bytes/device     bytes
-      ------ --------- -------- ----- ------------- --------
-      up     (64,256)  float32  -         64.0 KiB  64.0 KiB
-      ------ --------- -------- ----- ------------- --------
-      total                               64.0 KiB  64.0 KiB
-    """
-    is_table = isinstance(tree, list) and all(isinstance(row, ParameterRow) for row in tree)
-    table = ParameterTable(tree) if is_table else parameter_table(tree)
-    _print(lambda _: [table], console)
 
 
 def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> None:
@@ -112,34 +84,6 @@ def show_array(
     if not isinstance(sharding, Sharding):
         raise ValueError("the array has no sharding. Pass sharding=..., and mesh=... for a spec.")
     _print(lambda width: array_pictures(shape, sharding, width), console)
-
-
-def show_report(report: Any, *, console: Console | None = None) -> None:
-    """Prints the summary of a report with its mesh, or the table of a comparison.
-
-    Args:
-      report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
-        in a file.
-      console: where to print.
-
-    Raises:
-      TypeError: ``report`` is something else.
-      ValueError: the dictionary has another format or version, or is damaged.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding import jit
-      >>> from nnx_sharding.report.terminal import show_report
-      >>> compiled = jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
-      >>> show_report(compiled.report("increment"))
-      increment: 1 × cpu, no mesh
-      ...
-    """
-    report = load(report)
-    pictures = [report]
-    if isinstance(report, ProgramReport) and report.mesh is not None:
-        pictures += ["", *mesh_pictures(report.mesh)]
-    _print(lambda _: pictures, console)
 
 
 def _print(pictures: Callable[[int], Iterable[Any]], console: Console | None) -> None:

@@ -3,13 +3,14 @@
 from .assertions import (
     assert_bytes_sent_below,
     assert_collectives,
+    assert_gathers_weights,
     assert_no_collective,
     assert_no_parameter_replicated,
+    assert_no_resharding,
     assert_peak_below,
+    assert_sharded,
 )
-from .exchanged import assert_gathers_weights, assert_no_resharding
 from .launcher import launch
-from .sharded import assert_sharded
 
 __all__ = [
     "assert_bytes_sent_below",

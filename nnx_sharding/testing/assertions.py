@@ -1,38 +1,34 @@
-"""Assertions about compiled programs, for tests: their collectives, and the memory they take.
+"""Assertions about compiled programs and placed models, for tests.
 
-Each takes the result of ``lower(...).compile()`` or its report, and names the causes. It raises a
-``TypeError`` for anything else.
+Those about programs take the result of ``lower(...).compile()`` or its report, name the causes, and
+raise a ``TypeError`` for anything else.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from .. import errors
 from ..analysis.activations import ActivationRow
-from ..analysis.collectives import Collective, Kind
-from ..analysis.parameters import ParameterRow, parameter_table
+from ..analysis.collectives import Collective, Collectives, Kind
+from ..analysis.hlo import parse
+from ..analysis.parameters import ParameterRow, parameter_table, spec_axes
 from ..analysis.units import bytes_text, read_bytes
+from ..fitting import suggestion
 from ..report.program import ProgramReport
-from ..stages import Compiled
-from .programs import (
-    Axes,
-    Program,
-    at,
-    checked_axes,
-    collectives_over,
-    listed,
-    over_text,
-    patterns,
-    report_of,
-    shortened,
-)
+from ..report.sharding import check_sharding, is_replicated
+from ..stages import Compiled, Lowered, Traced
+from ..state_sharding import StateSharding
 
 __tracebackhide__ = True  # pytest shows the line of the test that failed
 
-_Key: TypeAlias = tuple[Kind, frozenset[str] | None]
+Axes: TypeAlias = str | tuple[str, ...]
+Program: TypeAlias = Compiled | ProgramReport
+T = TypeVar("T")
 
 
 def assert_no_collective(
@@ -72,16 +68,13 @@ def assert_no_collective(
         all-reduce over model, 128 B, sends 192 B: jit(<lambda>)/reduce_sum, <doctest ...>:1
       ...
     """
-    report, wanted, some = collectives_over(program, axes)
+    report, wanted, some = _collectives(program, axes)
     allowed = -1 if larger_than is None else read_bytes(larger_than)
-    hits = [one for one in some.of(kind) if one.bytes > allowed]
-    if hits:
-        what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{over_text(wanted)}"
-        raise AssertionError(
-            f"{report.name} has {what}:\n{listed(hits)}\n"
-            "Change the shardings, or constrain intermediate values "
-            "(nnx_sharding.partition.with_sharding_constraint)."
-        )
+    if hits := [one for one in some.of(kind) if one.bytes > allowed]:
+        what = f"{len(hits)} {kind or 'collective'}{'s' * (len(hits) > 1)}{_over(wanted)}"
+        hint = "(nnx_sharding.partition.with_sharding_constraint)."
+        remedy = f"Change the shardings, or constrain intermediate values {hint}"
+        _fail(f"{report.name} has {what}:", map(_line, hits), remedy)
 
 
 def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], int]) -> None:
@@ -106,30 +99,30 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
       >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
       >>> assert_collectives(compiled, {("all-reduce", "model"): 1})
     """
-    if not isinstance(expected, Mapping) or not all(
-        isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) for key in expected
-    ):
-        raise TypeError(
-            "expected must be a mapping such as {('all-reduce', 'model'): 2} from kind and axes to "
-            f"a number, got {expected!r}."
-        )
-    report, _, collectives = collectives_over(program, None)
-    wanted: Counter[_Key] = Counter()
+    if not isinstance(expected, Mapping) or not all(map(_is_kind_and_axes, expected)):
+        form = "{('all-reduce', 'model'): 2}"
+        raise TypeError(f"expected must be a mapping such as {form}, got {expected!r}.")
+    report, _, collectives = _collectives(program, None)
+    wanted: Counter[Any] = Counter()
     for (kind, axes), count in expected.items():
         collectives.of(kind)  # refuses unknown kinds
-        wanted[kind, checked_axes(report, axes)] += count
-    actual: dict[_Key, list[Collective]] = {key: [] for key in wanted}
+        wanted[kind, _checked(report, axes)] += count
+    actual: dict[Any, list[Collective]] = {key: [] for key in wanted}
     for one in collectives:
         axes_of_one = None if one.axes is None else frozenset(one.axes)
         actual.setdefault((one.kind, axes_of_one), []).append(one)
     lines: list[str] = []
     for (kind, over), some in actual.items():
         if len(some) != wanted[kind, over]:
-            where = " over unknown axes" if over is None else over_text(over) or " over no axes"
+            where = " over unknown axes" if over is None else _over(over) or " over no axes"
             lines.append(f"  {kind}{where}: {len(some)}, expected {wanted[kind, over]}")
-            lines += [f"  {line}" for line in listed(some).splitlines()]
+            lines += [f"  {line}" for line in errors.shortened(map(_line, some), "  ")]
     if lines:
         raise AssertionError(f"{report.name} has unexpected collectives:\n" + "\n".join(lines))
+
+
+def _is_kind_and_axes(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str)
 
 
 def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
@@ -153,14 +146,13 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
       >>> assert_bytes_sent_below(compiled, "1 KiB")
     """
     most = read_bytes(limit)
-    report, wanted, some = collectives_over(program, axes)
+    report, wanted, some = _collectives(program, axes)
     if some.bytes_sent > most or some.has_unknown_times:
-        largest = sorted(some, key=lambda one: -one.total_bytes_sent)
         more = " or more, as a loop is of unknown length," if some.has_unknown_times else ""
-        raise AssertionError(
+        _fail(
             f"{report.name} sends {bytes_text(some.bytes_sent)}{more} from each device"
-            f"{over_text(wanted)} in a call; the limit is {bytes_text(most)}. The largest:\n"
-            f"{listed(largest)}"
+            f"{_over(wanted)} in a call; the limit is {bytes_text(most)}. The largest:",
+            map(_line, sorted(some, key=lambda one: -one.total_bytes_sent)),
         )
 
 
@@ -188,7 +180,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
       The largest arguments:
         x, shape (256,): 1.00 KiB
     """
-    most, report = read_bytes(limit), report_of(program)
+    most, report = read_bytes(limit), _report(program)
     memory = report.memory
     if memory is None or memory.peak is None:
         raise ValueError(f"the backend does not report the memory of {report.name}.")
@@ -208,9 +200,10 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
 
 def _largest(rows: Iterable[ParameterRow | ActivationRow]) -> str:
     """The arrays that take the most memory on a device, in lines."""
-    sizes = [(row.bytes_per_device or row.bytes_total, at(row)) for row in rows]
+    sizes = [(row.bytes_per_device or row.bytes_total, _at(row)) for row in rows]
     sizes.sort(key=lambda pair: -pair[0])
-    return shortened([f"  {name}: {bytes_text(size)}" for size, name in sizes])
+    lines = (f"  {name}: {bytes_text(size)}" for size, name in sizes)
+    return "\n".join(errors.shortened(lines, "  "))
 
 
 def assert_no_parameter_replicated(
@@ -251,29 +244,246 @@ def assert_no_parameter_replicated(
     """
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
-    rows: list[tuple[ParameterRow, int]]
     if isinstance(program, Compiled | ProgramReport):
-        report = report_of(program)
+        report = _report(program)
         rows = [(row, report.num_devices) for row in report.parameters if row.used]
     else:
-        rows = [(row, row.num_devices or 1) for row in parameter_table(program)]
-    paths = [row.path for row, _ in rows]
-    tests = patterns(allowed, paths)
+        rows = [(row, row.num_devices) for row in parameter_table(program)]
     replicated = [
         row
-        for row, num_devices in rows
+        for row, num_devices in _not_allowed(rows, allowed, lambda pair: pair[0].path)
         if num_devices > 1
         and row.shard_shape == row.shape
         and math.prod(row.shape) >= max(min_size, 2)
-        and not any(test.search(row.path) for test in tests)
     ]
     if replicated:
-        lines = [
-            f"  {at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}\n"
-            for row in sorted(replicated, key=lambda row: -row.bytes_total)
-        ]
+        replicated.sort(key=lambda row: -row.bytes_total)
         verb = "is" if len(replicated) == 1 else "are"
-        raise AssertionError(
-            f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:\n{''.join(lines)}"
-            "Partition them by specs, or allow it by allowed=... or min_size=..."
+        lines = (f"  {_at(x)}: {bytes_text(x.bytes_total)}, spec {x.spec_text}" for x in replicated)
+        head = f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:"
+        _fail(head, lines, "Partition them by specs, or allow it by allowed=... or min_size=...")
+
+
+def assert_no_resharding(
+    program: Program, axes: Axes | None = None, *, allowed: Iterable[str] = ()
+) -> None:
+    """Fails if devices exchange activations other than to sum them.
+
+    Gathered parameters, gradients, sums of partial results, and results that are moved to their
+    shardings do not count; see :class:`~nnx_sharding.analysis.Collective`.
+
+    Args:
+      program: a compiled function, or its report.
+      axes: a mesh axis, or several: collectives that run over any of them. None for all.
+      allowed: regular expressions; a collective is allowed if one matches in its module, its
+        operation or its line of code.
+
+    Raises:
+      AssertionError: there are others; each is listed, with the module and the line of your code.
+      ValueError: the mesh has no such axis, or a pattern is not a regular expression or matches
+        nothing.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.partition import make_mesh
+      >>> from nnx_sharding.testing import assert_no_resharding
+      >>> shardings = {"in_shardings": P("data"), "out_shardings": P("data"), "auto_axes": True}
+      >>> fun = jit(lambda x: x @ x.T, mesh=make_mesh({"data": 8}), **shardings)
+      >>> compiled = fun.lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
+      >>> assert_no_resharding(compiled)
+      Traceback (most recent call last):
+      AssertionError: <lambda> reshards 1 array:
+        all-gather over data, 16.0 KiB, sends 14.0 KiB: ...
+      Constrain activations (activation_shardings of jit), or allow it by allowed=...
+    """
+    report, wanted, some = _collectives(program, axes)
+
+    def name(one: Collective) -> str:
+        return " ".join(filter(None, (one.module, one.operation, one.source)))
+
+    if hits := _not_allowed(some.resharded, allowed, name):
+        what = f"{len(hits)} array{'s' * (len(hits) > 1)}{_over(wanted)}"
+        remedy = "Constrain activations (activation_shardings of jit), or allow it by allowed=..."
+        _fail(f"{report.name} reshards {what}:", map(_line, hits), remedy)
+
+
+def assert_gathers_weights(
+    program: Program, axes: Axes | None = None, *, allowed: Iterable[str] = ()
+) -> None:
+    """Fails if a sharded parameter of a called module is not gathered as in FSDP.
+
+    Args:
+      program: a compiled function, or its report.
+      axes: a mesh axis, or several: parameters that are sharded over any of them. None for all.
+      allowed: regular expressions; a parameter may stay sharded if one matches in its path.
+
+    Raises:
+      AssertionError: there are such parameters, or none is sharded over these axes.
+      ValueError: the mesh has no such axis, or a pattern is not a regular expression or matches no
+        path.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding import jit
+      >>> from nnx_sharding.partition import fsdp, make_mesh
+      >>> from nnx_sharding.testing import assert_gathers_weights
+      >>> mesh = make_mesh({"data": 8})
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
+      >>> x = jax.ShapeDtypeStruct((64, 256), "float32")
+      >>> specs = (fsdp(model, mesh), P("data"))
+      >>> fun = jit(lambda model, x: model(x), in_shardings=specs, mesh=mesh)
+      >>> assert_gathers_weights(fun.lower(model, x).compile(), "data")
+    """
+    report, wanted, some = _collectives(program, axes)
+    modules = {row.path for row in report.activations}
+    weights = [
+        row
+        for row in report.parameters
+        if row.used
+        and row.variable is not None
+        and (spec_axes(row.spec) if wanted is None else wanted.intersection(spec_axes(row.spec)))
+        and any(row.path.startswith((f"{path}.", f"{path}[")) for path in modules)
+    ]
+    if not weights:
+        _fail(f"{report.name} calls no module with parameters that are sharded{_over(wanted)}.", ())
+    gathers = (one for one in some if one.kind == "all-gather" and one.purpose == "parameter")
+    gathered = {path for one in gathers for path in one.parameters}
+    others = _not_allowed(weights, allowed, lambda row: row.path)
+    if kept := [row for row in others if row.path not in gathered]:
+        _fail(
+            f"{report.name} gathers {len(weights) - len(kept)} of {len(weights)} parameters"
+            f"{_over(wanted)}, but not:",
+            (f"  {_at(row)}: {bytes_text(row.bytes_total)}, {row.spec_text}" for row in kept),
+            "Gather them (ActivationSharding(gather=True)), or allow it by allowed=...",
         )
+
+
+def assert_sharded(
+    model: Any, *, tolerance: float = 0.02, sharding: StateSharding | None = None, mesh: Any = None
+) -> None:
+    """Fails if much of a model is fully replicated, as after a forgotten rule.
+
+    Args:
+      model: a placed model or optimizer, or a pytree or ``nnx.state(model, nnx.Param)`` of it.
+      tolerance: the fraction of all bytes that may be replicated, from 0 to 1. Arrays on a mesh of
+        one device do not count: they cannot be sharded.
+      sharding: rules to check instead of the present shardings; the model may then be abstract.
+      mesh: the mesh of these rules.
+
+    Raises:
+      AssertionError: more is replicated; the largest of these arrays are listed.
+      ValueError: ``tolerance`` is not from 0 to 1, or the rules have problems.
+
+    Example:
+      >>> from flax import nnx
+      >>> from nnx_sharding.testing import assert_sharded
+      >>> assert_sharded(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+      Traceback (most recent call last):
+      AssertionError: 576 of 576 bytes (100.0%) are fully replicated, more than 2.0%:
+        kernel, shape (8, 16): 512 bytes
+        bias, shape (16,): 64 bytes
+      Give them specs, or raise the tolerance.
+
+    The check, and its tolerance of 2%, follow ``assert_params_sufficiently_sharded`` of MaxText.
+    """
+    if not 0 <= tolerance <= 1:
+        raise ValueError(f"tolerance must be a fraction of all bytes, 0 to 1, got {tolerance!r}.")
+    rows: Sequence[ParameterRow]
+    if sharding is None:
+        rows = parameter_table(model)
+    else:
+        report = check_sharding(model, sharding, mesh)
+        report.raise_for_problems()
+        rows = report.rows
+    replicated = sorted(filter(is_replicated, rows), key=lambda row: -row.bytes_total)
+    held, total = (sum(row.bytes_total for row in some) for some in (replicated, rows))
+    if held > tolerance * total:
+        _fail(
+            f"{held} of {total} bytes ({held / total:.1%}) are fully replicated, more than "
+            f"{tolerance:.1%}:",
+            (f"  {row.path}, shape {row.shape}: {row.bytes_total} bytes" for row in replicated),
+            "Give them specs, or raise the tolerance.",
+        )
+
+
+def _fail(head: str, lines: Iterable[str], remedy: str = "") -> NoReturn:
+    raise AssertionError("\n".join(filter(None, [head, *errors.shortened(lines, "  "), remedy])))
+
+
+def _report(program: Any) -> ProgramReport:
+    if isinstance(program, ProgramReport):
+        return program
+    if isinstance(program, Compiled):
+        return program.report()
+    hint = "; compile it first: lowered.compile()" if isinstance(program, Lowered | Traced) else ""
+    raise TypeError(
+        f"expected a function that nnx_sharding.jit compiled, or its report, got {program!r}{hint}."
+    )
+
+
+def _collectives(
+    program: Any, axes: Axes | None
+) -> tuple[ProgramReport, frozenset[str] | None, Collectives]:
+    """The report of a program, axes as a set, and the collectives that may run over them."""
+    report = _report(program)
+    if report.collectives is None:
+        unread = "".join(f"\n  {line[:200]}" for line in parse(report.hlo or "").unread[:10])
+        why = f"these parts of the program are not understood:{unread}\nReport this"
+        why = why if report.hlo else "the backend has no text of the compiled program"
+        raise ValueError(f"the collectives of {report.name} are unknown: {why}.")
+    wanted = None if axes is None else _checked(report, axes)
+    some = (x for x in report.collectives if wanted is None or x.axes is None or wanted & {*x.axes})
+    return report, wanted, Collectives(some)
+
+
+def _checked(report: ProgramReport, axes: Axes) -> frozenset[str]:
+    """Axes as a set; a ValueError if the mesh of the program does not have them."""
+    wanted = frozenset([axes] if isinstance(axes, str) else axes)
+    names = {} if report.mesh is None else report.mesh.axes
+    unknown = [f"{axis!r}{suggestion(axis, names)}" for axis in sorted(wanted - {*names})]
+    if unknown:
+        known = ", ".join(map(repr, names)) or "none"
+        raise ValueError(f"the mesh has no axis {'; '.join(unknown)}. It has the axes {known}.")
+    return wanted
+
+
+def _not_allowed(
+    items: Sequence[T], allowed: str | Iterable[str], name: Callable[[T], str]
+) -> list[T]:
+    """The items whose names no regular expression matches; each has to be valid and to match."""
+    names = [name(item) for item in items]
+    found, wrong = [], []
+    for text in [allowed] if isinstance(allowed, str) else allowed:
+        try:
+            found.append(re.compile(text))
+        except re.error as error:
+            wrong.append(f"{text!r} is not a regular expression: {error}")
+        else:
+            if not any(map(found[-1].search, names)):
+                example = f" matches no path, such as {names[0]}" if names else " is not needed"
+                wrong.append(f"{text!r}{example}")
+    if wrong:
+        raise ValueError("allowed: " + "; ".join(wrong) + ".")
+    pairs = zip(items, names, strict=True)
+    return [item for item, text in pairs if not any(test.search(text) for test in found)]
+
+
+def _over(axes: frozenset[str] | None) -> str:
+    return f" over {', '.join(map(repr, sorted(axes)))}" if axes else ""
+
+
+def _line(one: Collective) -> str:
+    axes = "unknown axes" if one.axes is None else " and ".join(one.axes) or "no axes"
+    times = {1: "", None: ", in a loop of unknown length"}.get(one.times, f", {one.times} times")
+    origin = ", ".join(filter(None, (one.operation, one.source))) or one.name
+    sizes = f"{bytes_text(one.bytes)}, sends {bytes_text(one.bytes_sent)}"
+    return f"  {one.kind} over {axes}, {sizes}{times}: {origin}"
+
+
+def _at(row: ParameterRow | ActivationRow) -> str:
+    name = row.name if isinstance(row, ActivationRow) else row.path
+    return f"{name or 'the root'}, shape {row.shape}"

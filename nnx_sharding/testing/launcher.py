@@ -1,4 +1,4 @@
-"""Starts processes, watches them, and reports how they ended."""
+"""Several processes of one program on this machine, each in a process group of its own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, TypeAlias
 
 from ..partition.mesh import MOST_DEVICES
 from . import worker
-from .output import Output
 
-TIMED_OUT = 124  # as for timeout(1)
+# The rank of a process that has ended, and its exit code; no rank for the end of the launch.
+_Ends: TypeAlias = "queue.SimpleQueue[tuple[int | None, int]]"
+_TIMED_OUT = 124  # as for timeout(1)
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
-_SETTLING = 0.3  # seconds
 
 
 def launch(
@@ -36,9 +37,8 @@ def launch(
     """Runs a Python program in several processes on this machine, and waits for them.
 
     In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
-    by line, prefixed with the number of the process. If one fails, it is named, with the end of its
-    stderr, and the others are asked to end, then killed. On Linux, no process started by the
-    program is left, even if this process is killed; elsewhere, none in its process group.
+    by line, prefixed with the number of the process. The first failure ends all of them, with what
+    they have started in their process groups.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
@@ -67,144 +67,132 @@ def launch(
       ...     launch([str(script)], processes=2)
       0
     """
-    least = {"processes": processes, "devices_per_process": devices_per_process}
-    wrong = [f"expected {name} >= 1, got {value}" for name, value in least.items() if value < 1]
-    if processes * devices_per_process > MOST_DEVICES:
-        devices = f"{processes} processes of {devices_per_process} devices"
-        wrong.append(f"expected at most {MOST_DEVICES} devices in all, got {devices}")
-    if not program:
-        wrong.append("program is empty")
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    started = time.monotonic()
-    ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
-    output = Output(processes, lambda: ends.put(_End(128 + signal.SIGPIPE)))
+    if not program or not 1 <= processes * devices_per_process <= MOST_DEVICES or processes < 1:
+        raise ValueError(
+            f"expected a program and 1 to {MOST_DEVICES} devices in all, got {program!r} and "
+            f"{processes} processes of {devices_per_process} devices."
+        )
+    ends: _Ends = queue.SimpleQueue()
     workers: list[subprocess.Popen[str]] = []
-    with _signals_to(ends), reserve_port() as port:
+    stderr = [deque[str](maxlen=20) for _ in range(processes)]
+    readers: list[threading.Thread] = []
+    with _signals_to(ends), socket.socket() as port:
+        # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{port.getsockname()[1]}"
+        started = time.monotonic()
         try:
             for rank in range(processes):
                 sizes = (rank, processes, devices_per_process)
-                environment = environment_of(*sizes, platform, address, os.environ)
-                workers.append(_start(rank, [str(grace), *program], environment, ends))
-                output.follow(rank, workers[-1])
-            end = _first_failure(ends, processes, None if timeout is None else started + timeout)
+                process = _start(program, environment_of(*sizes, platform, address, os.environ))
+                workers.append(process)
+                _thread(_wait, rank, process, ends)
+                for pipe, shown, last in (
+                    (process.stdout, sys.stdout, deque[str](maxlen=0)),
+                    (process.stderr, sys.stderr, stderr[rank]),
+                ):
+                    readers.append(_thread(_copy, rank, pipe, shown, last, ends))
+            failed, code = _first_failure(ends, processes, timeout)
             seconds = time.monotonic() - started
-            output.hold_all_but(end.rank)
         finally:
-            for process in workers:
-                assert process.stdin is not None
-                process.stdin.close()  # the worker then ends everything that it started
-            for process in workers:
-                process.wait()
-    output.finish(grace, lambda: _explanation(end, output, seconds))
-    return end.code
+            _end(workers, grace)
+    for reader in readers:
+        reader.join(grace)
+    if code:
+        how = "timed out" if code == _TIMED_OUT else f"ended by {_cause(code)}"
+        who = how if failed is None else f"process {failed} failed with {_cause(code)}"
+        lines = [] if failed is None else [f"  {line}" for line in stderr[failed]]
+        message = f"launch: {who}, after {seconds:.1f} s; all processes were ended"
+        print("\n".join([message, *lines]), file=sys.stderr)
+    return code
 
 
-class _End(NamedTuple):
-    """The end of one process, or of the launch."""
-
-    code: int
-    rank: int | None = None
-    has_ended: bool = True  # a process that has only reported its failure is still running
-
-
-def _start(
-    rank: int, words: Sequence[str], environment: Mapping[str, str], ends: queue.SimpleQueue[_End]
-) -> subprocess.Popen[str]:
-    reading, writing = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, worker.__file__, str(writing), *words],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="surrogateescape",
-            pass_fds=(writing,),
-            start_new_session=True,  # only the launcher receives Ctrl-C
-        )
-    finally:
-        os.close(writing)
-
-    def listen() -> None:
-        with open(reading) as reports:
-            for kind, code in map(str.split, reports):
-                ends.put(_End(int(code), rank, kind == "ended"))
-                if kind == "ended":
-                    return
-        ends.put(_End(128 - process.wait(), rank))  # the worker itself was killed
-
-    threading.Thread(target=listen, daemon=True).start()
-    return process
+def _start(program: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, worker.__file__, *program],
+        env=environment,
+        stdin=subprocess.PIPE,  # the worker ends when it is closed, also by the launcher's end
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="backslashreplace",
+        start_new_session=True,  # only the launcher receives Ctrl-C
+    )
 
 
-def _first_failure(ends: queue.SimpleQueue[_End], running: int, deadline: float | None) -> _End:
-    """Waits for the failure that caused the others, or until all processes have succeeded."""
-    # A dying process closes its connections before it has ended, so another one may report an error
-    # before the system reports that end.
-    first: _End | None = None
+def _thread(function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def _wait(rank: int, process: subprocess.Popen[str], ends: _Ends) -> None:
+    """Reports the exit code of a process when it has ended, as a shell shows it."""
+    code = process.wait()
+    ends.put((rank, code if code >= 0 else 128 - code))
+
+
+def _cause(code: int) -> str:
+    if code - 128 in set(signal.Signals):
+        return f"signal {code - 128} ({signal.Signals(code - 128).name})"
+    return f"exit code {code}"
+
+
+def _copy(rank: int, pipe: IO[str], shown: Any, last: deque[str], ends: _Ends) -> None:
+    """Shows each line with the number of its process; very long ones in parts."""
+    with pipe:
+        for line in iter(lambda: pipe.readline(1 << 20), ""):
+            line = line.removesuffix("\n")
+            last.append(line[:2000])
+            try:
+                print(f"[{rank}] {line}\n", end="", file=shown, flush=True)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), shown.fileno())
+                ends.put((None, 128 + signal.SIGPIPE))
+
+
+def _first_failure(ends: _Ends, running: int, timeout: float | None) -> tuple[int | None, int]:
+    deadline = None if timeout is None else time.monotonic() + timeout
     while running:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            end = ends.get(timeout=deadline and max(0.0, deadline - time.monotonic()))
+            rank, code = ends.get(timeout=left)
         except queue.Empty:
-            return first or _End(TIMED_OUT)
-        if not end.code:
-            running -= 1
-        elif first is None:
-            if end.has_ended:
-                return end
-            first, deadline = end, time.monotonic() + _SETTLING
-        elif end.has_ended and end.rank not in (None, first.rank):
-            return end
-    return _End(0)
+            return None, _TIMED_OUT
+        if code:
+            return rank, code
+        running -= 1
+    return None, 0
 
 
-def _explanation(end: _End, output: Output, seconds: float) -> str:
-    """Why the launch failed; empty if it did not."""
-    if not end.code:
-        return ""
-    number = end.code - 128
-    is_named = number in set(signal.Signals)
-    name = f"signal {number}" + (f" ({signal.Signals(number).name})" if is_named else "")
-    if end.rank is None:
-        what = "timed out" if end.code == TIMED_OUT else f"ended by {name}"
-        return f"launch: {what}, after {seconds:.1f} s; all processes were ended\n"
-    what = f"with exit code {end.code}" if number <= 0 else f"by {name}"
-    last = output.last[end.rank]
-    text = f"launch: process {end.rank} failed {what}, after {seconds:.1f} s"
-    text += "; the others were ended" if len(output.last) > 1 else ""
-    text += ". The end of its stderr:" if last else ""
-    return "".join([f"{text}\n", *(f"  {line}\n" for line in last)])
+def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
+    """Ends the process groups of the workers: asks them, then kills what is left."""
+    deadline = time.monotonic() + grace
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in workers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+        for process in workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        deadline += grace
+    for process in workers:
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 @contextlib.contextmanager
-def _signals_to(ends: queue.SimpleQueue[_End]) -> Iterator[None]:
+def _signals_to(ends: _Ends) -> Iterator[None]:
     """Puts the signals that ask this process to end into a queue."""
-
-    def handle(number: int, _: Any) -> None:
-        ends.put(_End(128 + number))
-
     is_main = threading.current_thread() is threading.main_thread()  # no other may handle signals
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
-    before = [signal.signal(number, handle) for number in numbers]
+    before = [signal.signal(number, lambda n, _: ends.put((None, 128 + n))) for number in numbers]
     try:
         yield
     finally:
         for number, old in zip(numbers, before, strict=True):
             signal.signal(number, old)
-
-
-def reserve_port() -> socket.socket:
-    """A socket that keeps a free port on the loopback interface for as long as it is open.
-
-    JAX's coordinator can still listen on it, because gRPC also sets ``SO_REUSEPORT``.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
 
 
 def environment_of(

@@ -112,6 +112,12 @@ def one_without_rows():
     assert found == [list(range(8)), list(range(5))], found
 
 
+def one_without_batches():
+    mine = [of(np.arange(8))] * RANK
+    text = raised(ValueError, lambda: list(padded(mine, ROWS, BY_PROCESS)))
+    assert "process 0 has no batch" in text and "batches of 0 rows" in text, text
+
+
 class Counting:
     """An iterator with a state, over batches of 8 rows."""
 
@@ -136,7 +142,7 @@ class Counting:
 
 
 def exact_evaluation(counts):
-    """Each row of each process counts once, also where a process ends first or has none."""
+    """Each row of each process counts once, also where a process ends first."""
 
     @jax.jit
     def evaluate(batch, mask):
@@ -151,19 +157,19 @@ def exact_evaluation(counts):
 
 
 def resuming():
-    """A new iterator continues where the states of both processes are, also if one has ended."""
+    """A new iterator continues where the states of both processes are."""
 
     def collect(batches):
         return [everywhere(b["id"])[everywhere(m)].tolist() for b, m in batches]
 
-    batches = iter(padded(Counting(21 - 13 * RANK), ROWS, BY_PROCESS))
+    batches = iter(padded(Counting(29 - 12 * RANK), ROWS, BY_PROCESS))
     shapes = {next(batches)[0]["x"].shape for _ in range(2)}
     state = batches.get_state()
     rest = collect(batches)
-    resumed = iter(padded(Counting(21 - 13 * RANK), ROWS, BY_PROCESS))
+    resumed = iter(padded(Counting(29 - 12 * RANK), ROWS, BY_PROCESS))
     resumed.set_state(state)
     found = list(resumed)
-    assert collect(found) == rest == [[16, 17, 18, 19, 20]], rest
+    assert collect(found) == rest == [[*range(16, 24), 1016], [*range(24, 29)]], rest
     assert shapes == {batch["x"].shape for batch, _ in found}
 
 
@@ -300,9 +306,9 @@ def main(folder):
     every_row_once((13, 24), mesh=MIXED, spec=P("data"))
     replicas()
     one_without_rows()
-    for counts in (21, 4), (0, 13), (9, 0), (0, 0):
+    for counts in (21, 4), (9, 17), (0, 0):
         exact_evaluation(counts)
-    every_row_once((0, 20), mesh=MIXED)
+    one_without_batches()
     resuming()
     drop_stops_together()
     errors_are_everywhere()
