@@ -120,8 +120,8 @@ def planning_mesh(
     Raises:
       TypeError: ``mesh`` or ``axes`` is something else, or one of topology and ``axes`` is given
         without the other.
-      ValueError: the sizes, of which one may be -1, are not those of a mesh; the mesh has more than 10,000 virtual devices; the topology is unknown, or the axes
-        do not fit it.
+      ValueError: the sizes, of which one may be -1, are not those of a mesh; the mesh
+        has more than 10,000 virtual devices; the topology is unknown, or the axes do not fit it.
       ImportError: the TPU compiler is not installed.
       RuntimeError: there are too few devices, and this release of JAX cannot make virtual ones.
 
