@@ -454,6 +454,16 @@ Of another dtype (cast=True converts among floats and among integers):
         with self.assertRaisesRegex(CheckpointError, r"e: \(0,\) in the checkpoint, \(0, 2\)"):
             restore(self.path, {"k": jax.random.key(0), "e": jnp.zeros((0, 2))})
 
+    def test_another_version(self):
+        save(self.path, model := MLP())
+        before, metadata = contents_of(model), self.path / "_METADATA"
+        text = metadata.read_text()
+        assert '"version": 1' in text
+        metadata.write_text(text.replace('"version": 1', '"version": 2'))
+        with self.assertRaisesRegex(CheckpointError, "has version 2; this release .* reads 1"):
+            restore(self.path, model)
+        self.assertEqual(contents_of(model), before)
+
     def test_foreign(self):
         before = contents_of(model := MLP())
         empty = self.folder / "empty"

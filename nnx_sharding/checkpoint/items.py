@@ -23,7 +23,7 @@ from ..fitting import unsummed
 from .checksums import checksums
 from .names import NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
 from .restore import prepare
-from .stored import MANIFEST
+from .stored import MANIFEST, VERSION
 
 
 class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
@@ -216,7 +216,7 @@ def standard_args(args: ModelSave) -> Any:
     keys = [array for array in arrays if array.name in stored and is_key(array.leaf)]
     empty = [array for array in arrays if array.name not in stored]  # which Orbax does not store
     manifest = {
-        "version": 1,
+        "version": VERSION,
         "checksums": {
             ".".join(name): total
             for name, total in zip(stored, sums, strict=False)

@@ -22,6 +22,7 @@ from .checksums import checksums
 from .names import VALUE, Name, is_key
 
 MODEL, DATA = "model", "data"  # the items of a step of `Checkpoints`
+VERSION = 1  # of the manifest
 MANIFEST = "nnx_sharding"  # the entry of this library in the metadata of a checkpoint
 
 _NAMES_FILE = "_METADATA"  # Orbax's file with the names of arrays
@@ -112,6 +113,8 @@ def opened(caller: str, folder: Any) -> Stored:
     try:
         metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
         return Stored(folder, metadata.tree, _entries(metadata))
+    except CheckpointError as error:
+        raise CheckpointError(f"{caller}: {folder}: {error}") from None
     except Exception as error:
         raise _damaged(caller, folder, first_line(error)) from error
 
@@ -177,6 +180,10 @@ def _damaged(caller: str, folder: Any, reason: str) -> CheckpointError:
 
 def _entries(metadata: Any) -> dict[Name, Entry]:
     manifest = (metadata.custom_metadata or {}).get(MANIFEST, {})
+    if (version := manifest.get("version", VERSION)) != VERSION:
+        raise CheckpointError(
+            f"its manifest has version {version}; this release of nnx_sharding reads {VERSION}."
+        )
     sums, keys = manifest.get("checksums", {}), manifest.get("keys", {})
     leaves = {
         tuple(str(path_key(key)) for key in path): leaf

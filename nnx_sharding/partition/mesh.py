@@ -118,11 +118,10 @@ def planning_mesh(
         connects them. The slices are along the first axes.
 
     Raises:
-      TypeError: ``mesh`` or ``axes`` is something else, a size is not an integer, or one of
-        topology and ``axes`` is given without the other.
-      ValueError: a size is neither positive nor, for one axis, -1 (the devices that the others
-        leave); the mesh has more than 10,000 virtual devices; the topology is unknown, or the axes
-        do not fit it.
+      TypeError: ``mesh`` or ``axes`` is something else, or one of topology and ``axes`` is given
+        without the other.
+      ValueError: the sizes, of which one may be -1, are not those of a mesh; the mesh
+        has more than 10,000 virtual devices; the topology is unknown, or the axes do not fit it.
       ImportError: the TPU compiler is not installed.
       RuntimeError: there are too few devices, and this release of JAX cannot make virtual ones.
 
