@@ -231,6 +231,15 @@ def test_errors(options, arguments, error, message):
         accumulate_gradients(fun, **options)(model, *([batch()] if arguments else []))
 
 
+def test_auxiliary_data_that_are_not_arrays():
+    def with_name(model, batch):
+        return loss(model, batch), {"name": "text", "x": batch["x"]}
+
+    fun = accumulate_gradients(with_name, steps=4, has_aux=True)
+    with pytest.raises(TypeError, match=r"aux\['name'\]: a str\n"):
+        fun(MLP(rngs=nnx.Rngs(0)), batch())
+
+
 def test_microbatches_that_the_devices_do_not_divide():
     mesh, model = jax.make_mesh((8,), ("data",)), MLP(rngs=nnx.Rngs(0))
     step = jit(

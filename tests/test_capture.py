@@ -233,6 +233,23 @@ class StackedTest(parameterized.TestCase):
         ours = at_layers(capture(Model(layer, run), xs, types=SOWN), "layers")
         assert_same(ours, (expected[0], [*expected[1:]]), rtol=1e-5)
 
+    @parameterized.parameters("vmap", "scan")
+    def test_twice_needs_an_axis(self, name):
+        # What a second call adds may be reduced with what the first one stacked.
+        def twice(axes):
+            if name == "vmap":
+                run = nnx_sharding.vmap(lambda x, m: m(x), in_axes=(0, axes))
+                x = XS
+            else:
+                loop = {"in_axes": (nnx.Carry, axes), "out_axes": nnx.Carry, "length": 3}
+                run, x = nnx_sharding.scan(lambda x, m: m(x), **loop), X
+            return capture(Model(Loud(nnx.Rngs(0)), lambda m, x: run(run(x, m), m)), x, types=SOWN)
+
+        with pytest.raises(ValueError, match=r"(?s)m\.__captures__\[0\].*an axis"):
+            twice(None)
+        _, _, norm = twice(OURS.StateAxes({SOWN: 0, ...: None}))
+        assert norm["layers"]["norm"].shape == (3,)
+
     @parameterized.product(position=["carry", "same", "axes"], mode=MODES)
     def test_scan_of_a_module_that_is_not_mapped(self, position, mode):
         def step(x, m):

@@ -753,6 +753,10 @@ def counter_step(change):
     return lambda: scan_of(step, (None, 0), 0)(node(w=param(), k=1, s=stat()), jnp.arange(3.0))
 
 
+def other_carry(carry, x):
+    return {"a": Counter(), "b": Counter}, x
+
+
 class ErrorTest(parameterized.TestCase):
     @parameterized.parameters(
         (TypeError, "in_axes: expected an axis, got 'a'", lambda: OURS.vmap(in_axes="a")),
@@ -822,8 +826,9 @@ class ErrorTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (r"carry\.c has type float32\[\]", lambda c, x: (jnp.ones(3), x)),
-        ("a different structure", lambda c, x: ((c, c), x)),
-        ("must return a tuple", lambda c, x: c),
+        (r"given: float32\[\]\n  returned: \(float32\[\], float32\[\]\)", lambda c, x: ((c, c), x)),
+        (r"returned: \{'a': a Counter, 'b': the class Counter\}", other_carry),
+        (r"a tuple whose item 0 is the carry .*, got float32\[\]", lambda c, x: c),
     )
     def test_carry(self, message, step):
         with pytest.raises(TypeError, match=message):

@@ -240,11 +240,7 @@ class Pure(NamedTuple):
             old_slots = self.structure.slots[index]
             for position, slot in enumerate(after.structure.slots[index]):
                 resolved.slots[slot] = resolved.variables[index][1]
-                if not old_slots:
-                    spec, leaf = resolved.slots[slot], after.leaves[slot]
-                    spec = transform.first_spec(spec, self.structure, index, leaf)
-                    resolved.slots[slot] = spec
-                else:
+                if old_slots:
                     old = old_slots[min(position, len(old_slots) - 1)]
                     before[slot] = shape_of(leaves[old])
                     if old in self.on_indivisible:
@@ -254,6 +250,8 @@ class Pure(NamedTuple):
             for slot, old in self._kept_places(index, after.structure) if holds_arrays else ():
                 if resolved.slots[slot] is None:  # an attribute, as what it replaces
                     resolved.slots[slot] = self.object_specs[old]
+        for slot, spec in transform.written_specs(self, after).items():
+            resolved.slots[slot] = spec
         open_spec = transform.spec_of(None)
         specs = [open_spec if spec is None else spec for spec in resolved.slots]
         shapes = [shape_of(leaf) for leaf in after.leaves]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
@@ -176,9 +176,9 @@ class Transform:
         """The specs of all inputs, with those that the user left open."""
         return specs
 
-    def first_spec(self, spec: Any, structure: Any, index: int, leaf: Any) -> Any:
-        """The spec of an array that the function writes to a Variable that held none."""
-        return spec
+    def written_specs(self, pure: Any, after: Any) -> Mapping[int, Any]:
+        """Other specs than declared for arrays that the function wrote to Variables, by slot."""
+        return {}
 
     def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
         """The sharding that a Variable with this final spec gets and keeps."""

@@ -271,7 +271,7 @@ def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) ->
         if not _is_logical(names):
             return names
         return PathFunction(
-            lambda path, x: rules.spec(names, shape=getattr(x, "shape", None), mesh=mesh), ()
+            lambda path, x: rules.spec(names, shape=getattr(x, "shape", None), mesh=mesh), {}
         )
 
     return jax.tree.map(resolved, sharding, is_leaf=lambda x: is_spec(x) or _is_logical(x))

@@ -14,7 +14,7 @@ from flax import nnx
 from .. import _compat
 from ..axes import BROADCAST, CARRY, Axis
 from ..core.caller import Caller
-from ..core.flatten import flatten
+from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, resolve
 from ..core.specs import PathFunction, Specs, leaves_by_path, target
 from ..core.structure import NodeEntry, Structure, atoms
@@ -136,10 +136,19 @@ class Mapped(InnerTransform):
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:  # noqa: D102
         return [BROADCAST if spec is None else spec for spec in specs]
 
-    def first_spec(self, spec: Any, structure: Structure, index: int, leaf: Any) -> Any:
+    def written_specs(self, pure: Any, after: Flat) -> Mapping[int, Any]:
         """What is captured in a module that is not mapped is stacked along the first dimension."""
-        is_mapped = spec is not None and spec.index is not None
-        return spec if is_mapped or index not in captures(structure) else self.captured(leaf)
+        return {
+            slot: Axis(0)
+            for index in captures(pure.structure)
+            if (known := pure.known[index][1]) is None or known.index is None
+            for slot in after.structure.slots[index]
+            if self.is_stacked(pure.structure.slots[index], after.leaves[slot])
+        }
+
+    def is_stacked(self, slots: Sequence[int], leaf: Any) -> bool:
+        """Whether an array that is captured is stacked; ``slots`` are those before the call."""
+        return not slots
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
@@ -163,10 +172,6 @@ class Mapped(InnerTransform):
             "An array of n dimensions can be stacked along the axes 0 to n.",
             anchor="axes-that-arrays-do-not-have",
         )
-
-    def captured(self, leaf: Any) -> Axis:
-        """The axis of what is captured in a module that is not mapped."""
-        return Axis(0)
 
     @contextlib.contextmanager
     def tracing(  # noqa: D102
@@ -213,16 +218,17 @@ class Mapped(InnerTransform):
 
 
 def captures(structure: Structure) -> set[int]:
-    """The Variables in which ``nnx.capture`` collects what is sown, and which hold nothing yet."""
-    found = {
+    """The Variables in which ``nnx.capture`` collects what is sown."""
+    entries = structure.entries
+    return {
         index
-        for entry in structure.entries
+        for entry in entries
         if isinstance(entry, NodeEntry) and _compat.CAPTURES in entry.keys
         for index in atoms([entry.children[entry.keys.index(_compat.CAPTURES)]])
-        if isinstance(index, int) and not structure.slots[index]
+        # A perturbation is an input too, and in a module that is not mapped the same for all.
+        if isinstance(index, int)
+        and not issubclass(getattr(entries[index], "type", object), nnx.Perturbation)
     }
-    # A perturbation is an input too, and in a module that is not mapped the same for all.
-    return {i for i in found if not issubclass(structure.entries[i].type, nnx.Perturbation)}  # type: ignore[union-attr]
 
 
 def change_names(

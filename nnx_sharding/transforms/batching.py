@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from ..axes import BROADCAST, CARRY, Axis
+from ..axes import CARRY
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..errors import raise_listed, shortened
@@ -27,8 +27,8 @@ class _Vmap(Mapped):
     axis_size: int | None = None
     spmd_axis_name: Hashable = None
 
-    def captured(self, leaf: Any) -> Axis:
-        return super().captured(leaf) if _compat.varies_in_vmap(leaf) else BROADCAST
+    def is_stacked(self, slots: Sequence[int], leaf: Any) -> bool:
+        return super().is_stacked(slots, leaf) and _compat.varies_in_vmap(leaf)
 
     def check_outputs(
         self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]

@@ -70,7 +70,7 @@ class Loop:
         # Each step gets the same structure, so none may change the structure of what it passes on.
         self._fixed: set[int] = set()
         self._objects: dict[int, str] = {}
-        stacked = captures(structure)
+        stacked = {index for index in captures(structure) if not structure.slots[index]}
         for target in pure.targets:
             for part in target.parts:
                 paths = structure.paths_to_objects([(part.keys, part.child)])
