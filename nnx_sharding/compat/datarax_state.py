@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from ..core.flatten import flatten
+from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..partition.logical import LogicalRules
 from ..paths import Path, path_string
@@ -245,9 +246,7 @@ def _check_state(variables: Mapping[Path, Any], values: Mapping[Path, Any]) -> N
         else:
             problem = _misfit(variables[path], values[path])
         problems += [f"  {path_string(path)} is {problem}"] if problem else []
-    if problems:
-        lines = "\n".join(sorted(problems))
-        raise ValueError(f"this is not a state of the sharder:\n{lines}")
+    raise_listed(ValueError, "this is not a state of the sharder:", sorted(problems))
 
 
 def _misfit(variable: Any, new: Any) -> str | None:

@@ -19,6 +19,7 @@ from ..analysis.parameters import device_bytes, parameter_table
 from ..apply import apply_shardings, mesh_here, sharding_of
 from ..core.flatten import flatten
 from ..core.specs import Specs, check_specs
+from ..errors import raise_listed
 from ..fitting import fit_sharding, suggested_spec, suggestion
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
 from ..partition.variables import NamedVariable, map_variables
@@ -261,9 +262,8 @@ def _as_prefix(tree: Any, specs: Any) -> Any:
         return specs
     lines = [f"  {name!r} is not the path of an array{suggestion(name, names)}" for name in unknown]
     lines += [f"  {name!r} has no spec" for name in names if name not in specs]
-    if lines:
-        head = "analyze_sharding_strategy: these paths do not fit the tree:"
-        raise ValueError("\n".join([head, *lines]))
+    head = "analyze_sharding_strategy: these paths do not fit the tree:"
+    raise_listed(ValueError, head, lines)
     return prefix
 
 

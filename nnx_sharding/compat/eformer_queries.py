@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .. import _compat
 from ..apply import sharding_of
-from ..errors import NoMeshError
+from ..errors import NoMeshError, raise_listed
 from ..fitting import spec_axes, suggestion
 from ..partition.constrain import is_array
 from ..partition.variables import NamedVariable, map_variables
@@ -243,12 +243,13 @@ def _extracted(tree: Any, read: Callable[[Any], Any]) -> Any:
         return results[0] if results else None
 
     result = map_variables(tree, choose)
-    if missing:
-        raise ValueError(
-            "expected numbers and arrays with a NamedSharding, the same one for all arrays of a "
-            "Variable, got:\n"
-            + "\n".join([*missing, "Place arrays with with_sharding_constraint."])
-        )
+    raise_listed(
+        ValueError,
+        "expected numbers and arrays with a NamedSharding, the same one for all arrays of a "
+        "Variable, got:",
+        missing,
+        "Place arrays with with_sharding_constraint.",
+    )
     return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..errors import UnusedFilterWarning, report
+from ..errors import UnusedFilterWarning, by_kind, message, raise_listed, report
 from ..filters import shadowed
 from ..fitting import fit_sharding, suggested_spec, with_entries
 from ..partition.patterns import read_patterns
@@ -63,9 +63,7 @@ def match_partition_rules(
         for pattern, spec in zip(patterns, specs, strict=True)
         if strict and spec is not None and not isinstance(spec, PartitionSpec)
     ]
-    if wrong:
-        message = "match_partition_rules: these rules have no PartitionSpec:\n"
-        raise TypeError(message + "\n".join(wrong))
+    raise_listed(TypeError, "match_partition_rules: these rules have no PartitionSpec:", wrong)
     small = int(os.environ.get("MIN_SHARDING_SIZE", 16384)) if min_size is None else min_size
     matches: list[list[int]] = []
     unmatched: list[str] = []
@@ -92,9 +90,8 @@ def match_partition_rules(
 
     result = map_variables(tree, choose)
     problems = {"no rule matches": unmatched, "these specs do not fit the mesh": misfits}
-    listed = [f"{what}:\n" + "\n".join(lines) for what, lines in problems.items() if lines]
-    if listed:
-        raise ValueError("match_partition_rules: " + "\n".join(listed))
+    if kinds := by_kind(problems):
+        raise ValueError("match_partition_rules: " + "\n".join(kinds))
     lines = []
     for number, by in shadowed(len(filters), matches).items():
         if number == len(filters) - 1 and all(number in numbers for numbers in matches):
@@ -103,8 +100,8 @@ def match_partition_rules(
         what = f"matches only what {earlier} before it matches" if by else "matches nothing"
         lines.append(f"  {patterns[number]} {what}")
     if lines:
-        message = "match_partition_rules: these rules are unused:\n" + "\n".join(lines)
-        report(UnusedFilterWarning, message, strict=False)
+        text = message("match_partition_rules: these rules are unused:", lines)
+        report(UnusedFilterWarning, text, strict=False)
     return result
 
 

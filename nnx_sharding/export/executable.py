@@ -18,7 +18,7 @@ from .. import _compat
 from .._version import __version__
 from ..analysis.json_codec import as_data, read
 from ..analysis.parameters import spec_text
-from ..errors import ExportError
+from ..errors import ExportError, raise_listed
 from ..stages import Compiled, Lowered
 from . import files
 from .manifest import MeshInfo, meshes_of
@@ -187,13 +187,13 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     here = _Manifest.of(stage, origin, devices or available)
     lines = [*_other_machine(saved, here), *_other_order(origin.plan.shardings, devices)]
     lines = lines or [*_other_function(saved, here)]
-    if lines:
-        raise ExportError(
-            f"{path} has an executable of {saved.function} that does not fit:\n  "
-            + "\n  ".join(lines)
-            + "\nLoad it with the versions, devices and function that it was compiled for, or "
-            "compile and save it again."
-        )
+    raise_listed(
+        ExportError,
+        f"{path} has an executable of {saved.function} that does not fit:",
+        [f"  {line}" for line in lines],
+        "Load it with the versions, devices and function that it was compiled for, or compile and "
+        "save it again.",
+    )
     try:
         loaded = serialize_executable.deserialize_and_load(
             program, stage.in_tree, stage.out_tree, devices[0].client, devices

@@ -15,6 +15,7 @@ from ..analysis.activations import ActivationRow
 from ..analysis.collectives import Collective, Kind
 from ..analysis.parameters import ParameterRow, parameter_table
 from ..analysis.units import bytes_text, read_bytes
+from ..errors import raise_listed
 from ..report.program import ProgramReport
 from ..stages import Compiled
 from .programs import (
@@ -128,8 +129,7 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
             where = " over unknown axes" if over is None else over_text(over) or " over no axes"
             lines.append(f"  {kind}{where}: {len(some)}, expected {wanted[kind, over]}")
             lines += [f"  {line}" for line in listed(some).splitlines()]
-    if lines:
-        raise AssertionError(f"{report.name} has unexpected collectives:\n" + "\n".join(lines))
+    raise_listed(AssertionError, f"{report.name} has unexpected collectives:", lines)
 
 
 def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | None = None) -> None:
@@ -268,12 +268,13 @@ def assert_no_parameter_replicated(
         and not any(test.search(row.path) for test in tests)
     ]
     if replicated:
-        lines = [
-            f"  {at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}\n"
-            for row in sorted(replicated, key=lambda row: -row.bytes_total)
-        ]
         verb = "is" if len(replicated) == 1 else "are"
-        raise AssertionError(
-            f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:\n{''.join(lines)}"
-            "Partition them by specs, or allow it by allowed=... or min_size=..."
+        raise_listed(
+            AssertionError,
+            f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:",
+            [
+                f"  {at(row)}: {bytes_text(row.bytes_total)}, spec {row.spec_text}"
+                for row in sorted(replicated, key=lambda row: -row.bytes_total)
+            ],
+            "Partition them by specs, or allow it by allowed=... or min_size=...",
         )

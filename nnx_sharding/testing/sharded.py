@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..analysis.parameters import ParameterRow, parameter_table
+from ..errors import raise_listed
 from ..report.sharding import check_sharding, is_replicated
 from ..state_sharding import StateSharding
 
@@ -52,10 +53,10 @@ def assert_sharded(
     replicated = sorted(filter(is_replicated, rows), key=lambda row: -row.bytes_total)
     held, total = (sum(row.bytes_total for row in some) for some in (replicated, rows))
     if held > tolerance * total:
-        largest = replicated[:10]
-        lines = [f"  {row.path}, shape {row.shape}: {row.bytes_total} bytes" for row in largest]
-        lines += [f"  … {len(replicated) - 10} more"] if len(replicated) > 10 else []
-        raise AssertionError(
+        raise_listed(
+            AssertionError,
             f"{held} of {total} bytes ({held / total:.1%}) are fully replicated, more than "
-            f"{tolerance:.1%}:\n" + "\n".join(lines) + "\nGive them specs, or raise the tolerance."
+            f"{tolerance:.1%}:",
+            [f"  {row.path}, shape {row.shape}: {row.bytes_total} bytes" for row in replicated],
+            "Give them specs, or raise the tolerance.",
         )
