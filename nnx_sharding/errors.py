@@ -6,9 +6,12 @@ that type keeps working.
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,12 +104,98 @@ def shortened(items: Iterable[str], indent: str = "") -> list[str]:
     return listed[:10] + more
 
 
+MAX_LINES = 24  # of a message, below which a note may follow
+MAX_LISTED = 16  # lines of a list in it
+MAX_WIDTH = 200  # characters of a line, unless a path is longer
+_MAX_WRAPPED = 3  # lines that one line may become
+
+
+def message(head: str, items: Iterable[str], remedy: str = "") -> str:
+    """The text of an error or a warning: what is wrong, a line for each place, and what to do."""
+    above, below = _sentences(head), _sentences(remedy)
+    most = min(MAX_LISTED, max(1, MAX_LINES - len(above) - len(below)))
+    return "\n".join([*above, *listed(items, most), *below])
+
+
+def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
+    """The lines of a list in a message, where some items have several lines.
+
+    If they are too many, items are merged that differ only in the numbers in their paths, as the
+    layers of a model do; then the first ones are kept, and the number of the others.
+    """
+    texts = [*items]
+    blocks = [*map(_wrapped, texts)]
+    if sum(map(len, blocks)) > most:
+        blocks = [*map(_wrapped, merged(texts))]
+    if sum(map(len, blocks)) > most:
+        ends = itertools.accumulate(map(len, blocks))
+        kept = max(1, sum(end < most for end in ends))
+        indent = " " * (len(texts[0]) - len(texts[0].lstrip()))
+        rest = [f"{indent}… and {len(blocks) - kept} more"] if kept < len(blocks) else ["…"]
+        blocks = [*blocks[: kept - 1], blocks[kept - 1][: most - 1], rest]
+    return [*itertools.chain.from_iterable(blocks)]
+
+
+def by_kind(kinds: Mapping[str, Sequence[str]]) -> list[str]:
+    """An item for each kind of problem that there is, with the places where it is."""
+    found = {kind: places for kind, places in kinds.items() if places}
+    most = MAX_LISTED // max(len(found), 1) - 1
+    return ["\n".join([f"{kind}:", *listed(places, most)]) for kind, places in found.items()]
+
+
+def merged(texts: Iterable[str]) -> list[str]:
+    """Texts, each with the number of later ones that differ only in the numbers in their paths."""
+    alike: dict[str, list[str]] = {}
+    for text in texts:
+        path, rest = _PATH.match(text).groups()  # type: ignore[union-attr]
+        alike.setdefault(re.sub(r"\d+", "0", path) + rest, []).append(text)
+    result = []
+    for first, *others in alike.values():
+        line, *below = first.split("\n")
+        if others:
+            last = _PATH.match(others[-1])[1].strip()  # type: ignore[index]
+            line = f"{line} (and {len(others)} more, to {last})"
+        result.append("\n".join([line, *below]))
+    return result
+
+
+_PATH = re.compile(r"([^:,]*)(.*)", re.DOTALL)  # what an item is about, and the rest
+
+
+def _wrapped(text: str) -> list[str]:
+    """The lines of a text, those that are too long in several."""
+    return [part for line in text.split("\n") for part in _wrapped_line(line)]
+
+
+def _wrapped_line(line: str) -> list[str]:
+    if len(line) <= MAX_WIDTH:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    wrapper = textwrap.TextWrapper(
+        MAX_WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        max_lines=_MAX_WRAPPED,
+        placeholder=" …",
+    )
+    return wrapper.wrap(line)
+
+
+def _sentences(text: str) -> list[str]:
+    """The lines of a text; if it is long, one for each of its sentences."""
+    if len(text) > MAX_WIDTH:
+        text = re.sub(r"(?<=[\w)]\.) (?=[A-Z])", "\n", text)
+    return _wrapped(text) if text else []
+
+
 def raise_listed(
-    error: type[Exception], head: str, lines: Sequence[str], remedy: str = "", anchor: str = ""
+    error: type[Exception], head: str, items: Sequence[str], remedy: str = "", anchor: str = ""
 ) -> None:
     """Raises an error with a line for each thing that is wrong, if there is any."""
-    if lines:
-        raise see(error("\n".join([head, *lines, *filter(None, [remedy])])), anchor)
+    __tracebackhide__ = True  # in the assertions of nnx_sharding.testing
+    if items:
+        raise see(error(message(head, items, remedy)), anchor)
 
 
 def _users_level() -> int:

@@ -12,6 +12,7 @@ from . import _compat
 from .core.flatten import flatten as _flatten
 from .core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
 from .core.unflatten import node_changes, perform, pytree_of, unflatten, update, value_at
+from .errors import by_kind, raise_listed
 from .filters import subject_text, to_predicate
 from .paths import Path, path_string
 
@@ -60,9 +61,8 @@ def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:
                 break
         else:
             unmatched.append(f"  {path_string(location.path)}: {subject_text(subject)}")
-    if unmatched:
-        lines = "\n".join(unmatched)
-        raise ValueError(f"no filter matches:\n{lines}\nAdd a last filter `...` for the rest.")
+    remedy = "Add a last filter `...` for the rest."
+    raise_listed(ValueError, "no filter matches:", unmatched, remedy)
     states = [group[()] if () in group else nnx.from_flat_state(group) for group in groups]
     return flat.structure, *states
 
@@ -166,9 +166,7 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[Any]) -> list[Any]:
             leaves[slot] = array
     unknown = [f"  {path_string(path)}" for path in values if path not in locations]
     problems = {"Missing": missing, "Unknown paths": unknown, "Of another form": different}
-    listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
-    if listed:
-        raise ValueError("\n".join(["the arrays do not fit the structure.", *listed]))
+    raise_listed(ValueError, "the arrays do not fit the structure.", by_kind(problems))
     return leaves
 
 

@@ -16,7 +16,7 @@ from .core.plan import Plan
 from .core.signature import Call
 from .diagnostics.differences import arguments_of, differences
 from .diagnostics.failures import explain_compiled
-from .errors import see
+from .errors import message, see
 
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 
@@ -78,11 +78,9 @@ def _split_as_planned(
     changes = differences(before, after)
     if before[0] != after[0]:
         changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
-    error = TypeError(
-        f"{plan.fun_name} was {kind} for other arguments than it is "
-        "called with now:\n  " + "\n  ".join(changes) + "\nLower it again for these."
-    )
-    raise see(error, "compiled-for-another-structure")
+    head = f"{plan.fun_name} was {kind} for other arguments than it is called with now:"
+    text = message(head, [f"  {change}" for change in changes], "Lower it again for these.")
+    raise see(TypeError(text), "compiled-for-another-structure")
 
 
 def _with_statics(

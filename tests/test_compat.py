@@ -79,6 +79,7 @@ PRIVATE_NAMES = {
     "jax._src.named_sharding.DuplicateSpecError": "the error for an axis that is used twice",
     "jax._src.shard_map.ShardMapTracer": "whether a shard_map runs uncompiled",
     "jax._src.sharding.IndivisibleError": "the error that we explain",
+    "jax._src.source_info_util": "locations of operations without our frames",
     "jax._src.traceback_util": "tracebacks without our frames",
     "jaxlib.xla_client.make_cpu_client": "virtual devices to plan for",
     "_device_assignment": "the devices of a sharding in their order",

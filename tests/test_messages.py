@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nnx_sharding import jit
 from nnx_sharding.core import problems
 from nnx_sharding.core.problems import Diagnostics, Problem
 from nnx_sharding.diagnostics.messages import MESSAGES
+from nnx_sharding.errors import MAX_LINES, MAX_WIDTH, by_kind, listed, message
 
 
 def test_every_problem_has_a_message():
@@ -44,3 +47,47 @@ def test_diagnostics_can_be_replaced(monkeypatch):
     with pytest.raises(KeyError) as caught:
         jit(lambda x, y: x)("one", "two")
     assert caught.value.args == (Problem.ARGUMENT_IS_NOT_ARRAY, ["x", "y"])
+
+
+words = st.text("abc[].0:, P()", min_size=1, max_size=300)
+items = st.lists(words | st.lists(words, max_size=40).map("\n  ".join), max_size=300)
+
+
+@given(words, items, st.lists(words.map(str.capitalize), max_size=4).map(". ".join))
+def test_no_message_is_long(head, items, remedy):
+    lines = message(head, items, remedy).split("\n")
+    assert len(lines) <= MAX_LINES
+    assert all(len(line) <= MAX_WIDTH or " " not in line.strip() for line in lines)
+
+
+@given(st.dictionaries(words, items, max_size=4))
+def test_no_list_of_several_kinds_is_long(kinds):
+    lines = message("The head.", by_kind(kinds), "The remedy.").split("\n")
+    assert len(lines) <= MAX_LINES
+
+
+@given(st.lists(st.from_regex(r"\A  m\.[a-z]{1,9}: .{0,30}\Z"), max_size=16))
+def test_short_lists_are_complete(items):
+    assert listed(items) == items
+
+
+@given(st.integers(9, 300), st.lists(st.sampled_from("abc"), min_size=2, max_size=3, unique=True))
+def test_layers_are_merged(count, names):
+    items = [f"  m[{i}].{name}, shape (3,): x" for i in range(count) for name in names]
+    expected = [
+        f"  m[0].{name}, shape (3,): x (and {count - 1} more, to m[{count - 1}].{name})"
+        for name in names
+    ]
+    assert listed(items) == expected
+
+
+def test_different_things_are_not_merged():
+    shown = listed([f"  m[{i}].w, shape ({i},)" for i in range(200)])
+    assert shown == [f"  m[{i}].w, shape ({i},)" for i in range(15)] + ["  … and 185 more"]
+
+
+def test_the_rest_is_counted_in_items():
+    items = [f"  {'abcdefghijklmnopqrstuvwxyz'[i]}: is\n    several\n    lines" for i in range(26)]
+    *_, last = shown = listed(items)
+    kept = sum(re.match("  [a-z]:", line) is not None for line in shown)
+    assert last == f"  … and {26 - kept} more" and kept == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import re
 import traceback
 import types
@@ -12,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import parameterized
 from flax import nnx
 
@@ -19,6 +21,7 @@ import mistakes
 import nnx_sharding
 from graphs import Memory
 from mistakes import MISTAKES, PAGE, Mistake
+from nnx_sharding.errors import MAX_WIDTH
 from test_pages import anchors
 
 
@@ -67,7 +70,50 @@ class Watched:
         return not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(model)))
 
 
+class Nested(nnx.Module):
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+def large(depth: int, count: int) -> type[mistakes.Model]:
+    """The model of the mistakes with many blocks more, and one that is deep inside of others."""
+
+    class Model(mistakes.Model):
+        def __init__(self, hidden: int = 16):
+            deep: Any = mistakes.Block(hidden)
+            for _ in range(depth):
+                deep = Nested(deep)
+            blocks = [mistakes.Block(hidden) for _ in range(count)]
+            self.blocks = nnx.List([*blocks, deep])
+
+    return Model
+
+
+# What JAX says about them has lines of its own.
+OF_JAX = ("captured_explicit", "captured_other_mesh", "untyped_loss")
+
+
 class MistakesTest(parameterized.TestCase):
+    def assert_short(self, name: str, model: type[mistakes.Model]) -> None:
+        with mock.patch.object(mistakes, "Model", model):
+            text = mistakes.message_of(MISTAKES[name].run, nnx_sharding)
+        lines = text.splitlines()
+        self.assertLess(len(lines), 25, text)
+        self.assertEmpty([x for x in lines if len(x) > MAX_WIDTH and name not in OF_JAX], text)
+
+    def test_messages_about_large_models(self):
+        for name in random.sample([*MISTAKES], 8):
+            with self.subTest(name):
+                self.assert_short(name, large(depth=6, count=40))
+
+    @pytest.mark.slow
+    @parameterized.named_parameters((name, name) for name in MISTAKES)
+    def test_message_about_200_layers(self, name: str):
+        self.assert_short(name, large(depth=12, count=200))
+
     def test_page_explains_each(self):
         section = re.compile(r"^<!-- ([\w-]+) -->\n(.*?)<!-- end -->\n(.+)$", re.DOTALL)
         parts = re.split(r"^###? .*\n+", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)

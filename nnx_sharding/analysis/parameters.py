@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, Structure, VariableEntry, container_keys
+from ..errors import raise_listed
 from ..fitting import axes_of
 from ..paths import Path, path_string
 from .json_codec import UNWRITTEN
@@ -155,9 +156,8 @@ def parameter_table(tree: Any) -> ParameterTable:
                 rows.append(row_of(ParameterRow, path, array, sharding, variable=kind))
             except ValueError as error:
                 faults.append(f"  {path or 'the root'}: {error}")
-    if faults:
-        faults = ["the shardings of these arrays do not divide their shapes:", *faults]
-        raise ValueError("\n".join([*faults, "Change the shapes or the shardings."]))
+    head = "the shardings of these arrays do not divide their shapes:"
+    raise_listed(ValueError, head, faults, "Change the shapes or the shardings.")
     return rows
 
 

@@ -20,7 +20,7 @@ from .. import _compat
 from ..apply import rebuilt, sharding_of
 from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
-from ..errors import CheckpointError, raise_listed
+from ..errors import CheckpointError, by_kind, raise_listed
 from ..filters import to_predicate
 from ..fitting import suggestion, unsummed
 from ..progress import progress
@@ -194,8 +194,8 @@ def _matched(
         "Of another shape": shapes,
         "Of another dtype (cast=True converts among floating-point types)": dtypes,
     }
-    listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
-    raise_listed(CheckpointError, f"{_NAME}: {os.fspath(path)} does not fit the model.", listed)
+    head = f"{_NAME}: {os.fspath(path)} does not fit the model."
+    raise_listed(CheckpointError, head, by_kind(problems))
     return parts
 
 

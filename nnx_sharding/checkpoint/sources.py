@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import CheckpointError, raise_listed
+from ..errors import CheckpointError, by_kind, raise_listed
 from ..fitting import suggestion
 from ..paths import path_string
 from .names import Name, NamedArray, is_key
@@ -180,9 +180,9 @@ def check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast:
         "Of another shape": shapes,
         "Of another dtype (cast=True converts among floats and among integers)": dtypes,
     }
-    listed = ["\n".join([f"{kind}:", *lines]) for kind, lines in problems.items() if lines]
     head = f"restore: {stored.folder} does not fit the model."
-    raise_listed(CheckpointError, head, listed, _remedy(missing, unknown, is_part))
+    remedy = _remedy(missing, unknown, is_part)
+    raise_listed(CheckpointError, head, by_kind(problems), remedy)
 
 
 def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> str:

@@ -23,7 +23,14 @@ from ..analysis.parameters import device_bytes, parameter_table
 from ..apply import apply_shardings, mesh_here, sharding_of
 from ..core.flatten import flatten
 from ..core.specs import Specs, check_specs
-from ..errors import NoMeshError, UnusedFilterWarning, raise_listed, report
+from ..errors import (
+    NoMeshError,
+    UnusedFilterWarning,
+    by_kind,
+    message,
+    raise_listed,
+    report,
+)
 from ..filters import shadowed
 from ..fitting import fit_sharding, spec_axes, suggested_spec, suggestion, with_entries
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
@@ -193,19 +200,19 @@ def match_partition_rules(
         return spec
 
     result = map_variables(tree, choose)
-    unmatched[:0] = ["no rule matches:"] if unmatched else []
-    misfits[:0] = ["these specs do not fit the mesh:"] if misfits else []
-    raise_listed(ValueError, f"{name}:", unmatched + misfits)
+    problems = {"no rule matches": unmatched, "these specs do not fit the mesh": misfits}
+    raise_listed(ValueError, f"{name}:", by_kind(problems))
     unused = shadowed(len(pairs), matches)
     if all(len(pairs) - 1 in numbers for numbers in matches):
         unused.pop(len(pairs) - 1, None)
-    lines = [f"{name}: these rules are unused:"]
+    lines = []
     for number, by in unused.items():
         earlier = ", ".join(patterns[other] for other in by)
         what = f"matches only what {earlier} before it matches" if by else "matches nothing"
         lines.append(f"  {patterns[number]} {what}")
     if unused:
-        report(UnusedFilterWarning, "\n".join(lines), strict=False)
+        text = message(f"{name}: these rules are unused:", lines)
+        report(UnusedFilterWarning, text, strict=False)
     return result
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from .. import _compat
+from ..errors import raise_listed
 from ..paths import path_string
 from .snapshot import Snapshot, node_state
 from .static_forms import is_fixed
@@ -334,8 +335,5 @@ def _check_tree(structure: Structure) -> None:
             + ", ".join(path_string(path) or "the root" for path in paths[index])
             for index in sorted(duplicates)
         ]
-        raise ValueError(
-            "graph=False does not support shared references. Duplicates, found at paths:\n"
-            + "\n".join(lines)
-            + "\nRemove the duplicates, or use graph=True."
-        )
+        head = "graph=False does not support shared references. Duplicates, found at paths:"
+        raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")

@@ -23,7 +23,7 @@ from ..core.fit import check_arrays, fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
-from ..errors import DonatedError, NoMeshError, is_explained, raise_listed, see, shortened
+from ..errors import DonatedError, NoMeshError, is_explained, message, raise_listed, see
 from ..fitting import axes_of, axes_of_type, describe, describe_both
 from ..paths import accessor
 from .captured import captured_shards, captured_values
@@ -126,9 +126,7 @@ def _check(
         def check(plan: Plan, leaves: Sequence[Any]) -> None:
             head = first.format(name=plan.transform.name, fun_name=plan.fun_name)
             remedy = last.format(in_name=plan.transform.in_name)
-            lines = [f"  {x}" for x in lines_of(plan, leaves)]
-            lines = shortened(lines, "  ")
-            raise_listed(error, head, lines, remedy, anchor)
+            raise_listed(error, head, [f"  {x}" for x in lines_of(plan, leaves)], remedy, anchor)
 
         return check
 
@@ -400,7 +398,7 @@ def _note_captured(plan: Plan, error: Exception) -> None:
     ]
     if lines:
         head = f"{plan.fun_name} captures these sharded arrays:"
-        error.add_note("\n".join([head, *lines, "Pass them as arguments."]))
+        error.add_note(message(head, lines, "Pass them as arguments."))
         see(error, "captured-array-on-explicit-axes")
 
 

@@ -8,9 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from ..errors import merged, shortened
 from ..filters import subject_text
 from ..fitting import Fit, describe_both
 from .differences import show
+
+
+def several(paths: Sequence[str]) -> str:
+    """Some paths; if they are many, those of similar places together."""
+    return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 
 def value(path: str, value: Any) -> str:

@@ -13,6 +13,7 @@ from ..fitting import describe, describe_both, suggestion
 from ..state_sharding import filter_remedy, filters_text
 from . import message_lines as line_of
 from .captured import captured_shards
+from .differences import show
 from .failures import explain
 
 
@@ -70,7 +71,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.NOT_A_SPEC: Message(
         "expected a sharding spec, got:",
-        lambda place, value, meant: f"{place}: {value!r}{meant}",
+        lambda place, value, meant: f"{place}: {show(value)}{meant}",
         "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None.",
         kind=TypeError,
         anchor="not-a-spec",
@@ -111,7 +112,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.SPEC_DOES_NOT_FIT_MESH: Message(
         "these specs do not fit the mesh:",
-        lambda spec, paths, why: f"{describe(spec)} for {', '.join(paths)}: {'; '.join(why)}",
+        lambda spec, paths, why: f"{describe(spec)} for {line_of.several(paths)}: {'; '.join(why)}",
         "The mesh has the axes {axes}.",
     ),
     Problem.SPEC_DOES_NOT_FIT_SHAPE: Message(
@@ -125,7 +126,7 @@ MESSAGES: dict[Problem, Message] = {
     ),
     Problem.FILTER_UNUSED: Message(
         "these filters match nothing, or only what earlier filters match:",
-        lambda name, arguments, near: f"{name}, for {', '.join(arguments)}{near}",
+        lambda name, arguments, near: f"{name}, for {line_of.several(arguments)}{near}",
         "Correct or remove them, or put them before the filter that matches the same.",
         kind=errors.UnusedFilterWarning,
         anchor="unused-filter",
@@ -328,8 +329,7 @@ def _text(
         axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
         details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)
     head = f"{name}: {message.head}" if name else message.head
-    parts = [head.format(**details), *lines, message.remedy.format(**details)]
-    return "\n".join(filter(None, parts))
+    return errors.message(head.format(**details), lines, message.remedy.format(**details))
 
 
 _ON_INDIVISIBLE = (

@@ -14,7 +14,7 @@ import jax
 from .. import _compat
 from ..core.plan import Plan, is_committed
 from ..core.pure import Pure
-from ..errors import RetraceError
+from ..errors import RetraceError, message
 from .differences import note_identities
 from .retraces import Compilation, Trace, fun_name, nearest, shown
 
@@ -100,11 +100,11 @@ def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace])
         return f"{name} would be traced for the first time, which {option} does not allow."
     old, differences = closest
     lines = shown(differences, "JAX dropped the trace, or its configuration changed")
-    return (
+    return message(
         f"{name} would be traced again, which {option} does not allow. Differences from trace "
-        f"{old.number}, the most similar one:\n  "
-        + "\n  ".join(lines)
-        + "\nKeep them the same from call to call, or allow more traces."
+        f"{old.number}, the most similar one:",
+        [f"  {line}" for line in lines],
+        "Keep them the same from call to call, or allow more traces.",
     )
 
 

@@ -13,6 +13,7 @@ from flax.traverse_util import unflatten_dict
 
 from .. import _compat
 from ..core.flatten import flatten
+from ..errors import by_kind, raise_listed
 from ..fitting import suggestion
 from ..paths import Path, accessor, path_string
 from .manifest import ArrayInfo, Manifest
@@ -52,11 +53,9 @@ def bind(
             faults["Of another type"] += filter(None, [_type_fault(*arrays[position], info)])
         else:
             faults["Missing"].append(f"{info.name}, {info}")
-    if any(faults.values()):
-        lines = [f"{manifest.function} was exported for other arrays than these."]
-        for kind, listed in faults.items():
-            lines += [f"{kind}:", *(f"  {fault}" for fault in listed)] if listed else []
-        raise TypeError("\n".join(lines))
+    lines = by_kind({kind: [f"  {fault}" for fault in found] for kind, found in faults.items()})
+    head = f"{manifest.function} was exported for other arrays than these."
+    raise_listed(TypeError, head, lines)
     return [arrays[i][1] for i in range(len(manifest.inputs))], forms
 
 
@@ -79,11 +78,12 @@ def _arguments(
             lines.append(f"  {name}: unknown{suggestion(name, names)}")
         bound[name] = value
     lines += [f"  {name}: missing" for name in names if name not in bound]
-    if lines:
-        raise TypeError(
-            f"{manifest.function} was exported with the arguments ({', '.join(names)}), and cannot "
-            "be called with these:\n" + "\n".join(lines)
-        )
+    raise_listed(
+        TypeError,
+        f"{manifest.function} was exported with the arguments ({', '.join(names)}), and cannot be "
+        "called with these:",
+        lines,
+    )
     return bound
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from .. import _compat
 from .._version import __version__
 from ..analysis.parameters import spec_text
-from ..errors import ExportError, shortened
+from ..errors import ExportError, raise_listed
 from ..stages import Compiled, Lowered
 from . import files
 from .manifest import MeshInfo, meshes_of
@@ -127,13 +127,13 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
             lines = lines or [f"{here['function']}: the function is another one, or was changed"]
     except (KeyError, TypeError) as error:
         raise ExportError(f"{path} has a manifest that cannot be read: {error!r}") from None
-    if lines:
-        raise ExportError(
-            f"{path} has an executable of {saved['function']} that does not fit:\n"
-            + "\n".join(shortened([f"  {line}" for line in lines], "  "))
-            + "\nLoad it with the versions, devices and function that it was compiled for, or "
-            "compile and save it again."
-        )
+    raise_listed(
+        ExportError,
+        f"{path} has an executable of {saved['function']} that does not fit:",
+        [f"  {line}" for line in lines],
+        "Load it with the versions, devices and function that it was compiled for, or compile and "
+        "save it again.",
+    )
     try:
         loaded = serialize_executable.deserialize_and_load(
             program, stage.in_tree, stage.out_tree, devices[0].client, devices

@@ -26,6 +26,7 @@ from ..core.structure import (
 )
 from ..diagnostics.differences import differences, show, show_child
 from ..diagnostics.failures import explained
+from ..errors import message, raise_listed
 from ..lifted import Lifted
 from ..paths import accessor
 from .exported import Exported
@@ -103,11 +104,13 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
     refs = {slot for slot, leaf in enumerate(leaves) if _compat.is_ref(leaf)}
     refs |= plan.structure.slots_of(RefEntry)
     lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]
-    if lines:
-        raise TypeError(
-            f"{plan.fun_name} cannot be exported with these arguments, whose identity a file "
-            "cannot keep:\n" + "\n".join(lines) + "\nUse Variables that hold arrays."
-        )
+    raise_listed(
+        TypeError,
+        f"{plan.fun_name} cannot be exported with these arguments, whose identity a file cannot "
+        "keep:",
+        lines,
+        "Use Variables that hold arrays.",
+    )
 
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
@@ -139,12 +142,13 @@ def _check_expressible(plan: Plan, outcome: Outcome, arguments: Structure) -> No
     ):
         return
     lines = differences((plan.signature, before), (plan.signature, arguments))
-    raise ValueError(
-        f"{plan.fun_name} cannot be exported, because it changes more than arrays:\n"
-        + "\n".join(f"  {line}" for line in lines)
-        + "\nA program in a file returns only values of Variables, and added Variables. "
-        "Make these changes outside the function, or keep what changes in a Variable."
+    text = message(
+        f"{plan.fun_name} cannot be exported, because it changes more than arrays:",
+        [f"  {line}" for line in lines],
+        "A program in a file returns only values of Variables, and added Variables. "
+        "Make these changes outside the function, or keep what changes in a Variable.",
     )
+    raise ValueError(text)
 
 
 def _is_expressible(old: Child | None, new: Child, before: Structure, after: Structure) -> bool:

@@ -26,7 +26,7 @@ from ..core.problems import Problem, refuse
 from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
-from ..errors import CorrectedSpecWarning, raise_listed, report
+from ..errors import CorrectedSpecWarning, message, raise_listed, report
 from ..fitting import describe, fit_sharding, spec_and_mesh, spec_axes
 
 _NAME = "with_sharding_constraint"
@@ -254,8 +254,8 @@ def resolved_prefix(
 def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:
     """Warns of specs that were corrected, if there are any."""
     if lines:
-        message = f"{name}: these specs do not fit, and were corrected:\n" + "\n".join(lines)
-        report(CorrectedSpecWarning, message, strict=strict)
+        text = message(f"{name}: these specs do not fit, and were corrected:", lines)
+        report(CorrectedSpecWarning, text, strict=strict)
 
 
 def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..apply import given_mesh
-from ..errors import NoMeshError, UnusedFilterWarning, raise_listed, report
+from ..errors import NoMeshError, UnusedFilterWarning, message, raise_listed, report
 from ..fitting import axes_of, fit_sharding
 from ..paths import Path, accessor
 from ..state_sharding import StateSharding
@@ -50,8 +50,9 @@ def override_specs(
     rules = overrides if isinstance(overrides, StateSharding) else StateSharding(overrides)
     chosen, unused = _chosen(f"{name}: overrides do not fit:", root, tree, rules, mesh)
     if unused:
-        message = f"{name}: these overrides match nothing, or only what earlier ones match:\n  "
-        report(UnusedFilterWarning, message + "\n  ".join(unused), strict=False)
+        head = f"{name}: these overrides match nothing, or only what earlier ones match:"
+        text = message(head, [f"  {filter_}" for filter_ in unused])
+        report(UnusedFilterWarning, text, strict=False)
     return specs | chosen
 
 

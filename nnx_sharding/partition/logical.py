@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import UnusedFilterWarning, report
+from ..errors import UnusedFilterWarning, report, shortened
 from ..filters import to_predicate
 from ..fitting import axes_of, suggested_spec, suggestion, with_entries
 from ..state_sharding import StateSharding
@@ -271,6 +271,6 @@ def from_logical(
     sharding = from_variables(title, model, spec_of, names_of, rules._hint)
     unused = [repr(filter_) for i, (filter_, _) in enumerate(pairs) if i not in used]
     if unused:
-        message = f"from_logical: these names are for no Variable: {', '.join(unused)}."
-        report(UnusedFilterWarning, message, strict=strict)
+        text = f"from_logical: these names are for no Variable: {', '.join(shortened(unused))}."
+        report(UnusedFilterWarning, text, strict=strict)
     return sharding

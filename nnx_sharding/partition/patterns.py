@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
+from ..errors import listed
 from ..filters import PathGlob, PathRegex
 
 # How a pattern that is a string is read.
@@ -37,5 +38,5 @@ def read_patterns(caller: str, pairs: Any, kind: PatternKind) -> list[tuple[Any,
         except ValueError as error:
             wrong.append(str(error))
     if wrong:
-        raise ValueError("\n".join(wrong))
+        raise ValueError("\n".join(listed(wrong)))
     return result

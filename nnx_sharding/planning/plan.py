@@ -18,6 +18,7 @@ from ..analysis.hardware import Device, known_device
 from ..analysis.hardware import device as device_named
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes
+from ..errors import message
 from ..fitting import suggestion
 from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
@@ -177,8 +178,8 @@ def plan(
 
     groups, ruled_out = _groups(variants, strategies, built, limit, device)
     if not groups:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in ruled_out.items())
-        raise ValueError(f"plan: no candidate can fit:{reasons}")
+        reasons = [f"  {name}: {reason}" for name, reason in ruled_out.items()]
+        raise ValueError(message("plan: no candidate can fit:", reasons))
     compilers = Compilers(cache_dir, compiled_for)
     lower = functools.partial(_lowered, variants, options)
     with compilers, progress("plan", most, quiet=quiet) as advance:

@@ -9,7 +9,7 @@ from typing import Any
 from .. import _compat
 from ..analysis.activations import ActivationTable, activations_table
 from ..analysis.tables import Pictured, text
-from ..errors import ActivationError
+from ..errors import ActivationError, listed
 from ..jit import jit
 
 
@@ -40,7 +40,7 @@ class ActivationReport(Pictured):
           ActivationError: there are problems; the message lists all.
         """
         if self.problems:
-            raise ActivationError("\n".join(self.problems))
+            raise ActivationError("\n".join(listed(self.problems)))
 
     def _pictures(self, width: int) -> Iterable[Any]:
         yield from map(text, self.problems)

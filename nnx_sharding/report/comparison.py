@@ -15,6 +15,7 @@ from ..analysis.hardware import device as device_named
 from ..analysis.json_codec import as_data, read
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
+from ..errors import raise_listed
 from .json_form import JsonForm
 from .program import ProgramReport
 
@@ -74,8 +75,7 @@ class Comparison(JsonForm):
             for name, report in self.reports.items()
             if not isinstance(report, ProgramReport | Failure)
         ]
-        if wrong:
-            raise TypeError("these are not reports of programs:\n" + "\n".join(wrong))
+        raise_listed(TypeError, "these are not reports of programs:", wrong)
 
     @property
     def compiled(self) -> dict[str, ProgramReport]:

@@ -25,7 +25,7 @@ from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, needs_filter
 from ..core.specs import target
 from ..core.structure import Location
-from ..errors import NoMeshError
+from ..errors import NoMeshError, raise_listed
 from ..filters import Paths, misspelt, shadowed, to_predicate
 from ..fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
 from ..paths import Path, plain_key
@@ -114,8 +114,7 @@ class ShardingReport(Pictured):
           ValueError: there are problems; the message lists all.
         """
         lines = [f"  {line}" for line in (*self.problems, *(self.warnings if strict else ()))]
-        if lines:
-            raise ValueError("the sharding does not fit the model:\n" + "\n".join(lines))
+        raise_listed(ValueError, "the sharding does not fit the model:", lines)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as data for JSON, in a fixed order."""

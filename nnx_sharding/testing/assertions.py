@@ -116,9 +116,9 @@ def assert_collectives(program: Program, expected: Mapping[tuple[Kind, Axes], in
         if len(some) != wanted[kind, over]:
             where = " over unknown axes" if over is None else _over(over) or " over no axes"
             lines.append(f"  {kind}{where}: {len(some)}, expected {wanted[kind, over]}")
-            lines += [f"  {line}" for line in errors.shortened(map(_line, some), "  ")]
+            lines += [f"  {_line(one)}" for one in some]
     if lines:
-        raise AssertionError(f"{report.name} has unexpected collectives:\n" + "\n".join(lines))
+        _fail(f"{report.name} has unexpected collectives:", lines)
 
 
 def _is_kind_and_axes(key: Any) -> bool:
@@ -411,7 +411,7 @@ def assert_sharded(
 
 
 def _fail(head: str, lines: Iterable[str], remedy: str = "") -> NoReturn:
-    raise AssertionError("\n".join(filter(None, [head, *errors.shortened(lines, "  "), remedy])))
+    raise AssertionError(errors.message(head, lines, remedy))
 
 
 def _report(program: Any) -> ProgramReport:

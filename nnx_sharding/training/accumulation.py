@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..activations.intercept import handler_here
 from ..core.axis_types import type_spec
-from ..errors import raise_listed, shortened
+from ..errors import raise_listed
 from ..fitting import axes_of, suggestion
 from ..partition.axis_types import explicit_axes
 from ..paths import accessor, path_key
@@ -213,7 +213,7 @@ def _check_aux(aux: Any) -> None:
     ]
     title = "accumulate_gradients: with has_aux=True, what the loss returns besides the scalar is "
     title += "stacked, and these are not arrays:"
-    raise_listed(TypeError, title, shortened(wrong, "  "), "Return only arrays or numbers.")
+    raise_listed(TypeError, title, wrong, "Return only arrays or numbers.")
 
 
 def _axes_of_batch(microbatches: Mapping[str, Any]) -> frozenset[Any]:

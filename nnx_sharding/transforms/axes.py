@@ -19,7 +19,7 @@ from ..core.resolve import locate, resolve
 from ..core.specs import PathFunction, Specs, leaves_by_path, target
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Built
-from ..errors import raise_listed, shortened
+from ..errors import raise_listed
 from ..paths import Path, accessor, path_key
 from ..state_sharding import StateSharding
 from .inner import InnerTransform, described
@@ -168,7 +168,7 @@ class Mapped(InnerTransform):
             ValueError,
             f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
             f"{self.out_name} (or {self.in_name}, for modules) gives them:",
-            shortened(lines, "  "),
+            lines,
             "An array of n dimensions can be stacked along the axes 0 to n.",
             anchor="axes-that-arrays-do-not-have",
         )

@@ -12,7 +12,7 @@ from .. import _compat
 from ..axes import CARRY
 from ..core.pure import Pure
 from ..core.signature import Roles
-from ..errors import raise_listed, shortened
+from ..errors import raise_listed
 from ..lifted_function import lift
 from .axes import Mapped, axes_specs, frozen_metadata
 from .inner import Function, Inner, described
@@ -43,7 +43,7 @@ class _Vmap(Mapped):
             ValueError,
             f"vmap: these are not mapped (axis None), but {fun_name} makes them differ between "
             "the elements:",
-            shortened(lines, "  "),
+            lines,
             "Give each an axis in in_axes or out_axes, in a module by StateAxes, or reduce it, as "
             "in jax.lax.pmean with axis_name.",
             anchor="differs-between-elements",

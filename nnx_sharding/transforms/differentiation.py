@@ -24,7 +24,7 @@ from ..core.resolve import NamedLocation, locate
 from ..core.signature import Call
 from ..core.specs import Part, Target
 from ..core.unflatten import Built, pytree_of, value_at
-from ..errors import see
+from ..errors import raise_listed, see
 from ..filters import to_predicate
 from ..fitting import axes_of_type, spec_axes, suggestion
 from ..lifted_function import LiftedFunction, P, R
@@ -250,12 +250,13 @@ def _check_dtypes(
         if not _compat.is_array_like(leaves[slot])
         or not jnp.issubdtype(jax.typeof(leaves[slot]).dtype, jnp.inexact)
     ]
-    if wrong:
-        raise TypeError(
-            f"{name}: these cannot be differentiated, which takes floating-point or complex "
-            "arrays:\n" + "\n".join(wrong) + "\nLeave them out with a filter (wrt=...), or give "
-            "allow_int=True, with which their gradients have dtype float0."
-        )
+    raise_listed(
+        TypeError,
+        f"{name}: these cannot be differentiated, which takes floating-point or complex arrays:",
+        wrong,
+        "Leave them out with a filter (wrt=...), or give allow_int=True, with which their "
+        "gradients have dtype float0.",
+    )
 
 
 def _loss_of(plan: Plan, slots: Sequence[int]) -> Callable[..., Any]:

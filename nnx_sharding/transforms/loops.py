@@ -20,7 +20,7 @@ from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.statics import Static
 from ..core.unflatten import Built
-from ..errors import see
+from ..errors import raise_listed, see
 from ..lifted_function import lift, unbind
 from ..paths import accessor, path_key
 from .axes import Carry, Mapped, axes_specs, frozen_metadata
@@ -86,12 +86,9 @@ class _Scan(Mapped):
             for (path, one), (_, other) in zip(before, after, strict=True)
             if one is not other and (_compat.is_graph_object(one) or _compat.is_graph_object(other))
         ]
-        if others:
-            raise ValueError(
-                f"scan: {fun_name} returns different objects in the carry than it was given:\n"
-                + "\n".join(others)
-                + "\nChange the module that it was given, and return that."
-            )
+        head = f"scan: {fun_name} returns different objects in the carry than it was given:"
+        remedy = "Change the module that it was given, and return that."
+        raise_listed(ValueError, head, others, remedy)
 
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]

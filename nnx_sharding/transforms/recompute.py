@@ -17,6 +17,7 @@ from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
+from ..errors import raise_listed
 from ..filters import PathGlob, Predicate, to_predicate
 from ..fitting import suggestion
 from ..lifted_function import lift
@@ -42,11 +43,8 @@ class _Rules:
     def __init__(self, rules: Iterable[tuple[Any, Keep]]):
         self._rules = tuple(rules)
         wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self._rules if keep not in _KEEPS]
-        if wrong:
-            raise ValueError(
-                f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:\n"
-                + "\n".join(wrong)
-            )
+        head = f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:"
+        raise_listed(ValueError, head, wrong)
         self._tests: list[Predicate] = [
             PathGlob(x) if isinstance(x, str) else to_predicate(x) for x, _ in self._rules
         ]
@@ -107,10 +105,8 @@ class _Rules:
                 f"  {filter_!r}{suggestion(filter_, candidates)}"
                 for filter_ in (self._rules[i][0] for i in unused)
             ]
-            raise ValueError(
-                "remat: these match no called module and no name from checkpoint_name:\n"
-                + "\n".join([*lines, f"Modules: {', '.join(paths) or 'none'}."])
-            )
+            head = "remat: these match no called module and no name from checkpoint_name:"
+            raise_listed(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
 
 
 _KEEPS: tuple[Keep, ...] = get_args(Keep)

@@ -19,7 +19,7 @@ from ..core.pure import Pure
 from ..core.static_arguments import PLAIN
 from ..core.statics import Static
 from ..core.structure import NodeEntry, RefEntry, VariableEntry
-from ..errors import see
+from ..errors import raise_listed, see
 from ..paths import accessor
 from .axes import captures
 
@@ -154,11 +154,12 @@ class Loop:
         if length := self._options["length"]:
             lengths.setdefault(f"length {length}", []).append("the option length")
         if len(lengths) > 1 or any(not text.startswith("length") for text in lengths):
-            lines = "\n".join(
+            lines = [
                 f"  {length}: {', '.join(names[:5])}" + ", …" * (len(names) > 5)
                 for length, names in lengths.items()
-            )
-            raise ValueError(f"scan: everything mapped must have the same length:\n{lines}")
+            ]
+            head = "scan: everything mapped must have the same length:"
+            raise_listed(ValueError, head, lines)
 
     def _refuse_no_length(self) -> NoReturn:
         fun: Any = CALLER.get()[0]  # type: ignore[index]
@@ -190,12 +191,13 @@ class Loop:
                 for position, name in enumerate(group.names)
                 if axis is None and (number, position) not in known
             ]
-        if lines:
-            raise ValueError(
-                "scan: a step changed the structure of what is the same for all steps, or carried:"
-                "\n" + "\n".join(lines) + "\nGive it an axis, so that each step has its own, or "
-                "make the change outside of the loop."
-            )
+        raise_listed(
+            ValueError,
+            "scan: a step changed the structure of what is the same for all steps, or carried:",
+            lines,
+            "Give it an axis, so that each step has its own, or make the change outside of the "
+            "loop.",
+        )
 
     def _changes(self, index: int, outcome: Outcome) -> list[str]:
         """What a step changed in the structure of one object."""
