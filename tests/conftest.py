@@ -9,7 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
-# Tests run most programs once. Those that depend on the optimization of XLA are marked.
+# Tests run most programs once. `make coverage`, which is nightly, optimizes them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax  # noqa: E402
@@ -26,7 +26,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 import configurations  # noqa: E402
 
-LESS_OPTIMIZED = jax.config.read("jax_disable_most_optimizations")
 _put = LRUCache.put
 
 
@@ -64,8 +63,3 @@ def uncached():
     yield
     jax.config.update("jax_compilation_cache_dir", folder)
     reset_cache()
-
-
-def pytest_runtest_setup(item):
-    optimized = item.get_closest_marker("optimized") is not None
-    jax.config.update("jax_disable_most_optimizations", LESS_OPTIMIZED and not optimized)

@@ -153,7 +153,7 @@ def compile_shard_map(mesh):
 @pytest.mark.parametrize(
     "compile", [compile_by_call, compile_by_stages, compile_arrays, compile_shard_map]
 )
-def test_each_compilation_logs_one_line(compile, caplog):
+def test_each_compilation_logs_one_line(compile, caplog, uncached):
     mesh = make_mesh({"data": 2, "model": 4})
     compile(mesh)
     assert not caplog.records  # silent unless asked for
@@ -164,7 +164,7 @@ def test_each_compilation_logs_one_line(compile, caplog):
     assert re.fullmatch(rf"<lambda> for 8 devices \('data': 2, 'model': 4\): {SECONDS}", line)
 
 
-def test_the_line_has_the_times_that_jax_reports(caplog):
+def test_the_line_has_the_times_that_jax_reports(caplog, uncached):
     reported = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **details: reported.append((event, seconds, details))
