@@ -203,7 +203,7 @@ def operations_on_constants() -> dict[int, set[str]]:
     for variable, value in getattr(frame, "constvar_to_val", {}).items():
         same = {id(variable)}
         for entry in getattr(frame, "tracing_eqns", ()):
-            equation = entry() if isinstance(entry, weakref.ref) else entry
+            equation: Any = entry() if isinstance(entry, weakref.ref) else entry
             inputs = getattr(equation, "in_tracers", ())
             if same.isdisjoint(id(getattr(tracer, "val", None)) for tracer in inputs):
                 continue

@@ -200,7 +200,9 @@ class Pure(NamedTuple):
         captured = [(x,) for x in _compat.trace_constants() if _is_sharded(x)]
         if captured:
             operations = _compat.operations_on_constants()
-            captured = [(x,) for (x,) in captured if not _is_indexed(x, operations.get(id(x)))]
+            captured = [
+                (x,) for (x,) in captured if not _is_indexed(x, operations.get(id(x), set()))
+            ]
         if captured:
             strict = self.transform.strict
             warn(Problem.CAPTURED_ARRAY, captured, name=name, strict=strict, fun=fun)
@@ -346,7 +348,7 @@ class Pure(NamedTuple):
         }
 
 
-def _is_indexed(array: Any, operations: Set[str] | None) -> bool:
+def _is_indexed(array: Any, operations: Set[str]) -> bool:
     """Whether a captured array on Explicit axes is only indexed: its type shards what is read."""
     return type_spec(array) is not None and bool(operations) and operations <= _INDEXING
 
