@@ -10,7 +10,7 @@ keeps one for each trace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
