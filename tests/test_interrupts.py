@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import grad, jit, shard_map
+from nnx_sharding import grad, jit, place, shard_map
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers of Unix"),
@@ -177,6 +177,23 @@ def test_at_each_line(kind, donates):
 
             found += check(step, model, x, stopped)
     assert found
+
+
+def test_place_with_donation():
+    """A model that is moved, and whose old arrays are deleted, is never without arrays."""
+    mesh, x = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jnp.ones(())
+
+    def moved(model, _=None):
+        place(model, P("d") if model.w[0].sharding.num_devices == 1 else P(), mesh, donate=True)
+
+    moved(Model())
+    lines = lines_of(moved, Model(), x)
+    with stopping():
+        for number in random.sample(range(1, lines), 80):
+            model = Model()
+            with contextlib.suppress(Stop), stop_at(number):
+                moved(model)
+            assert state(model) == {0.0}
 
 
 @pytest.mark.parametrize("kind", ["jit", "key", "callback", "mesh"])

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import operator
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -192,6 +193,27 @@ def trace_constants() -> list[Any]:
     """The arrays that the current trace has captured, as far as JAX shows them."""
     trace = getattr(_trace_ctx, "trace", None)
     return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
+
+
+def operations_on_constants() -> dict[int, set[str]]:
+    """The operations on each array that the current trace has captured, by the id of the array.
+
+    Those on a resharded array count for it.
+    """
+    frame = getattr(getattr(_trace_ctx, "trace", None), "frame", None)
+    found: dict[int, set[str]] = {}
+    for variable, value in getattr(frame, "constvar_to_val", {}).items():
+        same = {id(variable)}
+        for entry in getattr(frame, "tracing_eqns", ()):
+            equation: Any = entry() if isinstance(entry, weakref.ref) else entry
+            inputs = getattr(equation, "in_tracers", ())
+            if same.isdisjoint(id(getattr(tracer, "val", None)) for tracer in inputs):
+                continue
+            if str(equation.primitive) == "reshard":
+                same |= set(map(id, equation.outvars))
+            else:
+                found.setdefault(id(value), set()).add(str(equation.primitive))
+    return found
 
 
 def direct_form(stage: Any) -> Any:

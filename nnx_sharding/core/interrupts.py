@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import _signal  # a tenth of the time of the functions in `signal`, which make enum members
+# Takes a tenth of the time of the functions in `signal`, which make enum members.
+import _signal  # type: ignore[import-not-found]
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from .unflatten import perform
@@ -37,3 +40,13 @@ def release() -> None:
         _arrived.clear()
         for number in arrived:
             _signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Defers them within the block."""
+    try:
+        hold()
+        yield
+    finally:
+        release()

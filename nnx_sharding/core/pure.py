@@ -10,7 +10,7 @@ keeps one for each trace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..fitting import OnIndivisible, axes_of, axes_of_type, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
-from .axis_types import Retyped, type_mesh, typed_as
+from .axis_types import Retyped, type_mesh, type_spec, typed_as
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
@@ -202,6 +202,11 @@ class Pure(NamedTuple):
         # Sharded arrays should be arguments: captured ones become replicated constants.
         captured = [(x,) for x in _compat.trace_constants() if _is_sharded(x)]
         if captured:
+            operations = _compat.operations_on_constants()
+            captured = [
+                (x,) for (x,) in captured if not _is_indexed(x, operations.get(id(x), set()))
+            ]
+        if captured:
             strict = self.transform.strict
             warn(Problem.CAPTURED_ARRAY, captured, name=name, strict=strict, fun=fun)
         return self._pack(name_of(fun), leaves, after, specs, names)
@@ -359,6 +364,14 @@ class Pure(NamedTuple):
             if child == old_child:
                 pairs += zip(slots, old_slots, strict=True)
         return pairs
+
+
+def _is_indexed(array: Any, operations: Set[str]) -> bool:
+    """Whether a captured array on Explicit axes is only indexed: its type shards what is read."""
+    return type_spec(array) is not None and bool(operations) and operations <= _INDEXING
+
+
+_INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
 
 
 def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:

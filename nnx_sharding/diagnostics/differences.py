@@ -148,8 +148,8 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
     while stack:  # not recursive, because models may be nested deeply
         label, child = stack.pop()
         if isinstance(child, Static):
-            text = _show_safely if child.by_identity else show
-            child.note = notes = child.note or _facts_of_value(child.value, text)
+            shown = _show_safely if child.by_identity else show
+            child.note = notes = child.note or _facts_of_value(child.value, shown)
             facts |= {label + suffix: fact for suffix, fact in notes.items()}
             kind = facts[label].by_identity if child.by_identity else ""
             facts[label] = facts[label]._replace(rest=_identity(child), by_identity=kind)

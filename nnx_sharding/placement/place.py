@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from .. import _compat
 from ..apply import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
+from ..core.interrupts import deferred
 from ..core.resolve import check_filters
 from ..core.specs import Specs
 from ..core.transfer import obstacle
@@ -92,9 +94,10 @@ def place(
     shardings = shardings_for(
         tree, sharding, mesh, "place", flat=flat, on_indivisible=on_indivisible, strict=strict
     )
-    leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
-    if not copy:
-        return rebuilt(flat, leaves, "place")
+    with deferred() if donate else contextlib.nullcontext():
+        leaves = apply_shardings(flat.leaves, shardings, donate=donate, alias=not copy)
+        if not copy:
+            return rebuilt(flat, leaves, "place")
     copies = [
         new.copy() if new is old and is_array(old) and hasattr(old, "copy") else new
         for new, old in zip(leaves, flat.leaves, strict=True)
