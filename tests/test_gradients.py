@@ -810,6 +810,16 @@ class ErrorTest(parameterized.TestCase):
         with pytest.raises(TypeError, match=message):
             OURS.grad(**options)
 
+    def test_captured_object_is_named_once(self):
+        model = Counter()
+
+        def loss(x):
+            return model(x) ** 2
+
+        with pytest.raises(TraceContextError) as caught:
+            nnx_sharding.jit(lambda x: nnx_sharding.grad(loss)(x))(1.0)
+        assert str(caught.value).count("model.") == 1
+
     def test_integers_name_their_place(self):
         models = {"one": [node(n=nnx.Param(jnp.int32(1)), w=param())]}
         with pytest.raises(TypeError, match=r"ms\['one'\]\[0\]\.n: int32"):

@@ -255,10 +255,9 @@ class Pure(NamedTuple):
             for slot, old in self._kept_places(index, after.structure) if holds_arrays else ():
                 if resolved.slots[slot] is None:  # an attribute, as what it replaces
                     resolved.slots[slot] = self.object_specs[old]
-        for slot, spec in transform.written_specs(self, after).items():
-            resolved.slots[slot] = spec
-        open_spec = transform.spec_of(None)
-        specs = [open_spec if spec is None else spec for spec in resolved.slots]
+        open_spec, others = transform.spec_of(None), transform.written_specs(self, after)
+        declared = (others.get(slot, spec) for slot, spec in enumerate(resolved.slots))
+        specs = [open_spec if spec is None else spec for spec in declared]
         shapes = [shape_of(leaf) for leaf in after.leaves]
         return fit_specs(
             transform, names, shapes, specs, on_indivisible, outputs=True, before=before
@@ -302,8 +301,7 @@ class Pure(NamedTuple):
         groups = self.group_specs()
         numbers = {spec: number for number, spec in enumerate(groups)}
         # The specs that the function in a prefix of `nnx.prefix` gives are not known before.
-        unknown = [(names[s], x) for s, x in enumerate(specs) if x not in numbers]
-        if unknown:
+        if unknown := [(names[s], x) for s, x in enumerate(specs) if x not in numbers]:
             refuse(Problem.UNKNOWN_SPEC, unknown, name=self.transform.name)
         outputs: list[list[Any]] = [[] for _ in groups]
         labels: list[list[str]] = [[] for _ in groups]
