@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..fitting import axes_of_type, fit_sharding, only_axes, spec_and_mesh, with_entries
+from ..fitting import axes_of, axes_of_type, fit_sharding, only_axes, spec_and_mesh, with_entries
 from .flatten import Flat
 from .problems import Problem, refuse
 from .structure import Structure
@@ -208,3 +208,10 @@ class Retyped(NamedTuple):
             offenders = [(names[slot], x) for slot, x in untyped.items()]
             refuse(Problem.UNDECLARED_RESULT, offenders, **details)
         return after._replace(leaves=left)
+
+
+def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:
+    """The axes of a mesh over which the first dimension is sharded by some of these."""
+    pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
+    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
+    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))

@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh
 
 from .. import _compat
 from ..fitting import in_type, is_equivalent
+from .axis_types import first_axes
 from .fit import check_arrays, check_mesh, fit_specs, shape_of
 from .flatten import Flat
 from .problems import Problem
-from .pure import Pure, first_axes
+from .pure import Pure
 from .resolve import NamedLocation, locate, resolve, slot_names
 from .signature import Call, Parameters, Signature, align_specs
 from .specs import Target, argument_targets

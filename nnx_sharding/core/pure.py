@@ -10,29 +10,29 @@ keeps one for each trace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..fitting import OnIndivisible, axes_of, axes_of_type, like, spec_and_mesh, variants
+from ..fitting import OnIndivisible, axes_of_type, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
-from .axis_types import Retyped, type_mesh, type_spec, typed_as
+from .axis_types import Retyped, first_axes, type_mesh, typed_as
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
 from .interrupts import release
 from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
-from .problems import Problem, refuse, warn
+from .problems import Problem, refuse
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
 from .signature import Signature, join_call
 from .snapshot import Snapshot
 from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
-from .trace_checks import check_objects, check_output
+from .trace_checks import check_captured, check_objects, check_output
 from .transform import Transform
 from .unflatten import Built, assemble, is_leaf_variable, node_changes, parts, restore, unflatten
 
@@ -199,16 +199,7 @@ class Pure(NamedTuple):
         details = {"name": name, "option": self.transform.out_name}
         after = arrays.leave_as(self.structure, after, specs, names, **details)
         self.transform.check_outputs(name_of(fun), names, after.leaves, specs)
-        # Sharded arrays should be arguments: captured ones become replicated constants.
-        captured = [(x,) for x in _compat.trace_constants() if _is_sharded(x)]
-        if captured:
-            operations = _compat.operations_on_constants()
-            captured = [
-                (x,) for (x,) in captured if not _is_indexed(x, operations.get(id(x), set()))
-            ]
-        if captured:
-            strict = self.transform.strict
-            warn(Problem.CAPTURED_ARRAY, captured, name=name, strict=strict, fun=fun)
+        check_captured(fun, name=name, strict=self.transform.strict)
         return self._pack(name_of(fun), leaves, after, specs, names)
 
     def _is_unchanged(self, after: Structure) -> bool:
@@ -362,25 +353,6 @@ class Pure(NamedTuple):
             if child == old_child:
                 pairs += zip(slots, old_slots, strict=True)
         return pairs
-
-
-def _is_indexed(array: Any, operations: Set[str]) -> bool:
-    """Whether a captured array on Explicit axes is only indexed: its type shards what is read."""
-    return type_spec(array) is not None and bool(operations) and operations <= _INDEXING
-
-
-_INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
-
-
-def first_axes(shardings: Iterable[Any], mesh: Any) -> frozenset[Any]:
-    """The axes of a mesh over which the first dimension is sharded by some of these."""
-    pairs = (spec_and_mesh(sharding, mesh) for sharding in shardings)
-    firsts = (pair[0].partitions[:1] for pair in pairs if pair is not None)
-    return frozenset(axis for entries in firsts for entry in entries for axis in axes_of(entry))
-
-
-def _is_sharded(value: Any) -> bool:  # by type: isinstance loads the target of a lazy proxy
-    return type(value) is _compat.ArrayImpl and not value.is_fully_replicated
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:

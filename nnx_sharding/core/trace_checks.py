@@ -9,8 +9,9 @@ import jax
 
 from .. import _compat
 from ..paths import Path, accessor
+from .axis_types import type_spec
 from .flatten import Flat
-from .problems import Problem, refuse
+from .problems import Problem, refuse, warn
 from .specs import Target
 from .statics import Static
 from .structure import (
@@ -98,6 +99,30 @@ def check_output(after: Flat, known: Mapping[int, tuple[str, Any]], *, name: str
             offenders.append((path, None))
     if offenders:
         refuse(Problem.OUTPUT_IS_INPUT, offenders, name=name)
+
+
+def check_captured(fun: Any, *, name: str, strict: bool) -> None:
+    """Warns about captured sharded arrays, which become replicated constants, not arguments.
+
+    On Explicit axes an array may be indexed: its type shards what is read.
+    """
+    captured = [x for x in _compat.trace_constants() if _is_sharded(x)]
+    if captured:
+        operations = _compat.operations_on_constants()
+        others = [(x,) for x in captured if not _is_indexed(x, operations.get(id(x), set()))]
+        if others:
+            warn(Problem.CAPTURED_ARRAY, others, name=name, strict=strict, fun=fun)
+
+
+def _is_sharded(value: Any) -> bool:  # by type: isinstance loads the target of a lazy proxy
+    return type(value) is _compat.ArrayImpl and not value.is_fully_replicated
+
+
+_INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
+
+
+def _is_indexed(array: Any, operations: Set[str]) -> bool:
+    return type_spec(array) is not None and bool(operations) and operations <= _INDEXING
 
 
 def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
