@@ -1,13 +1,26 @@
-"""Which tests cannot run with other options of JAX and Flax (``make test-modes``), and why."""
+"""Options of JAX and Flax: which tests cannot run with some (``make test-modes``), and why."""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Iterator
 
 import jax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Everything is compiled: nothing comes from JAX's persistent cache."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    reset_cache()
 
 
 def ignored_warnings() -> Iterator[str]:

@@ -16,7 +16,6 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jax._src.lru_cache import LRUCache  # noqa: E402
-from jax.experimental.compilation_cache.compilation_cache import reset_cache  # noqa: E402
 
 # Compiling takes as long as it takes, so examples have no deadline. `ci` tries the same examples in
 # every run; `thorough` looks for new ones.
@@ -57,9 +56,5 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def uncached():
     """Everything is compiled: nothing comes from the persistent cache."""
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-    reset_cache()
+    with configurations.without_cache():
+        yield

@@ -11,6 +11,7 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
 
+import configurations
 import nnx_sharding
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,13 @@ def docstrings() -> list[doctest.DocTest]:
     # Without the names of its module an example runs only if a reader can copy it.
     tests = [test for module in modules for test in finder.find(module, globs={})]
     return [test for test in tests if test.examples]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _uncached():
+    # XLA writes programs for the CPU that it has read, as from the cache, without their functions.
+    with configurations.without_cache():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 
+import configurations
 from models import MLP, Counter, P, mesh_of
 from nnx_sharding import StateSharding, errors, export, jit, shard_map
 from nnx_sharding.export import files
@@ -48,6 +49,13 @@ def lowered(x=X, scale=2):
     specs = {"model": SPECS, "optimizer": None, "x": P("data")}
     options = {"static_argnames": "scale", "donate_argnames": ("model", "optimizer")}
     return jit(train, in_shardings=specs, mesh=mesh, **options).lower(*objects(), x, scale=scale)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _uncached():
+    # XLA writes programs for the CPU that it has read, as from the cache, without their functions.
+    with configurations.without_cache():
+        yield
 
 
 @pytest.fixture(scope="module")
