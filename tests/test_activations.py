@@ -354,7 +354,7 @@ class TestNothingElseChanges:
             fun(network, optimizer, X)
         assert type(network.blocks._pytree__nodes) is nnx.graphlib.HashableMapping
 
-    def test_error_in_the_function_restores_the_classes(self, network):
+    def test_error_in_the_function_leaves_the_classes(self, network):
         original = nnx.Linear.__call__
 
         def fail(model, x):

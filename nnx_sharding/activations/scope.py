@@ -37,7 +37,7 @@ from .explicit import (
     takes_out_sharding,
     without_open,
 )
-from .intercept import is_intercepted
+from .intercept import handler_here
 from .record import RECORD, frame_here, in_call
 from .tags import DECLARATIONS, Declaration, Shape, Tag
 from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
@@ -64,7 +64,7 @@ class Scope:
         self._roots: dict[int, tuple[Tag, Any]] = {}
         self._depth = 0  # of calls within calls
         # Within another trace, that one explains and records.
-        self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
+        self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
         self._untyped: list[tuple[Tag, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
@@ -78,11 +78,8 @@ class Scope:
         return bool(self._sources) or self._observes
 
     @property
-    def methods(self) -> frozenset[str] | None:
-        """The methods to intercept; None for all public ones, which may use parameters."""
-        is_general = self._is_explicit or any(source.gather for source in self._sources)
-        if is_general or RECORD.value is not None:
-            return None
+    def named_methods(self) -> frozenset[str]:
+        """The methods that filters name."""
         return frozenset(method for source in self._sources for method in source.methods)
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
