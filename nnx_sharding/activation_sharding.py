@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .filters import PathGlob, Paths, is_opaque, to_predicate
 from .fitting import axes_of, suggested_spec
@@ -26,9 +26,13 @@ class Activation:
       output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a module that
         returns several arrays. None leaves the output unchanged.
       input: likewise for the first argument.
+      axis_types: the type that the mesh's Explicit axes have while the module runs:
+        ``AxisType.Auto`` leaves the shardings in it to the compiler; with ``AxisType.Explicit`` it
+        runs as it is written, for a method that uses ``out_sharding`` itself. By default, they are
+        Auto where a strategy infers shardings, and in a layer with an ``output``.
 
     Raises:
-      TypeError: a leaf of either is not a spec.
+      TypeError: a leaf of the specs is not a spec, or ``axis_types`` is of another type.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -37,16 +41,23 @@ class Activation:
       >>> activations = ActivationSharding({"blocks/*": by_sequence, "head": P("data")})
     """
 
-    __slots__ = ("_key", "input", "output")
+    __slots__ = ("_key", "axis_types", "input", "output")
 
-    def __init__(self, output: Any = None, *, input: Any = None):
-        self.output, self.input = output, input
+    def __init__(
+        self, output: Any = None, *, input: Any = None, axis_types: AxisType | None = None
+    ):
+        self.output, self.input, self.axis_types = output, input, axis_types
+        if axis_types not in (None, AxisType.Auto, AxisType.Explicit):
+            raise TypeError(
+                "Activation: axis_types must be AxisType.Auto, AxisType.Explicit or None, got "
+                f"{axis_types!r}."
+            )
         flat = [jax.tree_util.tree_flatten(x, is_leaf=is_activation_spec) for x in (output, input)]
         wrong = [leaf for leaves, _ in flat for leaf in leaves if not is_activation_spec(leaf)]
         if wrong:
             got = ", ".join(f"{x!r}{suggested_spec(x)}" for x in wrong)
             raise TypeError(f"Activation: expected partition specs or NamedShardings, got {got}.")
-        self._key = tuple((tuple(leaves), treedef) for leaves, treedef in flat)
+        self._key = (*((tuple(leaves), treedef) for leaves, treedef in flat), axis_types)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Activation) and self._key == other._key
@@ -55,10 +66,13 @@ class Activation:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"Activation({self.output!r}, input={self.input!r})"
+        kind = f", axis_types=AxisType.{self.axis_types.name}" if self.axis_types else ""
+        given = f", input={self.input!r}" if self.input is not None else ""
+        return f"Activation({self.output!r}{given}{kind})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Activation, input=self.input), (self.output,)
+        options = {"input": self.input, "axis_types": self.axis_types}
+        return functools.partial(Activation, **options), (self.output,)
 
 
 class ActivationSharding:

@@ -1,177 +1,122 @@
-"""Layers on Explicit axes: how the output is sharded where JAX cannot infer it."""
+"""Modules on Explicit axes: their calls with Auto axes, and how the outputs are sharded outside."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
 from ..apply import called, rebuilt
-from ..core.axis_types import Retyped, Retyping, retyped, type_spec, with_reduced
+from ..core.axis_types import Retyped, Retyping, retyped, type_spec
 from ..core.flatten import flatten
-from ..fitting import axes_of, only_axes, spec_axes
-from .variables import Replaced, Saved, own_variables
+from ..fitting import axes_of, axes_of_type, only_axes, spec_axes
+from .variables import modules_in, own_variables
 
 
-def takes_out_sharding(call: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a method has an ``out_sharding`` that this call leaves open."""
-    parameters = inspect.signature(call).parameters
-    return "out_sharding" in parameters and kwargs.get("out_sharding") is None
-
-
-class Untyped(NamedTuple):
-    """A call of a module in which JAX cannot infer how an output is sharded."""
-
-    module: Any
-    error: Exception
-    inputs: tuple[str, ...]  # types of its input arrays and of its own Variables
-    specs: tuple[PartitionSpec, ...]  # values of ``out_sharding`` with which it works
-
-
-def inferred(
+def with_auto_axes(
     module: Any,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    untyped: Callable[[Untyped], None] | None = None,
+    axes: frozenset[Any],
+    spec_of: Callable[[jax.Array], PartitionSpec],
 ) -> Any:
-    """Calls a method, with an ``out_sharding`` or Auto axes if JAX cannot type an operation in it.
-
-    Args:
-      module: the module.
-      call: its method.
-      args: the arguments.
-      kwargs: the keyword arguments.
-      untyped: is notified of a call that needs this, with all specs that would work.
-
-    Raises:
-      Exception: whatever the method raises even with Auto axes.
-    """
-    saved = Saved((module, args, kwargs))
-    try:
-        return call(*args, **kwargs)
-    except _compat.TYPE_ERRORS as error:
-        original = error
-    saved.restore()
-    if untyped is not None and (changes := _without_reduced(module)):
-        with Replaced(changes):
-            return inferred(module, call, args, kwargs, untyped)
-    specs = _output_specs(module, args, kwargs) if takes_out_sharding(call, kwargs) else iter(())
-    usable = []
-    for spec in dict.fromkeys(specs):
-        try:
-            out = call(*args, **{**kwargs, "out_sharding": spec})
-        except _compat.TYPE_ERRORS:
-            saved.restore()
-            continue
-        if untyped is None:
-            return out
-        usable.append(spec)
-        saved.restore()
-    try:
-        out = with_auto_axes(module, call, args, kwargs)
-    except _compat.TYPE_ERRORS:
-        saved.restore()
-        raise original from None
-    if untyped is not None:
-        values = [_compat.get_value(variable) for _, variable in own_variables(module)]
-        avals = map(jax.typeof, _arrays((args, kwargs, values)))
-        types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
-        untyped(Untyped(module, original, types, tuple(usable)))
-    return out
-
-
-def _without_reduced(module: Any) -> list[tuple[Any, Any]]:
-    """A module's own Variables of a reduced type, each with its value of the usual type."""
-    changes = []
-    for _, variable in own_variables(module):
-        value = _compat.get_value(variable)
-        spec = type_spec(value)
-        if spec is not None and spec.reduced:
-            goal = NamedSharding(jax.typeof(value).sharding.mesh, with_reduced(spec, ()))
-            changes.append((variable, jax.sharding.reshard(value, goal)))
-    return changes
-
-
-def _output_specs(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[PartitionSpec]:
-    """Specs for the output of a layer, best first.
-
-    The first dimensions of the output are those of the input that are not summed over, the last
-    ones those of the kernel.
-    """
-    first = _first_typed((args, kwargs))
-    if first is None:
-        return
-    values = (_compat.get_value(variable) for _, variable in own_variables(module))
-    kernels = [spec for x in values if (spec := type_spec(x)) is not None and len(spec) > 1]
-    summed = {axis for spec in kernels for axis in spec_axes(spec)}
-    batch, *others = jax.typeof(first).sharding.spec.partitions
-    others = [*only_axes(PartitionSpec(*others), _axes(others) - summed).partitions]
-    is_index = jnp.issubdtype(first.dtype, jnp.integer)  # of an embedding
-    # Several for nnx.LinearGeneral.
-    inputs, outputs = (_rank(module, name) for name in ("in_features", "out_features"))
-    leading = [batch, *others] if is_index else [batch, *others[:-inputs]]
-    last = kernels[0].partitions[-outputs:] if kernels else ()
-    last = only_axes(PartitionSpec(*last), _axes(last) - _axes(leading)).partitions
-    if any(last):
-        yield PartitionSpec(*leading, *last)
-    for count in (len(leading), 1, 0):
-        yield PartitionSpec(*leading[:count])
-
-
-def _rank(module: Any, name: str) -> int:
-    """The number of dimensions of a layer's features."""
-    features = getattr(module, name, None)
-    return len(features) if isinstance(features, tuple) else 1
-
-
-def without_open(
-    spec: PartitionSpec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> PartitionSpec:
-    """A spec for the output of a layer, with UNCONSTRAINED entries replaced by inferred ones."""
-    if PartitionSpec.UNCONSTRAINED not in spec.partitions:
-        return spec
-    inferred_spec = next(_output_specs(module, args, kwargs), PartitionSpec())
-    free = only_axes(inferred_spec, _axes(inferred_spec.partitions).difference(spec_axes(spec)))
-    others = [*free.partitions, *[None] * len(spec)]
-    pairs = zip(spec.partitions, others, strict=False)
-    entries = (old if new is PartitionSpec.UNCONSTRAINED else new for new, old in pairs)
-    return PartitionSpec(*entries)
-
-
-def _axes(entries: Iterable[Any]) -> set[Any]:
-    return {axis for entry in entries for axis in axes_of(entry)}
-
-
-def with_auto_axes(
-    module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Calls a method with all axes Auto; its outputs are sharded like its first input.
+    """Calls a method with Explicit axes Auto.
 
     Args:
       module: the module.
       call: its method.
       args: its arguments.
       kwargs: its keyword arguments.
+      axes: the axes that become Auto.
+      spec_of: how an array that it returns is sharded outside.
     """
-    first = _first_typed((args, kwargs))
     mesh = jax.sharding.get_abstract_mesh()
+    retyping = Retyping.of(mesh, axes, AxisType.Auto, name="activation_shardings")
+    if retyping is None:
+        return call(*args, **kwargs)
     flat = flatten((module, args, kwargs))
-    retyping = Retyping.of(mesh, None, AxisType.Auto, name="auto_axes")
     arrays = Retyped.of(retyping, flat.leaves, summed_axes(module, (args, kwargs)))
-    after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))
+    try:
+        after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))
+    except BaseException:
+        rebuilt(flat._replace(leaves=arrays.inside), flat.leaves, foreign=True)
+        raise
     left, untyped = arrays.leave(flat.structure, after)
     for slot, x in untyped.items():
-        left[slot] = retyped(x, mesh, _as_input(x, first))
+        left[slot] = retyped(x, mesh, spec_of(x))
     return rebuilt(after, left, foreign=True)
+
+
+def output_spec(
+    x: jax.Array, first: jax.Array, kernels: list[jax.Array], declared: PartitionSpec | None
+) -> PartitionSpec:
+    """How an output is sharded that leaves a call with Auto axes.
+
+    As declared; where nothing is, like the first input in the leading dimensions, and like the
+    columns of a kernel in the last ones.
+
+    Args:
+      x: the output.
+      first: the first input.
+      kernels: the kernels of a layer.
+      declared: the spec that was declared, or None.
+    """
+    is_same = x.shape == first.shape and not kernels
+    entries = list[Any]()
+    dimensions = zip(x.shape if is_same else x.shape[:-1], first.shape, strict=False)
+    for (size, other), entry in zip(dimensions, _entries(first), strict=False):
+        if size != other:
+            break
+        entries.append(entry)
+    entries += [None] * (x.ndim - len(entries))
+    used = {axis for entry in entries for axis in axes_of(entry)}
+    columns = (k for k in kernels if k.ndim and x.ndim and k.shape[-1] == x.shape[-1])
+    if (kernel := next(columns, None)) is not None:
+        for i, entry in enumerate(reversed(_entries(kernel)), 1):
+            is_column = i <= x.ndim and kernel.shape[-i] == x.shape[-i] and entries[-i] is None
+            if not is_column or not used.isdisjoint(axes_of(entry)):
+                break
+            entries[-i] = entry
+    if declared is None:
+        return PartitionSpec(*entries)
+    fixed = {*spec_axes(declared)}
+    open_ = PartitionSpec.UNCONSTRAINED
+    free = only_axes(PartitionSpec(*entries), {*spec_axes(PartitionSpec(*entries))} - fixed)
+    padded = [*declared.partitions, *[None] * (x.ndim - len(declared))]
+    pairs = zip(padded, free.partitions, strict=False)
+    return PartitionSpec(*(other if entry is open_ else entry for entry, other in pairs))
+
+
+def _entries(x: jax.Array) -> list[Any]:
+    return [*jax.typeof(x).sharding.spec.partitions]
+
+
+def kernels_of(module: Any) -> list[jax.Array]:
+    """A module's own parameters of several dimensions."""
+    values = (_compat.get_value(variable) for _, variable in own_variables(module))
+    return [x for x in values if type_spec(x) is not None and x.ndim > 1]
+
+
+def reduced_axes(module: Any) -> frozenset[Any]:
+    """The axes over which parameters in a module's submodules have a reduced type."""
+    _, *inner = modules_in(module)
+    return frozenset(axis for _, one in inner for axis in _reduced(one))
+
+
+def is_reduced(module: Any) -> bool:
+    """Whether one of a module's own parameters has a reduced type."""
+    return next(_reduced(module), None) is not None
+
+
+def _reduced(module: Any) -> Iterator[Any]:
+    for _, variable in own_variables(module):
+        spec = type_spec(_compat.get_value(variable))
+        yield from () if spec is None else spec.reduced
 
 
 # Layers that compute each row independently.
@@ -195,47 +140,24 @@ def summed_axes(module: Any, inputs: Any) -> frozenset[Any]:
     There, parameters may have a reduced type. Elsewhere JAX may count their gradients once for each
     device: where axes become Auto, and where an embedding looks up replicated indices.
     """
-    spec = type_spec(_first_typed(inputs))
+    spec = type_spec(first_typed(inputs))
     if spec is None or not spec.partitions or not isinstance(module, _BY_ROWS):
         return frozenset()
     owner = next((kind for kind in type(module).__mro__ if "__call__" in vars(kind)), None)
     return frozenset(axes_of(spec.partitions[0])) if owner in _BY_ROWS else frozenset()
 
 
-def _first_typed(inputs: Any) -> Any:
-    return next((x for x in _arrays(inputs) if type_spec(x) is not None), None)
+def first_typed(inputs: Any) -> Any:
+    """The first array with a sharding in its type, or None."""
+    return next((x for x in arrays_in(inputs) if type_spec(x) is not None), None)
 
 
-def _as_input(x: jax.Array, first: Any) -> PartitionSpec:
-    """The spec of an output whose first dimensions are those of an input."""
-    spec, entries = type_spec(first), list[Any]()
-    if spec is not None:
-        for size, other, entry in zip(x.shape[:-1], first.shape, spec.partitions, strict=False):
-            if size != other:
-                break
-            entries.append(entry)
-    return PartitionSpec(*entries)
-
-
-def as_inputs(out: Any, inputs: Any, axes: Iterable[Any]) -> Any:
-    """The outputs of a model, sharded only over ``axes`` and those of its inputs.
-
-    Code around a model expects this: a loss that picks the logits of labels cannot be typed if
-    these are sharded over the vocabulary. Layers within a model may be followed by further layers.
-    """
-    kept = {axis for x in _arrays(inputs) if (spec := type_spec(x)) for axis in spec_axes(spec)}
-    kept.update(axes)
-
-    def resharded(x: Any) -> Any:
-        spec = type_spec(x)
-        if spec is None or kept.issuperset(spec_axes(spec)):
-            return x
-        mesh = jax.typeof(x).sharding.mesh
-        return jax.sharding.reshard(x, NamedSharding(mesh, only_axes(spec, kept)))
-
-    return jax.tree.map(resharded, out, is_leaf=_compat.is_graph_object)
-
-
-def _arrays(tree: Any) -> list[jax.Array]:
+def arrays_in(tree: Any) -> list[jax.Array]:
+    """The arrays in a pytree, without those in modules."""
     leaves = jax.tree.leaves(tree, is_leaf=_compat.is_graph_object)
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+
+def explicit_axes_here() -> frozenset[Any]:
+    """The Explicit axes of the mesh in context."""
+    return frozenset(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))

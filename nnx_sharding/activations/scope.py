@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -30,17 +29,20 @@ from ..fitting import (
 from ..paths import Path, accessor, path_string
 from ..state_sharding import StateSharding
 from .explicit import (
-    Untyped,
-    as_inputs,
-    inferred,
+    arrays_in,
+    explicit_axes_here,
+    first_typed,
+    is_reduced,
+    kernels_of,
+    output_spec,
+    reduced_axes,
     summed_axes,
-    takes_out_sharding,
-    without_open,
+    with_auto_axes,
 )
 from .intercept import handler_here
-from .record import RECORD, frame_here, in_call
+from .record import RECORD, Frame, in_call
 from .tags import DECLARATIONS, Declaration, Shape, Tag
-from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
+from .variables import Replaced, is_layer, modules_in, own_variables
 
 
 class Scope:
@@ -62,11 +64,9 @@ class Scope:
         self._sources = [*sources]  # those for all arguments, then those of single ones
         self._declared = len(sources)
         self._roots: dict[int, tuple[Tag, Any]] = {}
-        self._depth = 0  # of calls within calls
         # Within another trace, that one explains and records.
         self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
-        self._untyped: list[tuple[Tag, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
         self._key = tuple(self._sources), pure.batch_axes
@@ -110,9 +110,10 @@ class Scope:
             index = self._variables.get(id(variable))
             slots = () if index is None else self._pure.structure.slots[index]
             spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
-            pair = spec_and_mesh(spec, self._mesh)
+            value = _compat.get_value(variable)
+            pair = spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
             if pair is not None and not axes.isdisjoint(spec_axes(pair[0])):
-                shape = jax.typeof(_compat.get_value(variable)).shape
+                shape = jax.typeof(value).shape
                 kept = only_axes(pair[0], self._axes - axes)
                 entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
                 gathered[own_path] = with_entries(kept, entries), shape
@@ -136,55 +137,97 @@ class Scope:
         tag = _compat.tag_of(module) or self._root_tag(module)
         with in_call(tag.accessor, method) as frame:
             try:
-                out = self._called(tag, module, method, call, args, kwargs)
+                out = self._called(tag, frame, module, method, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
-                if not hasattr(error, "__notes__"):  # it is the innermost module
-                    error.add_note(_NOTE.format(tag.accessor))
-                raise
+                self._refuse_untyped(tag, module, (args, kwargs), error)
             frame.returned(module, method, out)
         return out
 
     def _called(
         self,
         tag: Tag,
+        frame: Frame,
         module: Any,
         method: str,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        activation, strict = self._find(tag, module, method)
-        if activation.input is not None and args:
-            args = (self._constrained(args[0], activation.input, tag, "input", strict), *args[1:])
-        self._depth += 1
-        try:
-            with Replaced(self._gathered(tag, module, (args, kwargs))):
-                out = self._typed(tag, activation.output, module, call, args, kwargs)
-        finally:
-            self._depth -= 1
-        if activation.output is not None:
-            return self._constrained(out, activation.output, tag, "output", strict)
-        is_part = self._depth or (tag.path and is_layer(module))
-        if not is_part and any(source.infer for source in tag.sources):
-            inside, out = out, as_inputs(out, (args, kwargs), self._pure.batch_axes)
-            pairs = zip(jax.tree.leaves(inside), jax.tree.leaves(out), strict=True)
-            if (frame := frame_here()) is not None and any(old is not new for old, new in pairs):
+        chosen, strict = self._find(tag, frame, module, method)
+        if chosen.input is not None and args:
+            first = self._constrained(args[0], chosen.input, tag, frame, "input", strict)
+            args = (first, *args[1:])
+
+        def constrained(*args: Any, **kwargs: Any) -> Any:
+            out = call(*args, **kwargs)
+            if chosen.output is None:
+                return out
+            return self._constrained(out, chosen.output, tag, frame, "output", strict)
+
+        with Replaced(self._gathered(tag, module, (args, kwargs))):
+            axes = self._auto_axes(tag, chosen, module, args, kwargs)
+            if not axes:
+                return constrained(*args, **kwargs)
+            mesh, first = jax.sharding.get_abstract_mesh(), first_typed((args, kwargs))
+            kernels = kernels_of(module) if tag.path else []
+
+            def spec_of(x: jax.Array) -> PartitionSpec:
+                known = frame.sharding_of(x)
+                declared = None if known is None else only_axes(known.spec, mesh.axis_names)
                 frame.is_by_strategy = True
-        return out
+                return output_spec(x, first, kernels, declared)
+
+            return with_auto_axes(module, constrained, args, kwargs, axes, spec_of)
+
+    def _auto_axes(
+        self,
+        tag: Tag,
+        chosen: Activation,
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> frozenset[Any]:
+        """The Explicit axes that are Auto while a method runs.
+
+        All of them if it is declared so, if a strategy infers, or for a layer with a declared
+        output; but not those over which JAX can reduce gradients only in the layers inside.
+        """
+        explicit = explicit_axes_here()
+        is_open = kwargs.get("out_sharding") is None and first_typed((args, kwargs)) is not None
+        if not explicit or not is_open or chosen.axis_types is AxisType.Explicit:
+            return frozenset()
+        if chosen.axis_types is AxisType.Auto:
+            return explicit
+        infers = any(source.infer for source in tag.sources) or is_reduced(module)
+        if infers or (chosen.output is not None and is_layer(module)):
+            return explicit - reduced_axes(module)
+        return frozenset()
+
+    def _refuse_untyped(self, tag: Tag, module: Any, inputs: Any, error: Exception) -> NoReturn:
+        """Raises an error that names the innermost module in which JAX cannot type an operation."""
+        values = [_compat.get_value(variable) for _, variable in own_variables(module)]
+        avals = map(jax.typeof, arrays_in((inputs, values)))
+        types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
+        spec = type_spec(first_typed(inputs)) or PartitionSpec()
+        entry: Any = PartitionSpec(*spec.partitions[:-1])
+        if not is_layer(module):
+            entry = Activation(entry, axis_types=AxisType.Auto)
+        offender = (tag.accessor, path_string(tag.path), module, error, types, entry)
+        refuse(Problem.CANNOT_BE_TYPED, [offender], name=self._transform.name)
 
     def _root_tag(self, module: Any) -> Tag:
         """Tags a module that is not from the arguments, as the root of a path, and all in it."""
         known = self._roots.get(id(module))
         if known is None:
             sources, name = tuple(self._sources), type(module).__name__
-            for path, inner in modules_by_path(module):
+            for path, inner in modules_in(module):
                 if _compat.tag_of(inner) is None:
                     tag = self._tag(name, path, sources, inner)
                     self._roots.setdefault(id(inner), (tag, inner))
             known = self._roots[id(module)]
         return known[0]
 
-    def _find(self, tag: Tag, module: Any, method: str) -> tuple[Activation, bool]:
+    def _find(self, tag: Tag, frame: Frame, module: Any, method: str) -> tuple[Activation, bool]:
         """The choice of the first source that has one, and whether that source is strict."""
         choices = []
         for source in tag.sources:
@@ -193,7 +236,7 @@ class Scope:
                 number = self._sources.index(source)
                 self.declaration.used.add((number, index))
                 choices.append((activation, source.strict))
-                if len(choices) == 1 and (frame := frame_here()) is not None:
+                if len(choices) == 1:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
         return choices[0] if choices else (_NOTHING, False)
 
@@ -224,38 +267,9 @@ class Scope:
                 changes.append((variable, value))
         return changes
 
-    def _typed(
-        self,
-        tag: Tag,
-        output: Any,
-        module: Any,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def _constrained(
+        self, tree: Any, prefix: Any, tag: Tag, frame: Frame, side: str, strict: bool
     ) -> Any:
-        """The output of a method; on Explicit axes, with the shardings that its operations need."""
-        mesh = jax.sharding.get_abstract_mesh()
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        if not explicit:
-            return call(*args, **kwargs)
-        if output is not None:
-            pair = spec_and_mesh(output, mesh)
-            if pair is not None and takes_out_sharding(call, kwargs):
-                saved = Saved((module, args, kwargs))
-                spec = without_open(only_axes(pair[0], explicit), module, args, kwargs)
-                try:
-                    return call(*args, **{**kwargs, "out_sharding": spec})
-                except _compat.TYPE_ERRORS:
-                    saved.restore()
-            return inferred(module, call, args, kwargs)
-        infers = any(source.infer for source in tag.sources)
-        note = None if infers else functools.partial(self._note_untyped, tag)
-        return inferred(module, call, args, kwargs, note)
-
-    def _note_untyped(self, tag: Tag, untyped: Untyped) -> None:
-        self._untyped.append((tag, untyped))
-
-    def _constrained(self, tree: Any, prefix: Any, tag: Tag, side: str, strict: bool) -> Any:
         """A pytree of activations with the specs of a prefix."""
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
         try:
@@ -265,12 +279,12 @@ class Scope:
             return tree
         name = f"{side} of {tag.accessor}"
         new = [
-            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, name, strict), part)
+            jax.tree.map(lambda x, s=spec: self._constrained_array(x, s, frame, name, strict), part)
             for part, spec in zip(parts, specs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(treedef, new)
 
-    def _constrained_array(self, x: Any, spec: Any, name: str, strict: bool) -> Any:
+    def _constrained_array(self, x: Any, spec: Any, frame: Frame, name: str, strict: bool) -> Any:
         if spec is None or not isinstance(x, jax.Array):
             return x
         pair = spec_and_mesh(spec, self._mesh)
@@ -288,8 +302,7 @@ class Scope:
         spec = fit.sharding if is_open else without_unconstrained(fit.sharding, x, mesh)
         sharding = NamedSharding(mesh, spec)
         [new] = apply_shardings([x], [sharding])
-        if (frame := frame_here()) is not None:
-            frame.constrained(new, sharding)
+        frame.constrained(new, sharding)
         return new
 
     def forget(self) -> None:
@@ -297,7 +310,7 @@ class Scope:
         DECLARATIONS.pop(self._key, None)
 
     def check(self) -> None:
-        """Checks for layers that cannot be typed, specs that did not fit, and unused filters.
+        """Checks for specs that did not fit, and unused filters.
 
         Raises:
           ValueError: there are any.
@@ -311,9 +324,6 @@ class Scope:
             refuse(
                 Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
             )
-        if self._untyped:
-            offenders = [(tag.accessor, path_string(tag.path), *x) for tag, x in self._untyped]
-            refuse(Problem.CANNOT_BE_TYPED, offenders, name=name)
         unused = [
             (filter_,)
             for number, source in enumerate(self._sources)
@@ -324,11 +334,6 @@ class Scope:
             refuse(Problem.ACTIVATION_UNUSED, unused, name=name)
 
 
-_NOTE = (
-    "The operation is in {}, which also fails with Auto axes, as a method does that uses "
-    "out_sharding itself. Shard the inputs of the operation alike: give each argument a spec, such "
-    "as a cache, and use reshard in the method."
-)
 _NOTHING = Activation()
 
 

@@ -49,12 +49,11 @@ def unmatched(path: str, subject: Any, rules: Any) -> str:
 
 
 def untyped(
-    path: str, key: str, module: Any, error: Exception, types: Sequence[str], specs: Sequence[Any]
+    path: str, key: str, module: Any, error: Exception, types: Sequence[str], entry: Any
 ) -> str:
-    """A module whose output JAX cannot shard, and specs with which it works."""
+    """A module with an operation that JAX cannot type."""
     reason = str(error).partition(". ")[0].partition("\n")[0]
-    usable = f"\n    works with {', '.join(short(specs))}" if specs else ""
-    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}{usable}"
+    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}"
 
 
 def short(specs: Iterable[PartitionSpec]) -> list[str]:
