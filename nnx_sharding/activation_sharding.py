@@ -28,8 +28,9 @@ class Activation:
       input: likewise for the first argument.
       axis_types: the type that the mesh's Explicit axes have while the module runs:
         ``AxisType.Auto`` leaves the shardings in it to the compiler; with ``AxisType.Explicit`` it
-        runs as it is written, for a method that uses ``out_sharding`` itself. By default, they are
-        Auto where a strategy infers shardings, and in a layer with an ``output``.
+        and the modules that hold it run as they are written, for a method that uses
+        ``out_sharding`` itself. By default, they are Auto where a strategy infers shardings, and
+        in a layer with an ``output``.
 
     Raises:
       TypeError: a leaf of the specs is not a spec, or ``axis_types`` is of another type.
@@ -66,9 +67,10 @@ class Activation:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        kind = f", axis_types=AxisType.{self.axis_types.name}" if self.axis_types else ""
-        given = f", input={self.input!r}" if self.input is not None else ""
-        return f"Activation({self.output!r}{given}{kind})"
+        given = [] if self.output is None else [repr(self.output)]
+        given += [] if self.input is None else [f"input={self.input!r}"]
+        given += [f"axis_types=AxisType.{self.axis_types.name}"] if self.axis_types else []
+        return f"Activation({', '.join(given)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = {"input": self.input, "axis_types": self.axis_types}
@@ -93,9 +95,10 @@ class ActivationSharding:
         prefix of them, None, or an :class:`Activation`.
       gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
         does; True for the axes over which the first dimension of the data is sharded.
-      infer: whether to choose, on Explicit axes, how the output of a layer is sharded where JAX
-        cannot, from its input and parameters. The output of a model that the function calls is then
-        sharded only over the axes of its inputs; the outputs of its layers are not changed.
+      infer: whether the modules that the function calls run with all Explicit axes Auto, so that
+        the compiler chooses how arrays in them are sharded. Their outputs are sharded as declared;
+        otherwise like the leading dimensions of their first input, and those of a layer in a model
+        like the columns of its kernel in the last ones.
       strict: whether a filter that matches no called module is an error.
 
     Raises:
@@ -176,6 +179,13 @@ class ActivationSharding:
             if name == method and predicate(path, module):
                 return index, self.activations[index]
         return None, None
+
+    def is_explicit(self, path: Path, module: Any) -> bool:
+        """Whether a module is declared to run with Explicit axes."""
+        return any(
+            activation.axis_types is AxisType.Explicit and predicate(path, module)
+            for (predicate, _), activation in zip(self._tests, self.activations, strict=True)
+        )
 
     def __repr__(self) -> str:
         pairs = zip(self._filters, self.activations, strict=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
 from ..apply import called, rebuilt
-from ..core.axis_types import Retyped, Retyping, retyped, type_spec
+from ..core.axis_types import Retyped, Retyping, type_spec
 from ..core.flatten import flatten
 from ..fitting import axes_of, axes_of_type, only_axes, spec_axes
 from .variables import modules_in, own_variables
@@ -23,7 +24,7 @@ def with_auto_axes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     axes: frozenset[Any],
-    spec_of: Callable[[jax.Array], PartitionSpec],
+    leave: Callable[[jax.Array], jax.Array],
 ) -> Any:
     """Calls a method with Explicit axes Auto.
 
@@ -33,7 +34,7 @@ def with_auto_axes(
       args: its arguments.
       kwargs: its keyword arguments.
       axes: the axes that become Auto.
-      spec_of: how an array that it returns is sharded outside.
+      leave: gives an array that it returns the type that it has outside.
     """
     mesh = jax.sharding.get_abstract_mesh()
     retyping = Retyping.of(mesh, axes, AxisType.Auto, name="activation_shardings")
@@ -48,58 +49,68 @@ def with_auto_axes(
         raise
     left, untyped = arrays.leave(flat.structure, after)
     for slot, x in untyped.items():
-        left[slot] = retyped(x, mesh, spec_of(x))
+        left[slot] = leave(x)
     return rebuilt(after, left, foreign=True)
 
 
-def output_spec(
-    x: jax.Array, first: jax.Array, kernels: list[jax.Array], declared: PartitionSpec | None
-) -> PartitionSpec:
+def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> PartitionSpec:
     """How an output is sharded that leaves a call with Auto axes.
-
-    As declared; where nothing is, like the first input in the leading dimensions, and like the
-    columns of a kernel in the last ones.
 
     Args:
       x: the output.
-      first: the first input.
-      kernels: the kernels of a layer.
-      declared: the spec that was declared, or None.
+      first: the first input. The output is sharded like its leading dimensions, or like all of it
+        if both have the same shape, where ``spec`` leaves this open.
+      spec: what is declared or known; None if nothing is.
     """
-    is_same = x.shape == first.shape and not kernels
-    entries = list[Any]()
-    dimensions = zip(x.shape if is_same else x.shape[:-1], first.shape, strict=False)
-    for (size, other), entry in zip(dimensions, _entries(first), strict=False):
-        if size != other:
-            break
-        entries.append(entry)
-    entries += [None] * (x.ndim - len(entries))
-    used = {axis for entry in entries for axis in axes_of(entry)}
-    columns = (k for k in kernels if k.ndim and x.ndim and k.shape[-1] == x.shape[-1])
-    if (kernel := next(columns, None)) is not None:
-        for i, entry in enumerate(reversed(_entries(kernel)), 1):
-            is_column = i <= x.ndim and kernel.shape[-i] == x.shape[-i] and entries[-i] is None
-            if not is_column or not used.isdisjoint(axes_of(entry)):
-                break
-            entries[-i] = entry
-    if declared is None:
-        return PartitionSpec(*entries)
-    fixed = {*spec_axes(declared)}
-    open_ = PartitionSpec.UNCONSTRAINED
-    free = only_axes(PartitionSpec(*entries), {*spec_axes(PartitionSpec(*entries))} - fixed)
-    padded = [*declared.partitions, *[None] * (x.ndim - len(declared))]
-    pairs = zip(padded, free.partitions, strict=False)
-    return PartitionSpec(*(other if entry is open_ else entry for entry, other in pairs))
+    count = x.ndim if x.shape == first.shape and spec is None else max(x.ndim - 1, 0)
+    entries = jax.typeof(first).sharding.spec.partitions
+    dimensions = zip(x.shape[:count], first.shape, entries, strict=False)
+    same = itertools.takewhile(lambda dimension: dimension[0] == dimension[1], dimensions)
+    like = PartitionSpec(*(entry for *_, entry in same))
+    if spec is None:
+        return like
+    free = only_axes(like, {*spec_axes(like)}.difference(spec_axes(spec))).partitions
+    pairs = itertools.zip_longest(spec.partitions, free[: x.ndim])
+    return PartitionSpec(
+        *(new if old is PartitionSpec.UNCONSTRAINED else old for old, new in pairs)
+    )
 
 
-def _entries(x: jax.Array) -> list[Any]:
-    return [*jax.typeof(x).sharding.spec.partitions]
+class Kernel(NamedTuple):
+    """A parameter of several dimensions."""
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+    columns: int  # the number of its last dimensions that are those of the output
 
 
-def kernels_of(module: Any) -> list[jax.Array]:
-    """A module's own parameters of several dimensions."""
-    values = (_compat.get_value(variable) for _, variable in own_variables(module))
-    return [x for x in values if type_spec(x) is not None and x.ndim > 1]
+def column_spec(
+    x: jax.Array, kernels: Iterable[Kernel], taken: Collection[Any]
+) -> PartitionSpec | None:
+    """The spec of a layer's output that its kernel determines; None if it has no such kernel.
+
+    Args:
+      x: the output.
+      kernels: the kernels of the layer.
+      taken: axes over which other dimensions are sharded.
+    """
+    for kernel in kernels:
+        count = kernel.columns
+        if x.ndim > count and x.shape[-count:] == kernel.shape[-count:]:
+            padded = [*kernel.spec.partitions, *[None] * len(kernel.shape)][: len(kernel.shape)]
+            spec = PartitionSpec(*padded[-count:])
+            free = only_axes(spec, {*spec_axes(spec)}.difference(taken))
+            return PartitionSpec(
+                *[PartitionSpec.UNCONSTRAINED] * (x.ndim - count), *free.partitions
+            )
+    return None
+
+
+def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
+    """A spec with UNCONSTRAINED where it has no axis."""
+    if spec is None:
+        return None
+    return PartitionSpec(*(entry or _OPEN for entry in spec.partitions))
 
 
 def reduced_axes(module: Any) -> frozenset[Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..apply import apply_shardings, mesh_here, without_unconstrained
-from ..core.axis_types import type_spec, with_reduced
+from ..core.axis_types import retyped, type_spec, with_reduced
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
@@ -29,11 +31,13 @@ from ..fitting import (
 from ..paths import Path, accessor, path_string
 from ..state_sharding import StateSharding
 from .explicit import (
+    Kernel,
     arrays_in,
+    column_spec,
     explicit_axes_here,
     first_typed,
     is_reduced,
-    kernels_of,
+    opened,
     output_spec,
     reduced_axes,
     summed_axes,
@@ -104,20 +108,20 @@ class Scope:
     def _tag(
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
     ) -> Tag:
-        gathered: dict[Path, Any] = {}
+        specs: dict[Path, Any] = {}
         axes = self._gathered_axes(sources)
-        for own_path, variable in own_variables(module) if axes else ():
+        for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
             index = self._variables.get(id(variable))
             slots = () if index is None else self._pure.structure.slots[index]
             spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
             value = _compat.get_value(variable)
             pair = spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
-            if pair is not None and not axes.isdisjoint(spec_axes(pair[0])):
-                shape = jax.typeof(value).shape
-                kept = only_axes(pair[0], self._axes - axes)
+            if pair is not None:
+                shape, kept = jax.typeof(value).shape, only_axes(pair[0], self._axes - axes)
                 entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
-                gathered[own_path] = with_entries(kept, entries), shape
-        return Tag(name, path, sources, axes, gathered)
+                is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
+                specs[own_path] = with_entries(kept, entries), shape, is_gathered
+        return Tag(name, path, sources, axes, specs)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
         """The axes over which the parameters of modules are gathered."""
@@ -140,6 +144,13 @@ class Scope:
                 out = self._called(tag, frame, module, method, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
                 self._refuse_untyped(tag, module, (args, kwargs), error)
+            except ValueError as error:
+                if self._is_explicit and _USES_TYPES.search(str(error)):
+                    notes = getattr(error, "__notes__", ())
+                    if not any(_NOTE in note for note in notes):  # it is the innermost module
+                        entry = {path_string(tag.path): Activation(axis_types=AxisType.Explicit)}
+                        error.add_note(f"{tag.accessor} {_NOTE} activation_shardings={entry!r}.")
+                raise
             frame.returned(module, method, out)
         return out
 
@@ -158,26 +169,58 @@ class Scope:
             first = self._constrained(args[0], chosen.input, tag, frame, "input", strict)
             args = (first, *args[1:])
 
-        def constrained(*args: Any, **kwargs: Any) -> Any:
-            out = call(*args, **kwargs)
-            if chosen.output is None:
-                return out
-            return self._constrained(out, chosen.output, tag, frame, "output", strict)
-
         with Replaced(self._gathered(tag, module, (args, kwargs))):
+            mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             axes = self._auto_axes(tag, chosen, module, args, kwargs)
+            kernels = self._kernels(tag, module)
+
+            def constrained(*args: Any, **kwargs: Any) -> Any:
+                out = call(*args, **kwargs)
+                if chosen.output is not None:
+                    return self._constrained(out, chosen.output, tag, frame, "output", strict)
+                return out if explicit and not axes else self._with_columns(out, kernels)
+
+            def leave(x: jax.Array) -> jax.Array:
+                known, like = frame.sharding_of(x), first_typed((args, kwargs))
+                spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
+                if spec is None and tag.path:
+                    spec = column_spec(
+                        x, kernels, spec_axes(PartitionSpec(*jax.typeof(like).sharding.spec[:1]))
+                    )
+                new = retyped(x, mesh, output_spec(x, like, spec))
+                if known is not None:
+                    frame.constrained(new, jax.typeof(new).sharding)
+                return new
+
             if not axes:
                 return constrained(*args, **kwargs)
-            mesh, first = jax.sharding.get_abstract_mesh(), first_typed((args, kwargs))
-            kernels = kernels_of(module) if tag.path else []
+            frame.is_by_strategy = True
+            return with_auto_axes(module, constrained, args, kwargs, axes, leave)
 
-            def spec_of(x: jax.Array) -> PartitionSpec:
-                known = frame.sharding_of(x)
-                declared = None if known is None else only_axes(known.spec, mesh.axis_names)
-                frame.is_by_strategy = True
-                return output_spec(x, first, kernels, declared)
+    def _kernels(self, tag: Tag, module: Any) -> list[Kernel]:
+        """A module's own parameters of several dimensions, where its shardings are inferred."""
+        if not self._is_explicit or not any(source.infer for source in tag.sources):
+            return []
+        features = getattr(module, "out_features", None)
+        columns = len(features) if isinstance(features, tuple) else 1
+        shapes = [(p, jnp.shape(_compat.get_value(v))) for p, v in own_variables(module)]
+        return [
+            Kernel(_spec_of_slice(*tag.specs[path][:2], shape), shape, columns)
+            for path, shape in shapes
+            if path in tag.specs and len(shape) > columns
+        ]
 
-            return with_auto_axes(module, constrained, args, kwargs, axes, spec_of)
+    def _with_columns(self, out: Any, kernels: list[Kernel]) -> Any:
+        """What a layer returns, on Auto axes sharded like the columns of its kernel."""
+
+        def with_columns(x: Any) -> Any:
+            is_array = isinstance(x, jax.Array)
+            spec = column_spec(x, kernels, self._pure.batch_axes) if is_array else None
+            if spec is None or self._mesh is None or not any(spec_axes(spec)):
+                return x
+            return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
+
+        return jax.tree.map(with_columns, out, is_leaf=_compat.is_graph_object) if kernels else out
 
     def _auto_axes(
         self,
@@ -191,6 +234,7 @@ class Scope:
 
         All of them if it is declared so, if a strategy infers, or for a layer with a declared
         output; but not those over which JAX can reduce gradients only in the layers inside.
+        None in modules that are declared to be Explicit, and those that hold such modules.
         """
         explicit = explicit_axes_here()
         is_open = kwargs.get("out_sharding") is None and first_typed((args, kwargs)) is not None
@@ -198,6 +242,10 @@ class Scope:
             return frozenset()
         if chosen.axis_types is AxisType.Auto:
             return explicit
+        strict = [x for x in tag.sources if any(a.axis_types for a in x.activations)]
+        for path, inner in modules_in(module) if strict else ():
+            if any(source.is_explicit((*tag.path, *path), inner) for source in strict):
+                return frozenset()
         infers = any(source.infer for source in tag.sources) or is_reduced(module)
         if infers or (chosen.output is not None and is_layer(module)):
             return explicit - reduced_axes(module)
@@ -244,7 +292,7 @@ class Scope:
         """The module's own Variables, with gathered values."""
         axes = tag.axes
         is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
-        if not is_explicit and not (axes and tag.gathered):
+        if not is_explicit and not axes:
             return []
         changes: list[tuple[Any, Any]] = []
         for path, variable in own_variables(module):
@@ -261,8 +309,8 @@ class Scope:
                 if kept != spec:
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
                     changes.append((variable, jax.sharding.reshard(value, goal)))
-            elif path in tag.gathered and self._mesh is not None:
-                here = _spec_of_slice(*tag.gathered[path], value.shape)
+            elif self._mesh is not None and tag.specs.get(path, (None, None, False))[2]:
+                here = _spec_of_slice(*tag.specs[path][:2], value.shape)
                 [value] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), here)])
                 changes.append((variable, value))
         return changes
@@ -334,6 +382,11 @@ class Scope:
             refuse(Problem.ACTIVATION_UNUSED, unused, name=name)
 
 
+_NOTE = (
+    "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
+    "reshard or a mesh itself, pass"
+)
+_USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)
 _NOTHING = Activation()
 
 
