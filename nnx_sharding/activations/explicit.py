@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from flax import nnx
@@ -70,47 +70,16 @@ def output_spec(x: jax.Array, first: jax.Array, spec: PartitionSpec | None) -> P
     if spec is None:
         return like
     free = only_axes(like, {*spec_axes(like)}.difference(spec_axes(spec))).partitions
-    pairs = itertools.zip_longest(spec.partitions, free[: x.ndim])
-    return PartitionSpec(
-        *(new if old is PartitionSpec.UNCONSTRAINED else old for old, new in pairs)
-    )
-
-
-class Kernel(NamedTuple):
-    """A parameter of several dimensions."""
-
-    spec: PartitionSpec
-    shape: tuple[int, ...]
-    columns: int  # the number of its last dimensions that are those of the output
-
-
-def column_spec(
-    x: jax.Array, kernels: Iterable[Kernel], taken: Collection[Any]
-) -> PartitionSpec | None:
-    """The spec of a layer's output that its kernel determines; None if it has no such kernel.
-
-    Args:
-      x: the output.
-      kernels: the kernels of the layer.
-      taken: axes over which other dimensions are sharded.
-    """
-    for kernel in kernels:
-        count = kernel.columns
-        if x.ndim > count and x.shape[-count:] == kernel.shape[-count:]:
-            padded = [*kernel.spec.partitions, *[None] * len(kernel.shape)][: len(kernel.shape)]
-            spec = PartitionSpec(*padded[-count:])
-            free = only_axes(spec, {*spec_axes(spec)}.difference(taken))
-            return PartitionSpec(
-                *[PartitionSpec.UNCONSTRAINED] * (x.ndim - count), *free.partitions
-            )
-    return None
+    pairs = itertools.zip_longest(spec.partitions, free)
+    return PartitionSpec(*(new if old is OPEN else old for old, new in pairs))
 
 
 def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
-    """A spec with UNCONSTRAINED where it has no axis."""
-    if spec is None:
-        return None
-    return PartitionSpec(*(entry or _OPEN for entry in spec.partitions))
+    """A spec that leaves dimensions without an axis open."""
+    return None if spec is None else PartitionSpec(*(x or OPEN for x in spec.partitions))
+
+
+OPEN = PartitionSpec.UNCONSTRAINED
 
 
 def reduced_axes(module: Any) -> frozenset[Any]:

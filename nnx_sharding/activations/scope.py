@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -31,9 +32,8 @@ from ..fitting import (
 from ..paths import Path, accessor, path_string
 from ..state_sharding import StateSharding
 from .explicit import (
-    Kernel,
+    OPEN,
     arrays_in,
-    column_spec,
     explicit_axes_here,
     first_typed,
     is_reduced,
@@ -171,22 +171,22 @@ class Scope:
 
         with Replaced(self._gathered(tag, module, (args, kwargs))):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
-            axes = self._auto_axes(tag, chosen, module, args, kwargs)
-            kernels = self._kernels(tag, module)
+            axes = self._auto_axes(tag, chosen, module, explicit, (args, kwargs))
 
             def constrained(*args: Any, **kwargs: Any) -> Any:
                 out = call(*args, **kwargs)
                 if chosen.output is not None:
                     return self._constrained(out, chosen.output, tag, frame, "output", strict)
-                return out if explicit and not axes else self._with_columns(out, kernels)
+                if explicit and not axes:
+                    return out
+                columns = functools.partial(self._with_columns, tag, module)
+                return jax.tree.map(columns, out, is_leaf=_compat.is_graph_object)
 
             def leave(x: jax.Array) -> jax.Array:
                 known, like = frame.sharding_of(x), first_typed((args, kwargs))
                 spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
                 if spec is None and tag.path:
-                    spec = column_spec(
-                        x, kernels, spec_axes(PartitionSpec(*jax.typeof(like).sharding.spec[:1]))
-                    )
+                    spec = self._columns(tag, module, x)
                 new = retyped(x, mesh, output_spec(x, like, spec))
                 if known is not None:
                     frame.constrained(new, jax.typeof(new).sharding)
@@ -197,38 +197,32 @@ class Scope:
             frame.is_by_strategy = True
             return with_auto_axes(module, constrained, args, kwargs, axes, leave)
 
-    def _kernels(self, tag: Tag, module: Any) -> list[Kernel]:
-        """A module's own parameters of several dimensions, where its shardings are inferred."""
+    def _columns(self, tag: Tag, module: Any, x: jax.Array) -> PartitionSpec | None:
+        """The spec of an output whose last dimensions are those of the columns of a kernel."""
         if not self._is_explicit or not any(source.infer for source in tag.sources):
-            return []
+            return None
         features = getattr(module, "out_features", None)
-        columns = len(features) if isinstance(features, tuple) else 1
-        shapes = [(p, jnp.shape(_compat.get_value(v))) for p, v in own_variables(module)]
-        return [
-            Kernel(_spec_of_slice(*tag.specs[path][:2], shape), shape, columns)
-            for path, shape in shapes
-            if path in tag.specs and len(shape) > columns
-        ]
+        count = len(features) if isinstance(features, tuple) else 1
+        for path, variable in own_variables(module):
+            shape = jnp.shape(_compat.get_value(variable))
+            is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
+            if is_kernel and path in tag.specs:
+                spec = PartitionSpec(
+                    *_spec_of_slice(*tag.specs[path][:2], shape).partitions[-count:]
+                )
+                free = only_axes(spec, {*spec_axes(spec)}.difference(self._pure.batch_axes))
+                return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
+        return None
 
-    def _with_columns(self, out: Any, kernels: list[Kernel]) -> Any:
-        """What a layer returns, on Auto axes sharded like the columns of its kernel."""
-
-        def with_columns(x: Any) -> Any:
-            is_array = isinstance(x, jax.Array)
-            spec = column_spec(x, kernels, self._pure.batch_axes) if is_array else None
-            if spec is None or self._mesh is None or not any(spec_axes(spec)):
-                return x
-            return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
-
-        return jax.tree.map(with_columns, out, is_leaf=_compat.is_graph_object) if kernels else out
+    def _with_columns(self, tag: Tag, module: Any, x: Any) -> Any:
+        """An output, on Auto axes sharded like the columns of a kernel."""
+        spec = self._columns(tag, module, x) if isinstance(x, jax.Array) else None
+        if spec is None or self._mesh is None or not any(spec_axes(spec)):
+            return x
+        return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
 
     def _auto_axes(
-        self,
-        tag: Tag,
-        chosen: Activation,
-        module: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, tag: Tag, chosen: Activation, module: Any, explicit: frozenset[Any], inputs: Any
     ) -> frozenset[Any]:
         """The Explicit axes that are Auto while a method runs.
 
@@ -236,20 +230,18 @@ class Scope:
         output; but not those over which JAX can reduce gradients only in the layers inside.
         None in modules that are declared to be Explicit, and those that hold such modules.
         """
-        explicit = explicit_axes_here()
-        is_open = kwargs.get("out_sharding") is None and first_typed((args, kwargs)) is not None
-        if not explicit or not is_open or chosen.axis_types is AxisType.Explicit:
+        if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
             return frozenset()
-        if chosen.axis_types is AxisType.Auto:
-            return explicit
-        strict = [x for x in tag.sources if any(a.axis_types for a in x.activations)]
-        for path, inner in modules_in(module) if strict else ():
-            if any(source.is_explicit((*tag.path, *path), inner) for source in strict):
-                return frozenset()
+        if chosen.axis_types is not None:
+            return explicit if chosen.axis_types is AxisType.Auto else frozenset()
+        for source in tag.sources:
+            if any(x.axis_types is AxisType.Explicit for x in source.activations):
+                inside = (((*tag.path, *path), one) for path, one in modules_in(module))
+                if any(source.is_explicit(*one) for one in inside):
+                    return frozenset()
         infers = any(source.infer for source in tag.sources) or is_reduced(module)
-        if infers or (chosen.output is not None and is_layer(module)):
-            return explicit - reduced_axes(module)
-        return frozenset()
+        is_chosen = infers or (chosen.output is not None and is_layer(module))
+        return explicit - reduced_axes(module) if is_chosen else frozenset()
 
     def _refuse_untyped(self, tag: Tag, module: Any, inputs: Any, error: Exception) -> NoReturn:
         """Raises an error that names the innermost module in which JAX cannot type an operation."""
