@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
@@ -116,7 +115,7 @@ class Scope:
             spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
             value = _compat.get_value(variable)
             pair = spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
-            if pair is not None:
+            if pair is not None and isinstance(value, jax.Array):
                 shape, kept = jax.typeof(value).shape, only_axes(pair[0], self._axes - axes)
                 entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
                 is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
@@ -204,7 +203,7 @@ class Scope:
         features = getattr(module, "out_features", None)
         count = len(features) if isinstance(features, tuple) else 1
         for path, variable in own_variables(module):
-            shape = jnp.shape(_compat.get_value(variable))
+            shape = getattr(_compat.get_value(variable), "shape", ())
             is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
             if is_kernel and path in tag.specs:
                 spec = PartitionSpec(
