@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 import contextvars
 import functools
 import inspect
 import pickle
 import random
 import sys
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +191,19 @@ def test_capture_of_outputs_of_methods(order, patched_before):
     assert sorted(seen) == ["Layer.__call__", "Layer.double"]
     assert Layer.__call__ is plain["__call__"] and Layer.double is plain["double"]
     assert not hasattr(Layer.__call__, "_does_capturing")
+
+
+def test_classes_of_python_stay_as_they_are():
+    class Model(nnx.Module, Sequence, Generic[TypeVar("T")]):
+        __getitem__ = __len__ = None
+
+        def __call__(self, x):
+            return x
+
+    Model.__module__ = "builtins"  # as in an interactive session without a name
+    before = [dict(vars(kind)) for kind in (Sequence, Generic, abc.ABC, object)]
+    assert intercepted(call, Model(), 1)[1] == ["Model.__call__"]
+    assert [dict(vars(kind)) for kind in (Sequence, Generic, abc.ABC, object)] == before
 
 
 def test_super_and_mixins():

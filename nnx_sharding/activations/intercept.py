@@ -130,7 +130,7 @@ def original_of(method: Any) -> Any:
 
 _NOT_METHODS = (staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
-_NOT_OURS = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
+_FOREIGN = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
 
 
 def _module_types() -> Iterator[type]:
@@ -141,7 +141,13 @@ def _module_types() -> Iterator[type]:
         kinds.update(new)
         pending += new
     bases = {base for kind in kinds for base in kind.__mro__}.difference(nnx.Module.__mro__)
-    return (kind for kind in bases if kind.__module__.partition(".")[0] not in _NOT_OURS)
+    return (kind for kind in bases if not _is_foreign(kind))
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether a class belongs to Python or JAX, such as ``typing.Generic``."""
+    is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return is_there and kind.__module__.partition(".")[0] in _FOREIGN
 
 
 def _is_method(name: str, value: Any, named: Collection[str]) -> bool:
