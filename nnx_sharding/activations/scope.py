@@ -248,7 +248,8 @@ class Scope:
         avals = map(jax.typeof, arrays_in((inputs, values)))
         types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
         spec = type_spec(first_typed(inputs)) or PartitionSpec()
-        entry: Any = PartitionSpec(*spec.partitions[:-1])
+        count = max((i for i, x in enumerate(spec.partitions[:-1], 1) if x), default=0)
+        entry: Any = PartitionSpec(*spec.partitions[:count])
         if not is_layer(module):
             entry = Activation(entry, axis_types=AxisType.Auto)
         offender = (tag.accessor, path_string(tag.path), module, error, types, entry)

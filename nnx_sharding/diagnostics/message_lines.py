@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from ..filters import subject_text
 from ..fitting import Fit, describe_both
@@ -54,14 +53,6 @@ def untyped(
     """A module with an operation that JAX cannot type."""
     reason = str(error).partition(". ")[0].partition("\n")[0]
     return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}"
-
-
-def short(specs: Iterable[PartitionSpec]) -> list[str]:
-    """Specs without their trailing None, each once."""
-    lengths = (max((i + 1 for i, entry in enumerate(s) if entry), default=0) for s in specs)
-    return list(
-        dict.fromkeys(repr(PartitionSpec(*s[:n])) for s, n in zip(specs, lengths, strict=True))
-    )
 
 
 def conflict(path: str, spec: Any, other_path: str, other: Any) -> str:
