@@ -186,7 +186,7 @@ class Scope:
                 spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
                 if spec is None and tag.path:
                     spec = self._columns(tag, module, x)
-                new = retyped(x, mesh, output_spec(x, like, spec))
+                new: jax.Array = retyped(x, mesh, output_spec(x, like, spec))
                 if known is not None:
                     frame.constrained(new, jax.typeof(new).sharding)
                 return new

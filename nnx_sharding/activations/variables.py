@@ -22,7 +22,7 @@ _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     """A module's own Variables by path, without those of submodules, random state and caches."""
-    stack = [((key,), value) for key, value in _items(module)]
+    stack: list[tuple[Path, Any]] = [((key,), value) for key, value in _items(module)]
     while stack:
         path, value = stack.pop()
         if type(value) in _ATOMS:
