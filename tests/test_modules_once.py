@@ -14,7 +14,15 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import Activation, ActivationSharding, StateSharding, jit, scan, shard_map
+from nnx_sharding import (
+    Activation,
+    ActivationSharding,
+    StateSharding,
+    accumulate_gradients,
+    jit,
+    scan,
+    shard_map,
+)
 from nnx_sharding.errors import ActivationError
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel
 
@@ -380,3 +388,24 @@ def test_modules_in_a_loop_of_the_function():
 def test_wrong_axis_types():
     with pytest.raises(TypeError, match="axis_types must be"):
         Activation(axis_types="auto")
+
+
+@pytest.mark.parametrize("axes", ["explicit", "mixed"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_of_reduced_parameters(axes, by_hand):
+    """They are counted once, also where another axis is Auto."""
+
+    def make():
+        rngs = nnx.Rngs(0)
+        up, down = nnx.Linear(WIDTH, 8, rngs=rngs), nnx.Linear(8, WIDTH, rngs=rngs)
+        return nnx.Sequential(up, nnx.LayerNorm(8, rngs=rngs), jnp.tanh, nnx.Sequential(down))
+
+    def microbatches(model, x):
+        return accumulate_gradients(loss, steps=2)(model, x)
+
+    model = make()
+    specs = P() if by_hand else replicated(model), P("data")
+    found = jit(microbatches, in_shardings=specs, mesh=mesh_of(axes))(model, X)
+    expected = nnx.value_and_grad(loss)(make(), X)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)

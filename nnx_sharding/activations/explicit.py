@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,21 +82,16 @@ def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
 OPEN = PartitionSpec.UNCONSTRAINED
 
 
-def reduced_axes(module: Any) -> frozenset[Any]:
-    """The axes over which parameters in a module's submodules have a reduced type."""
+def reduces_inside(module: Any) -> bool:
+    """Whether a module holds modules with a parameter of a reduced type."""
     _, *inner = modules_in(module)
-    return frozenset(axis for _, one in inner for axis in _reduced(one))
+    return any(is_reduced(one) for _, one in inner)
 
 
 def is_reduced(module: Any) -> bool:
     """Whether one of a module's own parameters has a reduced type."""
-    return next(_reduced(module), None) is not None
-
-
-def _reduced(module: Any) -> Iterator[Any]:
-    for _, variable in own_variables(module):
-        spec = type_spec(_compat.get_value(variable))
-        yield from () if spec is None else spec.reduced
+    specs = (type_spec(_compat.get_value(variable)) for _, variable in own_variables(module))
+    return any(spec is not None and spec.reduced for spec in specs)
 
 
 # Layers that compute each row independently.
@@ -118,10 +113,13 @@ def summed_axes(module: Any, inputs: Any) -> frozenset[Any]:
     """The axes over which the gradients of a layer are sums over rows: those of its first input.
 
     There, parameters may have a reduced type. Elsewhere JAX may count their gradients once for each
-    device: where axes become Auto, and where an embedding looks up replicated indices.
+    device: where axes become Auto, on a mesh that also has Auto axes, and where an embedding looks
+    up replicated indices.
     """
     spec = type_spec(first_typed(inputs))
     if spec is None or not spec.partitions or not isinstance(module, _BY_ROWS):
+        return frozenset()
+    if axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Auto):
         return frozenset()
     owner = next((kind for kind in type(module).__mro__ if "__call__" in vars(kind)), None)
     return frozenset(axes_of(spec.partitions[0])) if owner in _BY_ROWS else frozenset()

@@ -38,7 +38,7 @@ from .explicit import (
     is_reduced,
     opened,
     output_spec,
-    reduced_axes,
+    reduces_inside,
     summed_axes,
     with_auto_axes,
 )
@@ -170,6 +170,9 @@ class Scope:
 
         with Replaced(self._gathered(tag, module, (args, kwargs))):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
+            pair = spec_and_mesh(chosen.output, mesh) if explicit else None
+            if pair is not None and pair[0].unreduced:  # only Explicit axes can be
+                kwargs = {**kwargs, "out_sharding": only_axes(pair[0], explicit)}
             axes = self._auto_axes(tag, chosen, module, explicit, (args, kwargs))
 
             def constrained(*args: Any, **kwargs: Any) -> Any:
@@ -226,8 +229,8 @@ class Scope:
         """The Explicit axes that are Auto while a method runs.
 
         All of them if it is declared so, if a strategy infers, or for a layer with a declared
-        output; but not those over which JAX can reduce gradients only in the layers inside.
-        None in modules that are declared to be Explicit, and those that hold such modules.
+        output. None in modules that are declared to be Explicit, and those that hold such modules
+        or layers with reduced parameters, whose gradients JAX counts several times on Auto axes.
         """
         if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
             return frozenset()
@@ -240,7 +243,7 @@ class Scope:
                     return frozenset()
         infers = any(source.infer for source in tag.sources) or is_reduced(module)
         is_chosen = infers or (chosen.output is not None and is_layer(module))
-        return explicit - reduced_axes(module) if is_chosen else frozenset()
+        return explicit if is_chosen and not reduces_inside(module) else frozenset()
 
     def _refuse_untyped(self, tag: Tag, module: Any, inputs: Any, error: Exception) -> NoReturn:
         """Raises an error that names the innermost module in which JAX cannot type an operation."""
