@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .filters import PathGlob, Paths, is_opaque, to_predicate
 from .fitting import axes_of, suggested_spec
@@ -26,9 +26,14 @@ class Activation:
       output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a module that
         returns several arrays. None leaves the output unchanged.
       input: likewise for the first argument.
+      axis_types: the type that the mesh's Explicit axes have while the module runs:
+        ``AxisType.Auto`` leaves the shardings in it to the compiler; with ``AxisType.Explicit`` it
+        and the modules that hold it run as they are written, for a method that uses
+        ``out_sharding`` itself. By default, they are Auto where a strategy infers shardings, and
+        in a layer with an ``output``.
 
     Raises:
-      TypeError: a leaf of either is not a spec.
+      TypeError: a leaf of the specs is not a spec, or ``axis_types`` is of another type.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P
@@ -37,16 +42,23 @@ class Activation:
       >>> activations = ActivationSharding({"blocks/*": by_sequence, "head": P("data")})
     """
 
-    __slots__ = ("_key", "input", "output")
+    __slots__ = ("_key", "axis_types", "input", "output")
 
-    def __init__(self, output: Any = None, *, input: Any = None):
-        self.output, self.input = output, input
+    def __init__(
+        self, output: Any = None, *, input: Any = None, axis_types: AxisType | None = None
+    ):
+        self.output, self.input, self.axis_types = output, input, axis_types
+        if axis_types not in (None, AxisType.Auto, AxisType.Explicit):
+            raise TypeError(
+                "Activation: axis_types must be AxisType.Auto, AxisType.Explicit or None, got "
+                f"{axis_types!r}."
+            )
         flat = [jax.tree_util.tree_flatten(x, is_leaf=is_activation_spec) for x in (output, input)]
         wrong = [leaf for leaves, _ in flat for leaf in leaves if not is_activation_spec(leaf)]
         if wrong:
             got = ", ".join(f"{x!r}{suggested_spec(x)}" for x in wrong)
             raise TypeError(f"Activation: expected partition specs or NamedShardings, got {got}.")
-        self._key = tuple((tuple(leaves), treedef) for leaves, treedef in flat)
+        self._key = (*((tuple(leaves), treedef) for leaves, treedef in flat), axis_types)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Activation) and self._key == other._key
@@ -55,10 +67,14 @@ class Activation:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"Activation({self.output!r}, input={self.input!r})"
+        given = [] if self.output is None else [repr(self.output)]
+        given += [] if self.input is None else [f"input={self.input!r}"]
+        given += [f"axis_types=AxisType.{self.axis_types.name}"] if self.axis_types else []
+        return f"Activation({', '.join(given)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Activation, input=self.input), (self.output,)
+        options = {"input": self.input, "axis_types": self.axis_types}
+        return functools.partial(Activation, **options), (self.output,)
 
 
 class ActivationSharding:
@@ -79,9 +95,10 @@ class ActivationSharding:
         prefix of them, None, or an :class:`Activation`.
       gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
         does; True for the axes over which the first dimension of the data is sharded.
-      infer: whether to choose, on Explicit axes, how the output of a layer is sharded where JAX
-        cannot, from its input and parameters. The output of a model that the function calls is then
-        sharded only over the axes of its inputs; the outputs of its layers are not changed.
+      infer: whether the modules that the function calls run with all Explicit axes Auto, so that
+        the compiler chooses how arrays in them are sharded. Their outputs are sharded as declared;
+        otherwise like the leading dimensions of their first input, and those of a layer in a model
+        like the columns of its kernel in the last ones.
       strict: whether a filter that matches no called module is an error.
 
     Raises:
@@ -162,6 +179,13 @@ class ActivationSharding:
             if name == method and predicate(path, module):
                 return index, self.activations[index]
         return None, None
+
+    def is_explicit(self, path: Path, module: Any) -> bool:
+        """Whether a module is declared to run with Explicit axes."""
+        return any(
+            activation.axis_types is AxisType.Explicit and predicate(path, module)
+            for (predicate, _), activation in zip(self._tests, self.activations, strict=True)
+        )
 
     def __repr__(self) -> str:
         pairs = zip(self._filters, self.activations, strict=True)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from . import _compat
 from .activation_sharding import activations
 from .activations.tracing import sharded_activations
+from .apply import mesh_here
 from .core.axis_types import typed_as
 from .core.caller import Caller
 from .core.plan import is_committed
@@ -139,15 +140,23 @@ class _ShardMap(Transform):
         out_specs: Sequence[Any],
         donated: tuple[int, ...],
     ) -> Program:
-        mapped = jax.shard_map(
+        on = functools.partial(
+            jax.shard_map,
             function,
-            # Inside a trace the mesh in context may already have Manual axes: JAX finds out.
-            mesh=self.mesh,
             in_specs=tuple(in_specs),
             out_specs=(*out_specs, PartitionSpec()),
             axis_names=self.usable_axes if self.axis_names or self.auto else frozenset(),
             check_vma=self.check_vma,
         )
+        # Inside a trace the mesh in context may already have Manual axes: JAX finds out.
+        mapped = on(mesh=self.mesh)
+
+        def inline(*leaves: Any) -> Any:
+            here = None if self.mesh is None else mesh_here(self.mesh)
+            # In a module, axes may be Auto that are Explicit in the given mesh.
+            is_auto = here is not None and frozenset(here.axis_types) == {AxisType.Auto}
+            return (on(mesh=here) if is_auto else mapped)(*leaves)
+
         options: dict[str, Any] = {}
         mesh, typed = self.context, mapped
         is_manual = mesh is not None and self.usable_axes == frozenset(mesh.axis_names)
@@ -163,7 +172,7 @@ class _ShardMap(Transform):
         top_level: Callable[..., Any] = jitted if self.compiled else typed
         if isinstance(mesh, AbstractMesh):
             top_level = self.needing_devices(mesh, top_level, from_arrays=True)
-        return Program(staged=jitted, top_level=top_level, inline=mapped)
+        return Program(staged=jitted, top_level=top_level, inline=inline)
 
     def _inferred(
         self, leaves: Sequence[Any], mesh: Mesh | AbstractMesh | None

@@ -1071,7 +1071,6 @@ def changed_rank_shards(lib: Library) -> Any:
     ActivationError,
     "model.layers[1]: Linear of f32[8,16@model], f32[16@model,4], f32[4]",
     "Contracting dimensions are sharded",
-    "works with P()",
     "activation_shardings={'layers/1': P()}",
     "auto_axes=True), with out_shardings",
 )

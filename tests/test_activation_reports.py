@@ -15,9 +15,10 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
 
 from models import MLP, P, mesh_of
-from nnx_sharding import StateSharding, jit, shard_map
+from nnx_sharding import Activation, StateSharding, jit, shard_map
 from nnx_sharding.activations import record
 from nnx_sharding.analysis import collectives_of
 from nnx_sharding.analysis.hlo import parse
@@ -29,17 +30,6 @@ from nnx_sharding.testing import assert_gathers_weights, assert_no_resharding
 
 WIDTH, HIDDEN = 64, 256
 BATCH = {MLP: (512, WIDTH), "Block": (64, 16, WIDTH)}
-
-
-class Logged(nnx.Linear):
-    """A layer that notes the types of its outputs."""
-
-    types = collections.defaultdict(set)
-
-    def __call__(self, x, out_sharding=None):
-        y = super().__call__(x, out_sharding=out_sharding)
-        self.types[self.kernel.shape].add(jax.typeof(y))
-        return y
 
 
 class Block(nnx.Module):
@@ -125,28 +115,31 @@ def test_rows_are_the_outputs_of_the_modules():
 
 
 def test_types_on_explicit_axes_are_those_of_jax():
-    mesh = mesh_of((2, 4), ("data", "model"), "explicit")
+    mesh, types = mesh_of((2, 4), ("data", "model"), "explicit"), []
 
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.up = Logged(WIDTH, HIDDEN, rngs=rngs)
-            self.down = Logged(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+            self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+            self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
 
         def __call__(self, x):
-            return self.down(nnx.relu(self.up(x)))
+            hidden = self.up(x)
+            out = self.down(nnx.relu(hidden))
+            types[:] = jax.typeof(hidden), jax.typeof(out)
+            return out
 
     model = Net(nnx.Rngs(0))
     sharding = fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0)
-    fun = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
-    Logged.types.clear()
+    chosen = {"": Activation(axis_types=AxisType.Explicit)}
+    options = {"in_shardings": (sharding, P("data")), "mesh": mesh}
+    fun = jit(lambda model, x: model(x), activation_shardings=chosen, **options)
     up, down, full = fun.trace(model, jnp.ones((32, WIDTH))).activations()
-    for row, kernel in ((up, (WIDTH, HIDDEN)), (down, (HIDDEN, WIDTH))):
-        [of_jax] = Logged.types[kernel]
+    for row, of_jax in zip((up, down), types, strict=True):
         assert row.spec == of_jax.sharding.spec
         assert row.shard_shape == of_jax.sharding.shard_shape(row.shape)
         assert row.bytes_per_device == 4 * math.prod(row.shard_shape)
-    # JAX refuses to type the product of two arrays that are sharded over the summed dimension.
-    assert (up.chosen_by, down.chosen_by) == ("types", "strategy")
+    assert (up.spec, down.spec) == (P("data", "model"), P("data", None))
+    assert {row.chosen_by for row in (up, down)} == {"strategy"}
     assert full.spec == P("data", None)
 
 
@@ -169,7 +162,7 @@ def test_who_chose(axis_types):
     assert (query.chosen_by, query.spec) == ("user", P("data", None, "model", None))
     assert (up.chosen_by, up.spec) == ("strategy", P("data", None, "model"))
     assert up.shard_shape == (4, 16, HIDDEN // 4)
-    assert rows["model.norm"].chosen_by == {"auto": "compiler", "explicit": "types"}[axis_types]
+    assert rows["model.norm"].chosen_by == "compiler"
 
 
 class Twice(nnx.Module):

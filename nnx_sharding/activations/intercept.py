@@ -1,17 +1,18 @@
-"""Intercepts the calls of modules while a function is traced.
+"""Passes the calls of modules to a handler while a function is traced.
 
-A method is replaced in the class that defines it for as long as a trace needs that, and calls the
-original directly if no trace of this thread handles it.
+Each method is replaced once, for good, by a descriptor in the class that defines it. Without a
+handler in the current context, the descriptor gives what the method itself would give.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import threading
+import functools
+import operator
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from flax import nnx
 
@@ -19,98 +20,138 @@ from flax import nnx
 # arguments.
 Handler: TypeAlias = Callable[[Any, str, Callable[..., Any], Any, Any], Any]
 
-_HANDLER: contextvars.ContextVar[Handler | None] = contextvars.ContextVar("handler", default=None)
-_LOCK = threading.Lock()
-_patches: dict[tuple[type, str], _Patch] = {}
+
+class _Current(NamedTuple):
+    handler: Handler
+    named: frozenset[str]  # the methods to intercept besides __call__ and public ones
 
 
-class _Patch:
-    """One method of one class while it is intercepted."""
+_CURRENT: contextvars.ContextVar[_Current | None] = contextvars.ContextVar("handler", default=None)
 
-    def __init__(self, kind: type, name: str):
-        self.kind, self.name, self.users = kind, name, 0
-        original = self.original = vars(kind)[name]
 
-        def intercepted(module: Any, *args: Any, **kwargs: Any) -> Any:
-            handler = _HANDLER.get()
-            call = original.__get__(module, type(module))
-            # A method called through `super()` is part of the subclass's method.
-            if handler is None or getattr(type(module), name, None) is not intercepted:
-                return call(*args, **kwargs)
-            if not isinstance(module, nnx.Module):
-                return call(*args, **kwargs)
-            return handler(module, name, call, args, kwargs)
+class Method:
+    """A method of a module class, in the place of the original one.
 
-        # Not by functools.wraps, which would copy the mark that `nnx.capture` sets on a method.
-        intercepted.__wrapped__ = original  # type: ignore[attr-defined]
-        self.replacement = intercepted
+    Attributes:
+      original: the method in the class.
+    """
 
-    def install(self) -> None:
-        if not self.users:
-            type.__setattr__(self.kind, self.name, self.replacement)
-        self.users += 1
+    __slots__ = ("_name", "_replacement", "original")
 
-    def remove(self) -> None:
-        self.users -= 1
-        if not self.users and vars(self.kind).get(self.name) is self.replacement:
-            type.__setattr__(self.kind, self.name, self.original)
+    def __init__(self, name: str, original: Any):
+        self._name, self.original = name, original
+
+        def replacement(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return self(module, *args, **kwargs)
+
+        # Without its attributes: `nnx.capture` marks methods with one.
+        self._replacement = functools.update_wrapper(replacement, original, updated=())
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        current = _CURRENT.get()
+        if current is None or not _is_method(self._name, self.original, current.named):
+            return self.original.__get__(module, kind)
+        if module is None:
+            return self._replacement
+        return types.MethodType(self._replacement, module)
+
+    def __call__(self, module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method of a module, by the handler if there is one."""
+        current, call = _CURRENT.get(), self.original.__get__(module, type(module))
+        # A method called through `super()` is part of the subclass's method.
+        if current is None or not isinstance(module, nnx.Module) or not self._is_in(type(module)):
+            return call(*args, **kwargs)
+        return current.handler(module, self._name, call, args, kwargs)
+
+    def _is_in(self, kind: type) -> bool:
+        """Whether it is the method of a class, perhaps wrapped, and not one that is overridden."""
+        owner = next((base for base in kind.__mro__ if self._name in vars(base)), kind)
+        found = vars(owner).get(self._name)
+        while found is not None and type(found) is not Method:
+            found = getattr(found, "__wrapped__", None)
+        return found is self
+
+    def __getattr__(self, name: str) -> Any:  # such as the mark of `nnx.capture`
+        return getattr(self.original, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # of a class that is pickled by value
+        return operator.itemgetter(0), ((self.original,),)
 
 
 def handler_here() -> Handler | None:
     """The current handler of the calls of modules."""
-    return _HANDLER.get()
+    current = _CURRENT.get()
+    return None if current is None else current.handler
 
 
-@contextlib.contextmanager
-def intercepting(handler: Handler, methods: Collection[str] | None) -> Iterator[None]:
-    """Passes the calls of modules to ``handler``, in this thread only.
+def with_handler(
+    handler: Handler,
+    named: Collection[str],
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls a function, and passes the calls of modules in it to a handler, in this thread only.
 
     Args:
       handler: gets the module, the name of the method, the bound method and the arguments.
-      methods: the methods besides ``__call__``; None for all public ones.
+      named: the methods to intercept besides ``__call__`` and the public ones.
+      fun: the function.
+      args: its arguments.
+      kwargs: its keyword arguments.
     """
-    with _LOCK:
-        installed = [
-            _patches.setdefault((kind, name), _Patch(kind, name))
-            for kind in _module_types()
-            for name, value in vars(kind).items()
-            if _is_method(name, value, methods)
-        ]
-        for patch in installed:
-            patch.install()
-    token = _HANDLER.set(handler)
-    try:
-        yield
-    finally:
-        _HANDLER.reset(token)
-        with _LOCK:
-            for patch in installed:
-                patch.remove()
-                if not patch.users:
-                    _patches.pop((patch.kind, patch.name), None)
+    outer = _CURRENT.get()
+    named = frozenset(named) if outer is None else outer.named.union(named)
+    for kind in _module_types():
+        for name, value in [*vars(kind).items()]:
+            if type(value) is not Method and _is_method(name, value, named):
+                type.__setattr__(kind, name, Method(name, value))
+
+    def call() -> Any:
+        _CURRENT.set(_Current(handler, named))
+        out = fun(*args, **kwargs)
+        _CURRENT.set(outer)
+        return out
+
+    # In a context of its own, which ends with the call wherever an interrupt arrives.
+    context = contextvars.copy_context()
+    out = context.run(call)
+    for variable, value in context.items():  # those that the function has set
+        if variable.get(context) is not value:
+            variable.set(value)
+    return out
 
 
-def is_intercepted() -> bool:
-    """Whether a trace of this thread handles the calls of modules."""
-    return _HANDLER.get() is not None
+def original_of(method: Any) -> Any:
+    """The method of a class as it was defined."""
+    return method.original if type(method) is Method else method
 
 
 _NOT_METHODS = (staticmethod, classmethod, property)
 _OF_EVERY_MODULE = frozenset(dir(nnx.Module))
+_FOREIGN = (*sys.stdlib_module_names, "jax", "jaxlib", "numpy")
 
 
-def _module_types() -> set[type]:
+def _module_types() -> Iterator[type]:
     """All existing module classes, and the classes from which they inherit methods."""
     kinds, pending = set[type](), [nnx.Module]
     while pending:
         new = [kind for kind in pending.pop().__subclasses__() if kind not in kinds]
         kinds.update(new)
         pending += new
-    return {base for kind in kinds for base in kind.__mro__}.difference(nnx.Module.__mro__)
+    bases = {base for kind in kinds for base in kind.__mro__}.difference(nnx.Module.__mro__)
+    return (kind for kind in bases if not _is_foreign(kind))
 
 
-def _is_method(name: str, value: Any, methods: Collection[str] | None) -> bool:
-    if name == "__call__" or (methods and name in methods):
+def _is_foreign(kind: type) -> bool:
+    """Whether a class belongs to Python or JAX, such as ``typing.Generic``."""
+    is_there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return is_there and kind.__module__.partition(".")[0] in _FOREIGN
+
+
+def _is_method(name: str, value: Any, named: Collection[str]) -> bool:
+    if name == "__call__" or name in named:
         return hasattr(value, "__get__") and not isinstance(value, _NOT_METHODS)
-    is_public = methods is None and not name.startswith("_") and name not in _OF_EVERY_MODULE
+    is_public = not name.startswith("_") and name not in _OF_EVERY_MODULE
     return is_public and isinstance(value, types.FunctionType)

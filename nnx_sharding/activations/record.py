@@ -59,26 +59,22 @@ _FRAME: ContextVar[Frame | None] = ContextVar("frame", default=None)
 class Frame:
     """One call of a module that has not returned yet."""
 
-    __slots__ = ("_calls", "_constrained", "_start", "chosen_by", "is_by_strategy", "path")
+    __slots__ = ("_calls", "_constrained", "chosen_by", "is_by_strategy", "path")
 
     def __init__(self, path: str):
         self.path = path
         self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
         self._calls: Calls | None = RECORD.value
-        self._start = 0 if self._calls is None else len(self._calls)
         self.is_by_strategy = False  # whether a strategy chose the types of the output
         self._constrained: list[tuple[Any, NamedSharding]] = []
 
     def constrained(self, x: Any, sharding: NamedSharding) -> None:
         """Records the sharding that was chosen for an array."""
-        if self._calls is not None:
-            self._constrained.append((x, sharding))
+        self._constrained.append((x, sharding))
 
-    def retry(self) -> None:
-        """Drops the calls inside: an attempt failed, and another one follows."""
-        self.is_by_strategy = True
-        if self._calls is not None:
-            del self._calls[self._start :]
+    def sharding_of(self, x: Any) -> NamedSharding | None:
+        """The sharding that was chosen for an array, or None."""
+        return next((sharding for array, sharding in self._constrained if array is x), None)
 
     def returned(self, module: Any, method: str, out: Any) -> None:
         """Records what the call returns."""
@@ -92,9 +88,8 @@ class Frame:
                 self._calls.append(call)
 
     def _sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
-        for array, sharding in self._constrained:
-            if array is x:
-                return sharding, self.chosen_by
+        if (sharding := self.sharding_of(x)) is not None:
+            return sharding, self.chosen_by
         of_type = jax.typeof(x).sharding
         if axes_of_type(of_type.mesh, AxisType.Explicit):
             return of_type, "strategy" if self.is_by_strategy else "types"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..apply import apply_shardings, mesh_here, without_unconstrained
-from ..core.axis_types import type_spec, with_reduced
+from ..core.axis_types import retyped, type_spec, with_reduced
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
 from ..core.structure import NodeEntry
@@ -30,17 +31,21 @@ from ..fitting import (
 from ..paths import Path, accessor, path_string
 from ..state_sharding import StateSharding
 from .explicit import (
-    Untyped,
-    as_inputs,
-    inferred,
+    OPEN,
+    arrays_in,
+    explicit_axes_here,
+    first_typed,
+    is_reduced,
+    opened,
+    output_spec,
+    reduces_inside,
     summed_axes,
-    takes_out_sharding,
-    without_open,
+    with_auto_axes,
 )
-from .intercept import is_intercepted
-from .record import RECORD, frame_here, in_call
+from .intercept import handler_here
+from .record import RECORD, Frame, in_call
 from .tags import DECLARATIONS, Declaration, Shape, Tag
-from .variables import Replaced, Saved, is_layer, modules_by_path, own_variables
+from .variables import Replaced, is_layer, modules_in, own_variables
 
 
 class Scope:
@@ -62,11 +67,9 @@ class Scope:
         self._sources = [*sources]  # those for all arguments, then those of single ones
         self._declared = len(sources)
         self._roots: dict[int, tuple[Tag, Any]] = {}
-        self._depth = 0  # of calls within calls
         # Within another trace, that one explains and records.
-        self._observes = not is_intercepted() and (self._is_explicit or RECORD.value is not None)
+        self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
-        self._untyped: list[tuple[Tag, Untyped]] = []
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
         self._tag_arguments(sources)
         self._key = tuple(self._sources), pure.batch_axes
@@ -78,11 +81,8 @@ class Scope:
         return bool(self._sources) or self._observes
 
     @property
-    def methods(self) -> frozenset[str] | None:
-        """The methods to intercept; None for all public ones, which may use parameters."""
-        is_general = self._is_explicit or any(source.gather for source in self._sources)
-        if is_general or RECORD.value is not None:
-            return None
+    def named_methods(self) -> frozenset[str]:
+        """The methods that filters name."""
         return frozenset(method for source in self._sources for method in source.methods)
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
@@ -107,19 +107,20 @@ class Scope:
     def _tag(
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
     ) -> Tag:
-        gathered: dict[Path, Any] = {}
+        specs: dict[Path, Any] = {}
         axes = self._gathered_axes(sources)
-        for own_path, variable in own_variables(module) if axes else ():
+        for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
             index = self._variables.get(id(variable))
             slots = () if index is None else self._pure.structure.slots[index]
             spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
-            pair = spec_and_mesh(spec, self._mesh)
-            if pair is not None and not axes.isdisjoint(spec_axes(pair[0])):
-                shape = jax.typeof(_compat.get_value(variable)).shape
-                kept = only_axes(pair[0], self._axes - axes)
+            value = _compat.get_value(variable)
+            pair = spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
+            if pair is not None and isinstance(value, jax.Array):
+                shape, kept = jax.typeof(value).shape, only_axes(pair[0], self._axes - axes)
                 entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
-                gathered[own_path] = with_entries(kept, entries), shape
-        return Tag(name, path, sources, axes, gathered)
+                is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
+                specs[own_path] = with_entries(kept, entries), shape, is_gathered
+        return Tag(name, path, sources, axes, specs)
 
     def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
         """The axes over which the parameters of modules are gathered."""
@@ -139,10 +140,15 @@ class Scope:
         tag = _compat.tag_of(module) or self._root_tag(module)
         with in_call(tag.accessor, method) as frame:
             try:
-                out = self._called(tag, module, method, call, args, kwargs)
+                out = self._called(tag, frame, module, method, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
-                if not hasattr(error, "__notes__"):  # it is the innermost module
-                    error.add_note(_NOTE.format(tag.accessor))
+                self._refuse_untyped(tag, module, (args, kwargs), error)
+            except ValueError as error:
+                if self._is_explicit and _USES_TYPES.search(str(error)):
+                    notes = getattr(error, "__notes__", ())
+                    if not any(_NOTE in note for note in notes):  # it is the innermost module
+                        entry = {path_string(tag.path): Activation(axis_types=AxisType.Explicit)}
+                        error.add_note(f"{tag.accessor} {_NOTE} activation_shardings={entry!r}.")
                 raise
             frame.returned(module, method, out)
         return out
@@ -150,44 +156,121 @@ class Scope:
     def _called(
         self,
         tag: Tag,
+        frame: Frame,
         module: Any,
         method: str,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        activation, strict = self._find(tag, module, method)
-        if activation.input is not None and args:
-            args = (self._constrained(args[0], activation.input, tag, "input", strict), *args[1:])
-        self._depth += 1
-        try:
-            with Replaced(self._gathered(tag, module, (args, kwargs))):
-                out = self._typed(tag, activation.output, module, call, args, kwargs)
-        finally:
-            self._depth -= 1
-        if activation.output is not None:
-            return self._constrained(out, activation.output, tag, "output", strict)
-        is_part = self._depth or (tag.path and is_layer(module))
-        if not is_part and any(source.infer for source in tag.sources):
-            inside, out = out, as_inputs(out, (args, kwargs), self._pure.batch_axes)
-            pairs = zip(jax.tree.leaves(inside), jax.tree.leaves(out), strict=True)
-            if (frame := frame_here()) is not None and any(old is not new for old, new in pairs):
-                frame.is_by_strategy = True
-        return out
+        chosen, strict = self._find(tag, frame, module, method)
+        if chosen.input is not None and args:
+            first = self._constrained(args[0], chosen.input, tag, frame, "input", strict)
+            args = (first, *args[1:])
+
+        with Replaced(self._gathered(tag, module, (args, kwargs))):
+            mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
+            pair = spec_and_mesh(chosen.output, mesh) if explicit else None
+            if pair is not None and pair[0].unreduced:  # only Explicit axes can be
+                kwargs = {**kwargs, "out_sharding": only_axes(pair[0], explicit)}
+            axes = self._auto_axes(tag, chosen, module, explicit, (args, kwargs))
+
+            def constrained(*args: Any, **kwargs: Any) -> Any:
+                out = call(*args, **kwargs)
+                if chosen.output is not None:
+                    return self._constrained(out, chosen.output, tag, frame, "output", strict)
+                if explicit and not axes:
+                    return out
+                columns = functools.partial(self._with_columns, tag, module)
+                return jax.tree.map(columns, out, is_leaf=_compat.is_graph_object)
+
+            def leave(x: jax.Array) -> jax.Array:
+                known, like = frame.sharding_of(x), first_typed((args, kwargs))
+                spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
+                if spec is None and tag.path:
+                    spec = self._columns(tag, module, x)
+                new: jax.Array = retyped(x, mesh, output_spec(x, like, spec))
+                if known is not None:
+                    frame.constrained(new, jax.typeof(new).sharding)
+                return new
+
+            if not axes:
+                return constrained(*args, **kwargs)
+            frame.is_by_strategy = True
+            return with_auto_axes(module, constrained, args, kwargs, axes, leave)
+
+    def _columns(self, tag: Tag, module: Any, x: jax.Array) -> PartitionSpec | None:
+        """The spec of an output whose last dimensions are those of the columns of a kernel."""
+        if not self._is_explicit or not any(source.infer for source in tag.sources):
+            return None
+        features = getattr(module, "out_features", None)
+        count = len(features) if isinstance(features, tuple) else 1
+        for path, variable in own_variables(module):
+            shape = getattr(_compat.get_value(variable), "shape", ())
+            is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
+            if is_kernel and path in tag.specs:
+                spec = PartitionSpec(
+                    *_spec_of_slice(*tag.specs[path][:2], shape).partitions[-count:]
+                )
+                free = only_axes(spec, {*spec_axes(spec)}.difference(self._pure.batch_axes))
+                return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
+        return None
+
+    def _with_columns(self, tag: Tag, module: Any, x: Any) -> Any:
+        """An output, on Auto axes sharded like the columns of a kernel."""
+        spec = self._columns(tag, module, x) if isinstance(x, jax.Array) else None
+        if spec is None or self._mesh is None or not any(spec_axes(spec)):
+            return x
+        return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
+
+    def _auto_axes(
+        self, tag: Tag, chosen: Activation, module: Any, explicit: frozenset[Any], inputs: Any
+    ) -> frozenset[Any]:
+        """The Explicit axes that are Auto while a method runs.
+
+        All of them if it is declared so, if a strategy infers, or for a layer with a declared
+        output. None in modules that are declared to be Explicit, and those that hold such modules
+        or layers with reduced parameters, whose gradients JAX counts several times on Auto axes.
+        """
+        if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
+            return frozenset()
+        if chosen.axis_types is not None:
+            return explicit if chosen.axis_types is AxisType.Auto else frozenset()
+        for source in tag.sources:
+            if any(x.axis_types is AxisType.Explicit for x in source.activations):
+                inside = (((*tag.path, *path), one) for path, one in modules_in(module))
+                if any(source.is_explicit(*one) for one in inside):
+                    return frozenset()
+        infers = any(source.infer for source in tag.sources) or is_reduced(module)
+        is_chosen = infers or (chosen.output is not None and is_layer(module))
+        return explicit if is_chosen and not reduces_inside(module) else frozenset()
+
+    def _refuse_untyped(self, tag: Tag, module: Any, inputs: Any, error: Exception) -> NoReturn:
+        """Raises an error that names the innermost module in which JAX cannot type an operation."""
+        values = [_compat.get_value(variable) for _, variable in own_variables(module)]
+        avals = map(jax.typeof, arrays_in((inputs, values)))
+        types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
+        spec = type_spec(first_typed(inputs)) or PartitionSpec()
+        count = max((i for i, x in enumerate(spec.partitions[:-1], 1) if x), default=0)
+        entry: Any = PartitionSpec(*spec.partitions[:count])
+        if not is_layer(module):
+            entry = Activation(entry, axis_types=AxisType.Auto)
+        offender = (tag.accessor, path_string(tag.path), module, error, types, entry)
+        refuse(Problem.CANNOT_BE_TYPED, [offender], name=self._transform.name)
 
     def _root_tag(self, module: Any) -> Tag:
         """Tags a module that is not from the arguments, as the root of a path, and all in it."""
         known = self._roots.get(id(module))
         if known is None:
             sources, name = tuple(self._sources), type(module).__name__
-            for path, inner in modules_by_path(module):
+            for path, inner in modules_in(module):
                 if _compat.tag_of(inner) is None:
                     tag = self._tag(name, path, sources, inner)
                     self._roots.setdefault(id(inner), (tag, inner))
             known = self._roots[id(module)]
         return known[0]
 
-    def _find(self, tag: Tag, module: Any, method: str) -> tuple[Activation, bool]:
+    def _find(self, tag: Tag, frame: Frame, module: Any, method: str) -> tuple[Activation, bool]:
         """The choice of the first source that has one, and whether that source is strict."""
         choices = []
         for source in tag.sources:
@@ -196,7 +279,7 @@ class Scope:
                 number = self._sources.index(source)
                 self.declaration.used.add((number, index))
                 choices.append((activation, source.strict))
-                if len(choices) == 1 and (frame := frame_here()) is not None:
+                if len(choices) == 1:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
         return choices[0] if choices else (_NOTHING, False)
 
@@ -204,7 +287,7 @@ class Scope:
         """The module's own Variables, with gathered values."""
         axes = tag.axes
         is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
-        if not is_explicit and not (axes and tag.gathered):
+        if not is_explicit and not axes:
             return []
         changes: list[tuple[Any, Any]] = []
         for path, variable in own_variables(module):
@@ -221,44 +304,15 @@ class Scope:
                 if kept != spec:
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
                     changes.append((variable, jax.sharding.reshard(value, goal)))
-            elif path in tag.gathered and self._mesh is not None:
-                here = _spec_of_slice(*tag.gathered[path], value.shape)
+            elif self._mesh is not None and tag.specs.get(path, (None, None, False))[2]:
+                here = _spec_of_slice(*tag.specs[path][:2], value.shape)
                 [value] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), here)])
                 changes.append((variable, value))
         return changes
 
-    def _typed(
-        self,
-        tag: Tag,
-        output: Any,
-        module: Any,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def _constrained(
+        self, tree: Any, prefix: Any, tag: Tag, frame: Frame, side: str, strict: bool
     ) -> Any:
-        """The output of a method; on Explicit axes, with the shardings that its operations need."""
-        mesh = jax.sharding.get_abstract_mesh()
-        explicit = axes_of_type(mesh, AxisType.Explicit)
-        if not explicit:
-            return call(*args, **kwargs)
-        if output is not None:
-            pair = spec_and_mesh(output, mesh)
-            if pair is not None and takes_out_sharding(call, kwargs):
-                saved = Saved((module, args, kwargs))
-                spec = without_open(only_axes(pair[0], explicit), module, args, kwargs)
-                try:
-                    return call(*args, **{**kwargs, "out_sharding": spec})
-                except _compat.TYPE_ERRORS:
-                    saved.restore()
-            return inferred(module, call, args, kwargs)
-        infers = any(source.infer for source in tag.sources)
-        note = None if infers else functools.partial(self._note_untyped, tag)
-        return inferred(module, call, args, kwargs, note)
-
-    def _note_untyped(self, tag: Tag, untyped: Untyped) -> None:
-        self._untyped.append((tag, untyped))
-
-    def _constrained(self, tree: Any, prefix: Any, tag: Tag, side: str, strict: bool) -> Any:
         """A pytree of activations with the specs of a prefix."""
         specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
         try:
@@ -268,12 +322,12 @@ class Scope:
             return tree
         name = f"{side} of {tag.accessor}"
         new = [
-            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, name, strict), part)
+            jax.tree.map(lambda x, s=spec: self._constrained_array(x, s, frame, name, strict), part)
             for part, spec in zip(parts, specs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(treedef, new)
 
-    def _constrained_array(self, x: Any, spec: Any, name: str, strict: bool) -> Any:
+    def _constrained_array(self, x: Any, spec: Any, frame: Frame, name: str, strict: bool) -> Any:
         if spec is None or not isinstance(x, jax.Array):
             return x
         pair = spec_and_mesh(spec, self._mesh)
@@ -291,8 +345,7 @@ class Scope:
         spec = fit.sharding if is_open else without_unconstrained(fit.sharding, x, mesh)
         sharding = NamedSharding(mesh, spec)
         [new] = apply_shardings([x], [sharding])
-        if (frame := frame_here()) is not None:
-            frame.constrained(new, sharding)
+        frame.constrained(new, sharding)
         return new
 
     def forget(self) -> None:
@@ -300,7 +353,7 @@ class Scope:
         DECLARATIONS.pop(self._key, None)
 
     def check(self) -> None:
-        """Checks for layers that cannot be typed, specs that did not fit, and unused filters.
+        """Checks for specs that did not fit, and unused filters.
 
         Raises:
           ValueError: there are any.
@@ -314,9 +367,6 @@ class Scope:
             refuse(
                 Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
             )
-        if self._untyped:
-            offenders = [(tag.accessor, path_string(tag.path), *x) for tag, x in self._untyped]
-            refuse(Problem.CANNOT_BE_TYPED, offenders, name=name)
         unused = [
             (filter_,)
             for number, source in enumerate(self._sources)
@@ -328,10 +378,10 @@ class Scope:
 
 
 _NOTE = (
-    "The operation is in {}, which also fails with Auto axes, as a method does that uses "
-    "out_sharding itself. Shard the inputs of the operation alike: give each argument a spec, such "
-    "as a cache, and use reshard in the method."
+    "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
+    "reshard or a mesh itself, pass"
 )
+_USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)
 _NOTHING = Activation()
 
 

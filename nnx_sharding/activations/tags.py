@@ -21,8 +21,9 @@ class Tag(NamedTuple):
     path: Path
     sources: tuple[ActivationSharding, ...]
     axes: frozenset[Any]  # over which its own Variables are gathered
-    # The spec of each own Variable while the module runs, with its shape outside of loops.
-    gathered: Mapping[Path, tuple[PartitionSpec, Shape]]
+    # The spec of each own Variable while the module runs, its shape outside of loops, and whether
+    # it is gathered.
+    specs: Mapping[Path, tuple[PartitionSpec, Shape, bool]]
 
     @property
     def accessor(self) -> str:

@@ -18,7 +18,7 @@ from ..core.caller import Caller
 from ..core.pure import Pure
 from ..core.unflatten import Built
 from ..errors import see
-from .intercept import intercepting
+from .intercept import original_of, with_handler
 from .scope import Scope
 
 # Makes activation shardings part of the key of JAX's cached traces of inner functions.
@@ -66,7 +66,6 @@ def sharded_activations(
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_CONTEXT(scope.declaration))
-            stack.enter_context(intercepting(scope, scope.methods))
             if (mesh := _type_mesh(leaves)) is not None:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             yield functools.partial(_checked_call, scope, caller.fun)
@@ -94,7 +93,7 @@ _NOTE = (
 
 
 def _checked_call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    out = _call(scope, fun, *args, **kwargs)
+    out = with_handler(scope, scope.named_methods, _call, scope, fun, *args, **kwargs)
     scope.check()  # here, because an error at the end of the block would show frames of contextlib
     return out
 
@@ -103,9 +102,9 @@ def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -
     """Calls a function; a module's method is called as a method."""
     name = getattr(fun, "__name__", "")
     if args and isinstance(args[0], nnx.Module):
-        method = inspect.getattr_static(type(args[0]), name, None)
+        method = original_of(inspect.getattr_static(type(args[0]), name, None))
         while method is not None and method is not fun:
-            method = getattr(method, "__wrapped__", None)
+            method = original_of(getattr(method, "__wrapped__", None))
         if method is fun:
             bound = functools.partial(fun, args[0])
             return scope(args[0], name, bound, args[1:], kwargs)

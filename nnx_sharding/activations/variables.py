@@ -1,10 +1,9 @@
-"""The Variables of modules while a call is intercepted: read and set without hooks."""
+"""Modules and their Variables while a call is intercepted: found, read and set without hooks."""
 
 from __future__ import annotations
 
-import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from flax import nnx
 
 from .. import _compat
 from ..paths import Path
-from .record import frame_here
 
 # The types of most attributes of modules.
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})
@@ -24,7 +22,7 @@ _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     """A module's own Variables by path, without those of submodules, random state and caches."""
-    stack: list[tuple[Path, Any]] = [((name,), value) for name, value in vars(module).items()]
+    stack: list[tuple[Path, Any]] = [((key,), value) for key, value in _items(module)]
     while stack:
         path, value = stack.pop()
         if type(value) in _ATOMS:
@@ -33,84 +31,39 @@ def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
             if _NO_PARAMETERS.isdisjoint(type(value).__mro__):
                 yield path, value
         elif not _CONTAINERS.isdisjoint(type(value).__mro__):
-            parts = (
-                value.items()
-                if isinstance(value, dict)
-                else vars(value).items()
-                if (_compat.is_node(value))
-                else enumerate(value)
-            )
-            stack += [((*path, key), part) for key, part in parts]
+            stack += [((*path, key), part) for key, part in _items(value)]
 
 
-def modules_by_path(root: Any) -> Iterator[tuple[Path, Any]]:
+def modules_in(root: Any) -> Iterator[tuple[Path, Any]]:
     """A module and those in it, each once, with its first path."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), root)]
     while stack:
         path, value = stack.pop()
+        if type(value) in _ATOMS:
+            continue
         if _compat.is_node(value) and hasattr(value, "__dict__"):
             if id(value) in seen:
                 continue
             seen.add(id(value))
             yield path, value
-            items: list[Any] = [(_key(value, name), part) for name, part in vars(value).items()]
-        elif isinstance(value, dict):
-            items = [*value.items()]
-        else:
-            items = [*enumerate(value)] if isinstance(value, list | tuple) else []
-        stack += [((*path, key), part) for key, part in reversed(items)]
+        stack += [((*path, key), part) for key, part in reversed([*_items(value)])]
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a module or a container holds, by key."""
+    if _compat.is_node(value) and hasattr(value, "__dict__"):
+        is_list = isinstance(value, nnx.List)
+        attributes = vars(value).items()
+        return [(int(k) if is_list and k.isdigit() else k, part) for k, part in attributes]
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 def is_layer(module: Any) -> bool:
     """Whether a module has no submodules."""
-    return next(itertools.islice(modules_by_path(module), 1, None), None) is None
-
-
-def _key(node: Any, name: str) -> Any:
-    return int(name) if isinstance(node, nnx.List) and name.isdigit() else name
-
-
-def reachable(tree: Any) -> tuple[list[Any], list[Any]]:
-    """The modules and the Variables in a pytree of modules, each once."""
-    modules, variables = dict[int, Any](), dict[int, Any]()
-    stack = [tree]
-    while stack:
-        value = stack.pop()
-        if type(value) in _ATOMS:
-            continue
-        if _compat.is_variable(value):
-            variables[id(value)] = value
-        elif _compat.is_node(value) and hasattr(value, "__dict__"):
-            if id(value) not in modules:
-                modules[id(value)] = value
-                stack += vars(value).values()
-        elif isinstance(value, list | tuple):
-            stack += value
-        elif isinstance(value, dict):
-            stack += value.values()
-    return [*modules.values()], [*variables.values()]
-
-
-class Saved:
-    """The content of modules, to be restored after a call that failed."""
-
-    def __init__(self, tree: Any):
-        modules, variables = reachable(tree)
-        self.variables, self._frame = variables, frame_here()
-        self._attributes = [(x, dict(vars(x))) for x in modules]
-        self._values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
-
-    def restore(self) -> None:
-        """Undoes what a call changed."""
-        for module, attributes in self._attributes:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for variable, value, metadata in self._values:
-            _compat.set_value(variable, value)
-            _compat.set_metadata(variable, metadata)
-        if self._frame is not None:
-            self._frame.retry()
+    return sum(isinstance(inner, nnx.Module) for _, inner in modules_in(module)) == 1
 
 
 class Replaced:

@@ -34,7 +34,7 @@ class Problem(enum.Enum):
     SPEC_DOES_NOT_FIT_SHAPE = enum.auto()  # path, fit, shape before
     SPEC_CORRECTED = enum.auto()  # path, fit, shape before
     FILTER_UNUSED = enum.auto()  # filter, arguments, suggestion
-    CANNOT_BE_TYPED = enum.auto()  # path, key, module, error, types, specs
+    CANNOT_BE_TYPED = enum.auto()  # path, key, module, error, types, entry
     ACTIVATION_UNUSED = enum.auto()  # filter
     ACTIVATION_DOES_NOT_FIT = enum.auto()  # line
     NO_MESH = enum.auto()

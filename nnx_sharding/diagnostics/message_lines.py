@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from ..errors import merged, shortened
 from ..filters import subject_text
@@ -55,20 +54,11 @@ def unmatched(path: str, subject: Any, rules: Any) -> str:
 
 
 def untyped(
-    path: str, key: str, module: Any, error: Exception, types: Sequence[str], specs: Sequence[Any]
+    path: str, key: str, module: Any, error: Exception, types: Sequence[str], entry: Any
 ) -> str:
-    """A module whose output JAX cannot shard, and specs with which it works."""
+    """A module with an operation that JAX cannot type."""
     reason = str(error).partition(". ")[0].partition("\n")[0]
-    usable = f"\n    works with {', '.join(short(specs))}" if specs else ""
-    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}{usable}"
-
-
-def short(specs: Iterable[PartitionSpec]) -> list[str]:
-    """Specs without their trailing None, each once."""
-    lengths = (max((i + 1 for i, entry in enumerate(s) if entry), default=0) for s in specs)
-    return list(
-        dict.fromkeys(repr(PartitionSpec(*s[:n])) for s, n in zip(specs, lengths, strict=True))
-    )
+    return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}"
 
 
 def conflict(path: str, spec: Any, other_path: str, other: Any) -> str:

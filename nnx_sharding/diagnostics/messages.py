@@ -132,12 +132,12 @@ MESSAGES: dict[Problem, Message] = {
         anchor="unused-filter",
     ),
     Problem.CANNOT_BE_TYPED: Message(
-        "on these Explicit axes JAX cannot know how modules shard their outputs:",
+        "on these Explicit axes JAX cannot know how a module shards the result of an operation:",
         line_of.untyped,
-        "Declare it: jit(..., activation_shardings={entry}); patterns such as 'blocks/*/up' match "
-        "several. Or take the shardings of the parameters from a strategy such as fsdp or "
-        "from_rules, which infer it. To let the compiler choose, use jit(..., auto_axes=True), "
-        "with out_shardings.",
+        "Declare its output: jit(..., activation_shardings={entry}); within the module, the "
+        "compiler then chooses. Patterns such as 'blocks/*/up' match several. Strategies such as "
+        "fsdp or from_rules do so for all modules. Or give the operation an out_sharding, or use "
+        "jit(..., auto_axes=True), with out_shardings.",
         kind=errors.ActivationError,
         anchor="output-that-jax-cannot-shard",
     ),
@@ -323,8 +323,8 @@ def _text(
         remedy = filter_remedy(rules[0], subjects)
         details["remedy"] = _FOR_A_PYTREE if details["is_inside"] else remedy
     if problem is Problem.CANNOT_BE_TYPED:
-        _, key, *_, specs = offenders[0]
-        details["entry"] = f"{{{key!r}: {[*line_of.short(specs), 'SPEC'][0]}}}"
+        _, key, *_, entry = offenders[0]
+        details["entry"] = f"{{{key!r}: {entry!r}}}"
     if problem is Problem.VARYING_OUTPUT:
         axes = tuple(dict.fromkeys(axis for *_, missing in offenders for axis in missing))
         details["reduced"] = repr(axes[0] if len(axes) == 1 else axes)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..activations.variables import Saved
 from ..apply import called, rebuilt
 from ..core.axis_types import Retyped, Retyping, mesh_of_types, retyped, type_mesh
 from ..core.flatten import Flat, flatten
@@ -149,7 +148,7 @@ class _Lifted:
                 specs = self._checked(kwargs.pop(self._option))
             tree = (*bound, *args), kwargs
             flat = flatten(tree)
-            saved = Saved(flat.objects)
+            saved = _Saved(flat.objects)
             try:
                 return run(self, unbound, parameters, specs, tree, flat)
             except BaseException:
@@ -181,6 +180,25 @@ class _Lifted:
         resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
         assigned = fitted(self.name, names, flat.leaves, resolved, mesh)
         return names, [_as_spec(each.sharding) for each in assigned]
+
+
+class _Saved:
+    """The content of modules and Variables, to be restored after a call that failed."""
+
+    def __init__(self, objects: Sequence[Any]):
+        nodes = [x for x in objects if _compat.is_node(x) and hasattr(x, "__dict__")]
+        variables = [x for x in objects if _compat.is_variable(x)]
+        self._attributes = [(x, dict(vars(x))) for x in nodes]
+        self._values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
+
+    def restore(self) -> None:
+        """Undoes what a call changed."""
+        for module, attributes in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for variable, value, metadata in self._values:
+            _compat.set_value(variable, value)
+            _compat.set_metadata(variable, metadata)
 
 
 def _as_spec(spec: Any) -> Any:

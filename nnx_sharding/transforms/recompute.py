@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -11,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
-from ..activations.intercept import handler_here, intercepting
+from ..activations.intercept import handler_here, with_handler
 from ..core.caller import Caller
 from ..core.pure import Pure
 from ..core.signature import Roles
@@ -145,8 +146,7 @@ class _Remat(InnerTransform):
 
             token = KNOWN.set((*KNOWN.get(), known))
             try:
-                with intercepting(named, ()):
-                    yield fun
+                yield functools.partial(with_handler, named, (), fun)
             finally:
                 KNOWN.reset(token)
 
