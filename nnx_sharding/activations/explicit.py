@@ -113,13 +113,10 @@ def summed_axes(module: Any, inputs: Any) -> frozenset[Any]:
     """The axes over which the gradients of a layer are sums over rows: those of its first input.
 
     There, parameters may have a reduced type. Elsewhere JAX may count their gradients once for each
-    device: where axes become Auto, on a mesh that also has Auto axes, and where an embedding looks
-    up replicated indices.
+    device: where axes become Auto, and where an embedding looks up replicated indices.
     """
     spec = type_spec(first_typed(inputs))
     if spec is None or not spec.partitions or not isinstance(module, _BY_ROWS):
-        return frozenset()
-    if axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Auto):
         return frozenset()
     owner = next((kind for kind in type(module).__mro__ if "__call__" in vars(kind)), None)
     return frozenset(axes_of(spec.partitions[0])) if owner in _BY_ROWS else frozenset()
