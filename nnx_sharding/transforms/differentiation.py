@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from .. import _compat
 from ..activations.tracing import inherited
@@ -25,7 +25,7 @@ from ..core.signature import Call
 from ..core.specs import Part, Target
 from ..core.unflatten import Built, pytree_of, value_at
 from ..filters import to_predicate
-from ..fitting import axes_of_type, spec_axes, suggestion
+from ..fitting import spec_axes, suggestion
 from ..lifted_function import LiftedFunction, P, R
 from .inner import InnerTransform
 
@@ -220,19 +220,16 @@ class Grad(ValueAndGrad[P, R]):
 
 
 def as_reduced(x: Any, axes: frozenset[Any]) -> Any:
-    """An array, made reduced over those of the axes that are Explicit and replicate it.
+    """An array, made reduced over the axes if it is replicated over all of them.
 
-    Its gradient is then unreduced over them.
+    Its gradient is then unreduced over them. It is reduced over all axes of the rows or none: a
+    product sums over all of them.
     """
     spec = type_spec(x)
-    if spec is None:
+    if spec is None or not axes or not axes.isdisjoint(spec_axes(spec)):
         return x
     mesh = jax.typeof(x).sharding.mesh
-    free = axes & axes_of_type(mesh, AxisType.Explicit) - {*spec_axes(spec)}
-    if not free:
-        return x
-    new = with_reduced(spec, spec.reduced | free)
-    return jax.sharding.reshard(x, NamedSharding(mesh, new))
+    return jax.sharding.reshard(x, NamedSharding(mesh, with_reduced(spec, spec.reduced | axes)))
 
 
 def _values_by_name(call: Call) -> dict[str, Any]:
