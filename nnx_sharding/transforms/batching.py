@@ -26,6 +26,9 @@ class _Vmap(Mapped):
     axis_size: int | None = None
     spmd_axis_name: Hashable = None
 
+    def passes_sums(self, spec: Any) -> bool:
+        return spec.index is None or spec.index >= 0  # the last dimension is an additional one
+
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
