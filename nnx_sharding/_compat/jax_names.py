@@ -191,6 +191,13 @@ def trace_constants() -> list[Any]:
     return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
 
 
+def trace_equations() -> list[Any]:
+    """The equations of the current trace so far, as far as JAX shows them."""
+    frame = getattr(getattr(_trace_ctx, "trace", None), "frame", None)
+    get = getattr(frame, "get_eqns", None)
+    return [] if get is None else get()
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which a value inside ``shard_map`` is not known to be equal.
 

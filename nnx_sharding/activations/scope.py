@@ -29,6 +29,7 @@ from ..fitting import (
 )
 from ..paths import Path, accessor, path_string
 from ..state_sharding import StateSharding
+from .convolution import with_right_gradient
 from .explicit import (
     Untyped,
     as_inputs,
@@ -159,6 +160,7 @@ class Scope:
         activation, strict = self._find(tag, module, method)
         if activation.input is not None and args:
             args = (self._constrained(args[0], activation.input, tag, "input", strict), *args[1:])
+        call = with_right_gradient(module, call, self._pure.batch_axes)
         self._depth += 1
         try:
             with Replaced(self._gathered(tag, module, (args, kwargs))):

@@ -19,10 +19,11 @@ from jax.sharding import NamedSharding
 from .. import _compat
 from ..fitting import OnIndivisible, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
-from .axis_types import Retyped, type_mesh
+from .axis_types import Retyped, mesh_of_types, type_mesh
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
+from .known_faults import wrong_gradients
 from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
@@ -192,6 +193,10 @@ class Pure(NamedTuple):
         if captured:
             strict = self.transform.strict
             warn(Problem.CAPTURED_ARRAY, captured, name=name, strict=strict, fun=fun)
+        mesh = mesh_of_types(leaves, self.transform.context)
+        is_program = self.transform.shards and not caller.nested and mesh is not None
+        if is_program and (faults := wrong_gradients(mesh, self.batch_axes)):
+            warn(Problem.WRONG_GRADIENT, faults, name=name, strict=self.transform.strict)
         return self._pack(name_of(fun), leaves, after, specs, names)
 
     def _is_unchanged(self, after: Structure) -> bool:

@@ -109,7 +109,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         Args:
           args: positional arguments, with the object of a bound method.
           kwargs: keyword arguments.
-          sums: for parameters that can have partial sums, the gradient has these in place of theirs.
+          sums: what parameters have that can have partial sums; their gradient is these.
         """
         flat, plan, wanted, slots = self._prepared(args, kwargs)
         transform = self._transform

@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ from ..activations.intercept import handler_here, intercepting
 from ..activations.variables import Replaced, own_variables
 from ..core.axis_types import type_spec
 from ..fitting import axes_of, only_axes, spec_axes
+
+# Whether a layer computes each row independently, from the layer, the number of dimensions of its
+# input, and the other arguments of the call.
+ByRows: TypeAlias = Callable[[Any, int, Sequence[Any]], bool]
 
 
 class PartialSums:
@@ -93,20 +97,21 @@ class PartialSums:
         self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls a method of a module; layers are mapped over the axes of the rows."""
-        if _kind_of(module) is not None and method in ("__call__", *METHODS):
-            call = functools.wraps(call)(functools.partial(self._mapped, module, method, call))
+        if (kind := _kind_of(module)) is not None and method in ("__call__", *METHODS):
+            by_rows = BY_ROWS[kind] if method == "__call__" else _last_dimension
+            call = functools.wraps(call)(functools.partial(self._mapped, module, by_rows, call))
         if self._outer is None:
             return call(*args, **kwargs)
         return self._outer(module, method, call, args, kwargs)
 
     def _mapped(
-        self, module: Any, method: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, module: Any, by_rows: ByRows, call: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         variables = [variable for _, variable in own_variables(module)]
         values = [_compat.get_value(variable) for variable in variables]
         partials = [self.of(value) for value in values]
         is_known = any(x is not None for x in partials) and all(map(self._is_replicated, values))
-        if not is_known or not self._takes_rows(module, method, args, kwargs):
+        if not is_known or not self._takes_rows(module, by_rows, args, kwargs):
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
             kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._others)
@@ -137,7 +142,7 @@ class PartialSums:
         varying = jax.lax.pcast(value, tuple(self._axes), to="varying")
         return _summed_in(jax.lax.stop_gradient(varying), partial)
 
-    def _takes_rows(self, module: Any, method: str, args: Any, kwargs: Any) -> bool:
+    def _takes_rows(self, module: Any, by_rows: ByRows, args: Any, kwargs: Any) -> bool:
         """Whether a call takes one array, whose rows are sharded over exactly the axes."""
         x, *others = args or (None,)
         spec = type_spec(x)
@@ -147,7 +152,6 @@ class PartialSums:
         is_other = spec.partitions[:1] != (self.rows,) or not self._axes.isdisjoint(rest)
         if is_other or jax.typeof(x).sharding.mesh != self._mesh:
             return False
-        by_rows = BY_ROWS[_kind_of(module)] if method == "__call__" else _last_dimension
         return by_rows(module, x.ndim, others)
 
 
@@ -220,7 +224,7 @@ def _axes(x: Any) -> tuple[int, ...]:
 
 
 # Layers that compute each row of their input independently, with what this depends on.
-BY_ROWS: dict[Any, Callable[[Any, int, Sequence[Any]], bool]] = {
+BY_ROWS: dict[Any, ByRows] = {
     nnx.Linear: _last_dimension,
     nnx.LinearGeneral: _contracts_others,
     nnx.Einsum: _keeps_the_first,
