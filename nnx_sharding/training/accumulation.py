@@ -46,10 +46,11 @@ def accumulate_gradients(
     of the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on
     random streams, happen once for each microbatch.
 
-    On Explicit mesh axes, the gradients of parameters that are replicated over the axes of the
-    batch are summed on each device, and reduced once, after the loop; the same holds on Auto axes
-    that ``axis`` names. Gradients of parameters that are sharded over these axes are reduced for
-    each microbatch, because the full gradient may not fit into the memory of a device.
+    On Explicit mesh axes, and on Auto axes that ``axis`` names, a parameter that is replicated over
+    the axes of the rows and used by a layer that computes each row independently, such as
+    ``nnx.Linear`` or ``nnx.LayerNorm``, has a gradient that is summed on each device, and reduced
+    once, after the loop. What is used elsewhere, such as in ``BatchNorm``, in a user's module or in
+    the loss itself, and what is sharded over these axes, is reduced for each microbatch.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
