@@ -19,13 +19,13 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.intercept import handler_here, intercepting
 from ..activations.variables import Replaced, own_variables
-from ..core.axis_types import type_spec
-from ..fitting import axes_of, only_axes, spec_axes
+from ..core.axis_types import PARTIAL, type_spec
+from ..fitting import axes_of, axes_of_type, only_axes, spec_axes
 
 # Whether a layer computes each row independently, from the layer, the number of dimensions of its
 # input, and the other arguments of the call.
@@ -45,7 +45,6 @@ class PartialSums:
         self._others = frozenset(mesh.axis_names) - self._axes
         self._size = math.prod(mesh.shape[axis] for axis in self._axes)
         self._outer = handler_here()
-        self._known: dict[int, tuple[Any, Any]] = {}
 
     def slots(
         self, objects: Sequence[Any], slots: Sequence[Any], leaves: Sequence[Any]
@@ -82,16 +81,16 @@ class PartialSums:
     @contextlib.contextmanager
     def known(self, pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
         """Within the block, parameters have these partial sums."""
-        before = self._known
-        self._known = {**before, **{id(x): (x, partial) for x, partial in pairs}}
+        new = {id(x): (x, partial) for x, partial in pairs}
+        token = PARTIAL.set({**(PARTIAL.get() or {}), **new})
         try:
             yield
         finally:
-            self._known = before
+            PARTIAL.reset(token)
 
     def of(self, x: Any) -> Any:
         """The partial sums of a parameter, or None."""
-        return self._known.get(id(x), (None, None))[1]
+        return (PARTIAL.get() or {}).get(id(x), (None, None))[1]
 
     def __call__(
         self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
@@ -110,8 +109,12 @@ class PartialSums:
         variables = [variable for _, variable in own_variables(module)]
         values = [_compat.get_value(variable) for variable in variables]
         partials = [self.of(value) for value in values]
-        is_known = any(x is not None for x in partials) and all(map(self._is_replicated, values))
-        if not is_known or not self._takes_rows(module, by_rows, args, kwargs):
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = self._mesh if mesh.empty else mesh
+        is_known = any(x is not None for x in partials) and all(
+            y is not None or self._is_replicated(x) for x, y in zip(values, partials, strict=True)
+        )
+        if not is_known or not self._takes_rows(mesh, module, by_rows, args, kwargs):
             return call(*args, **kwargs)
         if (out := kwargs.get("out_sharding")) is not None:
             kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._others)
@@ -131,7 +134,7 @@ class PartialSums:
         ]
         return jax.shard_map(
             on_device,
-            mesh=self._mesh,
+            mesh=mesh,
             in_specs=(rows, PartitionSpec(), last),
             out_specs=rows,
             axis_names=self._axes,
@@ -142,15 +145,22 @@ class PartialSums:
         varying = jax.lax.pcast(value, tuple(self._axes), to="varying")
         return _summed_in(jax.lax.stop_gradient(varying), partial)
 
-    def _takes_rows(self, module: Any, by_rows: ByRows, args: Any, kwargs: Any) -> bool:
-        """Whether a call takes one array, whose rows are sharded over exactly the axes."""
+    def _takes_rows(
+        self, mesh: AbstractMesh, module: Any, by_rows: ByRows, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether a call takes one array, whose first dimension is or can be that of the rows."""
         x, *others = args or (None,)
-        spec = type_spec(x)
-        if spec is None or any(isinstance(y, jax.Array) for y in jax.tree.leaves((others, kwargs))):
+        arrays = [y for y in jax.tree.leaves((args, kwargs)) if isinstance(y, jax.Array)]
+        if not isinstance(x, jax.Array) or len(arrays) > 1 or not x.ndim:
             return False
-        rest = {axis for entry in spec.partitions[1:] for axis in axes_of(entry)}
-        is_other = spec.partitions[:1] != (self.rows,) or not self._axes.isdisjoint(rest)
-        if is_other or jax.typeof(x).sharding.mesh != self._mesh:
+        if self._axes <= axes_of_type(mesh, AxisType.Auto):
+            # The layer is the same for each index, whatever the dimension means.
+            is_sharded = x.shape[0] % self._size == 0
+        else:
+            spec = type_spec(x) or PartitionSpec()
+            rest = {axis for entry in spec.partitions[1:] for axis in axes_of(entry)}
+            is_sharded = spec.partitions[:1] == (self.rows,) and self._axes.isdisjoint(rest)
+        if not is_sharded:
             return False
         return by_rows(module, x.ndim, others)
 
@@ -205,6 +215,13 @@ def _contracts_others(module: Any, ndim: int, _: Any) -> bool:
     return not module.batch_axis and 0 not in {axis % ndim for axis in module.axis}
 
 
+def _looks_up(module: Any, *_: Any) -> bool:
+    """For an embedding: XLA cannot partition the look-up over other axes within a ``shard_map``."""
+    spec, mesh = type_spec(_compat.get_value(module.embedding)), jax.sharding.get_abstract_mesh()
+    auto = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
+    return spec is not None and not any(spec_axes(spec)) and not auto
+
+
 def _spatial(module: Any, ndim: int, _: Any) -> bool:
     return ndim > len(module.kernel_size) + 1 and module.mask is None
 
@@ -230,7 +247,7 @@ BY_ROWS: dict[Any, ByRows] = {
     nnx.Einsum: _keeps_the_first,
     nnx.Conv: _spatial,
     nnx.ConvTranspose: _spatial,
-    nnx.Embed: lambda *_: True,
+    nnx.Embed: _looks_up,
     nnx.LayerNorm: _not_the_first,
     nnx.RMSNorm: _not_the_first,
     nnx.GroupNorm: _not_the_first,
