@@ -64,6 +64,10 @@ class CapturedArrayWarning(ShardingWarning):
     """A function captures a sharded array, which loses its sharding."""
 
 
+class WrongGradientWarning(ShardingWarning):
+    """XLA may compute a gradient in a program wrong, by a known fault."""
+
+
 class CorrectedSpecWarning(ShardingWarning):
     """Specs were corrected to fit shapes, for ``on_indivisible="replicate"`` or ``"drop"``."""
 

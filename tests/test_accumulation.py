@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from nnx_sharding import accumulate_gradients, jit, value_and_grad
+from nnx_sharding import accumulate_gradients, jit, stack, value_and_grad
 from nnx_sharding.partition import fsdp, replicated
 
 P = PartitionSpec
@@ -201,6 +201,103 @@ def test_fsdp(kind):
     losses, state, _ = trained(accumulate_gradients(loss, steps=8), fsdp, kind)
     expected, full_state, _ = trained(value_and_grad(loss), fsdp, kind)
     assert_close((losses, state), (expected, full_state))
+
+
+@pytest.mark.parametrize("rows", [("replica", "data"), ("data", "replica")], ids=str)
+@pytest.mark.parametrize("shards", ["data", "replica", ("replica", "data")], ids=str)
+def test_rows_over_more_axes_than_parameters(rows, shards):
+    """Hybrid FSDP: parameters are sharded over some of the axes of the rows."""
+    mesh = jax.make_mesh((2, 4), ("replica", "data"))
+    model = MLP(rngs=nnx.Rngs(0))
+    sharding = fsdp(model, mesh, axis=shards, min_size=0)
+    step = jit(accumulate_gradients(loss, steps=2), in_shardings=(sharding, P(rows)), mesh=mesh)
+    assert_close(step(model, batch()), value_and_grad(loss)(MLP(rngs=nnx.Rngs(0)), batch()), 1e-4)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.up(self.norm(x))
+
+
+def of_squares(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def reductions(model, kinds, axis=None, fun=of_squares):
+    """How often what is reduced, in bytes, of more than the loss."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    gradient = accumulate_gradients(fun, steps=4, axis=axis)
+    step = jit(gradient, in_shardings=(P(), P("data")), mesh=mesh)
+    x = jax.device_put(batch()["x"], jax.NamedSharding(mesh, P("data")))
+    expected = value_and_grad(fun)(model, batch()["x"])
+    assert_close(step(model, x), expected, 1e-4)
+    found = step.lower(model, x).compile().collectives()
+    return sorted((c.times, c.bytes) for c in found if c.bytes > 4)
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESHES = [((EXPLICIT, EXPLICIT), None), ((EXPLICIT, AUTO), None), ((AUTO, AUTO), "data")]
+
+
+@pytest.mark.parametrize(("kinds", "axis"), MESHES, ids=str)
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_stack_is_reduced_once(kinds, axis, remat):
+    model = stack(Layer, 3, rngs=nnx.Rngs(0), remat=remat)
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    assert reductions(model, kinds, axis) == [(1, size)]
+
+
+@pytest.mark.parametrize(("kinds", "axis"), MESHES, ids=str)
+def test_uses_outside_of_layers_are_reduced_for_each_microbatch(kinds, axis):
+    model = Layer(nnx.Rngs(0))
+    model.temperature = nnx.Param(jnp.full(16, 1.5))
+
+    def decayed(model, x):
+        weights = jax.tree.leaves(nnx.state(model, nnx.Param))
+        return jnp.mean((model(x) / model.temperature[...]) ** 2) + sum(
+            (w**2).sum() for w in weights
+        )
+
+    (each, small), *once = sorted(reductions(model, kinds, axis, decayed), reverse=True)
+    layer = sum(x.nbytes for x in jax.tree.leaves(nnx.state(Layer(nnx.Rngs(0)))))
+    assert each == 4 and small < 100
+    assert once == [(1, layer)]
+
+
+def test_layers_that_mix_rows_are_reduced_for_each_microbatch():
+    """A product of one's own may mix rows, as with a scale for all of them."""
+
+    def scaled(x, kernel, *args, **kwargs):
+        return jax.lax.dot_general(x / jnp.abs(x).max(), kernel, *args, **kwargs)
+
+    model = nnx.Linear(16, 16, dot_general=scaled, use_bias=False, rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((8,), ("data",))
+    found = jit(
+        accumulate_gradients(of_squares, steps=2), in_shardings=(P(), P("data")), mesh=mesh
+    )(model, batch()["x"])
+    assert_close(found, accumulate_gradients(of_squares, steps=2)(model, batch()["x"]), 1e-4)
+
+
+class Normalized(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.out = nnx.Linear(16, 1, rngs=rngs)
+
+    def loss(self, x):
+        return (self.out(self.norm(x)) ** 2).mean()
+
+
+def test_bound_method_that_writes_state():
+    one, other = (Normalized(nnx.Rngs(0)) for _ in range(2))
+    found = accumulate_gradients(one.loss, steps=4, argnums="self")(batch()["x"])
+    loss = Normalized.loss
+    assert_close(found, accumulate_gradients(loss, steps=4)(other, batch()["x"]))
+    assert_close(nnx.state(one), nnx.state(other))
+    assert not np.allclose(one.norm.mean[...], 0)
 
 
 def test_batch_norm_and_dropout_on_one_axis():

@@ -236,6 +236,13 @@ def varies_in_vmap(x: Any) -> bool:
     return is_batched and getattr(x, "_trace", None) is trace
 
 
+def trace_equations() -> list[Any]:
+    """The equations of the current trace so far, as far as JAX shows them."""
+    frame = getattr(getattr(_trace_ctx, "trace", None), "frame", None)
+    get = getattr(frame, "get_eqns", None)
+    return [] if get is None else get()
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which a value inside ``shard_map`` is not known to be equal.
 

@@ -30,6 +30,7 @@ from ..fitting import (
 )
 from ..paths import Path, accessor, path_string
 from ..state_sharding import StateSharding
+from .convolution import with_right_gradient
 from .explicit import (
     OPEN,
     arrays_in,
@@ -167,7 +168,7 @@ class Scope:
         if chosen.input is not None and args:
             first = self._constrained(args[0], chosen.input, tag, frame, "input", strict)
             args = (first, *args[1:])
-
+        call = with_right_gradient(module, call, self._pure.batch_axes)
         with Replaced(self._gathered(tag, module, (args, kwargs))):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,9 @@ from ..fitting import axes_of, axes_of_type, fit_sharding, only_axes, spec_and_m
 from .flatten import Flat
 from .problems import Problem, refuse
 from .structure import Structure
+
+# The parameters of the current trace whose gradients go to partial sums, each by its id with them.
+PARTIAL: ContextVar[dict[int, tuple[Any, Any]] | None] = ContextVar("PARTIAL", default=None)
 
 
 def type_spec(x: Any) -> PartitionSpec | None:
@@ -150,6 +154,13 @@ class Retyped(NamedTuple):
         if retyping is None:
             return cls(None, leaves, leaves)
         inside = [retyped(leaf, retyping.inner, summed=summed) for leaf in leaves]
+        if (partial := PARTIAL.get()) is not None:
+            pairs = ((new, partial.get(id(old))) for old, new in zip(leaves, inside, strict=True))
+            partial.update(
+                (id(new), (new, retyped(found[1], retyping.inner)))
+                for new, found in [*pairs]
+                if found
+            )
         return cls(retyping, leaves, inside)
 
     def context(self) -> AbstractContextManager[Any]:

@@ -44,6 +44,7 @@ class Problem(enum.Enum):
     COMMITTED_ELSEWHERE = enum.auto()  # path, shape, sharding, declared sharding
     # What a traced function did
     CAPTURED_ARRAY = enum.auto()  # name, array
+    WRONG_GRADIENT = enum.auto()  # path, operation, axes, remedy
     TRACER_IN_STATIC = enum.auto()  # path, object
     CAPTURED_OBJECT = enum.auto()  # path, object
     CLASS_CHANGED = enum.auto()  # path, object

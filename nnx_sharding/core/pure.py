@@ -19,14 +19,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..fitting import OnIndivisible, axes_of_type, like, spec_and_mesh, variants
 from ..state_sharding import StateSharding
-from .axis_types import Retyped, first_axes, type_mesh, typed_as
+from .axis_types import Retyped, first_axes, mesh_of_types, type_mesh, typed_as
 from .caller import CALLER, Caller, called_by
 from .fit import check_arrays, fit_specs, shape_of
 from .flatten import Flat, flatten
 from .interrupts import release
+from .known_faults import wrong_gradients
 from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
-from .problems import Problem, refuse
+from .problems import Problem, refuse, warn
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
 from .signature import Signature, join_call
 from .snapshot import Snapshot
@@ -200,6 +201,10 @@ class Pure(NamedTuple):
         after = arrays.leave_as(self.structure, after, specs, names, **details)
         self.transform.check_outputs(name_of(fun), names, after.leaves, specs)
         check_captured(fun, name=name, strict=self.transform.strict)
+        mesh = mesh_of_types(leaves, self.transform.context)
+        is_program = self.transform.shards and not caller.nested and mesh is not None
+        if is_program and (faults := wrong_gradients(mesh, self.batch_axes)):
+            warn(Problem.WRONG_GRADIENT, faults, name=name, strict=self.transform.strict)
         return self._pack(name_of(fun), leaves, after, specs, names)
 
     def _is_unchanged(self, after: Structure) -> bool:

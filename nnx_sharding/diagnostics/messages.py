@@ -192,6 +192,15 @@ MESSAGES: dict[Problem, Message] = {
         kind=errors.CapturedArrayWarning,
         anchor="captured-array",
     ),
+    Problem.WRONG_GRADIENT: Message(
+        "by known faults of XLA, these gradients may be multiplied by the sizes of mesh axes:",
+        lambda path, what, axes, remedy: (
+            f"{path + ': ' if path else ''}{what}: {', '.join(map(repr, axes))}. {remedy}"
+        ),
+        "",
+        kind=errors.WrongGradientWarning,
+        anchor="wrong-gradient",
+    ),
     Problem.TRACER_IN_STATIC: Message(
         "these static values hold traced arrays, which do not exist outside of the function:",
         line_of.object,

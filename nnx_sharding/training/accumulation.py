@@ -11,18 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..activations.intercept import handler_here
 from ..core.axis_types import type_spec
 from ..errors import raise_listed
 from ..fitting import axes_of, suggestion
 from ..partition.axis_types import explicit_axes
 from ..paths import accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
-from ..transforms.differentiation import ValueAndGrad, as_reduced
+from ..transforms.differentiation import ValueAndGrad
 from ..transforms.inner import described
+from ..transforms.partial_sums import PartialSums, with_sums
 
 
 @_compat.api_boundary
@@ -47,10 +47,11 @@ def accumulate_gradients(
     of the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on
     random streams, happen once for each microbatch.
 
-    On Explicit mesh axes, the gradients of parameters that are replicated over the axes of the
-    batch are summed on each device, and reduced once, after the loop; the same holds on Auto axes
-    that ``axis`` names. Gradients of parameters that are sharded over these axes are reduced for
-    each microbatch, because the full gradient may not fit into the memory of a device.
+    On Explicit mesh axes, and on Auto axes that ``axis`` names, a parameter that is replicated over
+    the axes of the rows and used by a layer that computes each row independently, such as
+    ``nnx.Linear`` or ``nnx.LayerNorm``, has a gradient that is summed on each device, and reduced
+    once, after the loop. What is used elsewhere, such as in ``BatchNorm``, in a user's module or in
+    the loss itself, and what is sharded over these axes, is reduced for each microbatch.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
@@ -96,25 +97,30 @@ def accumulate_gradients(
 
     def decorate(loss: Callable[..., Any]) -> Callable[..., Any]:
         gradient = value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **options)
-        parameters = inspect.signature(loss)
+        parameters = inspect.signature(gradient._fun)
 
         @functools.wraps(loss)
         @_compat.api_boundary
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*args, **kwargs)
+            given = parameters.bind(*gradient._bound, *args, **kwargs)
             names = _batch_names(gradient, given, batch)
             microbatches = {name: _divided(name, given.arguments[name], steps) for name in names}
             rest = {name: x for name, x in given.arguments.items() if name not in names}
 
             def loop(rest: Any, microbatches: Any) -> Any:
-                # Without a handler, JAX may compute wrong gradients of reduced parameters.
-                axes = _axes_of_batch(microbatches) if handler_here() else frozenset[Any]()
-                likes, treedef = jax.tree.flatten(gradient.differentiated(args, kwargs))
-                totals = [_zeros(like, axes, dtype) for like in likes]
+                given.arguments.update(rest)
+                sums = _partial_sums(microbatches)
+                form, partial = gradient.differentiated(given.args, given.kwargs, sums)
+                likes, treedef = jax.tree.flatten(form)
+                totals = [
+                    sums.zeros(like, dtype) if is_partial else jnp.zeros_like(like, dtype=dtype)
+                    for like, is_partial in zip(likes, jax.tree.leaves(partial), strict=True)
+                ]
 
                 def step(totals: Any, rest: Any, microbatch: Any) -> Any:
                     given.arguments.update(rest | microbatch)
-                    value, new = gradient.of(given.args, given.kwargs, axes)
+                    arguments = given.args, given.kwargs, sums
+                    value, new = with_sums(sums, gradient.of, *arguments)
                     _check_aux(value[1] if has_aux else ())
                     pairs = zip(totals, jax.tree.leaves(new), strict=True)
                     return [total + x.astype(total.dtype) for total, x in pairs], value
@@ -216,23 +222,16 @@ def _check_aux(aux: Any) -> None:
     raise_listed(TypeError, title, wrong, "Return only arrays or numbers.")
 
 
-def _axes_of_batch(microbatches: Mapping[str, Any]) -> frozenset[Any]:
-    """The Explicit axes that shard the rows."""
-    specs = filter(None, map(type_spec, jax.tree.leaves(microbatches)))
-    return frozenset(axis for spec in specs for axis in axes_of(spec.partitions[0]))
-
-
-def _zeros(like: Any, axes: frozenset[Any], dtype: Any) -> Any:
-    """Zeros in the type of the gradient of an array."""
-    zeros = jnp.zeros_like(like, dtype=dtype)
-    spec = type_spec(as_reduced(like, axes))
-    if spec is None or not spec.reduced:
-        return zeros
-    unreduced = PartitionSpec(*spec.partitions, unreduced=spec.reduced)
-    return jax.sharding.reshard(zeros, NamedSharding(jax.typeof(like).sharding.mesh, unreduced))
+def _partial_sums(microbatches: Mapping[str, Any]) -> PartialSums | None:
+    """Partial sums over the Explicit axes that shard the rows, if there are any."""
+    typed = [x for x in jax.tree.leaves(microbatches) if type_spec(x) is not None]
+    entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
+    rows = max(entries, key=lambda entry: len(axes_of(entry)), default=None)
+    return None if rows is None else PartialSums(jax.typeof(typed[0]).sharding.mesh, rows)
 
 
 def _reduced(x: Any, like: Any) -> Any:
     """A sum in the sharding of the parameter."""
+    total = x.sum(-1) if x.ndim > like.ndim else x
     spec = type_spec(like)
-    return x if spec is None else jax.sharding.reshard(x, jax.typeof(like).sharding)
+    return total if spec is None else jax.sharding.reshard(total, jax.typeof(like).sharding)

@@ -27,6 +27,9 @@ class _Vmap(Mapped):
     axis_size: int | None = None
     spmd_axis_name: Hashable = None
 
+    def passes_sums(self, spec: Any) -> bool:
+        return spec.index is None or spec.index >= 0  # the last dimension is an additional one
+
     def is_stacked(self, slots: Sequence[int], leaf: Any) -> bool:
         return super().is_stacked(slots, leaf) and _compat.varies_in_vmap(leaf)
 

@@ -10,11 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
 from ..activations.tracing import inherited
-from ..core.axis_types import type_spec, with_reduced
 from ..core.call import run
 from ..core.caller import Caller
 from ..core.flatten import Flat
@@ -26,9 +24,10 @@ from ..core.specs import Part, Target
 from ..core.unflatten import Built, pytree_of, value_at
 from ..errors import raise_listed, see
 from ..filters import to_predicate
-from ..fitting import axes_of_type, spec_axes, suggestion
+from ..fitting import suggestion
 from ..lifted_function import LiftedFunction, P, R
 from .inner import InnerTransform, described, is_array
+from .partial_sums import PartialSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,25 +93,25 @@ class ValueAndGrad(LiftedFunction[P, R]):
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The value and the gradient; changes are made to the caller's own objects."""
-        return self.of(args, kwargs)
+        return self.of((*self._bound, *args), kwargs)
 
     def of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], unreduced: frozenset[Any] = frozenset()
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
     ) -> Any:
         """The value and the gradient.
 
         Args:
-          args: positional arguments.
+          args: positional arguments, with the object of a bound method.
           kwargs: keyword arguments.
-          unreduced: Explicit mesh axes over which the gradients of arrays that are replicated over
-            them are left unreduced.
+          sums: what parameters have that can have partial sums; their gradient is these.
         """
         flat, plan, wanted, slots = self._prepared(args, kwargs)
         transform = self._transform
         if not transform.allow_int:
             _check_dtypes(transform.name, plan.names, flat.leaves, slots)
+        partial = self._partial(sums, flat, slots)
         value_and_grad = jax.value_and_grad(
-            _loss_of(plan, slots),
+            _loss_of(plan, slots, sums, partial),
             has_aux=True,
             holomorphic=transform.holomorphic,
             allow_int=transform.allow_int,
@@ -120,29 +119,42 @@ class ValueAndGrad(LiftedFunction[P, R]):
         gradients: dict[int, Any] = {}
 
         def execute(*leaves: Any) -> Any:
-            some = [as_reduced(leaves[slot], unreduced) for slot in slots]
-            (_, outputs), arrays = value_and_grad(some, leaves)
+            zeros = [sums.zeros(leaves[slot]) for slot in partial] if sums else []
+            (_, outputs), (arrays, new) = value_and_grad(
+                ([leaves[slot] for slot in slots], zeros), leaves
+            )
             gradients.update(zip(slots, arrays, strict=True))
+            for slot, x in zip(partial, new, strict=True):
+                gradients[slot] = sums.with_sum(x, gradients[slot])
             return outputs
 
         with inherited(flat.objects):
             value = run(plan, flat, execute, self._fun, nested=True)
         return value, self._in_form(wanted, flat, gradients)
 
-    def differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is differentiated, in the form of the gradient."""
+    def differentiated(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
+    ) -> tuple[Any, Any]:
+        """What is differentiated, and which of it has partial sums, in the form of the gradient."""
         flat, _, wanted, slots = self._prepared(args, kwargs)
-        return self._in_form(wanted, flat, {slot: flat.leaves[slot] for slot in slots})
+        partial = self._partial(sums, flat, slots)
+        forms = ({s: flat.leaves[s] for s in slots}, {s: s in partial for s in slots})
+        return tuple(self._in_form(wanted, flat, form) for form in forms)  # type: ignore[return-value]
 
     def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
         """The names of the arguments that are differentiated."""
         return {one.target.name for one in self._prepared(args, kwargs)[2]}
 
+    def _partial(self, sums: PartialSums | None, flat: Flat, slots: Sequence[int]) -> list[int]:
+        """The slots of what is differentiated and has partial sums."""
+        some = sums.slots(flat.objects, flat.structure.slots, flat.leaves) if sums else ()
+        return [slot for slot in slots if slot in some]
+
     def _prepared(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Flat, Plan, list[_Wanted], list[int]]:
         """The flattened arguments of a call, its plan, what is differentiated, and its slots."""
-        call, flat = self._split((*self._bound, *args), kwargs)
+        call, flat = self._split(args, kwargs)
         plan, _ = self._plan(call, flat)
         wanted = self._wanted(plan, call, flat)
         slots = (slot for w in wanted for x in w.locations for slot in x.location.slots)
@@ -225,22 +237,6 @@ class Grad(ValueAndGrad[P, R]):
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
 
-def as_reduced(x: Any, axes: frozenset[Any]) -> Any:
-    """An array, made reduced over those of the axes that are Explicit and replicate it.
-
-    Its gradient is then unreduced over them.
-    """
-    spec = type_spec(x)
-    if spec is None:
-        return x
-    mesh = jax.typeof(x).sharding.mesh
-    free = axes & axes_of_type(mesh, AxisType.Explicit) - {*spec_axes(spec)}
-    if not free:
-        return x
-    new = with_reduced(spec, spec.reduced | free)
-    return jax.sharding.reshard(x, NamedSharding(mesh, new))
-
-
 def _check_dtypes(
     name: str, names: Sequence[str], leaves: Sequence[Any], slots: Sequence[int]
 ) -> None:
@@ -259,14 +255,19 @@ def _check_dtypes(
     )
 
 
-def _loss_of(plan: Plan, slots: Sequence[int]) -> Callable[..., Any]:
+def _loss_of(
+    plan: Plan, slots: Sequence[int], sums: PartialSums | None, partial: Sequence[int]
+) -> Callable[..., Any]:
     """The function that JAX differentiates: of the arrays in some slots, and of all."""
 
-    def loss_of(some: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    def loss_of(some: tuple[Sequence[Any], Sequence[Any]], leaves: Sequence[Any]) -> Any:
+        arrays, zeros = some
         every = [*leaves]
-        for slot, array in zip(slots, some, strict=True):
+        for slot, array in zip(slots, arrays, strict=True):
             every[slot] = array
-        *groups, outcome = outputs = plan.program.inline(*every)
+        pairs = zip((every[slot] for slot in partial), zeros, strict=True)
+        with sums.known(pairs) if sums else contextlib.nullcontext():
+            *groups, outcome = outputs = plan.program.inline(*every)
         # The loss is the first array that the function returned.
         return outcome.arrays(every, groups)[outcome.structure.root_slots[0]], outputs
 

@@ -18,6 +18,7 @@ from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..lifted_function import LiftedFunction, P, R
 from ..paths import Path
+from .partial_sums import PARTIAL_SUMS, PartialSums
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.
 Known: TypeAlias = dict[int, tuple[Path, Any]]
@@ -65,7 +66,39 @@ class InnerTransform(Transform):
         donated: tuple[int, ...],
     ) -> Program:
         call = self.applied(pure, function, in_specs, out_specs)
-        return Program(staged=None, top_level=call, inline=call)
+
+        def inline(*leaves: Any) -> Any:
+            sums = PARTIAL_SUMS.get()
+            found = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
+            if not found:
+                return call(*leaves)
+
+            def with_sums(*every: Any) -> Any:
+                pairs = zip((every[slot] for slot in found), every[len(leaves) :], strict=True)
+                with sums.known(pairs):
+                    return function(*every[: len(leaves)])
+
+            names = [*pure.names, *(pure.names[slot] for slot in found)]
+            specs = [*in_specs, *(in_specs[slot] for slot in found)]
+            more = self.applied(pure._replace(names=names), with_sums, specs, out_specs)
+            return more(*leaves, *found.values())
+
+        return Program(staged=None, top_level=call, inline=inline)
+
+    def _partial_sums(
+        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
+    ) -> dict[int, Any]:
+        """The partial sums of parameters among the arrays, by slot."""
+        found = ((slot, sums.of(leaf)) for slot, leaf in enumerate(leaves))
+        return {
+            slot: partial
+            for slot, partial in found
+            if partial is not None and self.passes_sums(in_specs[slot])
+        }
+
+    def passes_sums(self, spec: Any) -> bool:
+        """Whether the partial sums of a parameter go into the function in the same way."""
+        return True
 
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]

@@ -90,6 +90,11 @@ class _Scan(Mapped):
         remedy = "Change the module that it was given, and return that."
         raise_listed(ValueError, head, others, remedy)
 
+    def passes_sums(self, spec: Any) -> bool:
+        # A step may write to what is not mapped, and has no sums for the new value. The last
+        # dimension of sums is an additional one.
+        return spec.index is not None and spec.index >= 0
+
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:

@@ -15,6 +15,7 @@ from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text
 from ..core.caller import Caller, called_by
+from ..core.known_faults import jaxprs_of, path_of
 from ..core.plan import abstract
 from ..jit import jit
 from ..lifted import Lifted
@@ -156,7 +157,9 @@ def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Resi
             outer, eqn = calls[-1]
             given = eqn.invars[len(eqn.invars) - len(jaxpr.invars) + position]
             if given.aval.shape != shape:  # the carry of each step of a loop, stacked
-                return Residual(_source(calls, fun_name), "carry", shape, dtype, memory)
+                return Residual(
+                    path_of([e for _, e in calls]) or fun_name, "carry", shape, dtype, memory
+                )
             jaxpr, var = outer, given
             calls.pop()
             continue
@@ -164,7 +167,7 @@ def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Resi
         if eqn is None:
             return None
         number = eqn.outvars.index(var)
-        inside = [x for x in _jaxprs(eqn) if len(x.outvars) == len(eqn.outvars)]
+        inside = [x for x in jaxprs_of(eqn) if len(x.outvars) == len(eqn.outvars)]
         if inside:
             calls.append((jaxpr, eqn))
             jaxpr = inside[0]
@@ -172,7 +175,7 @@ def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Resi
         elif eqn.primitive.name in _MARKS:
             var = eqn.invars[0]
         else:
-            source = _source([*calls, (jaxpr, eqn)], fun_name)
+            source = path_of([*(e for _, e in calls), eqn]) or fun_name
             return Residual(source, eqn.primitive.name, shape, dtype, memory)
     return None
 
@@ -181,27 +184,9 @@ def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Resi
 _MARKS = frozenset({"name", "reduce_precision", "device_put"})
 
 
-def _source(calls: Sequence[tuple[Any, Any]], fun_name: str) -> str:
-    """The path of the module in the names of equations, each inside the previous one."""
-    # What is in a custom_jvp_call also has the names around that call.
-    eqns = [eqn for _, eqn in calls if not eqn.primitive.name.startswith("custom_jvp")]
-    stacks = (str(eqn.source_info.name_stack) for eqn in eqns)
-    parts = (part for stack in stacks for part in stack.split("/") if part and "(" not in part)
-    return ".".join(parts).replace(".[", "[") or fun_name
-
-
-def _jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs in the parameters of an equation."""
-    for value in eqn.params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(x, "jaxpr", x)
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr, and of those inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in _jaxprs(eqn):
+        for inner in jaxprs_of(eqn):
             yield from equations(inner)

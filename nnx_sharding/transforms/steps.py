@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from ..activations.variables import resharded
 from ..axes import BROADCAST, CARRY
 from ..core.caller import CALLER
 from ..core.naming import name_of
@@ -120,6 +121,11 @@ class Loop:
             arrays = outcome.arrays(every, groups)
             after = dict(zip(self._carried, self._slots_after(outcome), strict=True))
             new = [arrays[after[slot]] if slot in after else every[slot] for slot in slots]
+            # As elsewhere, a new value in an object has the sharding of the old one.
+            new = [
+                resharded(x, every[slot]) if slot in self._places else x
+                for slot, x in zip(slots, new, strict=True)
+            ]
             pairs = zip(groups, self._group_axes, strict=True)
             out = [None if axis is None else group for group, axis in pairs], outcome
             return OutputGroup(carry.names, tuple(new)), out
