@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import tempfile
 
 # JAX reads both when its backend starts, so they are set before anything imports it.
@@ -9,6 +10,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+# What tests draw at random. Workers inherit it; the header of a run shows it.
+SEED = os.environ.setdefault("NNX_SHARDING_TEST_SEED", str(random.randrange(10**6)))
 # Tests run most programs once. `make coverage`, which is nightly, optimizes them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
@@ -47,6 +50,14 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # source lines
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_report_header():
+    return f"NNX_SHARDING_TEST_SEED={SEED}"
+
+
+def pytest_runtest_setup(item):
+    random.seed(f"{SEED} {item.nodeid}")
 
 
 def pytest_collection_modifyitems(items):

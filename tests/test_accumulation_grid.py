@@ -306,7 +306,7 @@ def check(case):
     return None
 
 
-SEED = int(os.environ.get("ACCUMULATION_SEED", random.randrange(10**6)))
+SEED = os.environ["NNX_SHARDING_TEST_SEED"]
 
 
 @pytest.mark.parametrize("case", random.Random(SEED).sample([*all_cases()], 6), ids=repr)

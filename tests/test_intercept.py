@@ -131,7 +131,11 @@ class Outer(nnx.Module):
         return jit(self.inner.__call__)(x) + jax.jit(self.inner.scaled)(x)
 
 
-@pytest.mark.parametrize("transform", [jit, remat, functools.partial(jit, **OPTIONS)], ids=str)
+@pytest.mark.parametrize(
+    "transform",
+    [jit, remat, functools.partial(jit, **OPTIONS)],
+    ids=["jit", "remat", "jit with options"],
+)
 def test_names_in_the_program(transform):
     text = jit(lambda module, x: transform(call)(module, x), **OPTIONS).lower(Outer(), X)
     assert "intercepted" not in text.as_text() and "replacement" not in text.as_text()
