@@ -34,7 +34,7 @@ def wrong_gradients(mesh: AbstractMesh, batch_axes: frozenset[Any]) -> list[Faul
       mesh: the mesh of the program.
       batch_axes: the axes that shard the rows, where no axis is Explicit.
     """
-    large = {axis for axis, size in mesh.shape.items() if size > 1}
+    large = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
     large -= axes_of_type(mesh, AxisType.Manual)
     found = []
     for eqns in _equations(_compat.trace_equations()) if large else ():

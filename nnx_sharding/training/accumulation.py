@@ -113,7 +113,9 @@ def accumulate_gradients(
                 form, partial = gradient.differentiated(given.args, given.kwargs, sums)
                 likes, treedef = jax.tree.flatten(form)
                 totals = [
-                    sums.zeros(like, dtype) if is_partial else jnp.zeros_like(like, dtype=dtype)
+                    sums.zeros(like, dtype)
+                    if sums and is_partial
+                    else jnp.zeros_like(like, dtype=dtype)
                     for like, is_partial in zip(likes, jax.tree.leaves(partial), strict=True)
                 ]
 

@@ -124,8 +124,9 @@ class ValueAndGrad(LiftedFunction[P, R]):
                 ([leaves[slot] for slot in slots], zeros), leaves
             )
             gradients.update(zip(slots, arrays, strict=True))
-            for slot, x in zip(partial, new, strict=True):
-                gradients[slot] = sums.with_sum(x, gradients[slot])
+            if sums is not None:
+                for slot, x in zip(partial, new, strict=True):
+                    gradients[slot] = sums.with_sum(x, gradients[slot])
             return outputs
 
         with inherited(flat.objects):
@@ -139,7 +140,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         flat, _, wanted, slots = self._prepared(args, kwargs)
         partial = self._partial(sums, flat, slots)
         forms = ({s: flat.leaves[s] for s in slots}, {s: s in partial for s in slots})
-        return tuple(self._in_form(wanted, flat, form) for form in forms)  # type: ignore[return-value]
+        return tuple(self._in_form(wanted, flat, form) for form in forms)
 
     def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
         """The names of the arguments that are differentiated."""

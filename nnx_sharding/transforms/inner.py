@@ -70,7 +70,7 @@ class InnerTransform(Transform):
         def inline(*leaves: Any) -> Any:
             sums = PARTIAL_SUMS.get()
             found = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
-            if not found:
+            if sums is None or not found:
                 return call(*leaves)
 
             def with_sums(*every: Any) -> Any:

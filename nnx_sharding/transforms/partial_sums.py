@@ -67,7 +67,7 @@ class PartialSums:
 
     def zeros(self, x: Any, dtype: Any = None) -> jax.Array:
         """Partial sums of zero for a parameter."""
-        entries = [*type_spec(x).partitions, *[None] * x.ndim][: x.ndim]
+        entries = [*jax.typeof(x).sharding.spec.partitions, *[None] * x.ndim][: x.ndim]
         sharding = NamedSharding(self._mesh, PartitionSpec(*entries, self.rows))
         return jnp.zeros((*x.shape, self._size), dtype or x.dtype, out_sharding=sharding)
 
@@ -76,7 +76,8 @@ class PartialSums:
         is_first = jax.sharding.reshard(
             jnp.arange(self._size) == 0, NamedSharding(self._mesh, PartitionSpec(self.rows))
         )
-        return partial + jnp.where(is_first, gradient[..., None], 0)
+        total: jax.Array = partial + jnp.where(is_first, gradient[..., None], 0)
+        return total
 
     @contextlib.contextmanager
     def known(self, pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
@@ -143,7 +144,8 @@ class PartialSums:
     def _local(self, value: Any, partial: Any) -> jax.Array:
         """A parameter on one device, whose gradient goes to the device's partial sum."""
         varying = jax.lax.pcast(value, tuple(self._axes), to="varying")
-        return _summed_in(jax.lax.stop_gradient(varying), partial)
+        local: jax.Array = _summed_in(jax.lax.stop_gradient(varying), partial)
+        return local
 
     def _takes_rows(
         self, mesh: AbstractMesh, module: Any, by_rows: ByRows, args: Any, kwargs: Any
