@@ -34,7 +34,6 @@ ONE_LINE = {
     "Retrace",
     "Roofline",
     "ShardingRow",
-    "_Device",
 }
 
 

@@ -19,7 +19,7 @@ from nnx_sharding.analysis import parameter_table
 from nnx_sharding.analysis.json_codec import as_data
 from nnx_sharding.analysis.json_codec import read as read_json
 from nnx_sharding.checkpoint import restore, save
-from nnx_sharding.constraints import get_names_from_partition_spec, match_partition_rules
+from nnx_sharding.compat.eformer import get_names_from_partition_spec, match_partition_rules
 from nnx_sharding.errors import CorrectedSpecWarning
 from nnx_sharding.export import export
 from nnx_sharding.fitting import fit_sharding, variants

@@ -40,10 +40,13 @@ SLOW_WAY = (
     Stage("specs", ("specs.py",)),
     Stage("resolve", ("resolve.py", "fit.py")),
     Stage("plan", ("plan.py", "transform.py", "axis_types.py", "cache.py")),
-    Stage("trace", ("pure.py", "naming.py", "caller.py", "trace_checks.py", "outcome.py")),
+    Stage(
+        "trace",
+        ("pure.py", "naming.py", "caller.py", "trace_checks.py", "known_faults.py", "outcome.py"),
+    ),
 )
 LAST = (
-    Stage("run", ("call.py", "transfer.py", "in_flight.py")),
+    Stage("run", ("call.py", "interrupts.py", "transfer.py", "in_flight.py")),
     Stage("write-back", ("unflatten.py",)),
 )
 # Not on the way of a call: the stages' view of it, and what is reported when something is wrong.

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import StateSharding, explain_retraces, jit, limit_traces, merge, shard_map, split
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.compat.datarax import ArraySharder
-from nnx_sharding.constraints import make_shard_and_gather_fns
+from nnx_sharding.compat.eformer import make_shard_and_gather_fns
 from nnx_sharding.errors import DonatedError
 from nnx_sharding.partition import (
     abstract_init,

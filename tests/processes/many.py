@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding.checkpoint import Checkpoints, restore, save
-from nnx_sharding.constraints import make_shard_and_gather_fns
+from nnx_sharding.compat.eformer import make_shard_and_gather_fns
 from nnx_sharding.placement import place
 
 MESH = mesh_of((jax.device_count(),), ("data",))
