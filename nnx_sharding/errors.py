@@ -79,13 +79,14 @@ class UnshardedWarning(ShardingWarning):
 def see(error: E, anchor: str) -> E:
     """The error, with a note that names its section in ``docs/errors.md``, if it has one."""
     if anchor:
+        error.anchor = anchor  # type: ignore[attr-defined]
         error.add_note(f"See docs/errors.md#{anchor}.")
     return error
 
 
 def is_explained(error: BaseException) -> bool:
     """Whether an error has such a note."""
-    return any(note.startswith("See docs/errors.md#") for note in getattr(error, "__notes__", ()))
+    return hasattr(error, "anchor")
 
 
 def report(

@@ -85,6 +85,7 @@ PRIVATE_NAMES = {
     "_device_assignment": "the devices of a sharding in their order",
     "_jax_trace": "the trace of a Variable",
     "_logical_device_ids": "the same sharding on devices in another order",
+    "_call": "the function in C of a compiled program",
     "_can_update": "whether a Variable may be changed here",
     "_lowering": "compiling in another process what JAX has lowered in this one",
     "_mapping": "the items of HashableMapping, whose iterator is slow",
@@ -92,6 +93,7 @@ PRIVATE_NAMES = {
     "_pytree__is_pytree": "whether JAX can flatten a module",
     "_pytree__nodes": "which attributes of a module are data",
     "_pytree__state": "the trace that a module belongs to",
+    "_trace": "whether a value is batched by the innermost vmap",
     "_trace_ref": "whether two of Flax's traces are the same, without a comparison in Python",
     "_trace_state": "the trace of a module",
 }

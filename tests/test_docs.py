@@ -37,6 +37,11 @@ def docstrings() -> list[doctest.DocTest]:
     return [test for test in tests if test.examples]
 
 
+def without_note(error, anchor):
+    error.anchor = anchor
+    return error
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _uncached():
     # XLA writes programs for the CPU that it has read, as from the cache, without their functions.
@@ -49,7 +54,7 @@ def plain_errors(monkeypatch):
     """Keeps notes, by JAX on removed frames and by us, out of the errors that examples show."""
     for name, module in list(sys.modules.items()):
         if name.startswith("nnx_sharding.") and hasattr(module, "see"):
-            monkeypatch.setattr(module, "see", lambda error, anchor: error)
+            monkeypatch.setattr(module, "see", without_note)
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     yield

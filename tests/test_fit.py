@@ -447,9 +447,9 @@ class ExplainedTest(parameterized.TestCase):
     def test_a_model_and_its_copy_donated(self):
         models = nnx.List([MLP() for _ in range(6)])
         step = jit(lambda a, b: None, donate_argnums=(0, 1))
-        with self.assertRaisesRegex(DonatedError, r"\n  … \d+ more\nPass each once") as caught:
+        with self.assertRaisesRegex(DonatedError, r"b\[5\].up.kernel\nPass each once") as caught:
             step(models, nnx.clone(models))
-        self.assertLen(str(caught.exception).splitlines(), 13)
+        self.assertLess(len(str(caught.exception).splitlines()), 25)
         self.assertIn("place(model, None, copy=True)", str(caught.exception))
         step(models, place(models, None, copy=True))
 

@@ -155,11 +155,12 @@ def unread():
     """A program of which the text is not understood, and its report."""
     program = text().replace(" all-reduce(", " all-to-some(")
     assert program != text()
-    with mock.patch.object(type(compiled()._stage), "as_text", lambda self: program):
-        report = compiled().report(device="TPU v5e")
-        assert compiled().collectives() is None
-        assert compiled().cost(loops=True) is None
-        assert compiled().roofline("TPU v5e") == report.roofline
+    another = compiled.__wrapped__()  # which keeps what it has read
+    with mock.patch.object(type(another._stage), "as_text", lambda self: program):
+        report = another.report(device="TPU v5e")
+        assert another.collectives() is None
+        assert another.cost(loops=True) is None
+        assert another.roofline("TPU v5e") == report.roofline
     return report
 
 
@@ -216,5 +217,6 @@ def test_changes():
 def test_roofline_of_nothing():
     assert roofline_of(None, None, "TPU v5e").bound_by is None
     sent = compiled().collectives()
-    assert roofline_of(None, sent, "TPU v5e").bound_by == "interconnect"
+    assert roofline_of(None, sent, "TPU v5e").interconnect_s > 0
+    assert roofline_of(None, sent, "TPU v5e").bound_by is None
     assert "bound by" in str(roofline_of(None, None, "TPU v5e"))

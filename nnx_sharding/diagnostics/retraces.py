@@ -152,7 +152,8 @@ def _logs(fun: Any) -> list[tuple[str, Any]]:
     values = [fun]
     if not hasattr(type(_unwrapped(fun)), "trace_log"):
         owner = fun if isinstance(fun, type) else type(fun)
-        values = [value for _, value in inspect.getmembers_static(owner)]
+        # While modules are traced, methods are other descriptors, which give the original ones.
+        values = [getattr(x, "original", x) for _, x in inspect.getmembers_static(owner)]
     lifted = [x for x in map(_unwrapped, values) if hasattr(type(x), "trace_log")]
     if not lifted:
         raise TypeError(

@@ -234,7 +234,7 @@ class Grad(ValueAndGrad[P, R]):
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The gradient, and with ``has_aux`` the auxiliary data."""
-        value, gradient = self.of(args, kwargs)
+        value, gradient = self.of((*self._bound, *args), kwargs)
         return (gradient, value[1]) if self._transform.has_aux else gradient
 
 
