@@ -175,18 +175,20 @@ class Pure(NamedTuple):
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
         borrowed = {id(static.value) for static in self.structure.identities()}
+        carried = self.transform.carried_objects(self)
         after = flatten(
             out,
             graph=self.graph,
             known=built.objects,
-            describe_known=lambda obj: self.updates or not _compat.is_node(obj),
+            kept=None if self.updates else carried,
             borrowed=borrowed.union(id(built.objects[i]) for i in self.structure.static_indices()),
             snapshot=before_call,
         )
         name, updates = self.transform.name, self.updates
         check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
-        if not updates and not self.transform.returns_inputs:
-            check_output(after, self.known, name=name)
+        if not updates:
+            inputs = {index: name for index, (name, _) in self.known.items() if index not in carried}
+            check_output(after, inputs, carried, name=name)
         written, option = self.transform.out_specs.tree, f"{name}: {self.transform.out_name}"
         output = target("output", written, out, after.structure.root, option)
         # Known Variables keep their spec and name, so only new things are located.
@@ -320,8 +322,12 @@ class Pure(NamedTuple):
         self._check_donated(fun_name, leaves, [x for arrays in outputs for x in arrays])
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         changes = (tuple(values), tuple(metadata), tuple(nodes), tuple(statics))
+        described = enumerate(structure.entries[: len(self.structure.entries)])
+        is_copied = not self.updates
+        copied = tuple(i for i, entry in described if is_copied and isinstance(entry, NodeEntry))
         packed = map(OutputGroup, map(tuple, labels), outputs)
-        return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
+        effects = _compat.trace_has_effects()
+        return (*packed, Outcome(structure, by_slot, *changes, copied, effects))
 
     def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks that every donated array has an output of its type, which can reuse its buffer."""

@@ -86,15 +86,17 @@ def check_objects(
     refuse(problem, offenders, name=name)
 
 
-def check_output(after: Flat, known: Mapping[int, tuple[str, Any]], *, name: str) -> None:
+def check_output(
+    after: Flat, inputs: Mapping[int, str], carried: Set[int], *, name: str
+) -> None:
     """Checks that, without graph updates, no output is an input or captured Variable."""
     offenders: list[tuple[str, str | None]] = []
     structure = after.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         index, path = location.entry, accessor("output", location.path)
-        if index is not None and index in known:
-            offenders.append((path, known[index][0]))
-        elif index is not None and not _compat.can_update(after.objects[index]):
+        if index in inputs:
+            offenders.append((path, inputs[index]))
+        elif not (index is None or index in carried or _compat.can_update(after.objects[index])):
             offenders.append((path, None))
     if offenders:
         refuse(Problem.OUTPUT_IS_INPUT, offenders, name=name)
