@@ -282,7 +282,9 @@ def _write_back(
         _check_updatable(plan, objects, outcome)
     after = outcome.structure
     arrays = outcome.arrays(leaves, groups)
-    existing = {i: obj for i, obj in enumerate(objects) if i not in outcome.copied}
+    existing = dict(enumerate(objects))
+    for index in outcome.copied:
+        del existing[index]
     built = graph.unflatten(after, arrays, existing)
     values = [*outcome.values, *outcome.metadata]
     operations = _keep_placed(plan, flat, leaves, placed) if placed else []

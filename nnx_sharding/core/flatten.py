@@ -150,7 +150,8 @@ class _Flattener:
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
-            self._parents[index] = self._described
+            if not self.graph:
+                self._parents[index] = self._described
         self._link(index)
         return index
 

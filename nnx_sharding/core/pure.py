@@ -187,7 +187,9 @@ class Pure(NamedTuple):
         name, updates = self.transform.name, self.updates
         check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
         if not updates:
-            inputs = {index: name for index, (name, _) in self.known.items() if index not in carried}
+            inputs = {
+                index: name for index, (name, _) in self.known.items() if index not in carried
+            }
             check_output(after, inputs, carried, name=name)
         written, option = self.transform.out_specs.tree, f"{name}: {self.transform.out_name}"
         output = target("output", written, out, after.structure.root, option)
@@ -283,9 +285,11 @@ class Pure(NamedTuple):
         """Sorts the arrays into outputs and unchanged ones, and notes what changed."""
         structure = after.structure
         sources: dict[int, tuple[int, int]] = {}
-        values, metadata, nodes, statics = [], [], [], []
+        values, metadata, nodes, statics, copied = [], [], [], [], []
         for index, old in enumerate(self.structure.entries):
             entry, slots = structure.entries[index], structure.slots[index]
+            if isinstance(entry, NodeEntry) and not self.updates:
+                copied.append(index)
             if not slots and entry == old:
                 continue
             unchanged = self._unchanged(index, leaves, after, specs)
@@ -321,13 +325,9 @@ class Pure(NamedTuple):
                 labels[number].append(names[slot])
         self._check_donated(fun_name, leaves, [x for arrays in outputs for x in arrays])
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
-        changes = (tuple(values), tuple(metadata), tuple(nodes), tuple(statics))
-        described = enumerate(structure.entries[: len(self.structure.entries)])
-        is_copied = not self.updates
-        copied = tuple(i for i, entry in described if is_copied and isinstance(entry, NodeEntry))
+        changes = map(tuple, (values, metadata, nodes, statics, copied))
         packed = map(OutputGroup, map(tuple, labels), outputs)
-        effects = _compat.trace_has_effects()
-        return (*packed, Outcome(structure, by_slot, *changes, copied, effects))
+        return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
 
     def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Checks that every donated array has an output of its type, which can reuse its buffer."""

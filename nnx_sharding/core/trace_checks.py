@@ -86,9 +86,7 @@ def check_objects(
     refuse(problem, offenders, name=name)
 
 
-def check_output(
-    after: Flat, inputs: Mapping[int, str], carried: Set[int], *, name: str
-) -> None:
+def check_output(after: Flat, inputs: Mapping[int, str], carried: Set[int], *, name: str) -> None:
     """Checks that, without graph updates, no output is an input or captured Variable."""
     offenders: list[tuple[str, str | None]] = []
     structure = after.structure
