@@ -156,7 +156,7 @@ class _Flattener:
         return index
 
     def _repeats(self, index: int) -> bool:
-        """Whether another link to an object of a tree is to a copy: to a module, but in no cycle."""
+        """Whether a link to an object of a tree is to a copy: to a module again, in no cycle."""
         obj, above = self.objects[index], self._described
         while above >= 0 and self.objects[above] is not obj:
             above = self._parents.get(above, -1)

@@ -187,10 +187,7 @@ class Pure(NamedTuple):
         name, updates = self.transform.name, self.updates
         check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
         if not updates:
-            inputs = {
-                index: name for index, (name, _) in self.known.items() if index not in carried
-            }
-            check_output(after, inputs, carried, name=name)
+            check_output(after, self.known, carried, name=name)
         written, option = self.transform.out_specs.tree, f"{name}: {self.transform.out_name}"
         output = target("output", written, out, after.structure.root, option)
         # Known Variables keep their spec and name, so only new things are located.
@@ -325,7 +322,7 @@ class Pure(NamedTuple):
                 labels[number].append(names[slot])
         self._check_donated(fun_name, leaves, [x for arrays in outputs for x in arrays])
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
-        changes = map(tuple, (values, metadata, nodes, statics, copied))
+        changes = tuple(values), tuple(metadata), tuple(nodes), tuple(statics), tuple(copied)
         packed = map(OutputGroup, map(tuple, labels), outputs)
         return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
 
