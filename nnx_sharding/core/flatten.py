@@ -47,7 +47,7 @@ def flatten(
     *,
     graph: bool = True,
     known: Sequence[Any] | None = None,
-    kept: Set[int] | None = None,
+    copied: Set[int] = frozenset(),
     statics: Sequence[Any] = (),
     held: bool = True,
     borrowed: Set[int] = frozenset(),
@@ -61,8 +61,7 @@ def flatten(
         array.
       known: objects that get the first indices. None if ``tree`` is a function's input, not its
         output.
-      kept: the indices of the known modules that stay the same objects; None for all. In ``tree``,
-        new ones take the place of the others, whose entries are None.
+      copied: the indices of known modules whose entries are None; new ones take their place.
       statics: static arguments.
       held: whether the structure keeps alive static objects that are compared by identity.
       borrowed: the ids of objects that it never keeps alive.
@@ -71,12 +70,14 @@ def flatten(
     Raises:
       ValueError: in tree mode, an object is not a pytree, or ``tree`` is not one.
     """
-    flattener = _Flattener(graph, known or (), kept, held, borrowed, snapshot)
+    flattener = _Flattener(graph, known or (), copied, held, borrowed, snapshot)
     root_slots: list[int] = []
     # JAX itself refuses a ref that is passed twice; results may share one.
     root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
     static_children = tuple(map(flattener.static, statics))
-    flattener.link_known()
+    for index in range(len(known or ())):
+        if index not in copied:
+            flattener.link_index(index)
     flattener.describe_pending()
     structure = Structure(
         tuple(flattener.entries),
@@ -112,7 +113,7 @@ class _Flattener:
         self,
         graph: bool,
         known: Sequence[Any],
-        kept: Set[int] | None,
+        copied: Set[int],
         held: bool,
         borrowed: Set[int],
         snapshot: Snapshot | None,
@@ -128,10 +129,7 @@ class _Flattener:
         self.slots: list[tuple[int, ...]] = [()] * len(known)
         self.leaves: list[Any] = []
         self.origins: dict[int, Any] = {}
-        self._known = range(len(known))
-        self._copied: Set[int] = frozenset()
-        if kept is not None:
-            self._copied = {i for i in self._known if _compat.is_node(known[i]) and i not in kept}
+        self._copied = copied
         self._parents: dict[int, int] = {}
         self._described = -1
         self._linked: set[int] = set()
@@ -152,7 +150,7 @@ class _Flattener:
             self.slots.append(())
             if not self.graph:
                 self._parents[index] = self._described
-        self._link(index)
+        self.link_index(index)
         return index
 
     def _repeats(self, index: int) -> bool:
@@ -162,13 +160,8 @@ class _Flattener:
             above = self._parents.get(above, -1)
         return above < 0 and index in self._linked and _compat.is_node(obj)
 
-    def link_known(self) -> None:
-        """Links all known objects that stay the same."""
-        for index in self._known:
-            if index not in self._copied:
-                self._link(index)
-
-    def _link(self, index: int) -> None:
+    def link_index(self, index: int) -> None:
+        """Describes the object with an index, if it is not yet."""
         if index not in self._linked:
             self._linked.add(index)
             self._pending.append(index)
@@ -190,7 +183,7 @@ class _Flattener:
         if entry is not None:
             for child in children_of(entry):
                 if type(child) is int:
-                    self._link(child)
+                    self.link_index(child)
             if isinstance(entry, VariableEntry):
                 self._leaf(_compat.get_value(obj), slots)
             return entry
@@ -266,7 +259,7 @@ class _Flattener:
         if known is not None:
             return known[0]
         if (index := self.index.get(id(value))) is not None:
-            self._link(index)
+            self.link_index(index)
             return index
         static = Static.of(value, hold=self._holds(value))
         content = content_of(value) if static.by_identity else None

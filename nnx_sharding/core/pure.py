@@ -176,11 +176,12 @@ class Pure(NamedTuple):
             flatten(out, graph=False)  # refuses objects that are shared within the output
         borrowed = {id(static.value) for static in self.structure.identities()}
         carried = self.transform.carried_objects(self)
+        nodes = {i for i, x in enumerate(self.structure.entries) if isinstance(x, NodeEntry)}
         after = flatten(
             out,
             graph=self.graph,
             known=built.objects,
-            kept=None if self.updates else carried,
+            copied=frozenset() if self.updates else nodes - carried,
             borrowed=borrowed.union(id(built.objects[i]) for i in self.structure.static_indices()),
             snapshot=before_call,
         )
