@@ -224,7 +224,7 @@ def jit(
       graph: None uses Flax's global flag at decoration time. False treats modules as pytrees:
         shared references are an error, and only the values of Variables are updated.
       graph_updates: None uses Flax's global flag at decoration time. False keeps shared references,
-        but updates only the values and metadata of Variables.
+        but updates only the values and metadata of Variables: what is returned are new modules.
 
     Returns:
       A :class:`~nnx_sharding.Lifted`, which is the function with ``trace``, ``lower``,

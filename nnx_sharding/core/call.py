@@ -241,6 +241,7 @@ class _Update:
             not outcome.metadata
             and not outcome.nodes
             and not outcome.statics
+            and not outcome.copied
             and len(entries) == known
             and all(graph.is_leaf_variable(entries[index]) for index in outcome.values)
         )
@@ -281,7 +282,10 @@ def _write_back(
         _check_updatable(plan, objects, outcome)
     after = outcome.structure
     arrays = outcome.arrays(leaves, groups)
-    built = graph.unflatten(after, arrays, dict(enumerate(objects)))
+    existing = dict(enumerate(objects))
+    for index in outcome.copied:
+        del existing[index]
+    built = graph.unflatten(after, arrays, existing)
     values = [*outcome.values, *outcome.metadata]
     operations = _keep_placed(plan, flat, leaves, placed) if placed else []
     operations += graph.update(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,6 @@ from .structure import (
     VariableEntry,
     children_of,
     is_leaf_treedef,
-    parts_of,
 )
 from .unflatten import picker
 
@@ -48,7 +47,7 @@ def flatten(
     *,
     graph: bool = True,
     known: Sequence[Any] | None = None,
-    describe_known: Callable[[Any], bool] = lambda _: True,
+    copied: Set[int] = frozenset(),
     statics: Sequence[Any] = (),
     held: bool = True,
     borrowed: Set[int] = frozenset(),
@@ -62,8 +61,7 @@ def flatten(
         array.
       known: objects that get the first indices. None if ``tree`` is a function's input, not its
         output.
-      describe_known: which of the known objects are described even if they are not reachable from
-        ``tree``; the entries of the others are then None.
+      copied: the indices of known modules whose entries are None; new ones take their place.
       statics: static arguments.
       held: whether the structure keeps alive static objects that are compared by identity.
       borrowed: the ids of objects that it never keeps alive.
@@ -72,13 +70,14 @@ def flatten(
     Raises:
       ValueError: in tree mode, an object is not a pytree, or ``tree`` is not one.
     """
-    flattener = _Flattener(graph, known or (), held, borrowed, snapshot)
+    flattener = _Flattener(graph, known or (), copied, held, borrowed, snapshot)
     root_slots: list[int] = []
     # JAX itself refuses a ref that is passed twice; results may share one.
     root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
     static_children = tuple(map(flattener.static, statics))
-    for obj in filter(describe_known, known or ()):
-        flattener.link(obj)
+    for index in range(len(known or ())):
+        if index not in copied:
+            flattener.link_index(index)
     flattener.describe_pending()
     structure = Structure(
         tuple(flattener.entries),
@@ -114,6 +113,7 @@ class _Flattener:
         self,
         graph: bool,
         known: Sequence[Any],
+        copied: Set[int],
         held: bool,
         borrowed: Set[int],
         snapshot: Snapshot | None,
@@ -129,6 +129,9 @@ class _Flattener:
         self.slots: list[tuple[int, ...]] = [()] * len(known)
         self.leaves: list[Any] = []
         self.origins: dict[int, Any] = {}
+        self._copied = copied
+        self._parents: dict[int, int] = {}
+        self._described = -1
         self._linked: set[int] = set()
         self._pending: list[int] = []
         # By id, with the value to keep it alive, so that no other object gets its id.
@@ -140,15 +143,25 @@ class _Flattener:
     def link(self, obj: Any) -> int:
         """The index of an object, which will be described if this is the first link to it."""
         index = self.index.get(id(obj))
-        if index is None:
+        if index is None or index in self._copied or (not self.graph and self._repeats(index)):
             index = self.index[id(obj)] = len(self.objects)
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
-        self._link(index)
+            if not self.graph:
+                self._parents[index] = self._described
+        self.link_index(index)
         return index
 
-    def _link(self, index: int) -> None:
+    def _repeats(self, index: int) -> bool:
+        """Whether a link to an object of a tree is to a copy: to a module again, in no cycle."""
+        obj, above = self.objects[index], self._described
+        while above >= 0 and self.objects[above] is not obj:
+            above = self._parents.get(above, -1)
+        return above < 0 and index in self._linked and _compat.is_node(obj)
+
+    def link_index(self, index: int) -> None:
+        """Describes the object with an index, if it is not yet."""
         if index not in self._linked:
             self._linked.add(index)
             self._pending.append(index)
@@ -159,17 +172,18 @@ class _Flattener:
         while stack or self._pending:
             stack += reversed(self._pending)
             self._pending.clear()
-            index = stack.pop()
+            index = self._described = stack.pop()
             slots: list[int] = []
             self.entries[index] = self._describe(index, self.objects[index], slots)
             self.slots[index] = tuple(slots)
+        self._described = -1
 
     def _describe(self, index: int, obj: Any, slots: list[int]) -> Entry:
         entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
         if entry is not None:
             for child in children_of(entry):
                 if type(child) is int:
-                    self._link(child)
+                    self.link_index(child)
             if isinstance(entry, VariableEntry):
                 self._leaf(_compat.get_value(obj), slots)
             return entry
@@ -244,8 +258,9 @@ class _Flattener:
         known = self._statics.get(id(value))
         if known is not None:
             return known[0]
-        if id(value) in self.index:
-            return self.link(value)
+        if (index := self.index.get(id(value))) is not None:
+            self.link_index(index)
+            return index
         static = Static.of(value, hold=self._holds(value))
         content = content_of(value) if static.by_identity else None
         if content is not None and not is_fixed(content.kind):
@@ -321,13 +336,7 @@ def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
 def _check_tree(structure: Structure) -> None:
     """Raises an error for what a tree cannot express: a shared Variable, or a cycle."""
     entries: Sequence[Any] = structure.entries
-    shared = structure.shared_objects(structure.root)
-    nodes = {index for index in shared if isinstance(entries[index], NodeEntry)}
-    duplicates = shared - nodes
-    for node in nodes:  # can be copied if it has no Variables and does not contain itself
-        below = structure.paths_to_objects(parts_of(entries[node]).items())
-        variables = (i for i in below if isinstance(entries[i], VariableEntry | RefEntry))
-        duplicates.update(variables, {node}.intersection(below))
+    duplicates = structure.shared_objects(structure.root)  # modules are copied, except in cycles
     if duplicates:
         paths = structure.paths_to_objects([((), structure.root)], limit=4)
         lines = [

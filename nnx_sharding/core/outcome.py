@@ -61,6 +61,7 @@ class Outcome:
       metadata: indices of input Variables whose metadata or kind of value changed.
       nodes: the attributes of input modules that changed.
       statics: indices of static objects of the inputs that were changed in place.
+      copied: indices of input modules in whose place new ones are returned.
       has_effects: whether the program has side effects, such as callbacks.
       update: what to write back, set by ``call.run`` at the first call from all of this.
     """
@@ -71,6 +72,7 @@ class Outcome:
     metadata: tuple[int, ...]
     nodes: tuple[NodeChange, ...]
     statics: tuple[int, ...]
+    copied: tuple[int, ...] = ()
     has_effects: bool = False
     update: Any = dataclasses.field(default=None, compare=False)
 

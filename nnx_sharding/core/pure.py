@@ -176,18 +176,20 @@ class Pure(NamedTuple):
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
         borrowed = {id(static.value) for static in self.structure.identities()}
+        carried = self.transform.carried_objects(self)
+        nodes = {i for i, x in enumerate(self.structure.entries) if isinstance(x, NodeEntry)}
         after = flatten(
             out,
             graph=self.graph,
             known=built.objects,
-            describe_known=lambda obj: self.updates or not _compat.is_node(obj),
+            copied=frozenset() if self.updates else nodes - carried,
             borrowed=borrowed.union(id(built.objects[i]) for i in self.structure.static_indices()),
             snapshot=before_call,
         )
         name, updates = self.transform.name, self.updates
         check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
-        if not updates and not self.transform.returns_inputs:
-            check_output(after, self.known, name=name)
+        if not updates:
+            check_output(after, self.known, carried, name=name)
         written, option = self.transform.out_specs.tree, f"{name}: {self.transform.out_name}"
         output = target("output", written, out, after.structure.root, option)
         # Known Variables keep their spec and name, so only new things are located.
@@ -277,9 +279,11 @@ class Pure(NamedTuple):
         """Sorts the arrays into outputs and unchanged ones, and notes what changed."""
         structure = after.structure
         sources: dict[int, tuple[int, int]] = {}
-        values, metadata, nodes, statics = [], [], [], []
+        values, metadata, nodes, statics, copied = [], [], [], [], []
         for index, old in enumerate(self.structure.entries):
             entry, slots = structure.entries[index], structure.slots[index]
+            if isinstance(entry, NodeEntry) and not self.updates:
+                copied.append(index)
             if not slots and entry == old:
                 continue
             unchanged = self._unchanged(index, leaves, after, specs)
@@ -315,7 +319,7 @@ class Pure(NamedTuple):
                 labels[number].append(names[slot])
         self._check_donated(fun_name, leaves, [x for arrays in outputs for x in arrays])
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
-        changes = (tuple(values), tuple(metadata), tuple(nodes), tuple(statics))
+        changes = tuple(values), tuple(metadata), tuple(nodes), tuple(statics), tuple(copied)
         packed = map(OutputGroup, map(tuple, labels), outputs)
         return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
 

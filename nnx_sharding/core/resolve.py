@@ -112,6 +112,7 @@ def resolve(
       ValueError: no filter matches some Variables; or one Variable has two different specs.
     """
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
+    attributes: dict[int, tuple[str, Any]] = {}
     uses: dict[int, FilterUse] = {}
     conflicts: list[tuple[str, Any, str, Any]] = []
     is_inside = False
@@ -130,15 +131,14 @@ def resolve(
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
         spec = None if spec is None else spec_of(spec)
-        if index is not None:
-            name, first = result.variables.get(index, ("", None))
-            if first is None:
-                result.variables[index] = (found.name, spec)
-            elif spec is not None and spec != first:
-                conflicts.append((name, first, found.name, spec))
-            spec = result.variables[index][1]
+        decided, key = (attributes, slots[0]) if index is None else (result.variables, index)
+        name, first = decided.get(key, ("", None))
+        if first is None:
+            decided[key] = (found.name, spec)
+        elif spec is not None and spec != first:
+            conflicts.append((name, first, found.name, spec))
         for slot in slots:
-            result.slots[slot] = spec
+            result.slots[slot] = decided[key][1]
     unmatched = [(*pair, use.rules) for use in uses.values() for pair in use.unmatched]
     if unmatched:
         refuse(Problem.NO_FILTER_MATCHES, unmatched, is_inside=is_inside)

@@ -87,15 +87,22 @@ def check_objects(
     refuse(problem, offenders, name=name)
 
 
-def check_output(after: Flat, known: Mapping[int, tuple[str, Any]], *, name: str) -> None:
-    """Checks that, without graph updates, no output is an input or captured Variable."""
+def check_output(
+    after: Flat, known: Mapping[int, tuple[str, Any]], carried: Set[int], *, name: str
+) -> None:
+    """Checks that, without graph updates, no output is an input or captured Variable.
+
+    Those in ``carried`` may be.
+    """
     offenders: list[tuple[str, str | None]] = []
     structure = after.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         index, path = location.entry, accessor("output", location.path)
-        if index is not None and index in known:
+        if index is None or index in carried:
+            continue
+        if index in known:
             offenders.append((path, known[index][0]))
-        elif index is not None and not _compat.can_update(after.objects[index]):
+        elif not _compat.can_update(after.objects[index]):
             offenders.append((path, None))
     if offenders:
         refuse(Problem.OUTPUT_IS_INPUT, offenders, name=name)

@@ -63,7 +63,6 @@ class Transform:
       shards: whether specs are shardings, which have to fit a mesh.
       takes_any: whether arguments need not be arrays.
       returns_any: whether results need not be arrays.
-      returns_inputs: whether results may be objects of the arguments even without graph updates.
       untraced: the options on which no trace depends.
       counts_from_call: whether negative positions count from the end of the call.
       own_specs: specs that outputs may have besides those that the user wrote.
@@ -86,7 +85,6 @@ class Transform:
     shards: ClassVar[bool] = True
     takes_any: ClassVar[bool] = False
     returns_any: ClassVar[bool] = False
-    returns_inputs: ClassVar[bool] = False
     counts_from_call: ClassVar[bool] = False
     untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
     own_specs: ClassVar[tuple[Any, ...]] = ()
@@ -175,6 +173,10 @@ class Transform:
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         """The specs of all inputs, with those that the user left open."""
         return specs
+
+    def carried_objects(self, pure: Any) -> frozenset[int]:
+        """The objects of the arguments that may be results even without graph updates."""
+        return frozenset()
 
     def written_specs(self, pure: Any, after: Any) -> Mapping[int, Any]:
         """Other specs than declared for arrays that the function wrote to Variables, by slot."""

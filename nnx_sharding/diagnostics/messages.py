@@ -100,7 +100,7 @@ MESSAGES: dict[Problem, Message] = {
         anchor="no-filter-matches",
     ),
     Problem.CONFLICTING_SPECS: Message(
-        "Inconsistent aliasing: one Variable has different {specs} under different paths:",
+        "Inconsistent aliasing: one Variable or array has different {specs} under different paths:",
         line_of.conflict,
         "Give it the same {specs} everywhere.",
         anchor="two-shardings-for-one-variable",

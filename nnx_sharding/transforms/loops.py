@@ -7,13 +7,13 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from flax import nnx
 
 from .. import _compat
-from ..axes import BROADCAST
+from ..axes import BROADCAST, CARRY
 from ..core.caller import Caller
 from ..core.naming import name_of
 from ..core.pure import Pure
@@ -37,8 +37,6 @@ class _Scan(Mapped):
       returned: the position of the carry in what the function returns; None if it is all of it.
       options: those of ``jax.lax.scan``.
     """
-
-    returns_inputs: ClassVar[bool] = True  # the carry
 
     name: str = "scan"
     carried: int | str | None
@@ -94,6 +92,10 @@ class _Scan(Mapped):
         # A step may write to what is not mapped, and has no sums for the new value. The last
         # dimension of sums is an additional one.
         return spec.index is not None and spec.index >= 0
+
+    def carried_objects(self, pure: Pure) -> frozenset[int]:
+        parts = [part for target in pure.targets for part in target.parts if part.spec is CARRY]
+        return frozenset(pure.structure.paths_to_objects([((), part.child) for part in parts]))
 
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]

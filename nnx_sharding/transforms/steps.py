@@ -53,11 +53,14 @@ class Loop:
                 "axis None: the next step then reads what a step writes to it."
             )
         # Where each other carried array belongs: the index of its object, and its place in that.
-        # Without graph updates only Variables keep what a step writes.
+        # Without graph updates only Variables and the carry keep what a step writes.
+        carried = pure.transform.carried_objects(pure)
         self._places = {
             slot: (index, number)
             for index, slots in enumerate(structure.slots)
-            if pure.updates or isinstance(structure.entries[index], VariableEntry)
+            if pure.updates
+            or index in carried
+            or isinstance(structure.entries[index], VariableEntry)
             for number, slot in enumerate(slots)
             if slot not in self._mapped and slot not in refs
         }
