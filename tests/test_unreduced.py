@@ -396,7 +396,9 @@ class ModelTest(parameterized.TestCase):
 
     def test_corrections(self):
         spec = P("x", "gone", unreduced={"y"}, reduced={"none"})
-        with self.assertWarnsRegex(CorrectedSpecWarning, "no axis 'gone'; the mesh has no axis\\s+'n"):
+        with self.assertWarnsRegex(
+            CorrectedSpecWarning, "no axis 'gone'; the mesh has no axis\\s+'n"
+        ):
             ours = with_sharding_constraint(W, spec)
         self.assertEqual(ours.sharding.spec, P("x", None, unreduced={"y"}))
         message = "only axes of type Explicit can be .*; 'x' is of type Auto"

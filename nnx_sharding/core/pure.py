@@ -9,7 +9,7 @@ keeps one for each trace.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +33,9 @@ from .signature import Signature, join_call
 from .snapshot import Snapshot
 from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
-from .trace_checks import check_captured, check_objects, check_output
+from .trace_checks import check_captured, check_donated, check_objects, check_output
 from .transform import Transform
-from .unflatten import Built, assemble, is_leaf_variable, node_changes, parts, restore, unflatten
+from .unflatten import Built, assemble, kept_places, node_changes, restore, unflatten
 
 
 class Pure(NamedTuple):
@@ -249,8 +249,9 @@ class Pure(NamedTuple):
                     if old in self.on_indivisible:
                         on_indivisible[slot] = self.on_indivisible[old]
         for index, slots in enumerate(self.structure.slots):
-            holds_arrays = slots and isinstance(after.structure.entries[index], NodeEntry)
-            for slot, old in self._kept_places(index, after.structure) if holds_arrays else ():
+            if not slots or not isinstance(after.structure.entries[index], NodeEntry):
+                continue
+            for slot, old in kept_places(self.structure, after.structure, index):
                 if resolved.slots[slot] is None:  # an attribute, as what it replaces
                     resolved.slots[slot] = self.object_specs[old]
         open_spec, others = transform.spec_of(None), transform.written_specs(self, after)
@@ -317,26 +318,12 @@ class Pure(NamedTuple):
                 # A ref cannot leave a trace; its value can, and becomes a new ref outside.
                 outputs[number].append(leaf[...] if is_ref else leaf)
                 labels[number].append(names[slot])
-        self._check_donated(fun_name, leaves, [x for arrays in outputs for x in arrays])
+        donated = {slot: (self.names[slot], leaves[slot]) for slot in sorted(self.must_be_used)}
+        check_donated(donated, itertools.chain(*outputs), name=self.transform.name, fun=fun_name)
         by_slot = tuple(sources[slot] for slot in range(len(after.leaves)))
         changes = tuple(values), tuple(metadata), tuple(nodes), tuple(statics), tuple(copied)
         packed = map(OutputGroup, map(tuple, labels), outputs)
         return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
-
-    def _check_donated(self, fun_name: str, leaves: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Checks that every donated array has an output of its type, which can reuse its buffer."""
-        if not self.must_be_used:
-            return
-        left = Counter(map(_shape_and_dtype, outputs))
-        left.subtract(_shape_and_dtype(leaves[slot]) for slot in self.must_be_used)
-        offenders = [
-            (self.names[slot], leaves[slot])
-            for slot in sorted(self.must_be_used)
-            if left[_shape_and_dtype(leaves[slot])] < 0
-        ]
-        if offenders:
-            name = self.transform.name
-            refuse(Problem.DONATION_UNUSED, offenders, name=name, fun_name=fun_name)
 
     def _unchanged(
         self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
@@ -344,26 +331,8 @@ class Pure(NamedTuple):
         """The unchanged arrays of one object: slot after the call to slot before."""
         return {
             slot: old
-            for slot, old in self._kept_places(index, after.structure)
+            for slot, old in kept_places(self.structure, after.structure, index)
             if after.leaves[slot] is leaves[old]
             and old not in self.donated
             and specs[slot] == self.object_specs[old]
         }
-
-    def _kept_places(self, index: int, after: Structure) -> list[tuple[int, int]]:
-        """The slots after and before the call of the arrays of one object in the same places."""
-        entries = self.structure.entries[index], after.entries[index]
-        if all(map(is_leaf_variable, entries)):  # nearly all are, and have no parts
-            return [(after.slots[index][0], self.structure.slots[index][0])]
-        before = parts(self.structure, index)
-        pairs: list[tuple[int, int]] = []
-        for key, (child, slots) in parts(after, index).items():
-            old_child, old_slots = before.get(key, (None, ()))
-            if child == old_child:
-                pairs += zip(slots, old_slots, strict=True)
-        return pairs
-
-
-def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
-    aval = jax.typeof(leaf)
-    return getattr(aval, "shape", None), getattr(aval, "dtype", aval)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -145,3 +146,21 @@ def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
             stack += [(path + key, part) for key, part in parts_of(child).items()]
         elif isinstance(child, Static) and isinstance(child.value, jax.core.Tracer):
             yield from [path] * (id(child.value) not in borrowed)
+
+
+def check_donated(
+    donated: Mapping[int, tuple[str, Any]], outputs: Iterable[Any], *, name: str, fun: str
+) -> None:
+    """Checks that every donated array has an output of its type, which can reuse its buffer."""
+    if not donated:
+        return
+    left = Counter(map(_shape_and_dtype, outputs))
+    left.subtract(_shape_and_dtype(leaf) for _, leaf in donated.values())
+    offenders = [pair for pair in donated.values() if left[_shape_and_dtype(pair[1])] < 0]
+    if offenders:
+        refuse(Problem.DONATION_UNUSED, offenders, name=name, fun_name=fun)
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+    aval = jax.typeof(leaf)
+    return getattr(aval, "shape", None), getattr(aval, "dtype", aval)

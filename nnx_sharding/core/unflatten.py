@@ -247,6 +247,19 @@ def count_leaves(child: Child) -> int:
     return sum(atom is LEAF for atom in atoms((child,)))
 
 
+def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[int, int]]:
+    """The slots after and before a call of the arrays of one object in the same places."""
+    if is_leaf_variable(before.entries[index]) and is_leaf_variable(after.entries[index]):
+        return [(after.slots[index][0], before.slots[index][0])]  # nearly all have no parts
+    old = parts(before, index)
+    pairs: list[tuple[int, int]] = []
+    for key, (child, slots) in parts(after, index).items():
+        old_child, old_slots = old.get(key, (None, ()))
+        if child == old_child:
+            pairs += zip(slots, old_slots, strict=True)
+    return pairs
+
+
 def node_changes(
     index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
 ) -> NodeChange | None:
