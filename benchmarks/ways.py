@@ -19,7 +19,7 @@ from .models import Program
 P = PartitionSpec
 
 FLOOR = "jax.jit on flat arrays"
-OURS = "nnx_sharding.jit"
+OURS = "nnx_sharding.transforms.jit"
 NNX_JIT = "nnx.jit"
 NNX_TREE = "nnx.jit(graph=False)"
 CACHED_PARTIAL = "nnx.cached_partial(nnx.jit)"
@@ -266,7 +266,7 @@ def _sharded_equinox(program: Program, layout: Layout) -> Way | Unavailable:
     return carried(equinox.filter_jit(step), jax.device_put(own.state, shardings), program.data)
 
 
-OUR_SHARD_MAP = "nnx_sharding.shard_map"
+OUR_SHARD_MAP = "nnx_sharding.transforms.shard_map"
 FLOOR_SHARD_MAP = "jax.jit(jax.shard_map) on flat arrays"
 
 

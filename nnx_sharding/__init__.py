@@ -10,18 +10,32 @@ accumulates gradients and offloads state, ``analysis`` and ``report`` say what a
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import errors, filters, stages
+from . import errors
 from ._version import __version__
-from .activation_sharding import Activation, ActivationSharding
 from .core.structure import Structure
 from .diagnostics import messages as _messages  # installs itself
 from .diagnostics.retraces import explain_retraces
 from .diagnostics.trace_log import limit_traces
-from .graph import merge, split
-from .jit import jit
-from .lifted import Lifted
-from .shard_map import shard_map
-from .state_sharding import StateSharding
+from .specs import filters
+from .specs.activation_sharding import Activation, ActivationSharding
+from .specs.state_sharding import StateSharding
+from .transforms import (
+    Carry,
+    Stack,
+    StateAxes,
+    grad,
+    remat,
+    saved_residuals,
+    scan,
+    stack,
+    stages,
+    value_and_grad,
+    vmap,
+)
+from .transforms.jit import jit
+from .transforms.lifted import Lifted
+from .transforms.shard_map import shard_map
+from .transforms.split_merge import merge, split
 
 if TYPE_CHECKING:
     from . import (
@@ -35,9 +49,8 @@ if TYPE_CHECKING:
         report,
         testing,
         training,
-        transforms,
     )
-    from .partition.axis_types import auto_axes, explicit_axes
+    from .partition.axis_modes import auto_axes, explicit_axes
     from .partition.constrain import reshard, with_sharding_constraint
     from .partition.init import sharded_init
     from .partition.mesh import make_mesh
@@ -45,18 +58,6 @@ if TYPE_CHECKING:
     from .partition.tensor_parallel import tensor_parallel
     from .placement.place import place
     from .training.accumulation import accumulate_gradients
-    from .transforms import (
-        Carry,
-        Stack,
-        StateAxes,
-        grad,
-        remat,
-        saved_residuals,
-        scan,
-        stack,
-        value_and_grad,
-        vmap,
-    )
 
 __all__ = [
     "Activation",
@@ -109,7 +110,6 @@ _MODULES = frozenset(
         "report",
         "testing",
         "training",
-        "transforms",
     }
 )
 _NAMES = {
@@ -122,16 +122,6 @@ _NAMES = {
     "reshard": "partition",
     "sharded_init": "partition",
     "tensor_parallel": "partition",
-    "Carry": "transforms",
-    "Stack": "transforms",
-    "StateAxes": "transforms",
-    "grad": "transforms",
-    "remat": "transforms",
-    "saved_residuals": "transforms",
-    "scan": "transforms",
-    "stack": "transforms",
-    "value_and_grad": "transforms",
-    "vmap": "transforms",
     "with_sharding_constraint": "partition",
 }
 

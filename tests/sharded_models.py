@@ -10,10 +10,10 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from nnx_sharding.fitting import fit_sharding
 from nnx_sharding.partition import specs_by_path, variables
 from nnx_sharding.partition.strategies import fsdp, replicated, zero1
 from nnx_sharding.partition.tensor_parallel import tensor_parallel
+from nnx_sharding.specs.fitting import fit_sharding
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
 WIDTH = 16

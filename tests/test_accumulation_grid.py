@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from nnx_sharding import StateSharding, accumulate_gradients, jit, stack, value_and_grad
-from nnx_sharding.filters import Paths
 from nnx_sharding.partition import fsdp, replicated, tensor_parallel, zero1
+from nnx_sharding.specs.filters import Paths
 
 P = PartitionSpec
 ROWS, LENGTH, WIDTH, VOCABULARY = 32, 4, 8, 16

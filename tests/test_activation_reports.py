@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 from models import MLP, P, mesh_of
 from nnx_sharding import Activation, StateSharding, jit, shard_map
-from nnx_sharding.activations import record
+from nnx_sharding.activations import calls as record
 from nnx_sharding.analysis import collectives_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.origins import origins

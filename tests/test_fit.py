@@ -27,8 +27,8 @@ from nnx_sharding.errors import (
     StrictError,
     UnusedFilterWarning,
 )
-from nnx_sharding.filters import PathGlob, PathRegex
-from nnx_sharding.fitting import fit_sharding, variants
+from nnx_sharding.specs.filters import PathGlob, PathRegex
+from nnx_sharding.specs.fitting import fit_sharding, variants
 
 
 def mesh24() -> Mesh:

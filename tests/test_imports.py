@@ -48,6 +48,8 @@ def imported(name: str, path: Path) -> Iterator[str]:
 
 
 IMPORTS = {name: set(imported(name, path)) - {name} for name, path in FILES.items()}
+# `Compiled.report()` imports it when it is called.
+IMPORTS["nnx_sharding.transforms.stages"].remove("nnx_sharding.report.program")
 # The package itself names everything.
 del IMPORTS["nnx_sharding"]
 
@@ -77,8 +79,7 @@ def test_no_cycle_between_packages():
 
 
 def test_core_imports_only_what_is_below_it():
-    below = {"_compat", "errors", "paths", "filters", "fitting", "state_sharding", "core"}
-    below.update(("activation_sharding", "axes"))
+    below = {"_compat", "errors", "specs", "core"}
     for name, targets in IMPORTS.items():
         if package_of(name) == "nnx_sharding.core":
             above = {t for t in targets if package_of(t).partition(".")[2] not in below}

@@ -21,7 +21,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, remat
-from nnx_sharding.activations import intercept, record
+from nnx_sharding.activations import calls as record
+from nnx_sharding.activations import intercept
 from nnx_sharding.activations.intercept import Method, handler_here, with_handler
 
 AUTO = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

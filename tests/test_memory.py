@@ -33,11 +33,12 @@ from flax import nnx
 import nnx_sharding
 from graphs import Loose, Node, reachable
 from models import MLP, Net, P, mesh_of, mlp_specs
-from nnx_sharding import StateSharding, _compat, lifted_function
+from nnx_sharding import StateSharding, _compat
 from nnx_sharding.core import call as run
 from nnx_sharding.core.guard import builder, walk
 from nnx_sharding.core.guard import record as guard
 from nnx_sharding.core.guard import store as guards
+from nnx_sharding.transforms import lifted_function
 
 
 def array(value: float = 1.0) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import ActivationSharding, StateSharding, jit, scan, stack, vmap
-from nnx_sharding.jit import Jit
+from nnx_sharding.transforms.jit import Jit
 
 # Equal in Python, but not the same.
 TWINS = [(1, True), (1, 1.0), (0, False), (0.0, -0.0), (b"1", bytearray(b"1"))]

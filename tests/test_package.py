@@ -36,4 +36,4 @@ def test_nothing_else_is_imported():
 
 
 # `stages` imports the first two, StateSharding the last.
-NEEDED = ("nnx_sharding.analysis", "nnx_sharding.diagnostics", "nnx_sharding.filters")
+NEEDED = ("nnx_sharding.analysis", "nnx_sharding.diagnostics", "nnx_sharding.specs.filters")

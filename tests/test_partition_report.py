@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from models import MLP, Net, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import NoMeshError
-from nnx_sharding.filters import Paths
 from nnx_sharding.report.sharding import check_sharding
+from nnx_sharding.specs.filters import Paths
 from nnx_sharding.testing import assert_sharded
 from test_fit import shapes, specs
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit, progress, shard_map
+from nnx_sharding import jit, shard_map
 from nnx_sharding.checkpoint import (
     Checkpoints,
     load_safetensors,
@@ -21,6 +21,7 @@ from nnx_sharding.checkpoint import (
     save,
     save_safetensors,
 )
+from nnx_sharding.diagnostics import progress
 from nnx_sharding.partition import make_mesh, replicated, sharded_init
 
 RULES = {"w": "kernel", "b": "bias"}

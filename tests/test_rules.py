@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 from models import MLP, Net, mesh_of
 from nnx_sharding import StateSharding, jit, place
 from nnx_sharding.errors import StrictError, UnusedFilterWarning
-from nnx_sharding.filters import PathGlob, PathRegex, is_opaque
 from nnx_sharding.partition import (
     LogicalRules,
     from_arrays,
@@ -36,6 +35,7 @@ from nnx_sharding.partition import (
     replicated,
     specs_by_path,
 )
+from nnx_sharding.specs.filters import PathGlob, PathRegex, is_opaque
 
 
 def mesh24():

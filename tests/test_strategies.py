@@ -22,8 +22,6 @@ from jax.sharding import PartitionSpec as P
 from models import mesh_of, numbers
 from nnx_sharding import StateSharding, jit, stack
 from nnx_sharding.errors import NoMeshError, UnshardedWarning, UnusedFilterWarning
-from nnx_sharding.filters import Paths
-from nnx_sharding.fitting import axes_of
 from nnx_sharding.partition import (
     fsdp,
     optimizer_sharding,
@@ -35,6 +33,8 @@ from nnx_sharding.partition import (
 )
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
+from nnx_sharding.specs.filters import Paths
+from nnx_sharding.specs.fitting import axes_of
 from sharded_models import MESH, MLP, MODELS, OPTIMIZERS, WIDTH, both, misfits, strategy, table
 
 

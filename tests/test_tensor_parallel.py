@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding
 from nnx_sharding.errors import UnusedFilterWarning
-from nnx_sharding.filters import Paths
 from nnx_sharding.partition import fsdp, tensor_parallel, variables
+from nnx_sharding.specs.filters import Paths
 from sharded_models import MESH, MLP, MODELS, misfits, table
 
 COLUMN = {"kernel": P(None, "model"), "bias": P("model")}

@@ -22,7 +22,6 @@ from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.compat.eformer import get_names_from_partition_spec, match_partition_rules
 from nnx_sharding.errors import CorrectedSpecWarning
 from nnx_sharding.export import export
-from nnx_sharding.fitting import fit_sharding, variants
 from nnx_sharding.partition import (
     LogicalRules,
     from_arrays,
@@ -36,6 +35,7 @@ from nnx_sharding.partition import (
 )
 from nnx_sharding.placement import place, process_rows
 from nnx_sharding.report import ProgramReport, check_sharding
+from nnx_sharding.specs.fitting import fit_sharding, variants
 
 X = np.arange(32, dtype=np.float32).reshape(4, 8)
 W = np.arange(64, dtype=np.float32).reshape(8, 8) / 8

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.jit"
+FLOOR, OURS = "jax.jit on flat arrays", "nnx_sharding.transforms.jit"
 COLUMNS = {
     "forward32": "forward, 32 blocks",
     "configured_dataclass": "configured by dataclasses",

@@ -28,7 +28,7 @@ class Stage(NamedTuple):
     files: tuple[str, ...]
 
 
-FIRST = Stage("call", ("lifted.py",))
+FIRST = Stage("call", ("transforms/lifted.py",))
 GUARD_FILES = ("store.py", "record.py", "builder.py", "row.py", "recipe.py", "walk.py", "_walk.c")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..core.axis_types import type_spec
-from ..fitting import axes_of_type, only_axes, spec_axes
+from ..core.retyping import type_spec
+from ..specs.fitting import axes_of_type, only_axes, spec_axes
 
 
 def with_right_gradient(

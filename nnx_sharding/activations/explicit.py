@@ -11,10 +11,10 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
-from ..apply import called, rebuilt
-from ..core.axis_types import Retyped, Retyping, type_spec
 from ..core.flatten import flatten
-from ..fitting import axes_of, axes_of_type, only_axes, spec_axes
+from ..core.resharding import called, rebuilt
+from ..core.retyping import Retyped, Retyping, type_spec
+from ..specs.fitting import axes_of, axes_of_type, only_axes, spec_axes
 from .variables import modules_in, own_variables
 
 

@@ -12,14 +12,14 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..activation_sharding import Activation, ActivationSharding, is_activation_spec
-from ..apply import apply_shardings, mesh_here, without_unconstrained
-from ..core.axis_types import retyped, type_spec, with_reduced
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
+from ..core.resharding import apply_shardings, mesh_here, without_unconstrained
+from ..core.retyping import retyped, type_spec, with_reduced
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
-from ..fitting import (
+from ..specs.activation_sharding import Activation, ActivationSharding, is_activation_spec
+from ..specs.fitting import (
     axes_of,
     axes_of_type,
     fit_sharding,
@@ -28,8 +28,9 @@ from ..fitting import (
     spec_axes,
     with_entries,
 )
-from ..paths import Path, accessor, path_string
-from ..state_sharding import StateSharding
+from ..specs.paths import Path, accessor, path_string
+from ..specs.state_sharding import StateSharding
+from .calls import RECORD, Frame, in_call
 from .convolution import with_right_gradient
 from .explicit import (
     OPEN,
@@ -44,7 +45,6 @@ from .explicit import (
     with_auto_axes,
 )
 from .intercept import handler_here
-from .record import RECORD, Frame, in_call
 from .tags import DECLARATIONS, Declaration, Shape, Tag
 from .variables import Replaced, is_layer, modules_in, own_variables
 

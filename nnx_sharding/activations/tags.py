@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from ..activation_sharding import ActivationSharding
-from ..paths import Path, accessor
+from ..specs.activation_sharding import ActivationSharding
+from ..specs.paths import Path, accessor
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -13,9 +13,9 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..core.axis_types import type_spec
-from ..core.caller import Caller
+from ..core.call_context import Caller
 from ..core.pure import Pure
+from ..core.retyping import type_spec
 from ..core.unflatten import Built
 from ..errors import see
 from .intercept import original_of, with_handler

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..paths import Path
+from ..specs.paths import Path
 
 # The types of most attributes of modules.
 _ATOMS = frozenset({bool, float, int, str, type, type(None), types.FunctionType})

@@ -1,6 +1,6 @@
 """What a compiled program costs: memory, operations, collectives, and its roofline."""
 
-from .activations import ActivationRow, ActivationTable
+from .activation_table import ActivationRow, ActivationTable
 from .collectives import Collective, CollectiveKind, Collectives, collectives_of
 from .cost import Cost, Costs, cost_of
 from .hardware import DEVICES, Device, device, known_device

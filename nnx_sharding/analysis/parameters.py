@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, Structure, VariableEntry, container_keys
 from ..errors import raise_listed
-from ..fitting import axes_of
-from ..paths import Path, path_string
+from ..specs.fitting import axes_of
+from ..specs.paths import Path, path_string
 from .json_codec import UNWRITTEN
 from .memory import array_bytes
 from .tables import Pictured, axis_styles, drawn, table, text

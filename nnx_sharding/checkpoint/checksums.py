@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..apply import finished_on_cpu
+from ..core.resharding import finished_on_cpu
 from .names import is_key
 
 # Below this many bytes, moving an array takes less time than compiling a program for its shape.

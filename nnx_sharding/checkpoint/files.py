@@ -14,8 +14,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from .. import _compat
+from ..diagnostics.progress import progress
 from ..errors import CheckpointError
-from ..progress import progress
 from .items import ModelHandler, ModelRestore, ModelSave, standard_args
 from .stored import as_folder, beside, first_line, foreign_entries, is_checkpoint, item_folder
 

@@ -19,7 +19,7 @@ from flax import traverse_util
 from ..core.flatten import flatten
 from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
-from ..fitting import unsummed
+from ..specs.fitting import unsummed
 from .checksums import checksums
 from .names import NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
 from .restore import prepare

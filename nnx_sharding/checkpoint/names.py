@@ -12,7 +12,7 @@ from .. import _compat
 from ..analysis.parameters import keys_inside
 from ..core.flatten import Flat
 from ..core.structure import VariableEntry
-from ..paths import Path, path_string
+from ..specs.paths import Path, path_string
 
 Name: TypeAlias = tuple[str, ...]
 

@@ -14,13 +14,13 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..apply import finished_on_cpu, other_memory, rebuilt, sharding_of
 from ..core.flatten import Flat, flatten
+from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
 from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
-from ..filters import to_predicate
-from ..fitting import fit_sharding, unsummed
 from ..partition.constrain import assign
+from ..specs.filters import to_predicate
+from ..specs.fitting import fit_sharding, unsummed
 from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
 from .sources import NUMBERS, Finder, Piece, Target, check_fit
 from .stored import Stored, key_kind, load, opened

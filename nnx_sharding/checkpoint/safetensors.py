@@ -17,13 +17,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from .. import _compat
-from ..apply import rebuilt, sharding_of
 from ..core.flatten import Flat, flatten
+from ..core.resharding import rebuilt, sharding_of
 from ..core.transfer import transfer
+from ..diagnostics.progress import progress
 from ..errors import CheckpointError, by_kind, raise_listed
-from ..filters import to_predicate
-from ..fitting import suggestion, unsummed
-from ..progress import progress
+from ..specs.filters import to_predicate
+from ..specs.fitting import suggestion, unsummed
 from .name_rules import Rule, Rules, read_rules
 from .names import NamedArray, is_reference, kind_of, named_arrays
 from .tensor_files import (

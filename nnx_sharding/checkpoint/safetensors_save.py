@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 from .. import _compat
 from ..core.flatten import flatten
 from ..core.transfer import transfer
+from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
-from ..fitting import unsummed
-from ..progress import progress
+from ..specs.fitting import unsummed
 from .name_rules import Rule, Rules, names_of_array, read_rules
 from .names import NamedArray, is_reference
 from .safetensors import WEIGHTS, select

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import CheckpointError, by_kind, raise_listed
-from ..fitting import suggestion
-from ..paths import path_string
+from ..specs.fitting import suggestion
+from ..specs.paths import path_string
 from .names import Name, NamedArray, is_key
 from .stored import Entry, Stored, key_words
 

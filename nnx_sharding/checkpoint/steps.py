@@ -12,9 +12,9 @@ import orbax.checkpoint as ocp
 
 from .. import _compat
 from ..core.flatten import flatten
+from ..diagnostics.progress import progress
 from ..errors import CheckpointError, NoCheckpointError
-from ..fitting import suggestion
-from ..progress import progress
+from ..specs.fitting import suggestion
 from .items import DataRestore, DataSave, ModelRestore, ModelSave, check_storable, encoded
 from .names import named_arrays
 from .stored import DATA, MODEL, as_folder

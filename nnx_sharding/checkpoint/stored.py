@@ -16,8 +16,8 @@ from etils import epath
 
 from ..analysis.memory import array_bytes
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
-from ..fitting import unsummed
-from ..paths import path_key, path_string
+from ..specs.fitting import unsummed
+from ..specs.paths import path_key, path_string
 from .checksums import checksums
 from .names import VALUE, Name, is_key
 

@@ -14,8 +14,6 @@ import jax
 
 from ..analysis.hardware import Device, device
 from ..analysis.units import bytes_text, read_bytes
-from ..jit import jit
-from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
 from ..planning import Plan, plan
@@ -25,7 +23,9 @@ from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.program import ProgramReport
 from ..report.strategies import compare
-from ..stages import Compiled, Lowered, Traced
+from ..transforms.jit import jit
+from ..transforms.lifted import Lifted
+from ..transforms.stages import Compiled, Lowered, Traced
 from .options import UsageError, UserError, count, mesh_sizes, option, say, say_error, user_code
 from .targets import find
 

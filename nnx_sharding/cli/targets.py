@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..fitting import suggestion
+from ..specs.fitting import suggestion
 from .options import UsageError, user_code
 
 

@@ -15,15 +15,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
-from ..apply import apply_shardings, rebuilt, sharding_of
 from ..core.flatten import flatten
+from ..core.resharding import apply_shardings, rebuilt, sharding_of
 from ..core.specs import Specs
 from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..partition.logical import LogicalRules
-from ..paths import path_string
 from ..placement.place import shardings_for, trimmed
-from ..shard_map import shard_map
+from ..specs.paths import path_string
+from ..transforms.shard_map import shard_map
 
 __all__ = ["ArraySharder", "SharderModuleConfig"]
 

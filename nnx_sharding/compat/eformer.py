@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
-from ..apply import apply_shardings, mesh_here, sharding_of
 from ..core.flatten import flatten
+from ..core.resharding import apply_shardings, mesh_here, sharding_of
 from ..core.specs import Specs, check_specs
 from ..errors import (
     NoMeshError,
@@ -31,13 +31,13 @@ from ..errors import (
     raise_listed,
     report,
 )
-from ..filters import shadowed
-from ..fitting import fit_sharding, spec_axes, suggested_spec, suggestion, with_entries
 from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
 from ..partition.patterns import read_patterns
 from ..partition.rules import from_rules
 from ..partition.variables import NamedVariable, map_variables
-from ..state_sharding import StateSharding, is_single_spec
+from ..specs.filters import shadowed
+from ..specs.fitting import fit_sharding, spec_axes, suggested_spec, suggestion, with_entries
+from ..specs.state_sharding import StateSharding, is_single_spec
 
 __all__ = [
     "ShardAndGather",

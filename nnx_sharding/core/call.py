@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..fitting import is_equivalent
+from ..specs.fitting import is_equivalent
 from . import problems
 from . import unflatten as graph
-from .caller import CALLER, Observer
-from .fit import fit_specs
+from .call_context import CALLER, Observer
 from .flatten import Flat
 from .in_flight import is_bounded, wait_for_some
 from .interrupts import held, hold, release
@@ -24,7 +23,8 @@ from .outcome import Outcome, OutputGroup
 from .plan import Plan, is_committed, known_variables
 from .problems import Problem, refuse
 from .resolve import locate
-from .static_forms import Operation
+from .spec_checks import fit_specs
+from .static_parts import Operation
 from .structure import LEAF, VariableEntry
 from .transfer import obstacle, transfer
 

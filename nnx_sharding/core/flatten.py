@@ -11,10 +11,10 @@ import numpy as np
 
 from .. import _compat
 from ..errors import raise_listed
-from ..paths import path_string
+from ..specs.paths import path_string
 from .snapshot import Snapshot, node_state
-from .static_forms import is_fixed
-from .statics import Static, content_of
+from .static_equality import Static, content_of
+from .static_parts import is_fixed
 from .structure import (
     LEAF,
     Child,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import _compat
-from ..fitting import axes_of, axes_of_type
+from ..specs.fitting import axes_of, axes_of_type
 
 
 class Fault(NamedTuple):

@@ -12,14 +12,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from .. import _compat
-from ..fitting import in_type, is_equivalent
-from .axis_types import first_axes
-from .fit import check_arrays, check_mesh, fit_specs, shape_of
+from ..specs.fitting import in_type, is_equivalent
 from .flatten import Flat
 from .problems import Problem
 from .pure import Pure
 from .resolve import NamedLocation, locate, resolve, slot_names
+from .retyping import first_axes
 from .signature import Call, Parameters, Signature, align_specs
+from .spec_checks import check_arrays, check_mesh, fit_specs, shape_of
 from .specs import Target, argument_targets
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
 from .transform import OnCommitted, Program, Transform

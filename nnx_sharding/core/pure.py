@@ -17,11 +17,9 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..fitting import OnIndivisible, axes_of_type, like, spec_and_mesh, variants
-from ..state_sharding import StateSharding
-from .axis_types import Retyped, first_axes, mesh_of_types, type_mesh, typed_as
-from .caller import CALLER, Caller, called_by
-from .fit import check_arrays, fit_specs, shape_of
+from ..specs.fitting import OnIndivisible, axes_of_type, like, spec_and_mesh, variants
+from ..specs.state_sharding import StateSharding
+from .call_context import CALLER, Caller, called_by
 from .flatten import Flat, flatten
 from .interrupts import release
 from .known_faults import wrong_gradients
@@ -29,8 +27,10 @@ from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
 from .problems import Problem, refuse, warn
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
+from .retyping import Retyped, first_axes, mesh_of_types, type_mesh, typed_as
 from .signature import Signature, join_call
 from .snapshot import Snapshot
+from .spec_checks import check_arrays, fit_specs, shape_of
 from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
 from .trace_checks import check_captured, check_donated, check_objects, check_output

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from ..axes import Axis
-from ..filters import Paths, is_opaque, misspelt, names_paths, to_predicate
-from ..fitting import OnIndivisible
-from ..paths import Path, accessor
-from ..state_sharding import StateSharding
+from ..specs.filters import Paths, is_opaque, misspelt, names_paths, to_predicate
+from ..specs.fitting import OnIndivisible
+from ..specs.mapped_axis import Axis
+from ..specs.paths import Path, accessor
+from ..specs.state_sharding import StateSharding
 from .problems import Problem, refuse, warn
 from .specs import Part, Target
 from .structure import Location, Structure

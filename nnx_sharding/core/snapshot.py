@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .statics import Static
+from .static_equality import Static
 from .structure import LEAF, Container, Entry, NodeEntry, Structure, VariableEntry
 
 

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..fitting import suggested_spec, suggestion
-from ..paths import Path, accessor, path_key
-from ..state_sharding import StateSharding, is_single_spec
+from ..specs.fitting import suggested_spec, suggestion
+from ..specs.paths import Path, accessor, path_key
+from ..specs.state_sharding import StateSharding, is_single_spec
 from .problems import Problem, refuse
 from .signature import ArgTree
 from .structure import Child, Container, PyTreeDef, Structure, container_keys, is_leaf_treedef

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from ..paths import Item, Metadata, Path, accessor, path_key
-from .static_forms import Kind
-from .statics import Static
+from ..specs.paths import Item, Metadata, Path, accessor, path_key
+from .static_equality import Static
+from .static_parts import Kind
 
 PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
 

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from .. import _compat
-from ..paths import Path, accessor
-from .axis_types import type_spec
+from ..specs.paths import Path, accessor
 from .flatten import Flat
 from .problems import Problem, refuse, warn
+from .retyping import type_spec
 from .specs import Target
-from .statics import Static
+from .static_equality import Static
 from .structure import (
     Container,
     Group,

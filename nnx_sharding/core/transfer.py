@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .. import _compat
-from ..fitting import unsummed
+from ..specs.fitting import unsummed
 
 # The beginning and end of one device's part of an array, in each dimension.
 _Bounds: TypeAlias = tuple[tuple[int, int], ...]

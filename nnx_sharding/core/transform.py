@@ -11,14 +11,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..activation_sharding import ActivationSharding
-from ..fitting import OnIndivisible
-from .axis_types import Retyped, Retyping, mesh_of_types
-from .caller import Caller
+from ..specs.activation_sharding import ActivationSharding
+from ..specs.fitting import OnIndivisible
+from .call_context import Caller
 from .problems import Problem, refuse
+from .retyping import Retyped, Retyping, mesh_of_types
 from .signature import Call, Parameters, Signature, sort_call
 from .specs import Specs
-from .statics import strict
+from .static_equality import strict
 
 # What is done with arrays that are committed to a sharding other than declared: raise an error,
 # reshard them on the same devices, move them from any devices, or keep their own sharding.

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from .static_forms import Operation, assign, is_builtin, make_empty, make_fixed
-from .statics import Static, content_of
+from .static_equality import Static, content_of
+from .static_parts import Operation, assign, is_builtin, make_empty, make_fixed
 from .structure import (
     LEAF,
     Child,

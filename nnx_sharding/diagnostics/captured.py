@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..paths import accessor
+from ..specs.paths import accessor
 
 
 def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[tuple[str, Any]]:

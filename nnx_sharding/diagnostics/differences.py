@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
 from ..core.signature import Signature
-from ..core.static_forms import Kind
-from ..core.statics import Static
+from ..core.static_equality import Static
+from ..core.static_parts import Kind
 from ..core.structure import LEAF, Container, Group, StaticEntry, Structure, parts_of
-from ..fitting import describe_mesh
-from ..paths import accessor
+from ..specs.fitting import describe_mesh
+from ..specs.paths import accessor
 from .captured import closure
 
 Side: TypeAlias = tuple[Signature, Structure]

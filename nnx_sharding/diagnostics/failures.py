@@ -18,14 +18,14 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
-from ..axes import Axis
-from ..core.fit import check_arrays, fit_specs, shape_of
 from ..core.plan import Plan, is_committed
 from ..core.problems import Problem, refuse
 from ..core.pure import Pure
+from ..core.spec_checks import check_arrays, fit_specs, shape_of
 from ..errors import DonatedError, NoMeshError, is_explained, message, raise_listed, see
-from ..fitting import axes_of, axes_of_type, describe, describe_both
-from ..paths import accessor
+from ..specs.fitting import axes_of, axes_of_type, describe, describe_both
+from ..specs.mapped_axis import Axis
+from ..specs.paths import accessor
 from .captured import captured_shards, captured_values
 
 F = TypeVar("F", bound=Callable[..., None])

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from ..errors import merged, shortened
-from ..filters import subject_text
-from ..fitting import Fit, describe_both
+from ..specs.filters import subject_text
+from ..specs.fitting import Fit, describe_both
 from .differences import show
 
 

@@ -9,8 +9,8 @@ import jax
 
 from .. import _compat, errors
 from ..core.problems import Diagnostics, Problem, install
-from ..fitting import describe, describe_both, suggestion
-from ..state_sharding import filter_remedy, filters_text
+from ..specs.fitting import describe, describe_both, suggestion
+from ..specs.state_sharding import filter_remedy, filters_text
 from . import message_lines as line_of
 from .captured import captured_shards
 from .differences import show

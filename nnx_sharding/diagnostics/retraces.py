@@ -14,7 +14,7 @@ import jax
 
 from ..core.pure import Pure
 from ..core.structure import Structure
-from ..fitting import describe_both, describe_mesh
+from ..specs.fitting import describe_both, describe_mesh
 from .differences import Facts, Side, arguments_of, compare, distance, facts_of, show
 
 MAX_COMPARED = 64  # a comparison goes through all static values of the model

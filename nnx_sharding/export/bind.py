@@ -14,8 +14,8 @@ from flax.traverse_util import unflatten_dict
 from .. import _compat
 from ..core.flatten import flatten
 from ..errors import by_kind, raise_listed
-from ..fitting import suggestion
-from ..paths import Path, accessor, path_string
+from ..specs.fitting import suggestion
+from ..specs.paths import Path, accessor, path_string
 from .manifest import ArrayInfo, Manifest
 from .trees import leaves, tree_of
 

@@ -17,7 +17,7 @@ from .. import _compat
 from .._version import __version__
 from ..analysis.parameters import spec_text
 from ..errors import ExportError, raise_listed
-from ..stages import Compiled, Lowered
+from ..transforms.stages import Compiled, Lowered
 from . import files
 from .manifest import MeshInfo, meshes_of
 

@@ -14,7 +14,7 @@ from .. import _compat
 from .._version import __version__
 from ..core.outcome import Outcome
 from ..core.plan import Plan, abstract, is_committed
-from ..core.statics import Static
+from ..core.static_equality import Static
 from ..core.structure import (
     LEAF,
     Child,
@@ -27,8 +27,8 @@ from ..core.structure import (
 from ..diagnostics.differences import differences, show, show_child
 from ..diagnostics.failures import explained
 from ..errors import message, raise_listed
-from ..lifted import Lifted
-from ..paths import accessor
+from ..specs.paths import accessor
+from ..transforms.lifted import Lifted
 from .exported import Exported
 from .manifest import Argument, ArrayInfo, Manifest, MeshInfo, meshes_of
 from .trees import Tree, leaves, tree_from, tree_of

@@ -14,7 +14,7 @@ from ..analysis.json_codec import as_data, read
 from ..analysis.parameters import spec_text
 from ..analysis.tables import Pictured, text
 from ..analysis.units import printable
-from ..paths import Path, accessor, path_string
+from ..specs.paths import Path, accessor, path_string
 from . import trees
 from .trees import Tree
 

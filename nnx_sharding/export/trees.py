@@ -27,7 +27,7 @@ from ..core.structure import (
     container_keys,
     is_leaf_treedef,
 )
-from ..paths import Path, plain_key
+from ..specs.paths import Path, plain_key
 
 Tree: TypeAlias = Any
 

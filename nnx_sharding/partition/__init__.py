@@ -1,6 +1,6 @@
 """Choosing how arrays are partitioned over a mesh."""
 
-from .axis_types import auto_axes, explicit_axes
+from .axis_modes import auto_axes, explicit_axes
 from .constrain import reshard, with_sharding_constraint
 from .init import abstract_init, sharded_init
 from .logical import LogicalRules, Unsharded, from_logical

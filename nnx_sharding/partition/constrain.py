@@ -13,7 +13,9 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..apply import (
+from ..core.flatten import Flat, flatten
+from ..core.problems import Problem, refuse
+from ..core.resharding import (
     apply_shardings,
     given_mesh,
     mesh_here,
@@ -21,13 +23,11 @@ from ..apply import (
     rebuilt,
     without_unconstrained,
 )
-from ..core.flatten import Flat, flatten
-from ..core.problems import Problem, refuse
 from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, message, raise_listed, report
-from ..fitting import describe, fit_sharding, spec_and_mesh, spec_axes
+from ..specs.fitting import describe, fit_sharding, spec_and_mesh, spec_axes
 
 _NAME = "with_sharding_constraint"
 _YES = ("1", "true", "yes", "on")

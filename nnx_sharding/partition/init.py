@@ -12,14 +12,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
-from ..apply import in_context
+from ..core.resharding import in_context
 from ..core.signature import Roles
 from ..core.specs import Specs, check_specs
-from ..fitting import axes_of_type
-from ..jit import Jit, jit
-from ..lifted import Lifted
-from ..lifted_function import lift
-from ..progress import progress
+from ..diagnostics.progress import progress
+from ..specs.fitting import axes_of_type
+from ..transforms.jit import Jit, jit
+from ..transforms.lifted import Lifted
+from ..transforms.lifted_function import lift
 from .variables import NamedVariable, map_variables
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ..apply import given_mesh
+from ..core.resharding import given_mesh
 from ..errors import NoMeshError, UnusedFilterWarning, message, raise_listed, report
-from ..fitting import axes_of, fit_sharding
-from ..paths import Path, accessor
-from ..state_sharding import StateSharding
+from ..specs.fitting import axes_of, fit_sharding
+from ..specs.paths import Path, accessor
+from ..specs.state_sharding import StateSharding
 from .variables import variables
 
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import UnusedFilterWarning, report, shortened
-from ..filters import to_predicate
-from ..fitting import axes_of, suggested_spec, suggestion, with_entries
-from ..state_sharding import StateSharding
+from ..specs.filters import to_predicate
+from ..specs.fitting import axes_of, suggested_spec, suggestion, with_entries
+from ..specs.state_sharding import StateSharding
 from .patterns import PatternKind, read_pairs, read_patterns
 from .variables import NamedVariable, from_variables
 

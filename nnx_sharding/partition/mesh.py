@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
-from ..fitting import suggestion
+from ..specs.fitting import suggestion
 from .topology import DEFAULT, arranged, topology_devices
 
 # Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.

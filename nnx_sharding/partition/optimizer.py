@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..activation_sharding import ActivationSharding
 from ..errors import raise_listed
-from ..fitting import describe, like
-from ..paths import Path, path_string
-from ..state_sharding import StateSharding
+from ..specs.activation_sharding import ActivationSharding
+from ..specs.fitting import describe, like
+from ..specs.paths import Path, path_string
+from ..specs.state_sharding import StateSharding
 from .inputs import override_specs
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 

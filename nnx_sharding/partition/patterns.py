@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..errors import listed
-from ..filters import PathGlob, PathRegex
+from ..specs.filters import PathGlob, PathRegex
 
 # How a pattern that is a string is read.
 PatternKind: TypeAlias = Literal["regex", "glob"]

@@ -11,8 +11,8 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..fitting import OnIndivisible, axes_of, suggested_spec, suggestion, with_entries
-from ..state_sharding import StateSharding
+from ..specs.fitting import OnIndivisible, axes_of, suggested_spec, suggestion, with_entries
+from ..specs.state_sharding import StateSharding
 from .logical import LogicalRules
 from .patterns import PatternKind, read_pairs, read_patterns
 from .variables import FOLLOWING, NamedVariable, from_paths, from_variables, variables

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..errors import UnshardedWarning, report
-from ..fitting import axes_of, fit_sharding, spec_and_mesh, spec_axes, with_entries
-from ..paths import Path
-from ..state_sharding import StateSharding
+from ..specs.fitting import axes_of, fit_sharding, spec_and_mesh, spec_axes, with_entries
+from ..specs.paths import Path
+from ..specs.state_sharding import StateSharding
 from .inputs import base_specs, mesh_and_axes
 from .optimizer import optimizer_specs, union, with_optimizer
 from .variables import NamedVariable, activations_of, from_paths, variables

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
-from ..filters import Paths
-from ..paths import Path
-from ..state_sharding import StateSharding
+from ..specs.filters import Paths
+from ..specs.paths import Path
+from ..specs.state_sharding import StateSharding
 from .inputs import base_specs, mesh_and_axes, override_specs
 from .optimizer import with_optimizer
 from .strategies import shard_dimension

@@ -10,14 +10,14 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..activation_sharding import ActivationSharding
 from ..core.flatten import flatten
 from ..core.structure import Structure, VariableEntry, atoms
 from ..errors import raise_listed
-from ..filters import Paths
-from ..paths import Path, path_key, path_string, plain_key
-from ..state_sharding import StateSharding
-from ..transforms.stacks import layer_dimensions
+from ..specs.activation_sharding import ActivationSharding
+from ..specs.filters import Paths
+from ..specs.paths import Path, path_key, path_string, plain_key
+from ..specs.state_sharding import StateSharding
+from ..transforms.stack_module import layer_dimensions
 
 
 class NamedVariable(NamedTuple):

@@ -15,7 +15,7 @@ from ..core.specs import Specs
 from ..core.structure import PyTreeDef
 from ..diagnostics.differences import show
 from ..errors import raise_listed
-from ..paths import accessor, path_key
+from ..specs.paths import accessor, path_key
 from .place import shardings_for, trimmed
 from .rows import Rows, next_size, row_axes, row_parts, row_sharding, rows_by_process
 

@@ -11,18 +11,18 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..apply import apply_shardings, given_mesh, mesh_here, rebuilt
-from ..core.fit import check_mesh, fit_specs, shape_of
 from ..core.flatten import Flat, flatten
 from ..core.interrupts import deferred
+from ..core.resharding import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..core.resolve import check_filters
+from ..core.spec_checks import check_mesh, fit_specs, shape_of
 from ..core.specs import Specs
 from ..core.transfer import obstacle
 from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten
 from ..errors import NoMeshError, raise_listed
-from ..fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
 from ..partition.constrain import is_array, resolved_prefix
+from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, describe, with_entries
 
 
 @_compat.api_boundary

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..core.specs import Specs
-from ..fitting import describe
+from ..specs.fitting import describe
 from .agreement import Agreement, ConsumerGoneError
 from .batch_sharding import BatchSharding, padded
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..fitting import axes_of, with_entries
+from ..specs.fitting import axes_of, with_entries
 from .place import shardings_for, trimmed
 
 Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..errors import raise_listed
 from ..partition import fsdp, replicated, tensor_parallel, zero1
-from ..state_sharding import StateSharding
+from ..specs.state_sharding import StateSharding
 
 # Batches are sharded over the first two axes of a mesh, layers by tensor parallelism over the last.
 REPLICA, DATA, MODEL = "replica", "data", "model"

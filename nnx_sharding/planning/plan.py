@@ -18,15 +18,15 @@ from ..analysis.hardware import Device, known_device
 from ..analysis.hardware import device as device_named
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes
+from ..diagnostics.progress import progress
 from ..errors import message
-from ..fitting import suggestion
-from ..lifted import Lifted
 from ..partition.mesh import planning_mesh
 from ..partition.topology import DEFAULT, on_topology, topology_devices
-from ..progress import progress
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import Compilers, Finished
 from ..report.strategies import Strategy, abstract_of, lowered
+from ..specs.fitting import suggestion
+from ..transforms.lifted import Lifted
 from .candidates import (
     STRATEGIES,
     Candidate,

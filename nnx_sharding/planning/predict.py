@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..analysis.hardware import DEVICES, Device
-from ..fitting import axes_of
 from ..report.sharding import ShardingRow, check_sharding
-from ..state_sharding import StateSharding
+from ..specs.fitting import axes_of
+from ..specs.state_sharding import StateSharding
 from .candidates import MODEL, Candidate
 
 

@@ -1,7 +1,7 @@
 """Reports on sharded programs: tables, comparisons, pages and differences."""
 
 from ..analysis.meshes import MeshDescription
-from .activations import ActivationReport, check_activations
+from .activation_checks import ActivationReport, check_activations
 from .changes import Change, Changes, diff
 from .comparison import Comparison, Failure
 from .program import ProgramReport, Versions

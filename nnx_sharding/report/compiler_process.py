@@ -15,7 +15,7 @@ import jax
 
 from .. import _compat
 from ..partition.topology import topology_devices
-from ..stages import Compiled, Lowered
+from ..transforms.stages import Compiled, Lowered
 
 # A number of virtual CPU devices, or a TPU topology and its number of slices.
 Devices: TypeAlias = int | tuple[str, int]

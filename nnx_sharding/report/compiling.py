@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from .._version import __version__
 from ..analysis.meshes import MeshDescription
-from ..stages import Compiled, Lowered
+from ..transforms.stages import Compiled, Lowered
 from .comparison import Failure
 from .compiler_process import CompilerProcess, Devices
 from .program import ProgramReport

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from ..analysis.meshes import MeshDescription
 from ..analysis.tables import COLOURS, axis_styles, grid, table, text
-from ..fitting import axes_of, fit_sharding
+from ..specs.fitting import axes_of, fit_sharding
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

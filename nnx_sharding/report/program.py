@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Sharding
 
 from .._version import __version__
-from ..analysis.activations import ActivationRow, activations_table
+from ..analysis.activation_table import ActivationRow, activations_table
 from ..analysis.collectives import Collectives, axes_text
 from ..analysis.cost import Costs
 from ..analysis.hardware import Device, known_device
@@ -24,7 +24,7 @@ from ..analysis.parameters import ParameterRow, mesh_of, rows_table
 from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text, time_text
-from ..stages import Compiled
+from ..transforms.stages import Compiled
 from .json_form import JsonForm
 
 

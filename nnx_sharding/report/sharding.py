@@ -26,10 +26,10 @@ from ..core.resolve import locate, needs_filter
 from ..core.specs import target
 from ..core.structure import Location
 from ..errors import NoMeshError, raise_listed
-from ..filters import Paths, misspelt, shadowed, to_predicate
-from ..fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
-from ..paths import Path, plain_key
-from ..state_sharding import StateSharding, candidates
+from ..specs.filters import Paths, misspelt, shadowed, to_predicate
+from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding
+from ..specs.paths import Path, plain_key
+from ..specs.state_sharding import StateSharding, candidates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

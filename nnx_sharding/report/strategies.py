@@ -17,14 +17,14 @@ from .. import _compat
 from ..analysis.hardware import Device
 from ..analysis.hardware import device as device_named
 from ..analysis.units import read_bytes
-from ..graph import merge, split
-from ..jit import jit
-from ..lifted import Lifted
+from ..diagnostics.progress import progress
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
-from ..progress import progress
-from ..stages import Lowered
-from ..state_sharding import StateSharding
+from ..specs.state_sharding import StateSharding
+from ..transforms.jit import jit
+from ..transforms.lifted import Lifted
+from ..transforms.split_merge import merge, split
+from ..transforms.stages import Lowered
 from .comparison import Comparison
 from .compiling import Compilers, Finished
 

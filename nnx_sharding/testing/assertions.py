@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from .. import errors
-from ..analysis.activations import ActivationRow
+from ..analysis.activation_table import ActivationRow
 from ..analysis.collectives import Collective, Collectives, Kind
 from ..analysis.hlo import parse
 from ..analysis.parameters import ParameterRow, parameter_table, spec_axes
 from ..analysis.units import bytes_text, read_bytes
-from ..fitting import suggestion
 from ..report.program import ProgramReport
 from ..report.sharding import check_sharding, is_replicated
-from ..stages import Compiled, Lowered, Traced
-from ..state_sharding import StateSharding
+from ..specs.fitting import suggestion
+from ..specs.state_sharding import StateSharding
+from ..transforms.stages import Compiled, Lowered, Traced
 
 __tracebackhide__ = True  # pytest shows the line of the test that failed
 

@@ -14,14 +14,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..core.axis_types import type_spec
+from ..core.retyping import type_spec
 from ..errors import raise_listed
-from ..fitting import axes_of, suggestion
-from ..partition.axis_types import explicit_axes
-from ..paths import accessor, path_key
+from ..partition.axis_modes import explicit_axes
+from ..specs.fitting import axes_of, suggestion
+from ..specs.paths import accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
 from ..transforms.differentiation import ValueAndGrad
-from ..transforms.inner import described
+from ..transforms.in_trace import described
 from ..transforms.partial_sums import PartialSums, with_sums
 
 

@@ -10,12 +10,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..apply import given_mesh
 from ..core.flatten import flatten
+from ..core.resharding import given_mesh
 from ..errors import NoMeshError
-from ..filters import to_predicate
 from ..partition.variables import from_paths, specs_by_path, variables
-from ..state_sharding import StateSharding
+from ..specs.filters import to_predicate
+from ..specs.state_sharding import StateSharding
 
 
 def offload(

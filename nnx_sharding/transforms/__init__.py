@@ -1,13 +1,13 @@
-"""JAX's transforms within a trace, for functions that take and return NNX objects."""
+"""JAX's transforms for functions that take and return NNX objects, and their stages."""
 
-from .axes import Carry, StateAxes
+from .axis_prefixes import Carry, StateAxes
 from .batching import vmap
 from .gradients import grad, value_and_grad
 from .loops import scan
 from .recompute import remat
 from .residuals import Residual, SavedResiduals, saved_residuals
+from .stack_module import Stack
 from .stacking import stack
-from .stacks import Stack
 
 __all__ = [
     "Carry",

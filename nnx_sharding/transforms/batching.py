@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from .. import _compat
-from ..axes import CARRY
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..errors import raise_listed
-from ..lifted_function import lift
-from .axes import Mapped, axes_specs, frozen_metadata
-from .inner import Function, Inner, described
+from ..specs.mapped_axis import CARRY
+from .axis_prefixes import Mapped, axes_specs, frozen_metadata
+from .in_trace import Function, Inner, described
+from .lifted_function import lift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from flax import nnx
 from .. import _compat
 from ..activations.tracing import inherited
 from ..core.call import run
-from ..core.caller import Caller
+from ..core.call_context import Caller
 from ..core.flatten import Flat
 from ..core.naming import name_of
 from ..core.plan import Plan
@@ -23,10 +23,10 @@ from ..core.signature import Call
 from ..core.specs import Part, Target
 from ..core.unflatten import Built, pytree_of, value_at
 from ..errors import raise_listed, see
-from ..filters import to_predicate
-from ..fitting import suggestion
-from ..lifted_function import LiftedFunction, P, R
-from .inner import InnerTransform, described, is_array
+from ..specs.filters import to_predicate
+from ..specs.fitting import suggestion
+from .in_trace import InnerTransform, described, is_array
+from .lifted_function import LiftedFunction, P, R
 from .partial_sums import PartialSums
 
 

@@ -9,9 +9,9 @@ from flax import nnx
 
 from .. import _compat
 from ..core.signature import Roles
-from ..filters import to_predicate
-from ..lifted_function import lift
+from ..specs.filters import to_predicate
 from .differentiation import Differentiation, Grad, ValueAndGrad
+from .lifted_function import lift
 
 
 @_compat.api_boundary

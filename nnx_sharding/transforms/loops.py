@@ -13,19 +13,19 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..axes import BROADCAST, CARRY
-from ..core.caller import Caller
+from ..core.call_context import Caller
 from ..core.naming import name_of
 from ..core.pure import Pure
 from ..core.signature import Roles
-from ..core.statics import Static
+from ..core.static_equality import Static
 from ..core.unflatten import Built
 from ..errors import raise_listed, see
-from ..lifted_function import lift, unbind
-from ..paths import accessor, path_key
-from .axes import Carry, Mapped, axes_specs, frozen_metadata
-from .inner import Function, Inner, described
-from .steps import Loop
+from ..specs.mapped_axis import BROADCAST, CARRY
+from ..specs.paths import accessor, path_key
+from .axis_prefixes import Carry, Mapped, axes_specs, frozen_metadata
+from .in_trace import Function, Inner, described
+from .lifted_function import lift, unbind
+from .scan_loop import Loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from .. import _compat
 from ..activations.intercept import handler_here, with_handler
 from ..activations.variables import Replaced, own_variables
-from ..core.axis_types import PARTIAL, type_spec
-from ..fitting import axes_of, axes_of_type, only_axes, spec_axes
+from ..core.retyping import PARTIAL, type_spec
+from ..specs.fitting import axes_of, axes_of_type, only_axes, spec_axes
 
 # Whether a layer computes each row independently, from the layer, the number of dimensions of its
 # input, and the other arguments of the call.

@@ -13,17 +13,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
 from ..activations.intercept import handler_here, with_handler
-from ..core.caller import Caller
+from ..core.call_context import Caller
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..filters import PathGlob, Predicate, to_predicate
-from ..fitting import suggestion
-from ..lifted_function import lift
-from ..paths import Path, path_string
-from .inner import KNOWN, Function, Inner, InnerTransform, Known
+from ..specs.filters import PathGlob, Predicate, to_predicate
+from ..specs.fitting import suggestion
+from ..specs.paths import Path, path_string
+from .in_trace import KNOWN, Function, Inner, InnerTransform, Known
+from .lifted_function import lift
 from .residuals import equations
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.

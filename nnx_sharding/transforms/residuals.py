@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from .. import _compat
-from ..activations.record import RECORD, Calls
+from ..activations.calls import RECORD, Calls
 from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text
-from ..core.caller import Caller, called_by
+from ..core.call_context import Caller, called_by
 from ..core.known_faults import jaxprs_of, path_of
 from ..core.plan import abstract
-from ..jit import jit
-from ..lifted import Lifted
+from .jit import jit
+from .lifted import Lifted
 
 
 class Residual(NamedTuple):

@@ -11,10 +11,10 @@ from flax import nnx
 
 from ..core.structure import VariableEntry
 from ..errors import raise_listed
-from ..paths import Path
-from .axes import StateAxes, change_names
+from ..specs.paths import Path
+from .axis_prefixes import StateAxes, change_names
 from .batching import vmap
-from .stacks import (
+from .stack_module import (
     METADATA,
     OPTIONS,
     Stack,

@@ -12,8 +12,8 @@ from ... import _compat
 from ..flatten import Flat, aux_of
 from ..signature import Call
 from ..snapshot import node_state
-from ..static_forms import has_only_dict
-from ..statics import Static, opened
+from ..static_equality import Static, opened
+from ..static_parts import has_only_dict
 from ..structure import (
     LEAF,
     Child,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _compat
-from ..statics import Static
+from ..static_equality import Static
 from ..unflatten import picker
 
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from ... import _compat
 from ..flatten import aux_of
-from ..statics import opened as open_static
-from ..statics import value_key
+from ..static_equality import opened as open_static
+from ..static_equality import value_key
 from ..unflatten import picker
 from .recipe import Kind, Match, Pins, Positions, Recipe, Step
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import _compat
-from ..analysis.activations import ActivationTable, activations_table
+from ..analysis.activation_table import ActivationTable, activations_table
 from ..analysis.tables import Pictured, text
 from ..errors import ActivationError, listed
-from ..jit import jit
+from ..transforms.jit import jit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from . import _compat
-from .core.axis_types import Retyped
-from .core.flatten import Flat, flatten
-from .core.structure import NodeEntry, VariableEntry
-from .core.transfer import transfer
-from .core.unflatten import assemble, node_changes, perform, update
-from .fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
+from .. import _compat
+from ..specs.fitting import axes_of, axes_of_type, only_axes, spec_axes, with_entries
+from .flatten import Flat, flatten
+from .retyping import Retyped
+from .structure import NodeEntry, VariableEntry
+from .transfer import transfer
+from .unflatten import assemble, node_changes, perform, update
 
 
 def given_mesh(caller: str, mesh: Any) -> Mesh | AbstractMesh | None:

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 
 from .. import _compat
 from ..activations.variables import resharded
-from ..axes import BROADCAST, CARRY
-from ..core.caller import CALLER
+from ..core.call_context import CALLER
 from ..core.naming import name_of
+from ..core.none_specs import PLAIN
 from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
-from ..core.static_arguments import PLAIN
-from ..core.statics import Static
+from ..core.static_equality import Static
 from ..core.structure import NodeEntry, RefEntry, VariableEntry
 from ..errors import raise_listed, see
-from ..paths import accessor
-from .axes import captures
+from ..specs.mapped_axis import BROADCAST, CARRY
+from ..specs.paths import accessor
+from .axis_prefixes import captures
 
 
 class Loop:

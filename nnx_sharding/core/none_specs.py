@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .. import _compat
 from .signature import Parameters, Signature, align_specs
 from .specs import is_spec
-from .statics import Static
+from .static_equality import Static
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

@@ -12,12 +12,12 @@ import jax
 from .. import _compat
 from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
-from ..core.caller import Caller
+from ..core.call_context import Caller
 from ..core.pure import Pure
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
-from ..lifted_function import LiftedFunction, P, R
-from ..paths import Path
+from ..specs.paths import Path
+from .lifted_function import LiftedFunction, P, R
 from .partial_sums import PARTIAL_SUMS, PartialSums
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.

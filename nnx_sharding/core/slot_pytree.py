@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..paths import plain_key
-from .statics import Static
+from ..specs.paths import plain_key
+from .static_equality import Static
 from .structure import LEAF, Child, Container, Group, StaticEntry, Structure
 from .unflatten import value_at
 

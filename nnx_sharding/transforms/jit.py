@@ -12,17 +12,17 @@ from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from . import _compat
-from .activation_sharding import activations
-from .activations.tracing import sharded_activations
-from .apply import in_context
-from .core.caller import Caller
-from .core.pure import Pure
-from .core.signature import Roles
-from .core.specs import Specs, check_specs
-from .core.transform import Program, Transform, check_options
-from .core.unflatten import Built
-from .fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
+from .. import _compat
+from ..activations.tracing import sharded_activations
+from ..core.call_context import Caller
+from ..core.pure import Pure
+from ..core.resharding import in_context
+from ..core.signature import Roles
+from ..core.specs import Specs, check_specs
+from ..core.transform import Program, Transform, check_options
+from ..core.unflatten import Built
+from ..specs.activation_sharding import activations
+from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
 from .lifted import Lifted
 from .lifted_function import lift
 

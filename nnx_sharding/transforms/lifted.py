@@ -6,18 +6,18 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import _compat
-from .activations.record import Recorder
-from .activations.tracing import inherited
-from .core.call import run, unmark_direct
-from .core.caller import Caller, called_by
-from .core.flatten import Flat
-from .core.outcome import Outcome
-from .core.plan import Plan, abstract, as_declared
-from .core.signature import Call
-from .core.unflatten import unflatten
-from .diagnostics.failures import explained
-from .diagnostics.trace_log import Observer, TraceLimit, TraceLog
+from .. import _compat
+from ..activations.calls import Recorder
+from ..activations.tracing import inherited
+from ..core.call import run, unmark_direct
+from ..core.call_context import Caller, called_by
+from ..core.flatten import Flat
+from ..core.outcome import Outcome
+from ..core.plan import Plan, abstract, as_declared
+from ..core.signature import Call
+from ..core.unflatten import unflatten
+from ..diagnostics.failures import explained
+from ..diagnostics.trace_log import Observer, TraceLimit, TraceLog
 from .lifted_function import LiftedFunction, P, R
 from .stage_calls import Origin
 from .stages import Lowered, Traced

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from . import _compat
-from .errors import shortened
+from .. import _compat
+from ..errors import shortened
 from .fitting import suggestion
 from .paths import Path, path_string
 

@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import _compat
-from .activations.record import Recorder
-from .core.call import run
-from .core.caller import Caller, called_by
-from .core.flatten import Flat
-from .core.guard.store import Guards
-from .core.plan import Plan
-from .core.signature import Call
-from .diagnostics.differences import arguments_of, differences
-from .diagnostics.failures import explain_compiled
-from .errors import message, see
+from .. import _compat
+from ..activations.calls import Recorder
+from ..core.call import run
+from ..core.call_context import Caller, called_by
+from ..core.flatten import Flat
+from ..core.guard.store import Guards
+from ..core.plan import Plan
+from ..core.signature import Call
+from ..diagnostics.differences import arguments_of, differences
+from ..diagnostics.failures import explain_compiled
+from ..errors import message, see
 
 Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
 

@@ -36,7 +36,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 from jax.tree_util import PyTreeDef
 
 from .. import _compat
-from .static_forms import SCALARS, Kind, has_hidden_state, has_state, is_builtin, open_object
+from .static_parts import SCALARS, Kind, has_hidden_state, has_state, is_builtin, open_object
 
 # By value
 

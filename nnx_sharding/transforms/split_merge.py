@@ -8,13 +8,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from . import _compat
-from .core.flatten import flatten as _flatten
-from .core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
-from .core.unflatten import node_changes, perform, pytree_of, unflatten, update, value_at
-from .errors import by_kind, raise_listed
-from .filters import subject_text, to_predicate
-from .paths import Path, path_string
+from .. import _compat
+from ..core.flatten import flatten as _flatten
+from ..core.structure import Container, Location, NodeEntry, Structure, VariableEntry, parts_of
+from ..core.unflatten import node_changes, perform, pytree_of, unflatten, update, value_at
+from ..errors import by_kind, raise_listed
+from ..specs.filters import subject_text, to_predicate
+from ..specs.paths import Path, path_string
 
 
 def split(graph: Any, /, *filters: Any) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from . import _compat
+from .. import _compat
 
 # Shorter work needs no bar.
 DELAY_S = 2.0

@@ -16,27 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from . import _compat
-from ._late import late
-from .analysis.activations import ActivationTable, activation_rows
-from .analysis.collectives import Collectives, collectives_of
-from .analysis.cost import COMPILED, LOWERED, Cost, cost_of
-from .analysis.hardware import Device
-from .analysis.hlo import Module, parse
-from .analysis.loops import with_loops
-from .analysis.memory import Memory, memory_of
-from .analysis.meshes import MeshDescription
-from .analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
-from .analysis.roofline import Roofline, roofline_of
-from .core.guard.store import Guards
-from .core.outcome import Outcome
-from .core.user_tree import user_tree
-from .diagnostics.failures import explained
-from .progress import progress
+from .. import _compat
+from ..analysis.activation_table import ActivationTable, activation_rows
+from ..analysis.collectives import Collectives, collectives_of
+from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
+from ..analysis.hardware import Device
+from ..analysis.hlo import Module, parse
+from ..analysis.loops import with_loops
+from ..analysis.memory import Memory, memory_of
+from ..analysis.meshes import MeshDescription
+from ..analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
+from ..analysis.roofline import Roofline, roofline_of
+from ..core.guard.store import Guards
+from ..core.outcome import Outcome
+from ..core.slot_pytree import user_tree
+from ..diagnostics.failures import explained
+from ..diagnostics.progress import progress
 from .stage_calls import Origin, call_stage
 
 if TYPE_CHECKING:
-    from .report.program import ProgramReport
+    from ..report.program import ProgramReport
 
 
 class Stage:
@@ -287,7 +286,10 @@ class Compiled(Stage):
 
     @functools.cached_property
     def _report(self) -> ProgramReport:
-        report: ProgramReport = late("report.program", "describe")(self)
+        # Imported here, as the only module that is further up.
+        from ..report.program import describe
+
+        report = describe(self)
         return report
 
     def roofline(self, device: Device | str) -> Roofline:

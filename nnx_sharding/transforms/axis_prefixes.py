@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import _compat
-from ..axes import BROADCAST, CARRY, Axis
-from ..core.caller import Caller
+from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, resolve
 from ..core.specs import PathFunction, Specs, leaves_by_path, target
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..paths import Path, accessor, path_key
-from ..state_sharding import StateSharding
-from .inner import InnerTransform, described
+from ..specs.mapped_axis import BROADCAST, CARRY, Axis
+from ..specs.paths import Path, accessor, path_key
+from ..specs.state_sharding import StateSharding
+from .in_trace import InnerTransform, described
 
 
 class Carry:

@@ -16,9 +16,9 @@ from ..core.structure import NodeEntry, VariableEntry
 from ..core.unflatten import perform, unflatten, update
 from ..diagnostics.differences import differences
 from ..errors import raise_listed
-from ..filters import Paths
-from ..paths import Path, accessor
-from .axes import Carry, StateAxes, change_names
+from ..specs.filters import Paths
+from ..specs.paths import Path, accessor
+from .axis_prefixes import Carry, StateAxes, change_names
 from .loops import scan
 from .recompute import remat as remat_
 

@@ -11,28 +11,21 @@ from typing import Any, ClassVar, Literal, ParamSpec, Required, TypedDict, TypeV
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from . import _compat
-from .activation_sharding import activations
-from .activations.tracing import sharded_activations
-from .apply import mesh_here
-from .core.axis_types import typed_as
-from .core.caller import Caller
-from .core.plan import is_committed
-from .core.problems import Problem, refuse
-from .core.pure import Pure
-from .core.signature import Call, Parameters, Roles, Signature
-from .core.specs import Specs, check_specs
-from .core.static_arguments import with_static_values
-from .core.transform import Program, Transform, check_options
-from .core.unflatten import Built
-from .fitting import (
-    ON_INDIVISIBLE,
-    OnIndivisible,
-    axes_of,
-    in_type,
-    only_axes,
-    spec_axes,
-)
+from .. import _compat
+from ..activations.tracing import sharded_activations
+from ..core.call_context import Caller
+from ..core.none_specs import with_static_values
+from ..core.plan import is_committed
+from ..core.problems import Problem, refuse
+from ..core.pure import Pure
+from ..core.resharding import mesh_here
+from ..core.retyping import typed_as
+from ..core.signature import Call, Parameters, Roles, Signature
+from ..core.specs import Specs, check_specs
+from ..core.transform import Program, Transform, check_options
+from ..core.unflatten import Built
+from ..specs.activation_sharding import activations
+from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, in_type, only_axes, spec_axes
 from .lifted import Lifted
 from .lifted_function import lift
 

@@ -10,12 +10,12 @@ from flax import nnx
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
-from . import _compat
+from .. import _compat
+from ..errors import raise_listed, shortened
 from .activation_sharding import ActivationSharding
-from .axes import Axis
-from .errors import raise_listed, shortened
 from .filters import PathPattern, Paths, is_opaque, path_name, subject_text, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
+from .mapped_axis import Axis
 from .paths import Path, path_string
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh
-from ..state_sharding import StateSharding
+from ..specs.fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh
+from ..specs.state_sharding import StateSharding
 from .problems import Problem, refuse, warn
 from .resolve import NamedLocation
 from .transform import Transform

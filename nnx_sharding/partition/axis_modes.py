@@ -9,17 +9,17 @@ from typing import Any
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..apply import called, rebuilt
-from ..core.axis_types import Retyped, Retyping, mesh_of_types, retyped, type_mesh
 from ..core.flatten import Flat, flatten
 from ..core.problems import Problem, refuse
+from ..core.resharding import called, rebuilt
 from ..core.resolve import NamedLocation, locate, resolve, slot_names
+from ..core.retyping import Retyped, Retyping, mesh_of_types, retyped, type_mesh
 from ..core.signature import ArgTree, Parameters, Roles, align_specs
 from ..core.specs import Specs, Target, argument_targets, check_specs, target
 from ..core.unflatten import restore
 from ..errors import NoMeshError
-from ..fitting import axes_of
-from ..lifted_function import unbind
+from ..specs.fitting import axes_of
+from ..transforms.lifted_function import unbind
 from .constrain import fitted
 
 

@@ -12,13 +12,13 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
 
-from . import _compat
-from .core.cache import cache_of
-from .core.flatten import Flat, flatten
-from .core.plan import Plan, make_plan, plan_key
-from .core.signature import Call, Parameters, Roles
-from .core.transform import Transform
-from .diagnostics.trace_log import TraceLog
+from .. import _compat
+from ..core.cache import cache_of
+from ..core.flatten import Flat, flatten
+from ..core.plan import Plan, make_plan, plan_key
+from ..core.signature import Call, Parameters, Roles
+from ..core.transform import Transform
+from ..diagnostics.trace_log import TraceLog
 
 P = ParamSpec("P")
 R = TypeVar("R")

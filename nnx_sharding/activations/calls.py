@@ -12,10 +12,10 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from .. import _compat
-from ..core.caller import Caller, called_by
+from ..core.call_context import Caller, called_by
 from ..core.flatten import Flat
 from ..core.plan import Plan, abstract, is_committed
-from ..fitting import axes_of_type
+from ..specs.fitting import axes_of_type
 
 ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
 

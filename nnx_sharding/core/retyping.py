@@ -11,7 +11,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..fitting import axes_of, axes_of_type, fit_sharding, only_axes, spec_and_mesh, with_entries
+from ..specs.fitting import (
+    axes_of,
+    axes_of_type,
+    fit_sharding,
+    only_axes,
+    spec_and_mesh,
+    with_entries,
+)
 from .flatten import Flat
 from .problems import Problem, refuse
 from .structure import Structure
