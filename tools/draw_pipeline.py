@@ -32,25 +32,32 @@ FIRST = Stage("call", ("transforms/lifted.py",))
 GUARD_FILES = ("store.py", "record.py", "builder.py", "row.py", "recipe.py", "walk.py", "_walk.c")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (
-    Stage("signature", ("signature.py", "static_arguments.py")),
+    Stage("signature", ("signature.py", "none_specs.py")),
     Stage(
         "flatten",
-        ("flatten.py", "structure.py", "statics.py", "static_forms.py", "snapshot.py"),
+        ("flatten.py", "structure.py", "static_equality.py", "static_parts.py", "snapshot.py"),
     ),
-    Stage("specs", ("specs.py",)),
-    Stage("resolve", ("resolve.py", "fit.py")),
-    Stage("plan", ("plan.py", "transform.py", "axis_types.py", "cache.py")),
+    Stage("specs", ("targets.py",)),
+    Stage("resolve", ("resolve.py", "spec_checks.py")),
+    Stage("plan", ("plan.py", "transform.py", "retyping.py", "cache.py")),
     Stage(
         "trace",
-        ("pure.py", "naming.py", "caller.py", "trace_checks.py", "known_faults.py", "outcome.py"),
+        (
+            "pure.py",
+            "naming.py",
+            "call_context.py",
+            "trace_checks.py",
+            "known_faults.py",
+            "outcome.py",
+        ),
     ),
 )
 LAST = (
-    Stage("run", ("call.py", "interrupts.py", "transfer.py", "in_flight.py")),
+    Stage("run", ("call.py", "interrupts.py", "transfer.py", "resharding.py", "in_flight.py")),
     Stage("write-back", ("unflatten.py",)),
 )
 # Not on the way of a call: the stages' view of it, and what is reported when something is wrong.
-BESIDE = ("user_tree.py", "problems.py")
+BESIDE = ("slot_pytree.py", "problems.py")
 
 _WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 636, 52, 76
 _WRAP = 95

@@ -17,7 +17,7 @@ from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, rebuilt, sharding_of
-from ..core.specs import Specs
+from ..core.targets import Specs
 from ..errors import raise_listed
 from ..partition.constrain import is_array
 from ..partition.logical import LogicalRules

@@ -22,7 +22,7 @@ from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
 from ..core.resharding import apply_shardings, mesh_here, sharding_of
-from ..core.specs import Specs, check_specs
+from ..core.targets import Specs, check_specs
 from ..errors import (
     NoMeshError,
     UnusedFilterWarning,

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .signature import Parameters, Signature, align_specs
-from .specs import is_spec
 from .static_equality import Static
+from .targets import is_spec
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

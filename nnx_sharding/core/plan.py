@@ -20,8 +20,8 @@ from .resolve import NamedLocation, locate, resolve, slot_names
 from .retyping import first_axes
 from .signature import Call, Parameters, Signature, align_specs
 from .spec_checks import check_arrays, check_mesh, fit_specs, shape_of
-from .specs import Target, argument_targets
 from .structure import LEAF, NodeEntry, RefEntry, Structure, VariableEntry
+from .targets import Target, argument_targets
 from .transform import OnCommitted, Program, Transform
 from .unflatten import parts, picker
 

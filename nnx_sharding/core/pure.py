@@ -31,8 +31,8 @@ from .retyping import Retyped, first_axes, mesh_of_types, type_mesh, typed_as
 from .signature import Signature, join_call
 from .snapshot import Snapshot
 from .spec_checks import check_arrays, fit_specs, shape_of
-from .specs import Target, target
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
+from .targets import Target, target
 from .trace_checks import check_captured, check_donated, check_objects, check_output
 from .transform import Transform
 from .unflatten import Built, assemble, kept_places, node_changes, restore, unflatten

@@ -13,8 +13,8 @@ from ..specs.mapped_axis import Axis
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from .problems import Problem, refuse, warn
-from .specs import Part, Target
 from .structure import Location, Structure
+from .targets import Part, Target
 
 SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
 

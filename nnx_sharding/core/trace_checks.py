@@ -13,7 +13,6 @@ from ..specs.paths import Path, accessor
 from .flatten import Flat
 from .problems import Problem, refuse, warn
 from .retyping import type_spec
-from .specs import Target
 from .static_equality import Static
 from .structure import (
     Container,
@@ -26,6 +25,7 @@ from .structure import (
     identities_in,
     parts_of,
 )
+from .targets import Target
 
 
 def check_objects(

@@ -17,8 +17,8 @@ from .call_context import Caller
 from .problems import Problem, refuse
 from .retyping import Retyped, Retyping, mesh_of_types
 from .signature import Call, Parameters, Signature, sort_call
-from .specs import Specs
 from .static_equality import strict
+from .targets import Specs
 
 # What is done with arrays that are committed to a sharding other than declared: raise an error,
 # reshard them on the same devices, move them from any devices, or keep their own sharding.

@@ -15,7 +15,7 @@ from ..core.resharding import called, rebuilt
 from ..core.resolve import NamedLocation, locate, resolve, slot_names
 from ..core.retyping import Retyped, Retyping, mesh_of_types, retyped, type_mesh
 from ..core.signature import ArgTree, Parameters, Roles, align_specs
-from ..core.specs import Specs, Target, argument_targets, check_specs, target
+from ..core.targets import Specs, Target, argument_targets, check_specs, target
 from ..core.unflatten import restore
 from ..errors import NoMeshError
 from ..specs.fitting import axes_of

@@ -24,7 +24,7 @@ from ..core.resharding import (
     without_unconstrained,
 )
 from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
-from ..core.specs import PathFunction, Specs, check_specs, is_spec, target
+from ..core.targets import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
 from ..errors import CorrectedSpecWarning, message, raise_listed, report
 from ..specs.fitting import describe, fit_sharding, spec_and_mesh, spec_axes

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .. import _compat
 from ..core.resharding import in_context
 from ..core.signature import Roles
-from ..core.specs import Specs, check_specs
+from ..core.targets import Specs, check_specs
 from ..diagnostics.progress import progress
 from ..specs.fitting import axes_of_type
 from ..transforms.jit import Jit, jit

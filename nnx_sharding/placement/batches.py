@@ -12,7 +12,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.specs import Specs, check_specs
+from ..core.targets import Specs, check_specs
 from ..core.transform import check_options
 from ..errors import NoMeshError
 from .agreement import Agreement

@@ -16,7 +16,7 @@ from ..core.interrupts import deferred
 from ..core.resharding import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..core.resolve import check_filters
 from ..core.spec_checks import check_mesh, fit_specs, shape_of
-from ..core.specs import Specs
+from ..core.targets import Specs
 from ..core.transfer import obstacle
 from ..core.transform import Transform, check_options
 from ..core.unflatten import unflatten

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..core.specs import Specs
+from ..core.targets import Specs
 from ..specs.fitting import describe
 from .agreement import Agreement, ConsumerGoneError
 from .batch_sharding import BatchSharding, padded

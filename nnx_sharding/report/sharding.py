@@ -23,8 +23,8 @@ from ..analysis.tables import Pictured, table, text
 from ..analysis.units import printable
 from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, needs_filter
-from ..core.specs import target
 from ..core.structure import Location
+from ..core.targets import target
 from ..errors import NoMeshError, raise_listed
 from ..specs.filters import Paths, misspelt, shadowed, to_predicate
 from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding

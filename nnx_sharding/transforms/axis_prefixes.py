@@ -15,8 +15,8 @@ from .. import _compat
 from ..core.call_context import Caller
 from ..core.flatten import Flat, flatten
 from ..core.resolve import locate, resolve
-from ..core.specs import PathFunction, Specs, leaves_by_path, target
 from ..core.structure import NodeEntry, Structure, atoms
+from ..core.targets import PathFunction, Specs, leaves_by_path, target
 from ..core.unflatten import Built
 from ..errors import raise_listed
 from ..specs.mapped_axis import BROADCAST, CARRY, Axis

@@ -20,7 +20,7 @@ from ..core.naming import name_of
 from ..core.plan import Plan
 from ..core.resolve import NamedLocation, locate
 from ..core.signature import Call
-from ..core.specs import Part, Target
+from ..core.targets import Part, Target
 from ..core.unflatten import Built, pytree_of, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate

@@ -18,7 +18,7 @@ from ..core.call_context import Caller
 from ..core.pure import Pure
 from ..core.resharding import in_context
 from ..core.signature import Roles
-from ..core.specs import Specs, check_specs
+from ..core.targets import Specs, check_specs
 from ..core.transform import Program, Transform, check_options
 from ..core.unflatten import Built
 from ..specs.activation_sharding import activations

@@ -21,7 +21,7 @@ from ..core.pure import Pure
 from ..core.resharding import mesh_here
 from ..core.retyping import typed_as
 from ..core.signature import Call, Parameters, Roles, Signature
-from ..core.specs import Specs, check_specs
+from ..core.targets import Specs, check_specs
 from ..core.transform import Program, Transform, check_options
 from ..core.unflatten import Built
 from ..specs.activation_sharding import activations
