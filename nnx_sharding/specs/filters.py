@@ -94,8 +94,8 @@ class Paths(nnx.filterlib.PathIn):
       note: why they have their sharding, for reports.
 
     Example:
-      >>> from nnx_sharding.filters import Paths
-      >>> first = Paths([("blocks", 0, "kernel")])
+      >>> from nnx_sharding import filters
+      >>> first = filters.Paths([("blocks", 0, "kernel")])
       >>> first(("blocks", 0, "kernel"), None), first(("blocks", 1, "kernel"), None)
       (True, False)
     """
@@ -164,8 +164,8 @@ class PathRegex(PathPattern):
       ValueError: it is not a valid regular expression.
 
     Example:
-      >>> from nnx_sharding.filters import PathRegex
-      >>> PathRegex(r"blocks/\d+/up/")(("blocks", 3, "up", "kernel"), None)
+      >>> from nnx_sharding import filters
+>      >>> PathRegex(r"blocks/\d+/up/")(("blocks", 3, "up", "kernel"), None)
       True
     """
 
@@ -190,8 +190,8 @@ class PathGlob(PathPattern):
       ValueError: it has an empty key, ``**`` next to other characters, or an open ``[``.
 
     Example:
-      >>> from nnx_sharding.filters import PathGlob
-      >>> PathGlob("**/up/*")(("blocks", 3, "up", "kernel"), None)
+      >>> from nnx_sharding import filters
+      >>> filters.PathGlob("**/up/*")(("blocks", 3, "up", "kernel"), None)
       True
     """
 
