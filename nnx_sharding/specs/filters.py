@@ -165,7 +165,7 @@ class PathRegex(PathPattern):
 
     Example:
       >>> from nnx_sharding import filters
->      >>> PathRegex(r"blocks/\d+/up/")(("blocks", 3, "up", "kernel"), None)
+      >>> filters.PathRegex(r"blocks/\d+/up/")(("blocks", 3, "up", "kernel"), None)
       True
     """
 
