@@ -175,7 +175,8 @@ def test_nested_modules_run_once(axes, strategy):
         nnx.to_flat_state(gradient), nnx.to_flat_state(wanted_gradient), strict=True
     ):
         size, message = np.abs(theirs[...]).max(), f"{seed} {path}"
-        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5 * size, err_msg=message)
+        # Rounding adds up in deep models; a wrong gradient is off by a factor.
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4 * size, err_msg=message)
 
 
 @pytest.mark.parametrize("chosen", [P("data"), None], ids=["declared", "open"])
