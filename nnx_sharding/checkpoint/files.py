@@ -94,7 +94,12 @@ def _from_first_process(decide: Callable[[], Any]) -> Any:
     """What the first process decides: another one might see a file system that has changed."""
     if jax.process_count() == 1:
         return decide()
-    text = json.dumps(decide()) if jax.process_index() == 0 else ""
+    text = ""
+    if jax.process_index() == 0:
+        try:
+            text = json.dumps(decide())
+        except OSError as error:  # the others wait for an answer
+            text = json.dumps((True, f"cannot be read: {first_line(error)}"))
     buffer = np.frombuffer(text.encode().ljust(_BROADCAST_BYTES), np.uint8)
     return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).decode())
 

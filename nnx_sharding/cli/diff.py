@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{name}: {column} is unknown" if name else f"{column} is unknown"
         for name, figures in Comparison(by_strategy(after)).figures.items()
         for column in ("peak", "bytes_sent", "flops")
-        if figures[column] is None and not any(one.is_lost for one in changes)
+        if figures[column] is None
     ]
     if failures:
         say_error(f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:")
