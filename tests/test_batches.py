@@ -28,8 +28,8 @@ from models import mesh_of
 from nnx_sharding import StateSharding
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import process_rows, shard_batches
-from nnx_sharding.placement.agreement import Agreement
 from nnx_sharding.placement.feed import Consumer
+from nnx_sharding.placement.rounds import Agreement
 
 try:
     import grain
@@ -209,6 +209,21 @@ class ShardedTest(TestCase):
         self.assertIs(found["thing"], thing)
         self.assertIsNone(found["empty"])
 
+    def test_keys(self):
+        keys = jax.random.split(jax.random.key(0), 8)
+        [_, (short, mask)] = padded([keys, keys[:5]], P("data"), MESH, copy=True)
+        np.testing.assert_array_equal(mask, np.arange(8) < 5)
+        expected = jax.random.key_data(keys[np.array([0, 1, 2, 3, 4, 4, 4, 4])])
+        np.testing.assert_array_equal(jax.random.key_data(short), expected)
+
+    def test_integers_that_JAX_would_shorten(self):
+        ids = np.arange(8) + 2**31 - 4
+        with self.assertRaisesRegex(ValueError, r"batch: int64\[rows\], 2147483644 to 2147483651"):
+            list(padded([ids], P("data"), MESH))
+        with jax.enable_x64(True):
+            [(found, _)] = padded([ids], P("data"), MESH)
+            np.testing.assert_array_equal(found, ids)
+
     def test_x64_of_the_users_thread(self):
         with jax.enable_x64(True):
             [(batch, _)] = padded([np.ones(4)], P("data"), MESH)
@@ -231,9 +246,14 @@ class UnevenTest(TestCase):
     def test_every_row_once_and_in_order(self, sizes, prefetch, uneven):
         ends = list(itertools.accumulate(sizes))
         source = [rows(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        found = list(
-            shard_batches(source, P("data"), MESH, batch_size=8, prefetch=prefetch, uneven=uneven)
+        batches = shard_batches(
+            source, P("data"), MESH, batch_size=8, prefetch=prefetch, uneven=uneven
         )
+        if uneven == "drop" and any(sizes) and 8 not in sizes:
+            with self.assertRaisesRegex(ValueError, "'drop' left out every batch"):
+                list(batches)
+            return
+        found = list(batches)
         if uneven == "pad":
             self.assertEqual(ids(found), list(range(sum(sizes))))
             self.assertEqual(
@@ -621,7 +641,8 @@ class PaddingTest(TestCase):
         np.testing.assert_allclose(masked[1], variance, rtol=1e-6)
         np.testing.assert_allclose(found[:9], expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(statistics(norm(), batch)[1], 5.75)
-        self.assertEqual(list(shard_batches([x], P("data"), MESH, batch_size=16)), [])
+        with self.assertRaisesRegex(ValueError, "left out every batch: 1, all with fewer than 16"):
+            list(shard_batches([x], P("data"), MESH, batch_size=16))
 
 
 class AgreementTest(TestCase):

@@ -125,6 +125,10 @@ def _is_placed(leaf: Any, sharding: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
 
 
+def _is_keys(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
 def _has_summands(one: Any, other: Any) -> bool:
     """Whether either of an array and a sharding is unreduced, and their devices differ."""
     sharding, others = (getattr(x, "sharding", x) for x in (one, other))
@@ -135,6 +139,9 @@ def _has_summands(one: Any, other: Any) -> bool:
 
 def _put(steps: _Steps, alias: bool = True) -> None:
     """Copies arrays from device to device if they are misplaced or must not be shared."""
+    for move, goal in steps:
+        if not (alias or move.is_ours) and _is_placed(move.array, goal) and _is_keys(move.array):
+            move.advance(move.array.copy())  # device_put refuses keys of several processes
     pending = [
         (move, goal)
         for move, goal in steps
@@ -234,7 +241,7 @@ def _assembled(array: Any, goal: Sharding) -> Any:
     array = array if isinstance(array, jax.Array) else np.asarray(array)
     shape, dtype = array.shape, array.dtype
     devices: Any = goal.addressable_devices
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if _is_keys(array):
         words = _assembled(jax.random.key_data(array), goal)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     part = array.__getitem__

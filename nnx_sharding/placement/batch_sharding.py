@@ -1,25 +1,150 @@
-"""What the batches of one iterable have in common, and the sharding of each of their arrays."""
+"""The rows of a global batch that each process holds, and the sharding of each of its arrays."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..core.structure import PyTreeDef
+from .. import _compat
 from ..core.targets import Specs
 from ..diagnostics.differences import show
 from ..errors import raise_listed
+from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key
 from .place import shardings_for, trimmed
-from .rows import Rows, next_size, row_axes, row_parts, row_sharding, rows_by_process
 
 _NAME = "shard_batches"
+
+Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"
+
+
+@_compat.api_boundary
+def process_rows(
+    sharding: PartitionSpec | Sharding,
+    batch_size: int,
+    process: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    process_of: Callable[[jax.Device], int] | None = None,
+) -> slice | Rows:
+    """Selects the rows of a global batch that a process has to load for its devices.
+
+    ``jax.make_array_from_process_local_data`` and :func:`shard_batches` take the rows in this
+    order. Processes whose devices hold the same rows load the same rows.
+
+    Args:
+      sharding: how the batch is sharded; only the first dimension matters.
+      batch_size: the number of rows of the global batch.
+      process: the index of a process; None for this one.
+      mesh: the mesh of a ``PartitionSpec``; None for the mesh in context.
+      process_of: maps a device to its process, to plan for processes that do not exist yet.
+
+    Returns:
+      A slice where the rows are contiguous, else their indices in ascending order.
+
+    Raises:
+      NoMeshError: a ``PartitionSpec`` has no mesh.
+      ValueError: the spec does not fit the mesh, the mesh is abstract, the rows cannot be sharded
+        evenly, or the process has none of the devices.
+
+    Example:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from nnx_sharding.partition import make_mesh
+      >>> from nnx_sharding.placement import process_rows
+      >>> mesh = make_mesh({"model": 2, "data": 4})
+      >>> process_rows(P("data"), 32, 1, mesh=mesh, process_of=lambda device: device.id % 4 // 2)
+      slice(16, 32, None)
+    """
+    check_integer("process_rows", "batch_size", batch_size)
+    rows = jax.ShapeDtypeStruct((0,), np.bool_)  # 0 rows, which every spec divides
+    [concrete] = shardings_for(rows, sharding, mesh, "process_rows", name="rows", adapt=trimmed)
+    if not isinstance(concrete, Sharding):
+        raise TypeError(f"process_rows: expected a PartitionSpec or a Sharding, got {sharding!r}.")
+    check_has_devices("process_rows", concrete)
+    parts = _parts(concrete)
+    if batch_size < 1 or batch_size % parts:
+        raise ValueError(
+            f"process_rows: {batch_size} rows cannot be divided into {parts} equal parts "
+            f"({_axes(concrete)}). Use {_next_size(batch_size, parts)} rows."
+        )
+    process = jax.process_index() if process is None else process
+    held = rows_by_process(concrete, int(batch_size), process_of)
+    check_process("process_rows", process, held)
+    selected = held[process]
+    first, end = int(selected[0]), int(selected[-1]) + 1
+    return slice(first, end) if end - first == len(selected) else selected
+
+
+def check_integer(caller: str, option: str, value: Any, least: int | None = None) -> None:
+    """Raises an error if the value of an option is not an integer, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{caller}: {option} must be an integer, got {value!r}.")
+    if least is not None and value < least:
+        raise ValueError(f"{caller}: {option} must be at least {least}, got {value}.")
+
+
+def check_process(caller: str, process: int, processes: Collection[int]) -> None:
+    """Raises an error if a process has none of the devices that a sharding needs."""
+    if process not in processes:
+        raise ValueError(
+            f"{caller}: process {process} has none of the devices of the sharding; the processes "
+            f"that have some are {', '.join(map(str, processes))}."
+        )
+
+
+def check_has_devices(caller: str, sharding: Any) -> None:
+    """Raises an error if a sharding is on an abstract mesh."""
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(f"{caller}: {mesh} is abstract, without devices for batches.")
+
+
+def _of_rows(sharding: Sharding) -> Any:
+    """The sharding of the first dimension alone."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = sharding.spec
+    return NamedSharding(sharding.mesh, with_entries(spec, spec.partitions[:1]))
+
+
+def _parts(sharding: Sharding) -> int:
+    """The number of parts into which the rows are sharded."""
+    count = sharding.num_devices
+    return count // int(_of_rows(sharding).shard_shape((count,))[0])
+
+
+def _axes(sharding: Sharding) -> str:
+    """What shards the rows: ``'data' (2) × 'model' (4)``."""
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    axes = [axis for entry in sharding.spec.partitions[:1] for axis in axes_of(entry)]
+    return " × ".join(f"{axis!r} ({sharding.mesh.shape[axis]})" for axis in axes) or "no axis"
+
+
+def rows_by_process(
+    sharding: Sharding, size: int, process_of: Callable[[jax.Device], int] | None = None
+) -> dict[int, Rows]:
+    """The rows of a batch of ``size`` rows that each process holds, in ascending order."""
+    blocks: dict[int, set[tuple[int, int]]] = {}
+    for device, index in _of_rows(sharding).devices_indices_map((size,)).items():
+        process = device.process_index if process_of is None else process_of(device)
+        blocks.setdefault(process, set()).add(index[0].indices(size)[:2])
+    return {
+        process: np.concatenate([np.arange(*block) for block in sorted(blocks[process])])
+        for process in sorted(blocks)
+    }
+
+
+def _next_size(size: int, parts: int) -> int:
+    """The least positive number of rows, from ``size`` on, that can be divided into parts."""
+    return max(1, math.ceil(size / parts)) * parts
 
 
 class Leaf(NamedTuple):
@@ -34,24 +159,18 @@ class Leaf(NamedTuple):
         return f"{self.name}: {self.kind if self.sharding else 'passed through'}"
 
 
-def _kind(array: Any) -> str:
-    sizes = ["rows", *map(str, array.shape[1:])] if array.ndim else []
-    return f"{array.dtype}[{', '.join(sizes)}]"
-
-
 class BatchSharding:
     """The structure and shardings of all batches, taken from the first one."""
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | None):
         self._treedef: Any
         paths, self._treedef = jax.tree_util.tree_flatten_with_path(batch)
-        names, leaves = _names(paths), [leaf for _, leaf in paths]
-        arrays, wrong = _host_arrays(names, leaves, [True] * len(leaves))
+        names, arrays = _names(paths), [_host_array(leaf) for _, leaf in paths]
         shardings = _shardings(self._treedef, arrays, specs, mesh)
-        _check_arrays([wrong[i] for i, s in enumerate(shardings) if s is not None and i in wrong])
+        _check_arrays(names, arrays, shardings)
         self.leaves = [
             Leaf(name, sharding, _kind(array), sharding is not None and array.ndim > 0)
-            for name, array, sharding in zip(names, arrays, shardings, strict=True)
+            for name, sharding, array in zip(names, shardings, arrays, strict=True)
         ]
         self._by_rows = [(leaf.name, leaf.sharding) for leaf in self.leaves if leaf.has_rows]
         if not self._by_rows:
@@ -61,41 +180,43 @@ class BatchSharding:
                 + ". Give at least one array with a leading dimension, and a spec for it."
             )
         # The sharding of the rows: that of the leaf with the most shards along them.
-        self.rows = row_sharding(max((s for _, s in self._by_rows), key=row_parts))
+        self.rows = _of_rows(max((s for _, s in self._by_rows), key=_parts))
         self.size = 0  # of a full global batch, once it is set
         self.held: dict[int, Rows] = {}  # the rows of such a batch that each process holds
 
     def arrays(self, batch: Any) -> list[Any]:
         """The leaves of a batch, which must be like the first one, as host arrays."""
-        leaves, treedef = jax.tree_util.tree_flatten(batch)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
+        names = [leaf.name for leaf in self.leaves]
         if treedef != self._treedef:
-            self._refuse_structure(batch)
-        is_wanted = [leaf.sharding is not None for leaf in self.leaves]
-        leaves, wrong = _host_arrays([leaf.name for leaf in self.leaves], leaves, is_wanted)
-        _check_arrays([*wrong.values()])
+            found = _names(paths)
+            lines = [f"  {name}: new" for name in found if name not in names]
+            lines += [f"  {name}: missing" for name in names if name not in found]
+            raise_listed(
+                ValueError,
+                f"{_NAME}: the structure of this batch differs from that of the first one:",
+                lines or [f"  {treedef}, in the first batch {self._treedef}"],
+            )
+        shardings = [leaf.sharding for leaf in self.leaves]
+        pairs = zip(paths, shardings, strict=True)
+        arrays = [x if sharding is None else _host_array(x) for (_, x), sharding in pairs]
+        _check_arrays(names, arrays, shardings)
+        leaves = zip(arrays, self.leaves, strict=True)
+        placed = [(x, leaf) for x, leaf in leaves if leaf.sharding is not None]
         raise_listed(
             ValueError,
             f"{_NAME}: these leaves differ from those of the first batch:",
-            [
-                f"  {leaf} became {_kind(array)}"
-                for leaf, array in zip(self.leaves, leaves, strict=True)
-                if leaf.sharding is not None and _kind(array) != leaf.kind
-            ],
+            [f"  {leaf} became {_kind(x)}" for x, leaf in placed if _kind(x) != leaf.kind],
             "A training step would be compiled for each shape: pad them to one shape, or use a "
             "separate shard_batches for each.",
         )
-        return leaves
-
-    def _refuse_structure(self, batch: Any) -> None:
-        paths, treedef = jax.tree_util.tree_flatten_with_path(batch)
-        names, first = _names(paths), [leaf.name for leaf in self.leaves]
-        lines = [f"  {name}: new" for name in names if name not in first]
-        lines += [f"  {name}: missing" for name in first if name not in names]
         raise_listed(
             ValueError,
-            f"{_NAME}: the structure of this batch differs from that of the first one:",
-            lines or [f"  {treedef}, in the first batch {self._treedef}"],
+            f"{_NAME}: these integers do not fit the 32 bits that JAX has:",
+            [f"  {leaf}, {x.min()} to {x.max()}" for x, leaf in placed if _wraps(x)],
+            "Set jax_enable_x64, or make them smaller.",
         )
+        return arrays
 
     def count(self, arrays: Sequence[Any]) -> int:
         """The number of rows of a batch, in which all leaves must agree."""
@@ -114,36 +235,30 @@ class BatchSharding:
     def set_size(self, batch_size: int | None, counts: dict[int, int | None]) -> None:
         """Sets the size of a full batch; None for the least into which the loaded rows fit."""
         if batch_size is None:
-            parts = row_parts(self.rows)
+            parts = _parts(self.rows)
             shares = rows_by_process(self.rows, parts)
             batch_size = max(-(-(n or 0) * parts // len(shares[p])) for p, n in counts.items())
         self.size = size = batch_size
-        lines = [f"  {name} by {row_axes(s)}" for name, s in self._by_rows if size % row_parts(s)]
-        good = next_size(size, math.lcm(*(row_parts(s) for _, s in self._by_rows)))
+        good = _next_size(size, math.lcm(*(_parts(s) for _, s in self._by_rows)))
         raise_listed(
             ValueError,
             f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
-            lines,
+            [f"  {name} by {_axes(s)}" for name, s in self._by_rows if size % _parts(s)],
             f"Load {good} rows, or pass uneven='pad' with batch_size={good}, which pads each "
             "batch.",
         )
         self.held = rows_by_process(self.rows, size)
+        differing = [
+            f"  {name}, by {_axes(sharding)}"
+            for name, sharding in self._by_rows
+            if len(counts) > 1 and not _same_rows(rows_by_process(sharding, size), self.held)
+        ]
         raise_listed(
             ValueError,
             f"{_NAME}: a process would have to load different rows of these leaves than of those "
-            f"with rows sharded by {row_axes(self.rows)}:",
-            [
-                f"  {name}, by {row_axes(sharding)}"
-                for name, sharding in self._by_rows
-                if len(counts) > 1 and not self._has_rows_of(sharding)
-            ],
+            f"with rows sharded by {_axes(self.rows)}:",
+            differing,
             "Shard the first dimension of all leaves alike, and replicate in the step.",
-        )
-
-    def _has_rows_of(self, sharding: Sharding) -> bool:
-        held = rows_by_process(sharding, self.size)
-        return held.keys() == self.held.keys() and all(
-            np.array_equal(rows, self.held[process]) for process, rows in held.items()
         )
 
     def place(self, arrays: Sequence[Any], mask: Any = None) -> Any:
@@ -159,25 +274,27 @@ class BatchSharding:
         )
         for i, array in zip(places, placed, strict=True):
             local[i] = array
-        return self.unflatten(local) if mask is None else (self.unflatten(local[:-1]), local[-1])
-
-    def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """A batch of these leaves."""
-        return self._treedef.unflatten(leaves)
+        batch = self._treedef.unflatten(local[: len(arrays)])
+        return batch if mask is None else (batch, local[-1])
 
 
-def _shardings(treedef: PyTreeDef, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
+def _same_rows(one: dict[int, Rows], other: dict[int, Rows]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[p], other[p]) for p in one)
+
+
+def _shardings(treedef: Any, arrays: Sequence[Any], specs: Specs, mesh: Any) -> list[Any]:
     """The sharding of each leaf, with specs that fit all dimensions except the rows."""
     devices = [spec.num_devices for spec in specs.written if isinstance(spec, Sharding)]
     rows = math.lcm(*devices, 1 if mesh is None else mesh.size)  # divisible by any mesh axis
-    abstract = [
-        jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.ndim else (), x.dtype) for x in arrays
-    ]
+
+    def abstract(x: Any) -> Any:
+        shape = getattr(x, "shape", ())  # of an error, which is reported later
+        return jax.ShapeDtypeStruct((rows, *shape[1:])[: len(shape)], getattr(x, "dtype", bool))
 
     def adapt(spec: Any, leaf: Any) -> Any:
         return spec if leaf.shape else trimmed(spec, leaf)  # a number is the same for all rows
 
-    tree = treedef.unflatten(abstract)
+    tree = treedef.unflatten(map(abstract, arrays))
     return shardings_for(tree, specs, mesh, _NAME, name="batch", adapt=adapt)
 
 
@@ -185,23 +302,26 @@ def _names(paths: Sequence[Any]) -> list[str]:
     return [accessor("batch", tuple(map(path_key, path))) for path, _ in paths]
 
 
-def _check_arrays(wrong: Sequence[str]) -> None:
+def _kind(array: Any) -> str:
+    if isinstance(array, TypeError):  # of a leaf that is passed through
+        return ""
+    sizes = ["rows", *map(str, array.shape[1:])] if array.ndim else []
+    return f"{array.dtype}[{', '.join(sizes)}]"
+
+
+def _wraps(x: Any) -> bool:
+    """Whether JAX would shorten integers that do not fit."""
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu" or not x.size:
+        return False
+    info = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+    return info.dtype != x.dtype and not info.min <= x.min() <= x.max() <= info.max
+
+
+def _check_arrays(names: Sequence[str], arrays: Sequence[Any], shardings: Sequence[Any]) -> None:
+    found = zip(names, arrays, shardings, strict=True)
+    wrong = [f"  {n}: {x}" for n, x, s in found if s is not None and isinstance(x, TypeError)]
     remedy = "Leave them out, or give them the spec None, which passes them through."
     raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
-
-
-def _host_arrays(
-    names: Sequence[str], leaves: Sequence[Any], is_wanted: Sequence[bool]
-) -> tuple[list[Any], dict[int, str]]:
-    """The leaves, converted to host arrays where wanted, and a line for each that cannot be."""
-    arrays, wrong = list(leaves), {}
-    for i, leaf in enumerate(leaves):
-        if is_wanted[i]:
-            try:
-                arrays[i] = _host_array(leaf)
-            except TypeError as error:
-                arrays[i], wrong[i] = np.zeros((), np.bool_), f"  {names[i]}: {error}"
-    return arrays, wrong
 
 
 def _host_array(x: Any) -> Any:
@@ -210,9 +330,12 @@ def _host_array(x: Any) -> Any:
         return np.asarray(x, jnp.result_type(type(x)))
     if isinstance(x, jax.Array):
         return x
-    array = np.asarray(x if isinstance(x, np.ndarray | np.generic) else _converted(x))
+    try:
+        array = np.asarray(x if isinstance(x, np.ndarray | np.generic) else _converted(x))
+    except TypeError as error:
+        return error
     if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
-        raise TypeError(f"an array of dtype {array.dtype}")
+        return TypeError(f"an array of dtype {array.dtype}")
     return array
 
 
@@ -220,11 +343,8 @@ def _converted(x: Any) -> Any:
     """A foreign array, such as a tensor of PyTorch, as a NumPy array."""
     try:
         if hasattr(x, "__array__"):
-            try:
+            with contextlib.suppress(TypeError):
                 return np.asarray(x)
-            except TypeError:
-                if not hasattr(x, "__dlpack__"):
-                    raise
         if hasattr(x, "__dlpack__"):
             return np.asarray(jax.dlpack.from_dlpack(x))  # supports bfloat16, unlike NumPy
     except Exception as error:  # of another library, which may raise anything
@@ -240,8 +360,17 @@ def padded(array: Any, rows: int, filler: Any) -> Any:
     count = len(array)
     if count == rows:
         return array
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        words = np.asarray(jax.random.key_data(filler)) if hasattr(filler, "dtype") else filler
+        new = padded(np.asarray(jax.random.key_data(array)), rows, words)
+        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(array))
     source = np.asarray(array)
     result = np.empty((rows, *source.shape[1:]), source.dtype)
     result[:count] = source
     result[count:] = source[-1:] if count else filler
     return result
+
+
+def copied(array: Any) -> Any:
+    """The array in memory of its own."""
+    return array.copy() if isinstance(array, jax.Array) else np.array(array)

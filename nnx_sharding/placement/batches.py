@@ -15,11 +15,10 @@ from .. import _compat
 from ..core.targets import Specs, check_specs
 from ..core.transform import check_options
 from ..errors import NoMeshError
-from .agreement import Agreement
+from .batch_sharding import check_has_devices, check_integer, check_process
 from .feed import Consumer, Feed
 from .place import mesh_for
-from .rounds import UNEVEN, BatchOptions, Round, Rounds, State, Uneven
-from .rows import check_has_devices, check_integer, check_process
+from .rounds import UNEVEN, Agreement, BatchOptions, Round, Rounds, Uneven
 
 _NAME = "shard_batches"
 
@@ -45,9 +44,9 @@ def shard_batches(
     anything with ``__array__`` or ``__dlpack__``. Numbers in it become replicated arrays. All
     batches have the same structure, dtypes and shapes, except for a smaller number of rows.
 
-    With several processes, each provides the rows of each batch that :func:`process_rows` selects.
-    All iterate over the same ``shard_batches`` in the same order, agree on each batch through JAX's
-    coordination service, and yield the same number of global batches.
+    With several processes, each loads the rows that :func:`process_rows` selects, and all iterate
+    in the same order. They agree on each batch through JAX's coordination service, and so yield the
+    same number of global batches.
 
     Args:
       batches: any iterable, such as a ``DataLoader`` of PyTorch or Grain. It must not write again
@@ -57,11 +56,11 @@ def shard_batches(
         passed through.
       mesh: the mesh of each ``PartitionSpec``; None for the mesh in context.
       uneven: what to do with a batch that has fewer rows than a full one, such as the last.
-        ``"drop"`` leaves it out: the default, for training, since layers that compute statistics
-        over rows, such as ``nnx.BatchNorm``, would count padding. ``"pad"`` fills it with copies
-        of its last row and yields a mask of the loaded rows with each batch: for evaluation, where
-        each row has to count once. ``"error"`` raises an error. With several processes, a batch
-        is full if it is full on each, and ``"drop"`` ends with the first process that ends.
+        ``"drop"`` leaves it out, for training: layers such as ``nnx.BatchNorm`` would count padding
+        in their statistics. ``"pad"`` fills it with copies of its last row and yields a mask of the
+        loaded rows with each batch, for evaluation. ``"error"`` raises an error. With several
+        processes, a batch is full if it is full on each, and ``"drop"`` ends with the first
+        process that ends. To leave out every batch is an error.
       batch_size: the number of rows of a full global batch; None to use that of the first batch.
       prefetch: the number of batches that are loaded and placed ahead of the one in use. 0 loads
         in the thread of the loop.
@@ -70,15 +69,15 @@ def shard_batches(
         share the memory of an array of the loader.
 
     Returns:
-      An iterable of global batches; with ``uneven="pad"``, of pairs ``(batch, mask)``. The mask is
-      a bool array of shape (batch size,), sharded like the rows and True for loaded rows.
+      A :class:`~nnx_sharding.placement.batches.ShardedBatches` of global batches; with
+      ``uneven="pad"``, of pairs ``(batch, mask)``. The mask is a bool array of shape (batch size,),
+      sharded like the rows and True for loaded rows.
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
-      TypeError: ``batches``, ``sharding`` or an option has a wrong type.
       ValueError: an option has a wrong value, the mesh is abstract, or this process has none of its
-        devices. While iterating: specs do not fit, a batch cannot be sharded evenly, or batches
-        differ; the path of each wrong leaf is listed.
+        devices. While iterating: specs do not fit, a batch cannot be sharded evenly, batches
+        differ, or integers do not fit JAX's dtype; the path of each wrong leaf is listed.
 
     Example:
       >>> import numpy as np
@@ -120,16 +119,6 @@ class ShardedBatches(Iterable[Any]):
     Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
     continues it. When a loop ends early, its thread ends once its iterator is dropped; ``with`` or
     :meth:`close` end it at a defined point.
-
-    Example:
-      >>> import jax, numpy as np
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.placement import shard_batches
-      >>> mesh = jax.make_mesh((8,), ("data",))
-      >>> loader = [np.ones((8, 4), np.float32)] * 3
-      >>> with shard_batches(loader, P("data"), mesh) as batches:
-      ...     [batch.sharding.spec for batch in batches]
-      [P('data',), P('data',), P('data',)]
     """
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
@@ -169,37 +158,26 @@ class BatchIterator(Iterator[Any]):
 
     Loading begins with the first ``next``. An error of the loader is raised in place of the
     batch that failed, after all batches before it, with its own traceback.
-
-    Example:
-      >>> import jax, numpy as np
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.placement import shard_batches
-      >>> mesh = jax.make_mesh((8,), ("data",))
-      >>> batches = iter(shard_batches([np.ones((8, 4))] * 3, P("data"), mesh))
-      >>> next(batches).shape
-      (8, 4)
-      >>> batches.close()
     """
 
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
         loader = source.get_state() if hasattr(source, "get_state") else None
-        self._state = State(options.batch_size, loader)
-        self._begin()
+        self._state = options.batch_size, loader
+        self._begin(resumed=False)
 
-    def _begin(self) -> None:
+    def _begin(self, *, resumed: bool) -> None:
         options, consumer = self._options, Consumer()
         agreement = Agreement(options.processes, options.timeout, consumer)
-        rounds = Rounds(self._source, options, agreement)
+        rounds = Rounds(self._source, options, agreement, resumed=resumed)
         self._feed: Feed[Round] = Feed(rounds.__next__, options.prefetch, consumer, rounds.leave)
         self._finalizer = weakref.finalize(self, Feed.stop, self._feed)
         self._finalizer.atexit = False
 
     @_compat.api_boundary
     def __next__(self) -> Any:
-        round_ = self._feed.take()
-        self._state = round_.state
-        return round_.value
+        batch, *self._state = self._feed.take()
+        return batch
 
     def close(self) -> None:
         """Ends the iteration and its thread; batches that were loaded ahead are dropped.
@@ -212,15 +190,12 @@ class BatchIterator(Iterator[Any]):
     def get_state(self) -> bytes:
         """Returns the state of the iteration after the last batch that it yielded, to be stored.
 
-        It does not include batches that were loaded ahead: an iterator that continues from it
-        yields them again. Each process has its own state.
-
-        Returns:
-          JSON text with the state of the loader's iterator, and the number of rows of full batches.
+        An iterator that continues from it yields again what was loaded ahead. Each process has its
+        own state: JSON text with the state of the loader's iterator, which has to be text as bytes
+        or something that JSON can hold, and the number of rows of full batches.
 
         Raises:
-          TypeError: the loader's iterator has no ``get_state`` (those of Grain do), or its state is
-            neither bytes of text nor something that JSON can hold.
+          TypeError: the loader's iterator has no ``get_state`` (those of Grain do).
         """
         self._method("get_state")
         size, loader = self._state
@@ -237,7 +212,7 @@ class BatchIterator(Iterator[Any]):
 
         Raises:
           TypeError: the loader's iterator has no ``set_state``.
-          ValueError: ``state`` was not returned by ``get_state``.
+          ValueError: ``get_state`` did not return ``state``.
         """
         set_state = self._method("set_state")
         try:
@@ -249,10 +224,10 @@ class BatchIterator(Iterator[Any]):
         self._feed.stop(None)  # its thread uses the loader
         self._finalizer.detach()
         set_state(loader)
-        self._state = State(size, loader)
+        self._state = size, loader
         # The first batch from here on may be an uneven one.
         self._options = self._options._replace(batch_size=self._options.batch_size or size)
-        self._begin()
+        self._begin(resumed=True)
 
     def _method(self, name: str) -> Any:
         if not hasattr(self._source, name):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -81,7 +79,8 @@ class Feed(Generic[T]):
     def _start(self) -> None:
         # A daemon, since the program could not end while the loader is blocked.
         self._thread = threading.Thread(target=self._run, name="nnx_sharding-batches", daemon=True)
-        _stopped_at_exit().add(self)
+        # Exit handlers run in reverse order, so this one runs before JAX closes its connections.
+        atexit.register(self.stop, _EXIT_SECONDS)
         self._thread.start()
 
     def _run(self) -> None:
@@ -114,26 +113,6 @@ class Feed(Generic[T]):
         if not self._over:
             self._over = True
             self._leave()
+            atexit.unregister(self.stop)
             del self._make, self._leave  # which hold the user's loader
         self._change.notify_all()
-
-
-@functools.cache
-def _stopped_at_exit() -> weakref.WeakSet[Feed[Any]]:
-    """The feeds that are stopped when the program ends.
-
-    JAX closes its connections at exit. Exit handlers run in reverse order of registration, so this
-    one, registered when the first feed starts, runs before that.
-    """
-    feeds: weakref.WeakSet[Feed[Any]] = weakref.WeakSet()
-
-    def stop() -> None:
-        deadline = time.monotonic() + _EXIT_SECONDS
-        running = list(feeds)
-        for feed in running:
-            feed.stop()
-        for feed in running:
-            feed.stop(max(0.0, deadline - time.monotonic()))
-
-    atexit.register(stop)
-    return feeds

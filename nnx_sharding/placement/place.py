@@ -43,8 +43,8 @@ def place(
     is wrong, nothing is moved, and one error lists all problems. Until the call returns, a device
     holds its shards of the old and the new arrays.
 
-    In a multi-process program every process makes the same call. An array that is addressable by
-    one process only is assumed to have the same value in each; this is not verified.
+    Every process makes the same call. An array that one process alone can address is assumed to
+    have the same value in each; this is not verified.
 
     Args:
       tree: a module, an optimizer, a Variable, an array, or a pytree of them. Abstract arrays
@@ -109,12 +109,10 @@ def trimmed(spec: Any, leaf: Any) -> Any:
     """A spec without entries beyond the rank of an array; None for what is not an array."""
     if not is_array(leaf):
         return None
-    rank = len(leaf.shape)
-    if isinstance(spec, PartitionSpec) and len(spec) > rank:
-        return with_entries(spec, spec.partitions[:rank])
-    if isinstance(spec, NamedSharding) and len(spec.spec) > rank:
+    if isinstance(spec, NamedSharding):
         return spec.update(spec=trimmed(spec.spec, leaf))
-    return spec
+    is_spec = isinstance(spec, PartitionSpec)
+    return with_entries(spec, spec.partitions[: len(leaf.shape)]) if is_spec else spec
 
 
 def shardings_for(

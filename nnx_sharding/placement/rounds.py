@@ -1,8 +1,19 @@
-"""Assembles global batches from the rows that each process loads."""
+"""Assembles global batches from the rows that each process loads.
+
+Processes exchange messages without the use of devices. A collective from a background thread would
+run before that of the training step on one process and after it on another, and both would wait
+forever. So messages go through the key-value store of JAX's coordination service, which
+``jax.distributed.initialize`` starts.
+"""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
+import json
+import time
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -10,12 +21,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .. import _compat
 from ..core.targets import Specs
 from ..specs.fitting import describe
-from .agreement import Agreement, ConsumerGoneError
-from .batch_sharding import BatchSharding, padded
+from .batch_sharding import BatchSharding, copied, padded
+from .feed import Consumer
 
 _NAME = "shard_batches"
+
+# How often a waiting process checks whether its consumer is gone.
+_INTERVAL_MS = 250
+
+# How many agreements these processes have begun, which numbers them alike on all processes.
+_BEGUN: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 # What is done with a batch that has fewer rows than the others.
 Uneven: TypeAlias = Literal["pad", "drop", "error"]
@@ -23,6 +41,102 @@ UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
 # The number of rows that each process has loaded; None for one that has ended.
 Counts: TypeAlias = dict[int, int | None]
+
+
+class ConsumerGoneError(Exception):
+    """The consumer of this process is gone, so nobody sees this."""
+
+
+class Agreement:
+    """An exchange of messages in turns: at each turn, every process gets the messages of all.
+
+    The first process collects the messages and answers with all of them. ``processes`` are in
+    ascending order; only seconds in which the consumer waits count towards ``timeout``.
+    """
+
+    def __init__(self, processes: Sequence[int], timeout: float, consumer: Consumer):
+        self.processes = tuple(processes)
+        self._timeout, self._consumer = timeout, consumer
+        self._process, self._leader = jax.process_index(), self.processes[0]
+        self._turn = 0
+        self._is_over = len(self.processes) == 1
+        if self._is_over:
+            return
+        self._store = _compat.key_value_store()
+        if self._store is None:
+            raise RuntimeError(
+                f"{_NAME}: processes agree on the end of their batches through JAX's coordination "
+                "service, which is not running. Call jax.distributed.initialize() first."
+            )
+        number = _BEGUN[self.processes]
+        _BEGUN[self.processes] += 1
+        group = zlib.crc32(repr(self.processes).encode())
+        self._prefix = f"nnx_sharding/batches/{group:08x}/{number}"
+
+    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of all processes at this turn, in their order."""
+        if len(self.processes) == 1:
+            return [message]
+        turn = self._turn
+        if self._process == self._leader:
+            messages = [message, *(self._receive(turn, p, p) for p in self.processes[1:])]
+            self._send("all", messages)
+            if turn:  # all received the last turn's messages before they sent these
+                self._store.key_value_delete(f"{self._prefix}/{turn - 1}")
+            self._turn += 1
+        else:
+            self._send(self._process, message)
+            self._turn += 1  # if it leaves now, its note is for the next turn
+            messages = self._receive(turn, "all", self._leader)
+        left = [m["left"] for m in messages if "left" in m]
+        if left:
+            self._is_over = True
+            raise RuntimeError(f"{_NAME}: {'; '.join(left)}")
+        return messages
+
+    def leave(self, reason: str) -> None:
+        """Informs the others, which may be waiting for this process, that it sends nothing more."""
+        if self._is_over:
+            return
+        self._is_over = True
+        note = {"left": f"process {self._process} {reason}"}
+        # If the service is gone, so are the others, or JAX informs them.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self._process == self._leader:
+                self._send("all", [note])
+            else:
+                self._send(self._process, note)
+
+    def end(self) -> None:
+        """Ends the exchange when all processes know that there is nothing more to send."""
+        self._is_over = True
+
+    def _send(self, key: int | str, message: Any) -> None:
+        self._store.key_value_set(f"{self._prefix}/{self._turn}/{key}", json.dumps(message))
+
+    def _receive(self, turn: int, key: int | str, sender: int) -> Any:
+        began = time.monotonic()
+        while True:
+            try:
+                path = f"{self._prefix}/{turn}/{key}"
+                return json.loads(self._store.blocking_key_value_get(path, _INTERVAL_MS))
+            except jax.errors.JaxRuntimeError as error:
+                if not _compat.is_timeout(error):
+                    raise RuntimeError(
+                        f"{_NAME}: the coordination service, through which processes agree on the "
+                        "end of their batches, is no longer available."
+                    ) from error
+            if self._consumer.gone:
+                raise ConsumerGoneError
+            # While the consumer computes, other processes may compute as well without waiting.
+            since = self._consumer.waiting_since
+            if since is not None and time.monotonic() - max(began, since) >= self._timeout:
+                raise TimeoutError(
+                    f"{_NAME}: process {sender} sent nothing about its next batch for "
+                    f"{self._timeout:g} s. It may be blocked, slower than that (raise "
+                    "timeout=...), or not iterating: all processes of a sharding have to iterate "
+                    "over the same batches, in the same order."
+                )
 
 
 class BatchOptions(NamedTuple):
@@ -38,18 +152,12 @@ class BatchOptions(NamedTuple):
     copy: bool
 
 
-class State(NamedTuple):
-    """Where an iteration is: the number of rows of a full batch, if known, and the loader."""
-
-    batch_size: int | None
-    loader: Any
-
-
 class Round(NamedTuple):
     """A global batch, and the state of the iteration after it."""
 
     value: Any
-    state: State
+    batch_size: int  # the number of rows of a full batch
+    loader: Any  # the state of the loader
 
 
 class Rounds(Iterator[Round]):
@@ -58,11 +166,14 @@ class Rounds(Iterator[Round]):
     All processes exchange how many rows they have loaded, and so decide alike.
     """
 
-    def __init__(self, source: Iterator[Any], options: BatchOptions, agreement: Agreement):
+    def __init__(
+        self, source: Iterator[Any], options: BatchOptions, agreement: Agreement, *, resumed: bool
+    ):
         self._source, self._options, self._agreement = source, options, agreement
         # Read in the user's thread, since other threads do not see it.
         self._x64 = bool(jax.config.read("jax_enable_x64"))
-        self._count = 0
+        self._count = self._left_out = 0  # rounds, and batches with too few rows
+        self._has_made = resumed  # a batch, or another iteration has
         self._has_ended = False
         self._state: Any = None
         self._sharding: Any = None  # a BatchSharding from the first batch on
@@ -73,15 +184,22 @@ class Rounds(Iterator[Round]):
     def __next__(self) -> Round:
         try:
             while True:
-                arrays = self._load()
+                with jax.enable_x64(self._x64):
+                    arrays = self._load()
                 rows = None if arrays is None else self._count_rows(arrays)
                 counts = self._exchange(rows)
                 self._count += 1
                 if self._makes_batch(counts):
-                    state = State(self._sharding.size, self._state)
-                    return Round(self._global(arrays, counts), state)
+                    self._has_made = True
+                    return Round(self._global(arrays, counts), self._sharding.size, self._state)
         except StopIteration:
             self._agreement.end()
+            if self._left_out and not self._has_made:
+                raise ValueError(
+                    f"{_NAME}: uneven='drop' left out every batch: {self._left_out}, all with "
+                    f"fewer than {self._sharding.size} rows. Pass uneven='pad', or a smaller "
+                    "batch_size."
+                ) from None
             raise
         except ConsumerGoneError:
             raise
@@ -110,7 +228,7 @@ class Rounds(Iterator[Round]):
         arrays: list[Any] = self._sharding.arrays(batch)
         if self._options.copy:
             pairs = zip(arrays, self._sharding.leaves, strict=True)
-            arrays = [x if leaf.sharding is None else np.array(x) for x, leaf in pairs]
+            arrays = [x if leaf.sharding is None else copied(x) for x, leaf in pairs]
         return arrays
 
     def _count_rows(self, arrays: Sequence[Any]) -> int:
@@ -118,7 +236,7 @@ class Rounds(Iterator[Round]):
         if len(self._agreement.processes) > 1 and (rows or not self._fillers):
             # If this process ends before others do, its rows are copies of these.
             self._fillers = [
-                x if not leaf.has_rows else np.array(padded(x[-1:], 1, 0))
+                x if not leaf.has_rows else copied(padded(x[-1:], 1, 0))
                 for x, leaf in zip(arrays, self._sharding.leaves, strict=True)
             ]
         return rows
@@ -170,7 +288,9 @@ class Rounds(Iterator[Round]):
         if any(missing) and uneven == "error":
             hint = "uneven='pad' fills it and gives a mask, uneven='drop' leaves it out"
             raise ValueError(f"{self._describe(counts, 'fewer')} {hint}.")
-        return uneven == "pad" or not any(missing)
+        is_full = uneven == "pad" or not any(missing)
+        self._left_out += not is_full
+        return is_full
 
     def _describe(self, counts: Counts, what: str) -> str:
         [*others, last] = counts.values()
