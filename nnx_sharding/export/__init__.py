@@ -2,19 +2,6 @@
 
 from .executable import load_executable, save_executable
 from .export import export
-from .exported import Exported, Result, load
-from .manifest import Argument, ArrayInfo, LeafInfo, Manifest, MeshInfo
+from .exported import Exported, load
 
-__all__ = [
-    "Argument",
-    "ArrayInfo",
-    "Exported",
-    "LeafInfo",
-    "Manifest",
-    "MeshInfo",
-    "Result",
-    "export",
-    "load",
-    "load_executable",
-    "save_executable",
-]
+__all__ = ["Exported", "export", "load", "load_executable", "save_executable"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +21,9 @@ from ..transforms.stages import Compiled, Lowered
 from . import files
 from .manifest import MeshInfo, meshes_of
 
+# How the machine code of Linux and of macOS begins.
+_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+
 
 def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
     """Writes a compiled function to a file, so that other processes need not compile it.
@@ -34,9 +37,9 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
       compiled: what ``lower(...).compile()`` returned.
 
     Raises:
-      TypeError: ``compiled`` is something else.
       ValueError: the program cannot be serialized, because it calls Python functions of this
-        process, such as ``jax.debug.print``, or because the backend does not support it.
+        process, such as ``jax.debug.print``, because the backend does not support it, or because
+        a program for CPUs comes from JAX's persistent compilation cache.
 
     Example:
       >>> import tempfile
@@ -54,7 +57,8 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
             "save_executable(path, compiled): expected the result of fun.lower(...).compile() for "
             f"compiled, got {compiled!r:.200}."
         )
-    name, devices = compiled._plan.fun_name, _devices(compiled.shardings(), jax.devices()[:1])
+    name, shardings = compiled._plan.fun_name, compiled.shardings()
+    devices = _devices(shardings) or jax.devices()[:1]
     try:
         program, _, _ = serialize_executable.serialize(compiled._stage)
     except Exception as error:  # of JAX, XLA or pickle
@@ -63,6 +67,13 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
             f"{devices[0].platform} ({type(error).__name__}: {error}). Leave out what calls Python "
             "or captures a jax.Ref, or use JAX's persistent compilation cache instead."
         ) from error
+    is_cached = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    if devices[0].platform == "cpu" and is_cached and not any(code in program for code in _CODE):
+        raise ValueError(
+            f"{name} cannot be saved: it comes from JAX's persistent compilation cache, and XLA "
+            "writes such a program for CPUs without its functions. Compile it in a process with "
+            "jax.config.update('jax_enable_compilation_cache', False)."
+        )
     manifest = _manifest(compiled._lowered, compiled._origin, devices)
     files.write(path, manifest, program, files.EXECUTABLE)
 
@@ -74,9 +85,8 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     function itself, and a file of another function, or of an older version of it, is refused.
 
     Warning:
-      Loading an executable runs code of the file, which JAX keeps as a pickle. Load only files
-      that you wrote, or that come from someone whom you would let run code here. The digest in the
-      file detects damage, not forgery.
+      Loading runs code of the file, which JAX keeps as a pickle. Load only files from people whom
+      you would let run code here. The digest in the file detects damage, not forgery.
 
     Args:
       path: the file.
@@ -87,25 +97,12 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
       The compiled function, as from ``lowered.compile()``.
 
     Raises:
-      TypeError: ``lowered`` is something else.
       ExportError: the file is of another kind or version, or damaged; jax, jaxlib, the compiler,
         the platform, the devices or their order differ, or the function does. All differences are
         listed.
-      OSError: the file cannot be read.
 
     Example:
-      >>> import tempfile
-      >>> from pathlib import Path
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from nnx_sharding import export, jit
-      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-      >>> lowered = jit(lambda model, x: model(x)).lower(model, jnp.ones((4, 2)))
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     export.save_executable(Path(folder, "forward.zip"), lowered.compile())
-      ...     compiled = export.load_executable(Path(folder, "forward.zip"), lowered)
-      >>> compiled(model, jnp.ones((4, 2))).shape
-      (4, 3)
+      See :func:`save_executable`.
     """
     if not isinstance(lowered, Lowered):
         raise TypeError(
@@ -115,17 +112,17 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
     saved, program = files.read(path, files.EXECUTABLE)
     stage, origin = lowered._stage, lowered._origin
     try:
-        available = {device.id: device for device in _available(saved["platform"])}
-        known = [available[one["id"]] for one in saved["devices"] if one["id"] in available]
+        available = {device.id: device for device in _available(saved["machine"]["platform"])}
         # Those of the shardings may be devices of a topology, which run nothing.
-        ordered = [device.id for device in _devices(origin.plan.shardings, known)]
-        devices = [available[id_] for id_ in ordered if id_ in available] or jax.devices()[:1]
+        ids = [device.id for device in _devices(origin.plan.shardings)] or saved["devices"]
+        devices = [available[id_] for id_ in ids if id_ in available] or jax.devices()[:1]
         here = _manifest(stage, origin, devices)
-        lines = _differing(_machine(saved), _machine(here))
+        lines = _differing(saved["machine"], here["machine"])
         if not lines and saved["stablehlo"] != here["stablehlo"]:
-            lines = _differing(_function(saved), _function(here))
+            lines = _differing(saved["inputs"], here["inputs"])
+            lines += _differing({"mesh": saved["mesh"]}, {"mesh": here["mesh"]})
             lines = lines or [f"{here['function']}: the function is another one, or was changed"]
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ExportError(f"{path} has a manifest that cannot be read: {error!r}") from None
     raise_listed(
         ExportError,
@@ -153,9 +150,9 @@ def _available(platform: str) -> list[Any]:
         return jax.devices()
 
 
-def _devices(shardings: Iterable[Any], default: Sequence[Any]) -> list[Any]:
-    """The devices of a program, in its order; the default if its shardings name none."""
-    return list(next(filter(None, map(_compat.device_assignment, shardings)), default))
+def _devices(shardings: Sequence[Any]) -> list[Any]:
+    """The devices of a program, in its order; none if its shardings name none."""
+    return list(next(filter(None, map(_compat.device_assignment, shardings)), ()))
 
 
 def _manifest(lowered: Any, origin: Any, devices: Sequence[Any]) -> dict[str, Any]:
@@ -163,42 +160,29 @@ def _manifest(lowered: Any, origin: Any, devices: Sequence[Any]) -> dict[str, An
     plan, avals = origin.plan, lowered.in_avals[0]
     named = [one if isinstance(one, NamedSharding) else None for one in plan.shardings]
     specs = ["" if one is None else f" {spec_text(one.spec)}" for one in named]
-    packages = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}
+    compiler = devices[0].client.platform_version
+    # The build of a compiler has the same form with and without devices.
+    build = re.search(r"cl/\d+", compiler)
+    machine = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    machine |= {"platform": devices[0].platform, "device kind": devices[0].device_kind}
+    machine |= {"compiler": build[0] if build else compiler}
+    machine |= {f"device {i}": _place(device) for i, device in enumerate(devices)}
     return {
         "function": plan.fun_name,
         "inputs": dict(zip(plan.names, map("{}{}".format, avals, specs), strict=True)),
-        "mesh": "; ".join(str(MeshInfo.of(mesh)) for mesh in meshes_of(named)),
+        "mesh": "; ".join(str(MeshInfo.of(mesh)) for mesh in meshes_of(named)) or "none",
         "stablehlo": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-        "platform": devices[0].platform,
-        "device_kind": devices[0].device_kind,
-        "compiler": devices[0].client.platform_version,
-        "devices": list(map(_place, devices)),
-        "versions": {**packages, "nnx_sharding": __version__},
+        "machine": machine,
+        "devices": [device.id for device in devices],
+        "versions": {"flax": metadata.version("flax"), "nnx_sharding": __version__},
     }
 
 
-def _place(device: Any) -> dict[str, Any]:
+def _place(device: Any) -> str:
     """A device by its id, with its location among TPUs."""
-    names = {"core": "core_on_chip", "slice": "slice_index"}
-    places = {key: getattr(device, name, None) or 0 for key, name in names.items()}
-    return {"id": device.id, "coords": [*getattr(device, "coords", ())], **places}
-
-
-def _machine(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The libraries and the devices in the order of the program."""
-    facts = {name: manifest["versions"].get(name) for name in ("jax", "jaxlib")}
-    # The build of a compiler has the same form with and without devices.
-    build = re.search(r"cl/\d+", manifest["compiler"])
-    facts |= {"platform": manifest["platform"], "device kind": manifest["device_kind"]}
-    facts |= {"compiler": build[0] if build else manifest["compiler"]}
-    for number, one in enumerate(manifest["devices"]):
-        place = f"coordinates {one['coords']}, core {one['core']}, slice {one['slice']}"
-        facts[f"device {number}"] = f"id {one['id']}, {place}"
-    return facts
-
-
-def _function(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {**manifest["inputs"], "mesh": manifest["mesh"] or "none"}
+    core, slice_ = (getattr(device, x, None) or 0 for x in ("core_on_chip", "slice_index"))
+    place = [*getattr(device, "coords", ())]
+    return f"id {device.id}, coordinates {place}, core {core}, slice {slice_}"
 
 
 def _differing(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

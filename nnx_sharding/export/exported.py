@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..analysis import json_codec
 from ..analysis.tables import Pictured
 from ..analysis.units import printable
+from ..core.plan import is_committed
+from ..core.transfer import transfer
 from ..errors import ExportError
 from . import files, trees
 from .bind import bind
-from .devices import Shardings, mesh_for, place, shardings_on
-from .manifest import ArrayInfo, Manifest
+from .manifest import ArrayInfo, Manifest, MeshInfo, meshes_of
+
+# Of all inputs, or of all outputs; None where the sharding is left open.
+Shardings: TypeAlias = tuple[NamedSharding | None, ...]
 
 
 class Result(NamedTuple):
@@ -43,20 +49,7 @@ class Exported(Pictured):
       manifest: how it is called, and what it was made with; its ``str`` is a table.
       jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from nnx_sharding import jit
-      >>> from nnx_sharding.export import export
-      >>> predict = jit(lambda model, x: model(x))
-      >>> model, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
-      >>> exported = export(predict)(model, x)
-      >>> exported.call(model, x).output.shape, exported.manifest.inputs[0].type
-      ((8, 2), 'float32[2]')
     """
-
-    manifest: Manifest
-    jax_exported: jax.export.Exported
 
     def __init__(self, manifest: Manifest, program: jax.export.Exported, data: bytes | None = None):
         self.manifest = manifest
@@ -102,11 +95,11 @@ class Exported(Pictured):
         arrays, forms = bind(self.manifest, args, kwargs)
         program: Any = self.jax_exported.call
         if _compat.trace_is_clean():
-            mesh = mesh_for(self.manifest, self.jax_exported)
+            mesh = _mesh_for(self.manifest, self.jax_exported)
             if mesh not in self._compiled:
                 self._compiled[mesh] = self._compile(mesh)
             program, shardings = self._compiled[mesh]
-            arrays = place(arrays, shardings, mesh)
+            arrays = _placed(arrays, shardings, mesh)
         known: Mapping[str, Sequence[Any]] = {"input": arrays, "output": program(*arrays)}
         updates = {}
         for name, tree in self.manifest.updates.items():
@@ -134,10 +127,10 @@ class Exported(Pictured):
             raise ValueError(
                 f"{self.manifest.function} cannot be saved: jax.export cannot write {error}."
             ) from None
-        files.write(path, self.manifest.to_json(), program)
+        files.write(path, json_codec.as_data(self.manifest), program)
 
     def _compile(self, mesh: Mesh | None) -> tuple[Any, Shardings]:
-        inputs, outputs = shardings_on(mesh, self.jax_exported)
+        inputs, outputs = _shardings_on(mesh, self.jax_exported)
         donated = [argument for argument in self.manifest.arguments if argument.donated]
         positions = sorted({leaf.position for argument in donated for leaf in argument.leaves})
         options: dict[str, Any] = {"donate_argnums": positions}
@@ -164,7 +157,6 @@ def load(path: str | os.PathLike[str]) -> Exported:
     Raises:
       ExportError: the file is of another kind or version, damaged or changed.
       ImportError: ``flatbuffers`` is missing, which ``jax.export`` needs.
-      OSError: the file cannot be read.
 
     Example:
       >>> import tempfile
@@ -182,7 +174,7 @@ def load(path: str | os.PathLike[str]) -> Exported:
     """
     data, content = files.read(path)
     try:
-        manifest = Manifest.from_json(data)
+        manifest = json_codec.read(Manifest, data, "manifest")
     except (RecursionError, ValueError) as error:
         raise ExportError(f"{path} has a manifest that cannot be read: {error}") from None
     oldest = jax.export.minimum_supported_calling_convention_version
@@ -215,3 +207,85 @@ _NO_FLATBUFFERS = (
     "jax.export needs flatbuffers to write and read programs: "
     "pip install 'nnx_sharding[export]', or pip install flatbuffers."
 )
+
+
+def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
+    """A mesh like the exported one; None for a program of one device.
+
+    It has the devices of the mesh in context, if there is one, else the first devices.
+
+    Raises:
+      ExportError: the platform or the mesh in context differs, or there are too few devices.
+    """
+    context = _compat.context_mesh()
+    mesh = context if isinstance(context, Mesh) and manifest.devices > 1 else None
+    is_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    here = "cpu" if is_cpu else jax.export.default_export_platform()
+    is_checked = "platform" not in map(str, program.disabled_safety_checks)
+    if is_checked and here not in manifest.platforms:
+        raise ExportError(
+            f"{manifest.function} was exported for {', '.join(manifest.platforms)}; this is {here}."
+            f" Export it again with platforms=({here!r}, ...)."
+        )
+    if manifest.devices == 1:
+        return None
+    inputs, outputs = _compat.exported_shardings(program)
+    like = next(iter(meshes_of((*inputs, *outputs))), None)
+    exported = f"{manifest.function} was exported for {manifest.devices} devices"
+    exported += "" if like is None else f" (mesh {MeshInfo.of(like)})"
+    if mesh is None:
+        devices = jax.devices()
+        if len(devices) < manifest.devices:
+            raise ExportError(
+                f"{exported}; here there are {len(devices)} of {devices[0].platform}. Call it "
+                "where there are as many, or export it again for a smaller mesh."
+            )
+        if like is None:
+            return Mesh(np.array(devices[: manifest.devices]), ("devices",))
+        mesh = jax.make_mesh(like.axis_sizes, like.axis_names, devices=devices[: like.size])
+    elif (
+        mesh.size != manifest.devices
+        if like is None
+        else (mesh.axis_names, mesh.axis_sizes) != (like.axis_names, like.axis_sizes)
+    ):
+        raise ExportError(
+            f"{exported}; the mesh in context is {MeshInfo.of(mesh)}. Call it within `with "
+            "jax.set_mesh(mesh):` for a mesh like the exported one, or without a mesh, or export "
+            "it again for this one."
+        )
+    return mesh if like is None else Mesh(mesh.devices, like.axis_names, axis_types=like.axis_types)
+
+
+def _shardings_on(mesh: Mesh | None, program: jax.export.Exported) -> tuple[Shardings, Shardings]:
+    """The shardings of the inputs and of the outputs of a program on the devices of a mesh."""
+    sides = _compat.exported_shardings(program)
+    inputs, outputs = (tuple(_on_devices(mesh, sharding) for sharding in side) for side in sides)
+    if mesh is not None and not any((*inputs, *outputs)):
+        # No sharding names the devices of the program, and yet all arrays have to be on them.
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return (everywhere,) * len(inputs), (everywhere,) * len(outputs)
+    return inputs, outputs
+
+
+def _on_devices(mesh: Mesh | None, sharding: Any) -> NamedSharding | None:
+    if mesh is None or sharding is None or sharding.mesh.empty:
+        return None
+    like = sharding.mesh
+    devices = mesh.devices.reshape(like.axis_sizes)
+    same = Mesh(devices, like.axis_names, axis_types=like.axis_types)
+    return NamedSharding(same, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> list[Any]:
+    """The arrays with these shardings; those without one are only moved to the mesh's devices."""
+    if mesh is None:
+        return list(arrays)
+    devices = set(mesh.devices.flat)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    targets = [
+        everywhere
+        if sharding is None and is_committed(array) and array.sharding.device_set != devices
+        else sharding
+        for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+    return transfer(arrays, targets)

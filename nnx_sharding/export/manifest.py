@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..analysis.json_codec import as_data, read
 from ..analysis.parameters import spec_text
 from ..analysis.tables import Pictured, text
 from ..analysis.units import printable
@@ -171,15 +170,6 @@ class Manifest(Pictured):
     platforms: tuple[str, ...]
     calling_convention: int
     versions: dict[str, str]
-
-    def to_json(self) -> dict[str, Any]:
-        """The manifest as JSON data."""
-        return as_data(self)  # type: ignore[no-any-return]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Manifest:
-        """Reads the manifest from JSON data; a ValueError if the data is not a manifest."""
-        return read(cls, data, "manifest")
 
     def _pictures(self, width: int) -> Iterable[Any]:
         devices = f"{self.devices} device{'s' * (self.devices > 1)}"
