@@ -21,15 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import stack
-from nnx_sharding.checkpoint import (
-    Checkpoints,
-    DataRestore,
-    DataSave,
-    ModelRestore,
-    ModelSave,
-    restore,
-    save,
-)
+from nnx_sharding.checkpoint import Checkpoints, ModelRestore, ModelSave, restore, save
 from nnx_sharding.errors import CheckpointError
 from nnx_sharding.partition import fsdp
 from test_checkpoints import contents_of, flip
@@ -73,21 +65,16 @@ def damage(step):
 
 
 def test_a_manager_of_the_user(tmp_path):
-    one, two, data = trained(1), trained(2), Counter()
-    next(data)
+    one, two = trained(1), trained(2)
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["accuracy"])
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         for step in range(3):
-            args = Composite(model=ModelSave(one), data=DataSave(data), name=ocp.args.JsonSave([1]))
+            args = Composite(model=ModelSave(one), name=ocp.args.JsonSave([1]))
             assert manager.save(step, args=args, metrics={"accuracy": -step})
         assert manager.best_step() == 0
-        args = Composite(model=ModelRestore(two), data=DataRestore(), name=ocp.args.JsonRestore())
+        args = Composite(model=ModelRestore(two), name=ocp.args.JsonRestore())
         found = manager.restore(2, args=args)
-        assert (
-            found.model["model"] is two["model"]
-            and found.name == [1]
-            and b'"next": 1' in found.data
-        )
+        assert found.model["model"] is two["model"] and found.name == [1]
         assert contents_of(two) == contents_of(one)
         before = contents_of(wrong := nnx.Linear(4, 5, rngs=nnx.Rngs(0)))
         with pytest.raises(CheckpointError, match=r"kernel: \(4, 4\) in the check"):
@@ -126,16 +113,15 @@ def test_grain(tmp_path, kind):
         for step in range(4):
             next(data)
             assert ours.save(step, tree, data=data)
-        other.save(0, args=Composite(data=handler.CheckpointSave(data)))
+        items = Composite(model=ModelSave(tree), data=handler.CheckpointSave(data))
+        other.save(0, args=items)
         other.wait_until_finished()
         want = [next(data) for _ in range(3)]
         for resume in (
             lambda x: ours.resume(trained(2), data=x),
+            lambda x: Checkpoints(tmp_path / "grain").resume(trained(2), data=x),
             lambda x: ocp.CheckpointManager(tmp_path / "ours").restore(
                 3, args=Composite(data=handler.CheckpointRestore(x))
-            ),
-            lambda x: ocp.CheckpointManager(tmp_path / "grain").restore(
-                0, args=Composite(data=DataRestore(x))
             ),
         ):
             again = make()
@@ -157,7 +143,9 @@ def test_going_back_and_damage(tmp_path):
         checkpoints.wait_until_finished()
         damage(tmp_path / "5")
         other, before = trained(2), contents_of(trained(2))
-        with pytest.raises(CheckpointError, match=r"5/model is damaged.*\nStep 4 is intact"):
+        with pytest.raises(
+            CheckpointError, match=r"5/model is damaged(.|\n)*Earlier steps: 2, 3, 4"
+        ):
             checkpoints.resume(other, data=data)
         assert contents_of(other) == before and data.state == {"next": 5}
         checkpoints.restore(other, step=4)
@@ -172,14 +160,19 @@ def test_going_back_and_damage(tmp_path):
         checkpoints.delete(4)
         assert checkpoints.latest_step() == checkpoints.best_step() == 3
         # The model is left as it was if only the data cannot be restored.
+        checkpoints.save(5, trained(7), data=data)
+        checkpoints.wait_until_finished()
+        flip(tmp_path / "5" / "data" / "process_0-of-1.json")
+        with pytest.raises(CheckpointError, match=r"process_0-of-1.json is damaged"):
+            checkpoints.resume(other, data=data)
+        checkpoints.delete(5)
         checkpoints.save(5, trained(7))
         before = contents_of(other)
         with pytest.raises(CheckpointError, match='step 5: Item "data" was not found'):
             checkpoints.resume(other, data=data)
         shutil.copytree(tmp_path / "3" / "data", tmp_path / "5" / "data")
-        (tmp_path / "5" / "data" / "process_0-of-1.json").rename(
-            tmp_path / "5" / "data" / "process_0-of-2.json"
-        )
+        for name in ("process_0-of-{}.json", "process_0-of-{}.json.crc32"):
+            (tmp_path / "5/data" / name.format(1)).rename(tmp_path / "5/data" / name.format(2))
         with pytest.raises(CheckpointError, match=r"only process_0-of-2.json"):
             checkpoints.resume(other, data=data)
         assert contents_of(other) == before and data.state == {"next": 9}
@@ -359,3 +352,26 @@ def test_two_jobs_on_one_directory(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         values = [checkpoints.restore(of(0), step=step)[0] for step in (1, 2)]
     assert values == [1, 2]
+
+
+def test_weak_types(tmp_path):
+    def make(value):
+        scalar, row = jnp.asarray(value), jnp.full(3, value)
+        return nnx.Dict(scalar=nnx.Variable(scalar), row=nnx.Variable(row), x=nnx.Param(row * 1))
+
+    save(tmp_path / "a", make(1.5))
+    strong = nnx.Dict(jax.tree.map(lambda x: x + jnp.float32(0), dict(make(0.0))))
+    for model in make(0.0), nnx.eval_shape(lambda: make(0.0)), strong:
+        weak = [x.get_raw_value().weak_type for x in (model.scalar, model.row)]
+        restore(tmp_path / "a", model)
+        assert [x.get_raw_value().weak_type for x in (model.scalar, model.row)] == weak
+        np.testing.assert_array_equal(model.row, [1.5] * 3)
+
+
+def test_slashes_in_keys(tmp_path):
+    def tree(value):
+        return {"a/b": nnx.Param(jnp.full(2, value)), "a": {"b": nnx.Param(jnp.full(2, -value))}}
+
+    save(tmp_path / "a", tree(1.0))
+    found = restore(tmp_path / "a", tree(0.0))
+    assert found["a/b"][0] == 1 and found["a"]["b"][0] == -1

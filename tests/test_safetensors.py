@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from models import mesh_of
 from nnx_sharding import StateSharding, stack
-from nnx_sharding.checkpoint import Tensor, load_safetensors, safetensors_save, save_safetensors
+from nnx_sharding.checkpoint import Tensor, load_safetensors, save_safetensors
+from nnx_sharding.checkpoint import safetensors as implementation
 from nnx_sharding.cli.main import main
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init
@@ -430,6 +431,45 @@ class ErrorTest(TestCase):
             load_safetensors(self.folder, model, {"w": "w"})
         assert not np.any(model.w[...])
 
+    @parameterized.named_parameters(
+        ("list", [1]),
+        ("null", None),
+        ("nested", b"[" * 200_000),
+        ("strings", {"data_offsets": ["0", "64"]}),
+        ("floats", {"data_offsets": [0.0, 64.0]}),
+        ("size_is_null", {"shape": [None, 4]}),
+        ("size_is_float", {"shape": [4.0, 4.0]}),
+        ("shape_is_text", {"shape": "44"}),
+        ("trailing_bytes", {"shape": [4, 3], "data_offsets": [0, 48]}),
+        ("gap", {"shape": [4, 3], "data_offsets": [16, 64]}),
+        ("overlap", {}, {"v": {"dtype": "U8", "shape": [4], "data_offsets": [60, 64]}}),
+        ("index_of_5", {}, {}, 5),
+        ("index_of_a_list", {}, {}, ["a"]),
+        ("index_outside", {}, {}, "../model.safetensors"),
+    )
+    def test_wrong_headers(self, header, more=None, index=None):
+        entry = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
+        if isinstance(header, dict):
+            header = {"w": {**entry, **header}, **(more or {})}
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        content = len(text).to_bytes(8, "little") + text + b"\0" * 64
+        (self.folder / "model.safetensors").write_bytes(content)
+        if index is not None:
+            located = json.dumps({"weight_map": {"w": index}})
+            (self.folder / "model.safetensors.index.json").write_text(located)
+        with self.assertRaisesRegex(CheckpointError, "is damaged"):
+            load_safetensors(self.folder, zeros(w=(4, 4)), {".": "w"})
+
+    def test_a_tensor_without_a_numpy_dtype(self):
+        entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+        other = {"dtype": "F4", "shape": [8], "data_offsets": [16, 20]}
+        text = json.dumps({"w": entry, "q": other}).encode()
+        path = self.folder / "model.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 20)
+        load_safetensors(path, zeros(w=(4,)), {"w": "w", "q": None})
+        with self.assertRaisesRegex(CheckpointError, "q: F4, q: float32"):
+            load_safetensors(path, zeros(w=(4,), q=(8,)), {"(.)": "{0}"}, cast=True)
+
     @parameterized.parameters(
         ("a b", {}, "expected dimensions"),
         ("(a b -> a b", {}, "expected dimensions"),
@@ -519,7 +559,7 @@ class ErrorTest(TestCase):
         for old, new in itertools.product((256, 512, 10**9), repeat=2):
             folder = self.folder / f"{old}-{new}"
             save_safetensors(folder, model(1), rules, max_shard_size=old)
-            for fault in ((Path, "write_text"), (safetensors_save, "write_region")):
+            for fault in ((Path, "write_text"), (implementation, "write_region")):
                 if new == 10**9 and fault[0] is Path:
                     continue  # no index
                 full = mock.patch.object(*fault, side_effect=OSError(28, "No space left on device"))

@@ -137,6 +137,15 @@ def context_mesh() -> Mesh | AbstractMesh | None:
     return None
 
 
+_convert_element_type: Any = private_name("jax._src.lax.lax", "_convert_element_type")
+
+
+def converted(x: Any, dtype: Any, weak_type: bool) -> jax.Array:
+    """An array of another dtype; ``jax.lax`` cannot make a weakly typed one."""
+    array: jax.Array = _convert_element_type(x, dtype, weak_type=weak_type)
+    return array
+
+
 _CONTEXT_LABELS = {
     "abstract_mesh_context_manager": "mesh in context",
     "mesh_context_manager": "mesh in context (`with mesh:`)",

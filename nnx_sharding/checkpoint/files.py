@@ -1,23 +1,42 @@
-"""``save`` and ``restore``: single checkpoints, each in its own directory."""
+"""``save`` and ``restore``: single checkpoints, and models as items of Orbax's managers."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import traverse_util
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from .. import _compat
+from ..core.flatten import flatten
+from ..core.transfer import transfer
 from ..diagnostics.progress import progress
-from ..errors import CheckpointError
-from .items import ModelHandler, ModelRestore, ModelSave, standard_args
-from .stored import as_folder, beside, first_line, foreign_entries, is_checkpoint, item_folder
+from ..errors import CheckpointError, raise_listed
+from ..specs.fitting import unsummed
+from .checksums import checksums
+from .names import NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
+from .restore import restore_into
+from .stored import (
+    MANIFEST,
+    VERSION,
+    as_folder,
+    beside,
+    first_line,
+    foreign_entries,
+    is_checkpoint,
+    item_folder,
+)
+
+_BROADCAST_BYTES = 4096
 
 
 @_compat.api_boundary
@@ -28,8 +47,7 @@ def save(
 
     The checkpoint is what Orbax's ``StandardCheckpointer`` writes for ``nnx.state(tree)``, and
     ``StandardCheckpointer`` can read it. A shared Variable is stored once. Each process writes its
-    own shards of global arrays; the first process writes all other arrays and numbers. ``save``
-    returns when everything is written.
+    own shards of global arrays; the first process writes all other arrays and numbers.
 
     Args:
       path: the directory to make, with its parents.
@@ -102,9 +120,6 @@ def _from_first_process(decide: Callable[[], Any]) -> Any:
             text = json.dumps((True, f"cannot be read: {first_line(error)}"))
     buffer = np.frombuffer(text.encode().ljust(_BROADCAST_BYTES), np.uint8)
     return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).decode())
-
-
-_BROADCAST_BYTES = 4096
 
 
 def _replace(folder: Any, new: Any) -> None:
@@ -190,3 +205,128 @@ def restore(
     args = ModelRestore(tree, sharding, mesh, only, cast, rename)
     with progress(f"restore {folder.name}"), ocp.Checkpointer(ModelHandler()) as checkpointer:
         return checkpointer.restore(folder, args=args)
+
+
+class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
+    """Saves and restores models by path, in the format of Orbax's ``StandardCheckpointHandler``.
+
+    Orbax finds it by :class:`ModelSave` and :class:`ModelRestore`.
+    """
+
+    async def async_save(self, directory: Any, args: Any) -> Any:
+        """Starts to write the arrays of ``args``, a :class:`ModelSave`."""
+        return await super().async_save(directory, args=standard_args(args))
+
+    def restore(self, directory: Any, args: Any) -> Any:
+        """Restores ``args``, a :class:`ModelRestore`."""
+        return restore_into(directory, **vars(args))
+
+
+@ocp.args.register_with_handler(ModelHandler, for_save=True)
+@dataclasses.dataclass
+class ModelSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """Saves a model, an optimizer or any pytree of them and of arrays, as an item of Orbax.
+
+    The item is what ``ocp.args.StandardSave(nnx.state(tree))`` writes, and
+    ``ocp.args.StandardRestore`` can read it. The errors are those of :func:`save`. The tree may
+    change as soon as ``save`` of an asynchronous manager returns, also by donation.
+
+    Attributes:
+      tree: what to save.
+      checksums: whether to store a checksum of each array, which restoring compares.
+
+    Example:
+      >>> import tempfile
+      >>> import orbax.checkpoint as ocp
+      >>> from flax import nnx
+      >>> from nnx_sharding.checkpoint import ModelRestore, ModelSave
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+      ...     saved = manager.save(1, args=ocp.args.Composite(model=ModelSave(model)))
+      ...     restored = manager.restore(1, args=ocp.args.Composite(model=ModelRestore(model)))
+      >>> saved, restored.model is model
+      (True, True)
+    """
+
+    tree: Any
+    checksums: bool = True
+
+
+@ocp.args.register_with_handler(ModelHandler, for_restore=True)
+@dataclasses.dataclass
+class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """Restores an item of Orbax into a model, as :func:`~nnx_sharding.checkpoint.restore` does.
+
+    Attributes, result and errors are the arguments, result and errors of that function. The item
+    may be one of :class:`ModelSave`, or ``ocp.args.StandardSave`` of an ``nnx.state`` or of
+    ``nnx.to_pure_dict``. See :class:`ModelSave` for an example.
+    """
+
+    tree: Any
+    sharding: Any = None
+    mesh: Any = None
+    only: Any = None
+    cast: bool = False
+    rename: Mapping[str, str] | None = None
+
+
+def standard_args(args: ModelSave) -> Any:
+    """The arguments for Orbax: nested dicts of arrays, and as metadata what it does not store."""
+    flat = flatten(args.tree)
+    arrays = named_arrays(flat)
+    check_storable(arrays)
+    # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
+    shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
+    summed = [None if unsummed(s) is s else unsummed(s) for s in shardings]
+    leaves = transfer(flat.leaves, summed)
+    contents = {array.name: _content(leaves[array.slot]) for array in arrays}
+    stored = {name: content for name, content in contents.items() if np.size(content)}
+    if not stored:
+        raise ValueError("save: expected arrays with at least one element, got none.")
+    sums = checksums(list(stored.values())) if args.checksums else []
+    keys = [array for array in arrays if array.name in stored and is_key(array.leaf)]
+    empty = [array for array in arrays if array.name not in stored]  # which Orbax does not store
+    manifest = {
+        "version": VERSION,
+        "checksums": {
+            ".".join(name): total
+            for name, total in zip(stored, sums, strict=False)
+            if total is not None
+        },
+        "keys": {".".join(array.name): str(array.leaf.dtype) for array in keys},
+        "empty": [[list(x.name), list(x.leaf.shape), str(x.leaf.dtype)] for x in empty],
+    }
+    nested = traverse_util.unflatten_dict(stored)
+    return ocp.args.StandardSave(nested, custom_metadata={MANIFEST: manifest})
+
+
+def check_storable(arrays: Sequence[NamedArray]) -> None:
+    """Raises an error if not all arrays can be saved."""
+    wrong, deleted = [], []
+    for array in arrays:
+        leaf, path = array.leaf, array.path
+        if isinstance(leaf, jax.ShapeDtypeStruct) or not is_storable(leaf):
+            wrong.append(f"  {path}: {kind_of(leaf)}")
+        elif isinstance(leaf, jax.Array) and not is_reference(leaf) and leaf.is_deleted():
+            deleted.append(f"  {path}")
+    head = "save: these are not arrays or numbers with a value:"
+    raise_listed(TypeError, head, wrong)
+    raise_listed(ValueError, "save: these arrays were donated or deleted:", deleted)
+    names = Counter(".".join(array.name) for array in arrays)  # as Orbax joins them
+    same = [f"  {array.path}" for array in arrays if names[".".join(array.name)] > 1]
+    raise_listed(
+        ValueError,
+        "save: these paths are the same once their keys are joined by dots:",
+        same,
+        "Rename a key.",
+    )
+
+
+def _content(leaf: Any) -> Any:
+    """What is written for an array: a NumPy array unless it is global."""
+    value = leaf[...] if is_reference(leaf) else leaf
+    if not isinstance(value, jax.Array):
+        return np.asarray(value) if isinstance(value, complex | np.generic) else value
+    if jax.process_count() > 1 and value.is_fully_addressable:
+        return np.asarray(jax.random.key_data(value) if is_key(value) else value)
+    return value

@@ -1,23 +1,30 @@
-"""The arrays of a tree, with the names that they have in a checkpoint."""
+"""The arrays of a tree: their names in a checkpoint, which of them are wanted, new values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 
 from .. import _compat
 from ..analysis.parameters import keys_inside
 from ..core.flatten import Flat
+from ..core.resharding import rebuilt, sharding_of
 from ..core.structure import VariableEntry
+from ..errors import raise_listed
+from ..specs.filters import to_predicate
 from ..specs.paths import Path, path_string
 
 Name: TypeAlias = tuple[str, ...]
 
 # The key of a Variable's value when JAX or Orbax flattens an ``nnx.State``.
 VALUE = "value"
+
+_SHOWN = 40  # paths in a message
 
 
 class NamedArray(NamedTuple):
@@ -47,6 +54,48 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
             variable = leaf if place.entry is None else flat.objects[place.entry]
             arrays.append(NamedArray(slot, leaf, name, plain_name, path, place.path, variable))
     return arrays
+
+
+def selected(
+    caller: str,
+    arrays: Sequence[NamedArray],
+    only: Any,
+    is_supported: Callable[[Any], bool],
+    what: str = "arrays or numbers",
+    remedy: str = "",
+) -> list[NamedArray]:
+    """The arrays that a filter selects, all of which must be supported."""
+    keep = to_predicate(... if only is None else only)
+    found = [array for array in arrays if keep(array.variable_path, array.variable)]
+    if arrays and not found:
+        paths = ", ".join(array.path for array in arrays[:_SHOWN])
+        more = ", …" if len(arrays) > _SHOWN else ""
+        raise ValueError(f"{caller}: only={only!r} matches none of the arrays: {paths}{more}.")
+    wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in found if not is_supported(x.leaf)]
+    raise_listed(TypeError, f"{caller}: these are not {what}:", wrong, remedy)
+    return found
+
+
+def filled(flat: Flat, values: Iterable[tuple[NamedArray, Any]], caller: str) -> Any:
+    """The tree with new arrays; references get them as values."""
+    leaves, references = list(flat.leaves), []
+    for array, value in values:
+        if is_reference(array.leaf):
+            references.append((array.leaf, value))
+        else:
+            leaves[array.slot] = value
+    tree = rebuilt(flat, leaves, caller)
+    for reference, value in references:
+        reference[...] = value
+    return tree
+
+
+def present_sharding(leaf: Any) -> Any:
+    """The sharding of an array; None if it has none or is uncommitted."""
+    if isinstance(leaf, jax.Array) and not is_reference(leaf) and not leaf.committed:
+        return None
+    present = sharding_of(leaf)
+    return present.sharding if isinstance(present, Format) else present
 
 
 def is_reference(x: Any) -> bool:

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.resharding import finished_on_cpu, other_memory, rebuilt, sharding_of
+from ..core.resharding import finished_on_cpu, other_memory
 from ..core.transfer import transfer
 from ..errors import CheckpointError, raise_listed
 from ..partition.constrain import assign
-from ..specs.filters import to_predicate
 from ..specs.fitting import fit_sharding, unsummed
-from .names import Name, NamedArray, is_key, is_reference, is_storable, kind_of, named_arrays
+from .names import (
+    Name,
+    NamedArray,
+    filled,
+    is_key,
+    is_storable,
+    named_arrays,
+    present_sharding,
+    selected,
+)
 from .sources import NUMBERS, Finder, Piece, Target, check_fit
 from .stored import Stored, key_kind, load, opened
 
 _range_of: Any = jnp.iinfo
 _ON_HOST = (np.ndarray, np.generic, *NUMBERS)  # these keep their types
-_SHOWN = 40  # paths in a message
 
 
-def prepare(
+def restore_into(
     folder: Any,
     tree: Any,
     sharding: Any,
@@ -38,45 +44,19 @@ def prepare(
     only: Any,
     cast: bool,
     rename: Mapping[str, str] | None,
-) -> Callable[[], Any]:
-    """Reads and checks everything; returns a function that fills the tree and returns it."""
+) -> Any:
+    """Reads and checks everything, then fills the tree and returns it."""
     flat = flatten(tree)
     if not _compat.trace_is_clean():
         raise ValueError("restore: a checkpoint cannot be read inside a traced function.")
-    arrays = _selected(named_arrays(flat), only)
+    arrays = selected("restore", named_arrays(flat), only, is_storable)
     shardings = _shardings(tree, flat, arrays, sharding, mesh)
     stored = opened("restore", folder)
     finder = Finder(stored, rename)
     targets = [Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
     check_fit(stored, targets, is_part=only is not None, cast=cast)
     values = load("restore", stored, _wanted(stored, targets))
-    leaves, references = list(flat.leaves), []
-    for array, value in _converted(targets, values):
-        if is_reference(array.leaf):
-            references.append((array.leaf, value))
-        else:
-            leaves[array.slot] = value
-
-    def fill() -> Any:
-        restored = rebuilt(flat, leaves, "restore")
-        for reference, value in references:
-            reference[...] = value
-        return restored
-
-    return fill
-
-
-def _selected(arrays: Sequence[NamedArray], only: Any) -> list[NamedArray]:
-    """The arrays that a filter selects, all of which can be restored."""
-    keep = to_predicate(... if only is None else only)
-    selected = [array for array in arrays if keep(array.variable_path, array.variable)]
-    if arrays and not selected:
-        paths = ", ".join(array.path for array in arrays[:_SHOWN])
-        more = ", …" if len(arrays) > _SHOWN else ""
-        raise ValueError(f"restore: only={only!r} matches none of the arrays: {paths}{more}.")
-    wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in selected if not is_storable(x.leaf)]
-    raise_listed(TypeError, "restore: these are not arrays or numbers:", wrong)
-    return selected
+    return filled(flat, _converted(targets, values), "restore")
 
 
 def _shardings(
@@ -90,27 +70,21 @@ def _shardings(
         declared = [assignment.sharding for assignment in assigned]
     result: dict[int, Any] = {}
     problems = []
-    for slot, leaf, *_, path, _, _ in arrays:
-        target = None if isinstance(leaf, _ON_HOST) else declared[slot] or _present(leaf)
+    for array in arrays:
+        slot, leaf = array.slot, array.leaf
+        target = None if isinstance(leaf, _ON_HOST) else declared[slot] or present_sharding(leaf)
         if isinstance(target, NamedSharding):
             onto = target.mesh if sharding is not None or mesh is None else mesh
             fit = fit_sharding(target.spec, onto, leaf.shape)
             if isinstance(onto, AbstractMesh):
                 fit = fit.refuse("the mesh is abstract, without devices; give a mesh")
             if fit.problems:
-                problems.append(fit.line(path))
+                problems.append(fit.line(array.path))
             elif onto != target.mesh:
                 target = NamedSharding(onto, target.spec, memory_kind=other_memory(target))
         result[slot] = target
     raise_listed(ValueError, "restore: these shardings cannot be used:", problems)
     return result
-
-
-def _present(leaf: Any) -> Any:
-    """The sharding of an array; None if it is uncommitted."""
-    is_free = isinstance(leaf, jax.Array) and not is_reference(leaf) and not leaf.committed
-    present = None if is_free else sharding_of(leaf)
-    return present.sharding if isinstance(present, Format) else present
 
 
 def _wanted(stored: Stored, targets: Sequence[Target]) -> dict[Name, Any]:
@@ -234,19 +208,20 @@ def _like(value: Any, leaf: Any, sharding: Any) -> Any:
     if is_key(leaf):
         words = _placed(value, value.dtype, sharding)
         return jax.random.wrap_key_data(words, impl=key_kind(leaf.dtype))
-    return _placed(value, leaf.dtype, sharding)
+    return _placed(value, leaf.dtype, sharding, bool(getattr(leaf, "weak_type", False)))
 
 
-def _placed(value: Any, dtype: Any, sharding: Any) -> Any:
+def _placed(value: Any, dtype: Any, sharding: Any, is_weak: bool = False) -> Any:
     if not isinstance(value, jax.Array):
         host = np.asarray(value, dtype)
-        return jnp.asarray(host) if sharding is None else transfer([host], [sharding])[0]
-    if value.dtype == dtype:
-        return value if unsummed(sharding) is sharding else transfer([value], [sharding])[0]
-    return _conversion(dtype, sharding)(value)
+        value = jnp.asarray(host) if sharding is None else transfer([host], [sharding])[0]
+    elif value.dtype == dtype and unsummed(sharding) is not sharding:
+        value = transfer([value], [sharding])[0]
+    is_like = value.dtype == dtype and value.weak_type == is_weak
+    return value if is_like else _conversion(dtype, is_weak, sharding)(value)
 
 
 @functools.lru_cache(maxsize=64)
-def _conversion(dtype: Any, sharding: Any) -> Any:
+def _conversion(dtype: Any, is_weak: bool, sharding: Any) -> Any:
     """A function that converts arrays of one sharding, which compiles once for each shape."""
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
+    return jax.jit(lambda x: _compat.converted(x, dtype, is_weak), out_shardings=sharding)

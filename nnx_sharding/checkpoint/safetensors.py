@@ -1,42 +1,46 @@
-"""``load_safetensors``: models from Hugging Face files, each array in its sharding."""
+"""``load_safetensors`` and ``save_safetensors``: models in files like those of Hugging Face."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh
 
 from .. import _compat
-from ..core.flatten import Flat, flatten
-from ..core.resharding import rebuilt, sharding_of
+from ..core.flatten import flatten
+from ..core.resharding import sharding_of
 from ..core.transfer import transfer
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, by_kind, raise_listed
-from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion, unsummed
-from .name_rules import Rule, Rules, read_rules
-from .names import NamedArray, is_reference, kind_of, named_arrays
+from .names import NamedArray, filled, is_reference, named_arrays, present_sharding, selected
 from .tensor_files import (
+    INDEX_FILE,
+    MODEL_FILE,
     NAMES,
     Region,
     StoredTensor,
+    create,
     empty,
     read_region,
     stored_tensors,
+    write_region,
 )
-from .tensor_rules import Placement, gaps
+from .tensor_rules import Placement, Rule, Rules, gaps, names_of_array, read_rules
 
-_NAME = "load_safetensors"
+_LOAD, _SAVE = "load_safetensors", "save_safetensors"
 
 # What files of weights contain: all but the state of random streams.
 WEIGHTS = nnx.Not(nnx.RngState)
@@ -100,62 +104,51 @@ def load_safetensors(
       >>> np.testing.assert_array_equal(other.up.kernel, model.up.kernel)
     """
     flat = flatten(model)
-    everything, selected = select(_NAME, flat, only)
-    matchers = read_rules(_NAME, rules)
-    tensors = stored_tensors(_NAME, path)
-    parts = _matched(path, tensors, matchers, everything, selected, cast)
-    leaves, references = list(flat.leaves), []
+    everything = named_arrays(flat)
+    arrays = _weights(_LOAD, everything, only)
+    matchers = read_rules(_LOAD, rules)
+    tensors = stored_tensors(_LOAD, path)
+    parts = _matched(path, tensors, matchers, {x.path for x in everything}, arrays, cast)
+    values = []
     with contextlib.ExitStack() as stack:
-        files = {file: stack.enter_context(file.open("rb")) for file in _files(parts)}
-        advance = stack.enter_context(progress(_NAME, len(selected)))
-        for array_path, array in selected.items():
-            value = _loaded(array.leaf, parts[array_path], files)
-            if is_reference(array.leaf):
-                references.append((array.leaf, value))
-            else:
-                leaves[array.slot] = value
+        used = {tensor.file for found in parts.values() for _, tensor in found}
+        files = {file: stack.enter_context(file.open("rb")) for file in used}
+        advance = stack.enter_context(progress(_LOAD, len(arrays)))
+        for array_path, array in arrays.items():
+            values.append((array, _loaded(array.leaf, parts[array_path], files)))
             advance(array_path)
-    loaded = rebuilt(flat, leaves, _NAME)
-    for reference, value in references:
-        reference[...] = value
-    return loaded
+    return filled(flat, values, _LOAD)
 
 
-def select(
-    caller: str, flat: Flat, only: Any
-) -> tuple[dict[str, NamedArray], dict[str, NamedArray]]:
-    """The arrays of a model by path, and those that a filter selects."""
-    keep = to_predicate(only)
-    everything = {array.path: array for array in named_arrays(flat)}
-    selected = {p: x for p, x in everything.items() if keep(x.variable_path, x.variable)}
-    if not selected:
-        raise ValueError(f"{caller}: only={only!r} matches none of the arrays of the model.")
-    wrong = [
-        f"  {p}: {kind_of(x.leaf)}"
-        for p, x in selected.items()
-        if getattr(getattr(x.leaf, "dtype", None), "name", None) not in NAMES
-    ]
-    head = f"{caller}: these are not arrays of a dtype that safetensors supports:"
-    raise_listed(TypeError, head, wrong, "Leave them out by only=...")
-    meshes = {p: getattr(sharding_of(x.leaf), "mesh", None) for p, x in selected.items()}
+def _weights(caller: str, everything: Sequence[NamedArray], only: Any) -> dict[str, NamedArray]:
+    """The arrays that a filter selects, by path."""
+
+    def is_supported(leaf: Any) -> bool:
+        return getattr(getattr(leaf, "dtype", None), "name", None) in NAMES
+
+    what, remedy = "arrays of a dtype that safetensors supports", "Leave them out by only=..."
+    arrays = {x.path: x for x in selected(caller, everything, only, is_supported, what, remedy)}
+    if not arrays:
+        raise ValueError(f"{caller}: the model has no arrays.")
+    meshes = {p: getattr(sharding_of(x.leaf), "mesh", None) for p, x in arrays.items()}
     raise_listed(
         ValueError,
         f"{caller}: the meshes of these arrays are abstract, without devices:",
         [f"  {p}" for p, mesh in meshes.items() if isinstance(mesh, AbstractMesh)],
     )
-    return everything, selected
+    return arrays
 
 
 def _matched(
     path: Any,
     tensors: Mapping[str, StoredTensor],
     rules: Rules,
-    everything: Mapping[str, NamedArray],
-    selected: Mapping[str, NamedArray],
+    everything: Collection[str],
+    arrays: Mapping[str, NamedArray],
     cast: bool,
 ) -> dict[str, Parts]:
     """The tensors of each array, which have to fill it; an error lists all that does not fit."""
-    parts: dict[str, Parts] = {array_path: [] for array_path in selected}
+    parts: dict[str, Parts] = {array_path: [] for array_path in arrays}
     unknown, shapes, dtypes = [], [], []
     misfits = set()
     near = suggestion if len(tensors) < _SUGGESTIONS else lambda name, names: ""
@@ -166,9 +159,9 @@ def _matched(
         for rule, array_path, groups in targets or ():
             if array_path not in everything:
                 unknown.append(f"  {name}: no array {array_path}{near(array_path, everything)}")
-            if array_path not in selected:
+            if array_path not in arrays:
                 continue
-            leaf = selected[array_path].leaf
+            leaf = arrays[array_path].leaf
             where = f"{array_path}, shape {leaf.shape}"
             try:
                 placement = rule.place(name, groups, leaf.shape)
@@ -183,10 +176,10 @@ def _matched(
             elif not _is_readable(tensor.dtype, leaf.dtype, cast):
                 dtypes.append(f"  {name}: {tensor.dtype}, {array_path}: {leaf.dtype}")
     missing = [
-        f"  {array_path}, shape {selected[array_path].leaf.shape}{gap}"
+        f"  {array_path}, shape {arrays[array_path].leaf.shape}{gap}"
         for array_path, found in parts.items()
         if found or array_path not in misfits
-        for gap in gaps(selected[array_path].leaf.shape, [placement for placement, _ in found])
+        for gap in gaps(arrays[array_path].leaf.shape, [placement for placement, _ in found])
     ]
     problems = {
         "Arrays without a tensor": missing,
@@ -194,18 +187,16 @@ def _matched(
         "Of another shape": shapes,
         "Of another dtype (cast=True converts among floating-point types)": dtypes,
     }
-    head = f"{_NAME}: {os.fspath(path)} does not fit the model."
+    head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
     raise_listed(CheckpointError, head, by_kind(problems))
     return parts
 
 
 def _is_readable(there: Any, here: Any, cast: bool) -> bool:
+    if isinstance(there, str):  # NumPy has no such dtype
+        return False
     floats = jnp.issubdtype(there, jnp.floating) and jnp.issubdtype(here, jnp.floating)
     return bool(there == here or (cast and floats))
-
-
-def _files(parts: Mapping[str, Parts]) -> set[Path]:
-    return {tensor.file for found in parts.values() for _, tensor in found}
 
 
 def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
@@ -222,8 +213,7 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
     everything = (slice(None),) * len(leaf.shape)
     if isinstance(leaf, np.ndarray):
         return read(everything)
-    is_free = isinstance(leaf, jax.Array) and not is_reference(leaf) and not leaf.committed
-    sharding = None if is_free else sharding_of(leaf)
+    sharding = present_sharding(leaf)
     if sharding is None:
         return jnp.asarray(read(everything))
     array = jax.make_array_from_callback(leaf.shape, unsummed(sharding), read)
@@ -235,7 +225,7 @@ def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Regio
     """The values of a region of an array."""
     starts = [first for first, _ in bounds]
     shape = [last - first for first, last in bounds]
-    result = None
+    result = empty(shape, leaf.dtype)
     for placement, tensor in parts:
         is_plain = placement.left == placement.right and tensor.dtype == leaf.dtype
         for part in [bounds] if is_plain else _chunks(bounds, leaf.dtype.itemsize):
@@ -244,11 +234,9 @@ def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Regio
                 data = placement.to_array(box)
                 if is_plain and list(data.shape) == shape:
                     return data
-                if result is None:
-                    result = empty(shape, leaf.dtype)
                 moved = zip(piece.array, starts, strict=True)
                 result[tuple(slice(s.start - first, s.stop - first) for s, first in moved)] = data
-    return empty(shape, leaf.dtype) if result is None else result
+    return result
 
 
 def _chunks(bounds: Region, itemsize: int) -> Iterator[Region]:
@@ -263,3 +251,213 @@ def _chunks(bounds: Region, itemsize: int) -> Iterator[Region]:
     step = max(1, lengths[longest] * _CHUNK // size)
     for start in range(first, last, step):
         yield (*bounds[:longest], (start, min(start + step, last)), *bounds[longest + 1 :])
+
+
+@_compat.api_boundary
+def save_safetensors(
+    path: str | os.PathLike[str],
+    model: Any,
+    rules: Mapping[str, Rule],
+    *,
+    max_shard_size: int = 5 * 10**9,
+    only: Any = WEIGHTS,
+    overwrite: bool = False,
+) -> None:
+    """Writes a model to safetensors files, with the names and layouts that Hugging Face uses.
+
+    All processes call it, with a path on a file system that they share. Each writes the bytes
+    of its own shards.
+
+    Args:
+      path: a folder, which is created. It gets ``model.safetensors``, or several files and
+        ``model.safetensors.index.json``.
+      model: what to save.
+      rules: as for :func:`load_safetensors`. As names are made from them, patterns are names with
+        groups in parentheses, and each group is in the path or the dimensions.
+      max_shard_size: the bytes of tensors in one file, unless a single tensor has more.
+      only: an NNX filter for what to save. The default is all but the state of random streams.
+      overwrite: whether to replace these files, and those that the folder's old index names, once
+        the new ones are complete; else they are an error. Other files are kept.
+
+    Raises:
+      CheckpointError: the folder has such files already, or they cannot be written.
+      TypeError: what ``only`` selects is not only arrays with values.
+      ValueError: arrays have no rule, no name can be made from one, tensors are not filled by their
+        arrays, or ``only`` selects nothing.
+
+    Example:
+      >>> import tempfile
+      >>> from flax import nnx
+      >>> from nnx_sharding.checkpoint import save_safetensors
+      >>> model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+      >>> save_safetensors(tempfile.mkdtemp(), model, {"w": "kernel", "b": "bias"})
+    """
+    arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
+    wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
+    raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
+    tensors = _tensors(arrays, read_rules(_SAVE, rules))
+    folder, files = Path(path), _split(tensors, max_shard_size)
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = _model_files(folder) | {name for name in files if (folder / name).exists()}
+        if found and not overwrite:
+            listed = ", ".join(sorted(found))
+            raise CheckpointError(f"{_SAVE}: {folder} has {listed}; overwrite=True replaces it.")
+        for name, names in files.items():
+            create(_unfinished(folder, name), {n: tensors[n] for n in names})
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+                "weight_map": {tensor: name for name, names in files.items() for tensor in names},
+            }
+            _unfinished(folder, INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+    def write() -> None:
+        for name, names in files.items():
+            file = _unfinished(folder, name)
+            stored = stored_tensors(_SAVE, file)
+            with file.open("r+b") as opened:
+                for tensor in names:
+                    _write(opened, stored[tensor], tensors[tensor].parts)
+                    advance(tensor)
+
+    def finish() -> None:
+        old, new = _model_files(folder), [*files, *[INDEX_FILE] * (len(files) > 1)]
+        if not old.isdisjoint(files):
+            # Killed now, the folder has no index: better than one of old and of new tensors.
+            (folder / INDEX_FILE).unlink(missing_ok=True)
+        for name in new:
+            _unfinished(folder, name).replace(folder / name)
+        for name in old.difference(new):
+            (folder / name).unlink(missing_ok=True)
+
+    is_first = jax.process_index() == 0
+    with progress(_SAVE, len(tensors)) as advance:
+        for step, takes_part in ((begin, is_first), (write, True), (finish, is_first)):
+            _together(folder, step if takes_part else lambda: None)
+
+
+class NewTensor(NamedTuple):
+    """A tensor to write, and its parts."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    parts: list[tuple[Placement, Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _tensors(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:
+    """The tensors to write, by name."""
+    tensors: dict[str, NewTensor] = {}
+    unnamed, differing = [], []
+    for path, array in arrays.items():
+        value = array.leaf[...] if is_reference(array.leaf) else array.leaf
+        try:
+            placements = names_of_array(rules, path, value.shape)
+        except ValueError as error:
+            unnamed.append(f"  {path}, shape {value.shape}: {error}")
+            continue
+        for placement in placements:
+            new = NewTensor(placement.tensor_shape, np.dtype(value.dtype), [])
+            old = tensors.setdefault(placement.name, new)
+            old.parts.append((placement, value))
+            if old[:2] != new[:2]:
+                here, there = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
+                differing.append(f"  {placement.name}: {here} by {path}, {there} by another array")
+    raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
+    raise_listed(ValueError, f"{_SAVE}: arrays disagree about these tensors:", differing)
+    raise_listed(
+        ValueError,
+        f"{_SAVE}: the arrays of these tensors do not fill them exactly once:",
+        [
+            f"  {name}, shape {tensor.shape}"
+            for name, tensor in tensors.items()
+            if math.prod(tensor.shape)
+            != sum(math.prod(axis.length for axis in p.axes.values()) for p, _ in tensor.parts)
+        ],
+    )
+    return tensors
+
+
+def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> dict[str, list[str]]:
+    """The names of the tensors in each file."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and total + tensor.nbytes > max_shard_size:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += tensor.nbytes
+    if len(groups) == 1:
+        return {MODEL_FILE: groups[0]}
+    count = len(groups)
+    return {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups, 1)}
+
+
+def _model_files(folder: Path) -> set[str]:
+    """The files of the model in a folder: the single one, or the index and those that it names."""
+    names = {name for name in (MODEL_FILE, INDEX_FILE) if (folder / name).exists()}
+    if INDEX_FILE in names:
+        try:
+            listed = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return names  # not an index: nothing else is known to be of the model
+        # A name with a folder in it is not one of ours.
+        names.update(x for x in listed if type(x) is str and Path(x).name == x)
+    return {name for name in names if (folder / name).is_file()}
+
+
+def _unfinished(folder: Path, name: str) -> Path:
+    return folder / f".{name}.unfinished"
+
+
+def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement, Any]]) -> None:
+    """Writes the parts of a tensor that this process holds."""
+    for placement, value in parts:
+        for bounds, data in _shards(value):
+            for piece in placement.pieces(bounds):
+                moved = zip(piece.array, bounds, strict=True)
+                box = np.asarray(data)[tuple(slice(s.start - a, s.stop - a) for s, (a, _) in moved)]
+                arranged = placement.to_tensor(box, piece.tensor)
+                write_region(file, tensor, placement.tensor_axes, piece.tensor, arranged)
+
+
+def _shards(value: Any) -> Iterable[tuple[Region, Any]]:
+    """The regions of an array that this process writes, with their values."""
+    is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+    if not is_global and jax.process_index() != 0:
+        return
+    if not isinstance(value, jax.Array):
+        yield [(0, size) for size in value.shape], value
+        return
+    value = transfer([value], [unsummed(value.sharding)])[0]
+    for shard in value.addressable_shards:
+        if shard.replica_id == 0:
+            bounds = zip(shard.index, value.shape, strict=True)
+            yield [index.indices(size)[:2] for index, size in bounds], shard.data
+
+
+def _together(folder: Path, step: Callable[[], None]) -> None:
+    """Runs a step on all processes, which all fail if one does."""
+    error: Exception | None = None
+    try:
+        step()
+    except OSError as caught:
+        error = CheckpointError(f"{_SAVE}: cannot write {folder}: {caught}.")
+        error.__cause__ = caught
+    except Exception as caught:
+        error = caught
+    failed = np.array([error is not None])
+    if jax.process_count() > 1:
+        failed = np.asarray(multihost_utils.process_allgather(failed)).reshape(-1)
+    if error is not None:
+        raise error
+    if failed.any():
+        process = int(np.argmax(failed))
+        raise CheckpointError(f"{_SAVE}: process {process} failed; its error says why.")

@@ -78,7 +78,8 @@ class Finder:
                 unused.discard(rule)
                 path = match.expand(rename[rule])
                 self._names[tuple(path.split("/"))] = name
-            paths.setdefault(path, []).append(entry.array.path)
+            if rename:
+                paths.setdefault(path, []).append(entry.array.path)
         same = [f"  {path}: {', '.join(old)}" for path, old in paths.items() if len(old) > 1]
         raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
         lines = [f"  {rule!r}" for rule in rename or () if rule in unused]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import json
 import operator
 import os
+import zlib
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from .. import _compat
@@ -15,17 +17,19 @@ from ..core.flatten import flatten
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, NoCheckpointError
 from ..specs.fitting import suggestion
-from .items import DataRestore, DataSave, ModelRestore, ModelSave, check_storable, encoded
+from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
 from .stored import DATA, MODEL, as_folder
+
+_SUM = ".crc32"  # the ending of the file with the checksum of a state
 
 
 class Checkpoints:
     """The checkpoints of a training run: a model and the state of its data, by step.
 
-    A thin layer over Orbax's ``CheckpointManager``, which is :attr:`manager` and decides which
-    steps are saved and kept, also when the job is preempted. All further attributes are those of
-    the manager: ``latest_step()``, ``best_step()``, ``all_steps()``, ``delete(step)``,
+    A thin layer over Orbax's ``CheckpointManager``, which is ``manager`` and decides which steps
+    are saved and kept, also when the job is preempted. All further attributes are those of the
+    manager: ``latest_step()``, ``best_step()``, ``all_steps()``, ``delete(step)``,
     ``reached_preemption(step)``, ``wait_until_finished()``. As a context manager it waits on exit
     for what is still being written.
 
@@ -78,7 +82,9 @@ class Checkpoints:
           step: its number, larger than those of all saved steps.
           tree: a model, an optimizer, metrics, or any pytree of them, as for
             :class:`~nnx_sharding.checkpoint.ModelSave`. It may change as soon as this returns.
-          data: a data iterator, or its state, as for :class:`~nnx_sharding.checkpoint.DataSave`.
+          data: a data iterator with ``get_state`` and ``set_state``, such as one of Grain, or its
+            state: bytes or JSON values. Each process saves its own, in the format of Grain's
+            handler.
           metrics: numbers by name, for ``best_fn`` of the manager.
           force: whether to save regardless of what the manager decides.
           checksums: whether to store a checksum of each array.
@@ -88,8 +94,8 @@ class Checkpoints:
 
         Raises:
           TypeError, ValueError: the step is not an integer, is negative, or does not come after all
-            saved steps, also those that another job has saved here; or as for ``ModelSave`` and
-            ``DataSave``.
+            saved steps, also those that another job has saved here; ``data`` has another state; or
+            as for :func:`save`.
           Exception: what Orbax raises if this step, or the one before, cannot be written.
         """
         step, latest = operator.index(step), self.manager.latest_step()
@@ -106,7 +112,7 @@ class Checkpoints:
         check_storable(named_arrays(flatten(tree)))
         items = {MODEL: ModelSave(tree, checksums)}
         if data is not None:
-            items[DATA] = DataSave(encoded(data))
+            items[DATA] = _DataArgs(_encoded(data))
         args = ocp.args.Composite(**items)
         with progress(f"save step {step}"):
             return bool(self.manager.save(step, args=args, metrics=metrics, force=True))
@@ -146,8 +152,8 @@ class Checkpoints:
 
         Raises:
           NoCheckpointError: no step is stored, or not this one.
-          CheckpointError: as for ``restore``, or the step has no data state. Neither ``tree``
-            nor ``data`` is changed. The message says which earlier step is intact.
+          CheckpointError: as for ``restore``, or the step has no data state for this process.
+            Neither ``tree`` nor ``data`` is changed.
         """
         args = ModelRestore(tree, sharding, mesh, **options)
         found = self._restored(step, args, data)
@@ -215,36 +221,78 @@ class Checkpoints:
         except KeyError as error:
             raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
         except (CheckpointError, FileNotFoundError) as error:
-            raise CheckpointError(f"{error}{self._intact(step, args, data)}") from error
+            earlier = ", ".join(str(other) for other in steps if other < step)
+            hint = (
+                f"\nEarlier steps: {earlier}. resume(..., step=..., discard_later=True) continues "
+                "from one of them, and deletes those after it."
+            )
+            raise CheckpointError(f"{error}{hint if earlier else ''}") from error
 
     def _read(self, step: int, args: Any, data: Any) -> Any:
-        items, before = {MODEL: args}, None
+        before = None
         if data is not None:
-            items[DATA], before = DataRestore(data), data.get_state()
+            content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
+            before = data.get_state()
+            data.set_state(content if isinstance(before, bytes) else json.loads(content))
         try:
-            return self.manager.restore(step, args=ocp.args.Composite(**items))[MODEL]
+            return self.manager.restore(step, args=ocp.args.Composite(model=args))[MODEL]
         except BaseException:
             if data is not None:
                 data.set_state(before)
             raise
-
-    def _intact(self, damaged: int, args: ModelRestore, data: Any) -> str:
-        """The advice for a step that cannot be restored: the last one before it that can."""
-        earlier = [step for step in self.manager.all_steps() if step < damaged]
-        before = None if data is None else data.get_state()
-        for step in sorted(earlier, reverse=True):
-            with contextlib.suppress(Exception):
-                self._read(step, dataclasses.replace(args, dry_run=True), data)
-                if data is not None:
-                    data.set_state(before)
-                return (
-                    f"\nStep {step} is intact: resume(..., step={step}, discard_later=True) "
-                    "continues from it, and deletes those after it."
-                )
-        return "\nNo earlier step can be restored." if earlier else ""
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.manager.close()
+
+
+class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
+    """Keeps the state of a data iterator of each process, in the format of Grain's handler.
+
+    Orbax's own JSON items have one file for all processes, and Grain's handler needs Grain.
+    """
+
+    def save(self, directory: Any, args: Any) -> None:
+        """Writes the state of this process, and its checksum."""
+        (directory / _file_name()).write_bytes(args.state)
+        (directory / (_file_name() + _SUM)).write_text(str(zlib.crc32(args.state)))
+
+    def restore(self, directory: Any, args: Any) -> bytes:
+        """Reads the state of this process."""
+        file, sums = directory / _file_name(), directory / (_file_name() + _SUM)
+        if not file.exists():
+            states = (path.name for path in directory.glob("process_*") if path.suffix != _SUM)
+            raise CheckpointError(
+                f"restore: {directory} has no data state for this process, {file.name}, only "
+                f"{', '.join(sorted(states)) or 'nothing'}. Restore the model alone, or with as "
+                "many processes."
+            )
+        content: bytes = file.read_bytes()
+        if sums.exists() and sums.read_text() != str(zlib.crc32(content)):
+            raise CheckpointError(f"restore: {file} is damaged: it is not what was written.")
+        return content
+
+
+@ocp.args.register_with_handler(_DataHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _DataArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    state: bytes = b""
+
+
+def _file_name() -> str:
+    return f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+
+
+def _encoded(iterator: Any) -> bytes:
+    """The bytes to write for a data iterator or a state."""
+    state = iterator.get_state() if hasattr(iterator, "get_state") else iterator
+    if isinstance(state, bytes):
+        return state
+    try:
+        return json.dumps(state, indent=4).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"save: expected a data state of bytes or JSON values, got {state!r}: {error}"
+        ) from None

@@ -43,15 +43,6 @@ class StoredArray:
       shape: its shape.
       dtype: its dtype, a NumPy dtype or that of PRNG keys.
       nbytes: its size in memory.
-
-    Example:
-      >>> import tempfile
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding.checkpoint import contents, save
-      >>> path = tempfile.mkdtemp() + "/model"
-      >>> save(path, {"up": jnp.ones((4, 8))})
-      >>> [(array.path, array.shape, array.nbytes) for array in contents(path)]
-      [('up', (4, 8), 128)]
     """
 
     path: str
@@ -67,7 +58,8 @@ def contents(path: str | os.PathLike[str]) -> tuple[StoredArray, ...]:
       path: the directory of a checkpoint, or of one step of several.
 
     Returns:
-      One row for each array, sorted by path.
+      A row for each array, sorted by path, with ``path``, ``shape``, ``dtype`` and ``nbytes`` in
+      memory. Numbers have the shape ``()``.
 
     Raises:
       NoCheckpointError: the checkpoint does not exist.
@@ -93,9 +85,7 @@ class Entry(NamedTuple):
 
     array: StoredArray  # for PRNG keys, without the dimension of their words
     plain_name: Name  # without the key of the Variable's value
-    position: int | None = (
-        None  # its index among Orbax's leaves; None if it is empty, which Orbax does not store
-    )
+    position: int | None = None  # among Orbax's leaves, which contain no empty arrays
     is_number: bool = False  # whether it was a Python number
     checksum: int | None = None
 
@@ -135,11 +125,6 @@ def is_checkpoint(folder: Any) -> bool:
     return bool((folder / _NAMES_FILE).exists())
 
 
-def _holds_checkpoint(folder: Any) -> bool:
-    """Whether a folder is a checkpoint or a step of several."""
-    return any((folder / below / _NAMES_FILE).exists() for below in _BELOW)
-
-
 def foreign_entries(folder: Any) -> list[str]:
     """The entries of a checkpoint's folder that Orbax did not write."""
     return sorted(x.name for x in folder.iterdir() if not _OF_ORBAX.fullmatch(x.name))
@@ -163,11 +148,10 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> Any:
         hint += f" The checkpoint that was to be replaced is {old}." if old.exists() else ""
         raise NoCheckpointError(f"{caller}: no checkpoint found at {folder}.{hint}")
     for below in _BELOW:
-        if (folder / below / _NAMES_FILE).exists():
+        if is_checkpoint(folder / below):
             return folder / below
-    inside = sorted(child.name for child in folder.glob("*") if _holds_checkpoint(child))
-    if inside:
-        paths = ", ".join(str(folder / name) for name in inside)
+    steps = (x for x in folder.glob("*") if any(is_checkpoint(x / below) for below in _BELOW))
+    if paths := ", ".join(sorted(map(str, steps))):
         raise CheckpointError(f"{caller}: expected one checkpoint, got a folder of some: {paths}.")
     raise _damaged(caller, folder, f"it has no file {_NAMES_FILE}.")
 
@@ -254,16 +238,17 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
     Raises:
       CheckpointError: something cannot be read, or is not what was written.
     """
-    leaves: list[Any]
-    treedef: Any
-    leaves, treedef = jax.tree_util.tree_flatten(stored.tree)
-    items: list[Any] = [ocp.PLACEHOLDER] * len(leaves)
-    options: list[Any] = [ocp.RestoreArgs()] * len(leaves)
+    treedef: Any = jax.tree.structure(stored.tree)
+    items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
+    options: list[Any] = [ocp.RestoreArgs()] * treedef.num_leaves
     for name, sharding in wanted.items():
-        position = stored.entries[name].position
-        if position is not None:
-            items[position] = 0
-            options[position] = _restore_args(stored.entries[name], sharding)
+        entry = stored.entries[name]
+        if entry.position is not None:
+            items[entry.position] = 0
+            if sharding is not None and not entry.is_number:
+                options[entry.position] = ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
+            elif not entry.is_number:
+                options[entry.position] = ocp.RestoreArgs(restore_type=np.ndarray)
     if any(item == 0 for item in items):
         args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
         try:
@@ -285,21 +270,11 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
     return arrays
 
 
-def _restore_args(entry: Entry, sharding: Any) -> Any:
-    if entry.is_number:
-        return ocp.RestoreArgs()
-    if sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(sharding=unsummed(sharding))
-
-
 def _check_sums(caller: str, stored: Stored, arrays: Mapping[Name, Any]) -> None:
     """Compares arrays with the checksums that were written with them."""
-    entries = [(stored.entries[name], array) for name, array in arrays.items()]
+    pairs = ((stored.entries[name], array) for name, array in arrays.items())
     known = [
-        (entry, array)
-        for entry, array in entries
-        if entry.checksum is not None and not _is_shortened(array, entry.array.dtype)
+        (entry, x) for entry, x in pairs if entry.checksum is not None and not _is_cut(x, entry)
     ]
     sums = checksums([array for _, array in known])
     wrong = [
@@ -311,6 +286,6 @@ def _check_sums(caller: str, stored: Stored, arrays: Mapping[Name, Any]) -> None
     raise_listed(CheckpointError, head, wrong)
 
 
-def _is_shortened(x: Any, dtype: Any) -> bool:
-    """Whether JAX truncated an array while it was read, with 64 bits disabled."""
+def _is_cut(x: Any, dtype: Any) -> bool:
+    """Whether JAX shortened the numbers of an array while it was read, with 64 bits disabled."""
     return isinstance(x, jax.Array) and isinstance(dtype, np.dtype) and x.dtype != dtype

@@ -3,8 +3,7 @@
 The ``safetensors`` library reads a complete tensor for a slice of its columns, and has no NumPy
 dtype for float8. Orbax's layout makes one array of each tensor, with its dimensions, and holds the
 shards of a file in host memory; rules split, stack and transpose tensors. So the ranges are read
-here. The format is a length of 8 bytes, a JSON header of
-that length, and the tensors.
+here. The format is a length of 8 bytes, a JSON header of that length, and the tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class StoredTensor(NamedTuple):
     file: Path
     offset: int
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: Any  # a NumPy dtype, or the name in the file if NumPy has none
 
 
 def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
@@ -62,19 +61,21 @@ def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, Store
       CheckpointError: a file is damaged, or lacks a tensor that the index of the folder names.
     """
     path = Path(path)
-    if (path / INDEX_FILE).is_file():
-        try:
-            located = dict(json.loads((path / INDEX_FILE).read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{caller}: {path / INDEX_FILE} is damaged: {error!r}") from error
-        inside = {name: _header(caller, path / name) for name in sorted(set(located.values()))}
-        raise_listed(
-            CheckpointError,
-            f"{caller}: these tensors are not in the file that {path / INDEX_FILE} names:",
-            [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]],
-        )
-        return {name: inside[file][name] for name, file in located.items()}
-    return _header(caller, path / MODEL_FILE if path.is_dir() else path)
+    if not (path / INDEX_FILE).is_file():
+        return _header(caller, path / MODEL_FILE if path.is_dir() else path)
+    try:
+        located = dict(json.loads((path / INDEX_FILE).read_bytes())["weight_map"])
+        if outside := [name for name in located.values() if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{caller}: {path / INDEX_FILE} is damaged: {error!r}") from error
+    inside = {name: _header(caller, path / name) for name in sorted(set(located.values()))}
+    raise_listed(
+        CheckpointError,
+        f"{caller}: these tensors are not in the file that {path / INDEX_FILE} names:",
+        [f"  {name}: {file}" for name, file in located.items() if name not in inside[file]],
+    )
+    return {name: inside[file][name] for name, file in located.items()}
 
 
 def _header(caller: str, path: Path) -> dict[str, StoredTensor]:
@@ -84,35 +85,41 @@ def _header(caller: str, path: Path) -> dict[str, StoredTensor]:
             end = os.fstat(file.fileno()).st_size
             if not 8 < start <= end:
                 raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
-            entries: dict[str, Any] = json.loads(file.read(start - 8))
+            return _tensors(path, json.loads(file.read(start - 8)), start, end)
     except OSError as error:
         raise NoCheckpointError(f"{caller}: cannot read {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise _damaged(caller, path, error) from error
-    tensors, wrong = {}, []
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{caller}: {path} is damaged, or not a safetensors file: {error}."
+        ) from error
+
+
+def _tensors(path: Path, entries: Any, start: int, end: int) -> dict[str, StoredTensor]:
+    """The tensors of a file, whose bytes have to follow each other without gaps."""
+    tensors, ranges = {}, []
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
-        try:
-            dtype = jnp.dtype(DTYPES.get(entry["dtype"], "void"))
-            shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(caller, path, error) from error
-        if dtype.itemsize == 0:
-            wrong.append(f"  {name}: {entry['dtype']}")
-        elif last - first != math.prod(shape) * dtype.itemsize or start + last > end or first < 0:
-            raise _damaged(caller, path, f"{name} has bytes {first} to {last} of {end - start}")
-        else:
-            tensors[name] = StoredTensor(path, start + first, shape, dtype)
-    raise_listed(CheckpointError, f"{caller}: NumPy has no dtype for tensors of {path}:", wrong)
+        code, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+            raise ValueError(f"{name} has the shape {shape} and bytes {first} to {last}")
+        dtype = jnp.dtype(DTYPES[code]) if code in DTYPES else code
+        size = math.prod(shape) * getattr(dtype, "itemsize", 0)
+        if code in DTYPES and last - first != size:
+            raise ValueError(f"{name} has bytes {first} to {last} of {end - start}")
+        ranges.append((first, last, name))
+        tensors[name] = StoredTensor(path, start + first, shape, dtype)
+    begin = 0
+    for first, last, name in sorted(ranges):
+        if first != begin:
+            raise ValueError(f"{name} begins at byte {first}, not at {begin}")
+        begin = last
+    if begin != end - start:
+        raise ValueError(f"{end - start} bytes of tensors, not {begin}")
     return tensors
 
 
-def _damaged(caller: str, path: Path, reason: object) -> CheckpointError:
-    return CheckpointError(f"{caller}: {path} is damaged, or not a safetensors file: {reason}.")
-
-
-def create(path: Path, tensors: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def create(path: Path, tensors: Mapping[str, Any]) -> None:
     """Writes a file with the shapes and dtypes of its tensors, but not their values."""
     # Transformers only reads files whose metadata says that names and layouts are PyTorch's.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -126,10 +133,6 @@ def create(path: Path, tensors: Mapping[str, Any]) -> dict[str, StoredTensor]:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    return {
-        name: StoredTensor(path, 8 + len(text) + header[name]["data_offsets"][0], x.shape, x.dtype)
-        for name, x in tensors.items()
-    }
 
 
 def read_region(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..errors import raise_listed
 from .tensor_files import Region
 
 # The axes that each dimension is made of.
@@ -73,10 +74,8 @@ class Tensor:
         put: Mapping[str, slice | int] | None = None,
         **sizes: int,
     ):
-        for name, value in {"take": take or {}, "put": put or {}, "sizes": sizes}.items():
-            object.__setattr__(self, name, dict(value))
-        object.__setattr__(self, "path", path)
-        object.__setattr__(self, "dimensions", dimensions)
+        options = {"take": dict(take or {}), "put": dict(put or {}), "sizes": sizes}
+        vars(self).update(options, path=path, dimensions=dimensions)
         self._check()
 
     def _check(self) -> None:
@@ -92,7 +91,7 @@ class Tensor:
         form = rf"\s*(?:(?:{one}|\((?:\s*{_NAME})+\s*\))\s*)*"
         if len(sides) != 2 or not all(re.fullmatch(form, side) for side in sides):
             refuse("expected dimensions such as '(h d) e -> e h d'")
-        left, right = (names_in(side) for side in self.sides(0))
+        left, right = (_names_in(side) for side in self.sides(0))
         for names in left, right:
             if len(set(names)) < len(names):
                 refuse("an axis is named twice on one side")
@@ -151,7 +150,7 @@ class Tensor:
                 raise ValueError(f"{size} is not {product_text}")
             for axis in names:
                 axes[axis] = self._axis(axis, known[axis] or size // product, groups)
-        for axis in names_in(left):
+        for axis in _names_in(left):
             if axis not in axes:
                 axes[axis] = Axis(self.sizes[axis], _bounds(self.take[axis])[0], 0, 0, 1)
         return Placement(name, left, right, axes)
@@ -184,7 +183,7 @@ def _bounds(x: Any) -> tuple[int, int]:
     return (x, x + 1) if isinstance(x, int) else (x.start or 0, x.stop)
 
 
-def names_in(dimensions: Dimensions) -> list[str]:
+def _names_in(dimensions: Dimensions) -> list[str]:
     """The axes of all dimensions."""
     return [*itertools.chain(*dimensions)]
 
@@ -218,7 +217,7 @@ class Placement:
     @property
     def tensor_axes(self) -> list[int]:
         """The sizes of the axes of the tensor."""
-        return [self.axes[name].tensor_size for name in names_in(self.left)]
+        return [self.axes[name].tensor_size for name in _names_in(self.left)]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -253,7 +252,7 @@ class Placement:
                     count *= self.axes[name].length
                 slices.append(slice(begin, begin + math.prod(high - low for low, high in box)))
             region = []
-            for name in names_in(self.left):
+            for name in _names_in(self.left):
                 low, high = within.get(name, (0, 1))
                 begin = self.axes[name].tensor_start
                 region.append((begin + low, begin + high))
@@ -261,8 +260,8 @@ class Placement:
 
     def to_array(self, data: Any) -> Any:
         """A box of the tensor, arranged as in the array."""
-        names = names_in(self.left)
-        order = [names.index(n) for n in names_in(self.right) if n in names]
+        names = _names_in(self.left)
+        order = [names.index(n) for n in _names_in(self.right) if n in names]
         alone = [i for i in range(len(names)) if i not in order]
         sizes = dict(zip(names, data.shape, strict=True))
         shape = [math.prod(sizes.get(name, 1) for name in group) for group in self.right]
@@ -270,8 +269,8 @@ class Placement:
 
     def to_tensor(self, data: Any, region: Region) -> Any:
         """A box of the array, arranged as in this region of the tensor."""
-        names = names_in(self.left)
-        order = [name for name in names_in(self.right) if name in names]
+        names = _names_in(self.left)
+        order = [name for name in _names_in(self.right) if name in names]
         order = [name for name in names if name not in order] + order
         lengths = [last - first for first, last in region]
         shape = [lengths[names.index(name)] for name in order]
@@ -314,3 +313,123 @@ def gaps(shape: Sequence[int], placements: Sequence[Placement]) -> list[str]:
             bounds = (f"{each[i]}:{each[i + 1]}" for each, i in zip(edges, index, strict=True))
             texts.append(f": {what} for [{', '.join(bounds)}]")
     return texts
+
+
+# What a tensor becomes: an array by its path, one in another layout, several, or nothing.
+Rule: TypeAlias = str | Tensor | Sequence[str | Tensor] | None
+
+# The parts of a pattern from which names can be made: groups, escaped and plain characters.
+_PART = re.compile(r"(\((?:[^()\\]|\\.)*\))|\\(\W)|([\w\-/.:])")
+
+
+class Target(NamedTuple):
+    """An array that a tensor belongs to, with the groups of the pattern."""
+
+    tensor: Tensor
+    path: str
+    groups: Sequence[str]
+
+
+class Rules(NamedTuple):
+    """Patterns for the names of tensors, and what these become."""
+
+    pairs: Sequence[tuple[re.Pattern[str], Sequence[Tensor]]]
+
+    def targets(self, name: str) -> list[Target] | None:
+        """The arrays that a tensor belongs to; None without a rule."""
+        for pattern, tensors in self.pairs:
+            if match := pattern.fullmatch(name):
+                groups = match.groups(default="")
+                return [Target(t, t.path.format(*groups), groups) for t in tensors]
+        return None
+
+
+def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
+    """The rules that a user wrote."""
+    pairs, wrong, kinds = [], [], []
+    for text, rule in rules.items():
+        several: Any = rule if isinstance(rule, list | tuple) else [rule] * (rule is not None)
+        if not all(isinstance(each, str | Tensor) for each in several):
+            kinds.append(f"  {text!r}: {rule!r}")
+            continue
+        tensors = [Tensor(each) if isinstance(each, str) else each for each in several]
+        try:
+            pattern = re.compile(text)
+            for tensor in tensors:
+                for words in tensor.path, tensor.dimensions or "":
+                    words.format(*[""] * pattern.groups)
+        except (re.error, IndexError, KeyError, ValueError) as error:
+            wrong.append(f"  {text!r}: {error}")
+            continue
+        pairs.append((pattern, tensors))
+    raise_listed(TypeError, f"{caller}: expected paths, Tensors or None in rules, got:", kinds)
+    raise_listed(ValueError, f"{caller}: these rules cannot be understood:", wrong)
+    return Rules(pairs)
+
+
+def names_of_array(rules: Rules, path: str, shape: Sequence[int]) -> list[Placement]:
+    """The tensors that an array is written to; a ValueError if they cannot be named or fill it."""
+    placements: list[Placement] = []
+    kept: list[Placement] = []  # the first of each rule
+    for pattern, tensors in rules.pairs:
+        for tensor in tensors:
+            found = list(_written(rules, pattern, tensor, path, shape))
+            # If the same array can be read from several names, the first is written.
+            if found and not any(_overlap(found[0].region, other.region) for other in kept):
+                kept.append(found[0])
+                placements += found
+    if not placements:
+        raise ValueError("no rule has this path")
+    if missing := gaps(shape, placements):
+        raise ValueError(f"it is not written exactly once{missing[0]}")
+    return placements
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _written(
+    rules: Rules, pattern: re.Pattern[str], tensor: Tensor, path: str, shape: Sequence[int]
+) -> Iterator[Placement]:
+    texts = [part[1:-1] for part, *_ in _PART.findall(pattern.pattern) if part]
+    place = re.escape(tensor.path).replace(r"\{", "{").replace(r"\}", "}")
+    repeated: set[int] = set()
+
+    def group(match: re.Match[str]) -> str:
+        number = int(match[1])
+        if number in repeated:
+            return f"(?P=group{number})"
+        repeated.add(number)
+        return f"(?P<group{number}>{texts[number] if number < len(texts) else '.+'})"
+
+    found = re.fullmatch(re.sub(r"{(\d+)}", group, place), path)
+    if found is None:
+        return
+    known = {int(name[5:]): value for name, value in found.groupdict().items()}
+    right = tensor.sides(len(shape))[1]
+    if len(right) != len(shape):
+        raise ValueError(f"{len(right)} dimensions in {tensor.dimensions!r}")
+    stacked = {
+        int(names[0][1:-1]): size
+        for names, size in zip(right, shape, strict=True)
+        if names[0].startswith("{")
+    }
+    for indices in itertools.product(*map(range, stacked.values())):
+        groups = known | dict(zip(stacked, map(str, indices), strict=True))
+        name = _name(pattern, groups)
+        targets = rules.targets(name) or []
+        if not any(t.tensor == tensor and t.path == path for t in targets):
+            raise ValueError(f"its tensor would be {name}, which the rules read into another array")
+        yield tensor.place(name, [groups[i] for i in range(pattern.groups)], shape)
+
+
+def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:
+    """The name that a pattern matches with these groups."""
+    if _PART.sub("", pattern.pattern) or set(groups) != set(range(pattern.groups)):
+        raise ValueError(
+            f"no name can be made of {pattern.pattern!r}: it is not a name with groups, or a group "
+            "is neither in the path nor among the dimensions"
+        )
+    numbers = itertools.count()
+    return _PART.sub(lambda m: groups[next(numbers)] if m[1] else m[2] or m[3], pattern.pattern)
