@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from models import mesh_of
 from nnx_sharding import StateSharding, stack
 from nnx_sharding.checkpoint import Tensor, load_safetensors, save_safetensors
-from nnx_sharding.checkpoint import safetensors as implementation
+from nnx_sharding.checkpoint.tensor_files import Elements, create, stored_tensors
 from nnx_sharding.cli.main import main
 from nnx_sharding.errors import CheckpointError, NoCheckpointError
 from nnx_sharding.partition import abstract_init
@@ -259,8 +259,6 @@ class DimensionsTest(TestCase):
     @given(st.data())
     def test_any_region(self, data):
         """Shards whose edges are within merged dimensions, compared with NumPy."""
-        from nnx_sharding.checkpoint.tensor_files import read_region, stored_tensors
-
         sizes = dict(zip("abcd", data.draw(st.tuples(*[st.integers(1, 4)] * 4)), strict=True))
 
         def grouped(names):
@@ -282,16 +280,19 @@ class DimensionsTest(TestCase):
         for size in array.shape:
             first = data.draw(st.integers(0, size - 1))
             wanted.append((first, data.draw(st.integers(first + 1, size))))
-        found, stored = np.full(array.shape, -1), stored_tensors("test", path)["w"]
+        stored = stored_tensors("test", path)["w"]
+        box = array[tuple(slice(*bounds) for bounds in wanted)]
+        inside, elements = placement.elements(wanted)
+        assert box[inside].shape == box.shape
         with path.open("rb") as file:
-            for piece in placement.pieces(wanted):
-                box = read_region(file, stored, placement.tensor_axes, piece.tensor)
-                assert (found[piece.array] == -1).all()
-                found[piece.array] = placement.to_array(box)
-        expected = np.full(array.shape, -1)
-        inside = tuple(slice(*bounds) for bounds in wanted)
-        expected[inside] = array[inside]
-        np.testing.assert_array_equal(found, expected)
+            found = elements.read(file, stored)
+        np.testing.assert_array_equal(found.reshape(box.shape), box)
+        create(path, {"w": tensor})
+        with path.open("r+b") as file:
+            elements.write(file, stored_tensors("test", path)["w"], box + 1)
+        changed = np.isin(tensor, box)
+        read = safetensors.load_file(path)["w"]
+        np.testing.assert_array_equal(read, np.where(changed, tensor + 1, 0))
 
 
 class DtypesTest(TestCase):
@@ -559,7 +560,7 @@ class ErrorTest(TestCase):
         for old, new in itertools.product((256, 512, 10**9), repeat=2):
             folder = self.folder / f"{old}-{new}"
             save_safetensors(folder, model(1), rules, max_shard_size=old)
-            for fault in ((Path, "write_text"), (implementation, "write_region")):
+            for fault in ((Path, "write_text"), (Elements, "write")):
                 if new == 10**9 and fault[0] is Path:
                     continue  # no index
                 full = mock.patch.object(*fault, side_effect=OSError(28, "No space left on device"))

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from .. import _compat
-from ..core.flatten import flatten
+from ..core.flatten import Flat, flatten
 from ..core.transfer import transfer
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
@@ -58,8 +58,8 @@ def save(
 
     Raises:
       FileExistsError: ``path`` exists, and ``overwrite`` is false or it is not only a checkpoint.
-      TypeError: ``tree`` contains anything but arrays and numbers, or abstract arrays.
-      ValueError: arrays were donated or deleted, there are none, or two have the same name.
+      TypeError, ValueError: ``tree`` contains anything but arrays and numbers, arrays without
+        values or two of the same name, or nothing.
       CheckpointError: writing failed. What was at ``path`` is still there.
 
     Example:
@@ -75,7 +75,7 @@ def save(
     """
     folder = as_folder(path)
     with progress(f"checksums of {folder.name}"):
-        args = standard_args(ModelSave(tree, checksums))
+        args = _standard_args(ModelSave(tree, checksums))
     exists, reason = _from_first_process(lambda: _obstacle(folder, overwrite))
     if reason:
         raise FileExistsError(f"save: {folder} {reason}.")
@@ -183,11 +183,8 @@ def restore(
       CheckpointError: it cannot be read, is damaged, or does not fit: paths that are missing on
         either side, different shapes and dtypes, integers that ``cast`` would wrap, all in one
         message.
-      TypeError: ``tree`` or ``sharding`` contains something of the wrong type.
-      NoMeshError: ``sharding`` contains a ``PartitionSpec``, and no mesh is in context.
-      ValueError: arrays have no sharding, or none with devices; ``only`` or a rule of ``rename``
-        matches nothing, or rules give several arrays the same path.
-      TraceContextError: an object of ``tree`` belongs to another trace.
+      ValueError: shardings do not fit or have no devices; ``only`` or a rule of ``rename`` matches
+        nothing, or rules give several arrays the same path.
 
     Example:
       >>> import tempfile
@@ -208,17 +205,14 @@ def restore(
 
 
 class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
-    """Saves and restores models by path, in the format of Orbax's ``StandardCheckpointHandler``.
-
-    Orbax finds it by :class:`ModelSave` and :class:`ModelRestore`.
-    """
+    """Saves and restores models; Orbax finds it by :class:`ModelSave` and :class:`ModelRestore`."""
 
     async def async_save(self, directory: Any, args: Any) -> Any:
-        """Starts to write the arrays of ``args``, a :class:`ModelSave`."""
-        return await super().async_save(directory, args=standard_args(args))
+        """Starts to write the arrays of a :class:`ModelSave`."""
+        return await super().async_save(directory, args=_standard_args(args))
 
     def restore(self, directory: Any, args: Any) -> Any:
-        """Restores ``args``, a :class:`ModelRestore`."""
+        """Restores a :class:`ModelRestore`."""
         return restore_into(directory, **vars(args))
 
 
@@ -270,11 +264,10 @@ class ModelRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     rename: Mapping[str, str] | None = None
 
 
-def standard_args(args: ModelSave) -> Any:
+def _standard_args(args: ModelSave) -> Any:
     """The arguments for Orbax: nested dicts of arrays, and as metadata what it does not store."""
     flat = flatten(args.tree)
-    arrays = named_arrays(flat)
-    check_storable(arrays)
+    arrays = check_storable(flat)
     # Orbax supports neither unreduced nor reduced arrays; their sums are stored.
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
     summed = [None if unsummed(s) is s else unsummed(s) for s in shardings]
@@ -286,13 +279,10 @@ def standard_args(args: ModelSave) -> Any:
     sums = checksums(list(stored.values())) if args.checksums else []
     keys = [array for array in arrays if array.name in stored and is_key(array.leaf)]
     empty = [array for array in arrays if array.name not in stored]  # which Orbax does not store
+    totals = zip(map(".".join, stored), sums, strict=False)
     manifest = {
         "version": VERSION,
-        "checksums": {
-            ".".join(name): total
-            for name, total in zip(stored, sums, strict=False)
-            if total is not None
-        },
+        "checksums": {name: total for name, total in totals if total is not None},
         "keys": {".".join(array.name): str(array.leaf.dtype) for array in keys},
         "empty": [[list(x.name), list(x.leaf.shape), str(x.leaf.dtype)] for x in empty],
     }
@@ -300,8 +290,9 @@ def standard_args(args: ModelSave) -> Any:
     return ocp.args.StandardSave(nested, custom_metadata={MANIFEST: manifest})
 
 
-def check_storable(arrays: Sequence[NamedArray]) -> None:
-    """Raises an error if not all arrays can be saved."""
+def check_storable(flat: Flat) -> list[NamedArray]:
+    """The arrays of a tree, all of which can be saved."""
+    arrays = named_arrays(flat)
     wrong, deleted = [], []
     for array in arrays:
         leaf, path = array.leaf, array.path
@@ -320,6 +311,7 @@ def check_storable(arrays: Sequence[NamedArray]) -> None:
         same,
         "Rename a key.",
     )
+    return arrays
 
 
 def _content(leaf: Any) -> Any:

@@ -91,10 +91,10 @@ def _wanted(stored: Stored, targets: Sequence[Target]) -> dict[Name, Any]:
     """The sharding with which each array is read; None for a NumPy array."""
     wanted: dict[Name, Any] = {}
     for target in targets:
-        for piece, levels in target.pieces():
+        for piece in target.source.pieces:
             # Integers that may wrap are read to the host: JAX may shorten them while it reads them.
             is_host = not _is_global(target.sharding) or _may_wrap(stored, target, piece)
-            sharding = None if is_host else _piece_sharding(target, piece, levels)
+            sharding = None if is_host else _piece_sharding(target, piece)
             wanted[piece.name] = wanted.get(piece.name, sharding) and sharding
     return wanted
 
@@ -104,8 +104,9 @@ def _is_global(sharding: Any) -> bool:
     return sharding is not None and not (jax.process_count() > 1 and sharding.is_fully_addressable)
 
 
-def _piece_sharding(target: Target, piece: Piece, levels: int) -> Any:
+def _piece_sharding(target: Target, piece: Piece) -> Any:
     """The sharding of what is read for an array, which may have more or fewer dimensions."""
+    levels = len(target.source.stacked)
     if not levels and not piece.layer:
         return target.sharding
     if not isinstance(target.sharding, NamedSharding):
@@ -134,16 +135,16 @@ def _may_wrap(stored: Stored, target: Target, piece: Piece) -> bool:
 
 def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
     """Each array in the form of the model's; what was read is freed once nothing else needs it."""
-    uses = Counter(piece.name for target in targets for piece, _ in target.pieces())
+    uses = Counter(piece.name for target in targets for piece in target.source.pieces)
     converted, wrapping = [], []
     # Layers of one stack follow each other.
-    for target in sorted(targets, key=lambda target: next(target.pieces())[0].name):
+    for target in sorted(targets, key=lambda target: target.source.pieces[0].name):
         array, value = target.array, _assembled(target, values)
         if line := _wrapping(value, array.leaf):
             wrapping.append(f"  {array.path}: {line}")
         else:
             converted.append((array, _like(value, array.leaf, target.sharding)))
-        for piece, _ in target.pieces():
+        for piece in target.source.pieces:
             uses[piece.name] -= 1
             if not uses[piece.name]:
                 del values[piece.name]
@@ -169,32 +170,26 @@ def _wrapping(value: Any, leaf: Any) -> str:
 
 def _assembled(target: Target, values: Mapping[Name, Any]) -> Any:
     """An array as it was read, one layer of it, or stacked layers."""
-
-    def found(source: Any) -> Any:
-        if isinstance(source, Piece):
-            return values[source.name], source.layer
-        return [found(part) for part in source]
-
-    source = target.source
-    if isinstance(source, Piece) and not source.layer:
-        return values[source.name]
-    if all(isinstance(values[piece.name], jax.Array) for piece, _ in target.pieces()):
-        built = finished_on_cpu([_assembly(_auto(target.sharding))(found(source))])
-        return transfer(built, [unsummed(target.sharding)])[0]
-    return _built(found(source), np)
+    pieces, stacked = target.source
+    parts = [(values[piece.name], piece.layer) for piece in pieces]
+    if not stacked and not pieces[0].layer:
+        return parts[0][0]
+    if not all(isinstance(array, jax.Array) for array, _ in parts):
+        return _built(parts, stacked, np)
+    [built] = finished_on_cpu([_assembly(stacked, _auto(target.sharding))(parts)])
+    return transfer([built], [unsummed(target.sharding)])[0]
 
 
 @functools.lru_cache(maxsize=64)
-def _assembly(sharding: Any) -> Any:
+def _assembly(stacked: tuple[int, ...], sharding: Any) -> Any:
     """A function that builds arrays of one sharding, which compiles once for each shape."""
-    return jax.jit(functools.partial(_built, numpy=jnp), out_shardings=sharding)
+    build = functools.partial(_built, stacked=stacked, numpy=jnp)
+    return jax.jit(build, out_shardings=sharding)
 
 
-def _built(source: Any, numpy: Any) -> Any:
-    if isinstance(source, list):
-        return numpy.stack([_built(part, numpy) for part in source])
-    array, index = source
-    return array[index] if index else array
+def _built(parts: Sequence[tuple[Any, Any]], stacked: tuple[int, ...], numpy: Any) -> Any:
+    layers = [array[index] if index else array for array, index in parts]
+    return numpy.stack(layers).reshape(*stacked, *layers[0].shape) if stacked else layers[0]
 
 
 def _like(value: Any, leaf: Any, sharding: Any) -> Any:

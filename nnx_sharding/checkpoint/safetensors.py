@@ -34,9 +34,7 @@ from .tensor_files import (
     StoredTensor,
     create,
     empty,
-    read_region,
     stored_tensors,
-    write_region,
 )
 from .tensor_rules import Placement, Rule, Rules, gaps, names_of_array, read_rules
 
@@ -83,7 +81,6 @@ def load_safetensors(
       NoCheckpointError: the file does not exist.
       CheckpointError: a file is damaged, or does not fit: arrays without tensors, tensors without
         rules or arrays, different shapes and dtypes, all in one message.
-      TypeError: what ``only`` selects is not only arrays, or a rule has a wrong type.
       ValueError: a rule is not a regular expression or names a group that it does not have,
         ``only`` selects nothing, or a sharding has an abstract mesh.
 
@@ -223,19 +220,19 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
 
 def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Region) -> Any:
     """The values of a region of an array."""
-    starts = [first for first, _ in bounds]
     shape = [last - first for first, last in bounds]
     result = empty(shape, leaf.dtype)
     for placement, tensor in parts:
         is_plain = placement.left == placement.right and tensor.dtype == leaf.dtype
         for part in [bounds] if is_plain else _chunks(bounds, leaf.dtype.itemsize):
-            for piece in placement.pieces(part):
-                box = read_region(files[tensor.file], tensor, placement.tensor_axes, piece.tensor)
-                data = placement.to_array(box)
-                if is_plain and list(data.shape) == shape:
-                    return data
-                moved = zip(piece.array, starts, strict=True)
-                result[tuple(slice(s.start - first, s.stop - first) for s, first in moved)] = data
+            if found := placement.elements(part):
+                inside, elements = found
+                data = elements.read(files[tensor.file], tensor)
+                if is_plain and data.size == result.size:
+                    return data.reshape(shape)
+                pairs = zip(part, bounds, strict=True)
+                box = result[(..., *(slice(a - c, b - c) for (a, b), (c, _) in pairs))]
+                box[(..., *inside)] = data.reshape(box[(..., *inside)].shape)
     return result
 
 
@@ -281,16 +278,11 @@ def save_safetensors(
 
     Raises:
       CheckpointError: the folder has such files already, or they cannot be written.
-      TypeError: what ``only`` selects is not only arrays with values.
       ValueError: arrays have no rule, no name can be made from one, tensors are not filled by their
         arrays, or ``only`` selects nothing.
 
     Example:
-      >>> import tempfile
-      >>> from flax import nnx
-      >>> from nnx_sharding.checkpoint import save_safetensors
-      >>> model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-      >>> save_safetensors(tempfile.mkdtemp(), model, {"w": "kernel", "b": "bias"})
+      See :func:`load_safetensors`.
     """
     arrays = _weights(_SAVE, named_arrays(flatten(model)), only)
     wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
@@ -421,11 +413,9 @@ def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement
     """Writes the parts of a tensor that this process holds."""
     for placement, value in parts:
         for bounds, data in _shards(value):
-            for piece in placement.pieces(bounds):
-                moved = zip(piece.array, bounds, strict=True)
-                box = np.asarray(data)[tuple(slice(s.start - a, s.stop - a) for s, (a, _) in moved)]
-                arranged = placement.to_tensor(box, piece.tensor)
-                write_region(file, tensor, placement.tensor_axes, piece.tensor, arranged)
+            if found := placement.elements(bounds):
+                inside, elements = found
+                elements.write(file, tensor, np.asarray(data)[inside])
 
 
 def _shards(value: Any) -> Iterable[tuple[Region, Any]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,27 +36,19 @@ class Piece(NamedTuple):
     layer: tuple[int, ...] = ()
 
 
-Source: TypeAlias = "Piece | list[Source]"  # a list is to be stacked
+class Source(NamedTuple):
+    """Where an array is: one piece, or several that are stacked in these leading dimensions."""
+
+    pieces: Sequence[Piece]
+    stacked: tuple[int, ...] = ()
 
 
 class Target(NamedTuple):
     """One array to restore, where it is in the checkpoint, and its sharding or None."""
 
     array: NamedArray
-    source: Any  # Source; mypy does not resolve types that contain themselves
+    source: Source
     sharding: Any
-
-    def pieces(self) -> Iterator[tuple[Piece, int]]:
-        """What is read for it: pieces, each with the number of layer dimensions that it lacks."""
-        return _pieces(self.source, 0)
-
-
-def _pieces(source: Any, levels: int) -> Iterator[tuple[Piece, int]]:
-    if isinstance(source, Piece):
-        yield source, levels
-    else:
-        for part in source:
-            yield from _pieces(part, levels + 1)
 
 
 class Finder:
@@ -89,19 +81,24 @@ class Finder:
     def source(self, array: NamedArray) -> Source:
         """Where an array is; if it is missing, a piece with a name that does not exist."""
         name = array.name if array.name in self._names else array.plain_name
-        return self._find(name, array.leaf, 0) or Piece(array.plain_name)
+        return self._find(name, array.leaf, 0) or Source([Piece(array.plain_name)])
 
     def _find(self, name: Name, leaf: Any, levels: int) -> Source | None:
         """The source of an array, or of the part of it below some dimensions of layers."""
         if name in self._names:
-            return Piece(self._names[name])
+            return Source([Piece(self._names[name])])
         for place in (i for i, key in enumerate(name) if key == _LAYERS):
-            layers = [_with(name, place, str(i)) for i in range(_length(leaf, levels))]
+            # One layer stands for what all of them may share.
+            count = leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
+            layers = [_with(name, place, str(i)) for i in range(count)]
             found = [self._find(layer, leaf, levels + 1) for layer in layers]
-            if found and isinstance(found[0], Piece) and self._extra(found[0], leaf, levels) >= 0:
-                return found[0]  # all layers share it
-            if any(found):
-                return [source or Piece(x) for source, x in zip(found, layers, strict=True)]
+            one = next(filter(None, found), None)
+            if one is None:
+                continue
+            if found[0] and not one.stacked and self._extra(one.pieces[0], leaf, levels) >= 0:
+                return one  # all layers share it
+            each = (x.pieces if x else [Piece(y)] for x, y in zip(found, layers, strict=True))
+            return Source([*itertools.chain(*each)], (count, *one.stacked))
         digits = [i for i, key in enumerate(name) if key.isdecimal()]
         for count in range(1, len(digits) + 1):
             for places in itertools.combinations(digits, count):
@@ -111,7 +108,7 @@ class Finder:
                 if stack in self._names:
                     piece = Piece(self._names[stack], tuple(int(name[i]) for i in places))
                     is_shared = self._extra(piece, leaf, levels) < 0
-                    return Piece(piece.name) if is_shared else piece
+                    return Source([Piece(piece.name) if is_shared else piece])
         return None
 
     def _extra(self, piece: Piece, leaf: Any, levels: int) -> int:
@@ -123,11 +120,6 @@ class Finder:
 
 def _with(name: Name, place: int, key: str) -> Name:
     return (*name[:place], key, *name[place + 1 :])
-
-
-def _length(leaf: Any, levels: int) -> int:
-    """The number of layers in a stacked array; 1 for what they may share."""
-    return leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
 
 
 def type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], Any]:
@@ -148,7 +140,8 @@ def check_fit(stored: Stored, targets: Sequence[Target], *, is_part: bool, cast:
     layers: dict[Name, set[tuple[int, ...]]] = {}
     shapes, dtypes = [], []
     for target in targets:
-        for piece, levels in target.pieces():
+        levels = len(target.source.stacked)
+        for piece in target.source.pieces:
             path = target.array.path if not levels else path_string(piece.name)
             entry = entries.get(piece.name)
             if entry is None or any(map(int.__ge__, piece.layer, entry.array.shape)):

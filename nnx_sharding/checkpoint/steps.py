@@ -93,10 +93,10 @@ class Checkpoints:
           Whether the step is saved.
 
         Raises:
-          TypeError, ValueError: the step is not an integer, is negative, or does not come after all
-            saved steps, also those that another job has saved here; ``data`` has another state; or
-            as for :func:`save`.
-          Exception: what Orbax raises if this step, or the one before, cannot be written.
+          ValueError: the step does not come after all saved steps, also those that another job has
+            saved here.
+          Exception: as for :func:`save`, or what Orbax raises if this step, or the one before,
+            cannot be written.
         """
         step, latest = operator.index(step), self.manager.latest_step()
         if step < 0:
@@ -109,7 +109,7 @@ class Checkpoints:
         if self.manager.latest_step() != latest:
             self._check_is_next(step, " Another job has saved it since this one started.")
         # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
-        check_storable(named_arrays(flatten(tree)))
+        check_storable(flatten(tree))
         items = {MODEL: ModelSave(tree, checksums)}
         if data is not None:
             items[DATA] = _DataArgs(_encoded(data))
@@ -137,11 +137,11 @@ class Checkpoints:
         data: Any = None,
         **options: Any,
     ) -> Any:
-        """Restores one step; no step is changed.
+        """Restores one step, as :func:`~nnx_sharding.checkpoint.restore` does.
 
         Args:
-          tree: what to fill, as for :func:`~nnx_sharding.checkpoint.restore`.
-          sharding: where to place arrays, likewise.
+          tree: what to fill.
+          sharding: where to place arrays.
           mesh: the mesh of partition specs.
           step: its number; None for the last one.
           data: a data iterator to set to the state that was saved with the step.
@@ -186,7 +186,6 @@ class Checkpoints:
 
         Raises:
           TypeError: ``tree`` has arrays outside of Variables, which cannot be changed in place.
-          NoCheckpointError: ``step`` is not stored.
           CheckpointError: as for :meth:`restore`.
         """
         flat = flatten(tree)
@@ -249,10 +248,9 @@ class Checkpoints:
 
 
 class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
-    """Keeps the state of a data iterator of each process, in the format of Grain's handler.
+    """Keeps the state of a data iterator of each process, in the format of Grain's handler."""
 
-    Orbax's own JSON items have one file for all processes, and Grain's handler needs Grain.
-    """
+    # Orbax's own JSON items have one file for all processes, and Grain's handler needs Grain.
 
     def save(self, directory: Any, args: Any) -> None:
         """Writes the state of this process, and its checksum."""

@@ -232,11 +232,7 @@ def key_words(keys: Any) -> Any:
 def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, Any]:
     """Reads arrays, each process its own shards, and compares their checksums.
 
-    ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys are returned as
-    words.
-
-    Raises:
-      CheckpointError: something cannot be read, or is not what was written.
+    ``wanted`` has the sharding of each array; None for a NumPy array. PRNG keys come as words.
     """
     treedef: Any = jax.tree.structure(stored.tree)
     items: list[Any] = [ocp.PLACEHOLDER] * treedef.num_leaves
@@ -252,40 +248,29 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
     if any(item == 0 for item in items):
         args = ocp.args.PyTreeRestore(treedef.unflatten(items), treedef.unflatten(options))
         try:
-            items = treedef.flatten_up_to(
-                ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
-            )
+            restored = ocp.PyTreeCheckpointHandler().restore(stored.folder, args=args)
+            items = treedef.flatten_up_to(restored)
         except Exception as error:
             raise _damaged(caller, stored.folder, first_line(error)) from error
-    arrays = {}
+    arrays, summed = {}, []
     for name in wanted:
-        array, _, position, *_ = stored.entries[name]
-        if position is not None:
-            item = items[position]
-            arrays[name] = jax.random.key_data(item) if is_key(item) else item
-        else:
-            words = key_words(array) if is_key(array) else array
+        entry = stored.entries[name]
+        if entry.position is None:
+            words = key_words(entry.array) if is_key(entry.array) else entry.array
             arrays[name] = np.zeros(words.shape, words.dtype)
-    _check_sums(caller, stored, arrays)
-    return arrays
-
-
-def _check_sums(caller: str, stored: Stored, arrays: Mapping[Name, Any]) -> None:
-    """Compares arrays with the checksums that were written with them."""
-    pairs = ((stored.entries[name], array) for name, array in arrays.items())
-    known = [
-        (entry, x) for entry, x in pairs if entry.checksum is not None and not _is_cut(x, entry)
-    ]
-    sums = checksums([array for _, array in known])
+            continue
+        item, dtype = items[entry.position], entry.array.dtype
+        arrays[name] = jax.random.key_data(item) if is_key(item) else item
+        # With 64 bits disabled, JAX may shorten the numbers while it reads them.
+        is_cut = isinstance(item, jax.Array) and isinstance(dtype, np.dtype) and item.dtype != dtype
+        if entry.checksum is not None and not is_cut:
+            summed.append((entry, arrays[name]))
+    sums = checksums([array for _, array in summed])
     wrong = [
         f"  {entry.array.path or 'the root'}"
-        for (entry, _), total in zip(known, sums, strict=True)
+        for (entry, _), total in zip(summed, sums, strict=True)
         if total not in (None, entry.checksum)
     ]
     head = f"{caller}: {stored.folder} is damaged. These arrays are not what was written:"
     raise_listed(CheckpointError, head, wrong)
-
-
-def _is_cut(x: Any, dtype: Any) -> bool:
-    """Whether JAX shortened the numbers of an array while it was read, with 64 bits disabled."""
-    return isinstance(x, jax.Array) and isinstance(dtype, np.dtype) and x.dtype != dtype
+    return arrays

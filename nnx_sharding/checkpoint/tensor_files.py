@@ -8,11 +8,12 @@ here. The format is a length of 8 bytes, a JSON header of that length, and the t
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -40,6 +41,8 @@ NAMES = {name: code for code, name in DTYPES.items()}
 
 _LARGE = 2**20  # bytes; the number of mappings that a process may have is limited
 
+_Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
 # A range of each dimension: where it begins and ends.
 Region: TypeAlias = Sequence[tuple[int, int]]
 
@@ -54,12 +57,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """The tensors of a file, or of the files in a folder, by name.
-
-    Raises:
-      NoCheckpointError: the file does not exist.
-      CheckpointError: a file is damaged, or lacks a tensor that the index of the folder names.
-    """
+    """The tensors of a file, or of the files in a folder, by name."""
     path = Path(path)
     if not (path / INDEX_FILE).is_file():
         return _header(caller, path / MODEL_FILE if path.is_dir() else path)
@@ -135,20 +133,72 @@ def create(path: Path, tensors: Mapping[str, Any]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def read_region(
-    file: BinaryIO, tensor: StoredTensor, shape: Sequence[int], region: Region
-) -> np.ndarray[Any, Any]:
-    """Reads the bytes of a region of a tensor, viewed in this shape, and no others."""
-    run, starts = _runs(shape, region)
-    size = tensor.dtype.itemsize
-    data = empty([last - first for first, last in region], tensor.dtype)
-    if not data.size:
-        return data
-    for row, start in zip(data.reshape(-1).view("u1").reshape(-1, run * size), starts, strict=True):
-        file.seek(tensor.offset + start * size)
-        if file.readinto(row.data) != run * size:  # type: ignore[attr-defined]
-            raise CheckpointError(f"{tensor.file} became shorter while it was read.")
-    return data
+class Elements:
+    """Elements of a tensor, arranged as a box: read and written in runs of adjacent ones.
+
+    Where an element is in the tensor is the sum of one offset for each dimension of the box.
+    """
+
+    def __init__(self, offsets: Sequence[_Ints]):
+        orders = [_order(each) for each in offsets]
+        runs = [_run(each[order]) for each, order in zip(offsets, orders, strict=True)]
+        self.shape = tuple(map(len, offsets))
+        # The dimension with the longest runs, which are put in their order.
+        self._axis = axis = int(np.argmax(runs))
+        self._run, self._inner = runs[axis], orders[axis]
+        heads = [*offsets[:axis], offsets[axis][self._inner][:: self._run], *offsets[axis + 1 :]]
+        starts = functools.reduce(np.add.outer, heads)
+        self._heads = starts.shape
+        self._outer = _order(starts.reshape(-1))
+        found = starts.reshape(-1)[self._outer]
+        firsts = np.append(0, np.flatnonzero(np.diff(found) != self._run) + 1)
+        counts = np.diff(np.append(firsts, len(found))) * self._run
+        self._blocks = list(zip(found[firsts].tolist(), counts.tolist(), strict=True))
+
+    def read(self, file: BinaryIO, tensor: StoredTensor) -> np.ndarray[Any, Any]:
+        """Reads these elements and no others."""
+        data = empty([math.prod(self.shape)], tensor.dtype)
+        memory, size, done = data.view("u1").data, tensor.dtype.itemsize, 0
+        for begin, count in self._blocks:
+            file.seek(tensor.offset + begin * size)
+            if file.readinto(memory[done : done + count * size]) != count * size:  # type: ignore[attr-defined]
+                raise CheckpointError(f"{tensor.file} became shorter while it was read.")
+            done += count * size
+        rows = _inverted(data.reshape(-1, self._run), self._outer, 0).reshape(*self._heads, -1)
+        box = np.moveaxis(rows, -1, self._axis + 1).reshape(self.shape)
+        return _inverted(box, self._inner, self._axis)
+
+    def write(self, file: BinaryIO, tensor: StoredTensor, box: np.ndarray[Any, Any]) -> None:
+        """Writes these elements."""
+        axis = self._axis
+        box = _taken(box.reshape(self.shape), self._inner, axis)
+        split = box.reshape(*self._heads[: axis + 1], self._run, *self._heads[axis + 1 :])
+        rows = _taken(np.moveaxis(split, axis + 1, -1).reshape(-1, self._run), self._outer, 0)
+        memory = np.ascontiguousarray(rows).reshape(-1).view("u1").data
+        size, done = box.dtype.itemsize, 0
+        for begin, count in self._blocks:
+            file.seek(tensor.offset + begin * size)
+            file.write(memory[done : done + count * size])
+            done += count * size
+
+
+def _order(offsets: _Ints) -> Any:
+    """The indices that sort offsets; a slice if they are sorted."""
+    return slice(None) if (np.diff(offsets) > 0).all() else np.argsort(offsets)
+
+
+def _run(offsets: _Ints) -> int:
+    """The greatest length into which all runs of successive offsets can be divided."""
+    ends = np.flatnonzero(np.diff(offsets) != 1) + 1
+    return int(np.gcd.reduce(np.append(ends, len(offsets))))
+
+
+def _taken(data: Any, order: Any, axis: int) -> Any:
+    return data if isinstance(order, slice) else data.take(order, axis)
+
+
+def _inverted(data: Any, order: Any, axis: int) -> Any:
+    return data if isinstance(order, slice) else data.take(np.argsort(order), axis)
 
 
 def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
@@ -160,34 +210,3 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
     if size * dtype.itemsize < _LARGE:
         return np.empty(shape, dtype)
     return np.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype, size).reshape(shape)
-
-
-def write_region(
-    file: BinaryIO,
-    tensor: StoredTensor,
-    shape: Sequence[int],
-    region: Region,
-    data: np.ndarray[Any, Any],
-) -> None:
-    """Writes a region of a tensor, viewed in this shape."""
-    run, starts = _runs(shape, region)
-    if not data.size:
-        return
-    rows = np.ascontiguousarray(data).reshape(-1).view("u1").reshape(-1, run * data.itemsize)
-    for row, start in zip(rows, starts, strict=True):
-        file.seek(tensor.offset + start * data.itemsize)
-        file.write(row.data)
-
-
-def _runs(shape: Sequence[int], region: Region) -> tuple[int, Iterator[int]]:
-    """The number of elements in each contiguous run of a region, and where the runs begin."""
-    lengths = [last - first for first, last in region]
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    base = sum(first * stride for (first, _), stride in zip(region, strides, strict=True))
-    partial = [i for i, size in enumerate(shape) if lengths[i] != size]
-    outer = partial[-1] if partial else 0
-    starts = (
-        base + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        for index in np.ndindex(*lengths[:outer])
-    )
-    return math.prod(lengths[outer:]), starts

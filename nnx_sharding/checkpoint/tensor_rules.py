@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..errors import raise_listed
-from .tensor_files import Region
+from .tensor_files import Elements, Region
 
 # The axes that each dimension is made of.
 Dimensions: TypeAlias = list[list[str]]
@@ -130,11 +130,7 @@ class Tensor:
         return left, right
 
     def place(self, name: str, groups: Sequence[str], shape: Sequence[int]) -> Placement:
-        """The place of a tensor in an array of this shape.
-
-        Raises:
-          ValueError: the dimensions do not fit the shape.
-        """
+        """The place of a tensor in an array; a ValueError if the dimensions do not fit."""
         left, right = self.sides(len(shape))
         if len(right) != len(shape):
             raise ValueError(f"{len(right)} dimensions in {self.dimensions!r}")
@@ -198,13 +194,6 @@ class Axis(NamedTuple):
     length: int
 
 
-class Piece(NamedTuple):
-    """A box of an array that is also a box of a tensor, viewed with one dimension for each axis."""
-
-    array: tuple[slice, ...]
-    tensor: Region
-
-
 @dataclasses.dataclass
 class Placement:
     """A tensor in an array of a certain shape."""
@@ -213,11 +202,6 @@ class Placement:
     left: Dimensions
     right: Dimensions
     axes: Mapping[str, Axis]
-
-    @property
-    def tensor_axes(self) -> list[int]:
-        """The sizes of the axes of the tensor."""
-        return [self.axes[name].tensor_size for name in _names_in(self.left)]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -233,68 +217,25 @@ class Placement:
             region.append((axis.array_start * inner, (axis.array_start + axis.length) * inner))
         return region
 
-    def pieces(self, wanted: Region) -> Iterator[Piece]:
-        """The boxes of the tensor within a region of the array."""
-        ranges = []
+    def elements(self, wanted: Region) -> tuple[tuple[slice, ...], Elements] | None:
+        """Where in a region of the array the tensor is, and its elements there; None if nowhere."""
+        strides: dict[str, int] = {}
+        base, stride = 0, 1
+        for name in reversed(_names_in(self.left)):
+            strides[name] = stride
+            base += stride * self.axes[name].tensor_start
+            stride *= self.axes[name].tensor_size
+        slices, offsets = [], [np.array([base])]
         for names, (first, last), (start, end) in zip(self.right, self.region, wanted, strict=True):
             low, high = max(first, start), min(last, end)
             if low >= high:
-                return
+                return None
             lengths = [self.axes[name].length for name in names]
-            ranges.append([(first, box) for box in _boxes(low - first, high - first, lengths)])
-        for combined in itertools.product(*ranges):
-            within, slices = {}, []
-            for names, (first, box) in zip(self.right, combined, strict=True):
-                begin, count = first, 1
-                for name, (low, high) in zip(reversed(names), reversed(box), strict=True):
-                    within[name] = (low, high)
-                    begin += low * count
-                    count *= self.axes[name].length
-                slices.append(slice(begin, begin + math.prod(high - low for low, high in box)))
-            region = []
-            for name in _names_in(self.left):
-                low, high = within.get(name, (0, 1))
-                begin = self.axes[name].tensor_start
-                region.append((begin + low, begin + high))
-            yield Piece(tuple(slices), region)
-
-    def to_array(self, data: Any) -> Any:
-        """A box of the tensor, arranged as in the array."""
-        names = _names_in(self.left)
-        order = [names.index(n) for n in _names_in(self.right) if n in names]
-        alone = [i for i in range(len(names)) if i not in order]
-        sizes = dict(zip(names, data.shape, strict=True))
-        shape = [math.prod(sizes.get(name, 1) for name in group) for group in self.right]
-        return data.transpose(*alone, *order).reshape(shape)
-
-    def to_tensor(self, data: Any, region: Region) -> Any:
-        """A box of the array, arranged as in this region of the tensor."""
-        names = _names_in(self.left)
-        order = [name for name in _names_in(self.right) if name in names]
-        order = [name for name in names if name not in order] + order
-        lengths = [last - first for first, last in region]
-        shape = [lengths[names.index(name)] for name in order]
-        return data.reshape(shape).transpose([order.index(name) for name in names])
-
-
-def _boxes(start: int, end: int, sizes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """A range of a flat index as boxes of an array of these sizes, in order."""
-    inner = math.prod(sizes[1:])
-    first, last = start // inner, end // inner
-    if len(sizes) == 1 or (start % inner == 0 and end % inner == 0):
-        yield [(first, last), *((0, size) for size in sizes[1:])]
-        return
-    if start % inner:
-        stop = min(end, (first + 1) * inner)
-        for box in _boxes(start % inner, stop - first * inner, sizes[1:]):
-            yield [(first, first + 1), *box]
-        start, first = stop, first + 1
-    if first < last:
-        yield [(first, last), *((0, size) for size in sizes[1:])]
-        start = last * inner
-    if start < end:
-        for box in _boxes(0, end - last * inner, sizes[1:]):
-            yield [(last, last + 1), *box]
+            indices = np.unravel_index(np.arange(low - first, high - first), lengths)
+            each = [i * strides.get(n, 0) for n, i in zip(names, indices, strict=True)]
+            offsets.append(np.sum(each, axis=0))
+            slices.append(slice(low - start, high - start))
+        return tuple(slices), Elements(offsets)
 
 
 def gaps(shape: Sequence[int], placements: Sequence[Placement]) -> list[str]:

@@ -16,8 +16,7 @@ from ..core.flatten import flatten
 from ..errors import by_kind, raise_listed
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, accessor, path_string
-from .manifest import ArrayInfo, Manifest
-from .trees import leaves, tree_of
+from .manifest import ArrayInfo, Manifest, leaves_of, tree_of
 
 # Puts arrays by path into the form in which an argument was passed.
 Form: TypeAlias = Callable[[Mapping[Path, Any]], Any]
@@ -98,7 +97,7 @@ def _arrays(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from _arrays(part, (*path, *(key if isinstance(key, tuple) else (key,))))
     else:
         flat = flatten(value)
-        for inner, _, slot in leaves(tree_of(flat.structure, lambda slot: {"input": slot})):
+        for inner, _, slot in leaves_of(tree_of(flat.structure, lambda slot: {"input": slot})):
             yield path + inner, flat.leaves[slot]
 
 

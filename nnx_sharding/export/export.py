@@ -30,8 +30,17 @@ from ..errors import message, raise_listed
 from ..specs.paths import accessor
 from ..transforms.lifted import Lifted
 from .exported import Exported
-from .manifest import Argument, ArrayInfo, Manifest, MeshInfo, meshes_of
-from .trees import Tree, leaves, tree_from, tree_of
+from .manifest import (
+    Argument,
+    ArrayInfo,
+    Manifest,
+    MeshInfo,
+    Tree,
+    leaves_of,
+    meshes_of,
+    tree_from,
+    tree_of,
+)
 
 
 def export(
@@ -115,9 +124,8 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
     """The type of an argument, with its declared sharding if there is one, else its own."""
-    if sharding is None and spec is None and is_committed(leaf):
-        sharding = leaf.sharding
-    return abstract(leaf, sharding)
+    is_open = sharding is None and spec is None
+    return abstract(leaf, leaf.sharding if is_open and is_committed(leaf) else sharding)
 
 
 def _arguments_after(plan: Plan, outcome: Outcome) -> Structure:
@@ -175,7 +183,7 @@ def _manifest(
     _check_expressible(plan, outcome, after)
     updates = {}
     for argument in _arguments(plan, tree_of(after, source)):
-        found = leaves(argument.tree)
+        found = leaves_of(argument.tree)
         changed = [(path, {kind: i}) for path, kind, i in found if kind == "output"]
         if changed:
             updates[argument.name] = tree_from("state", changed)
@@ -185,7 +193,7 @@ def _manifest(
     names = {
         position: accessor(name, path)
         for name, tree in (("result", result), *updates.items())
-        for path, kind, position in leaves(tree)
+        for path, kind, position in leaves_of(tree)
         if kind == "output"
     }
     output_names = [names.get(i, f"output {i}") for i in range(len(outputs))]

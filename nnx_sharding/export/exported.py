@@ -17,9 +17,9 @@ from ..analysis.units import printable
 from ..core.plan import is_committed
 from ..core.transfer import transfer
 from ..errors import ExportError
-from . import files, trees
+from . import files
 from .bind import bind
-from .manifest import ArrayInfo, Manifest, MeshInfo, meshes_of
+from .manifest import ArrayInfo, Manifest, MeshInfo, build, leaves_of, meshes_of
 
 # Of all inputs, or of all outputs; None where the sharding is left open.
 Shardings: TypeAlias = tuple[NamedSharding | None, ...]
@@ -68,7 +68,7 @@ class Exported(Pictured):
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
             for aval, sharding in zip(self.jax_exported.in_avals, shardings, strict=True)
         ]
-        infos = [(a, trees.build(a.tree, {"input": arrays})) for a in self.manifest.arguments]
+        infos = [(a, build(a.tree, {"input": arrays})) for a in self.manifest.arguments]
         positional = tuple(info for argument, info in infos if not argument.keyword)
         return positional, {a.name: info for a, info in infos if a.keyword}
 
@@ -103,9 +103,9 @@ class Exported(Pictured):
         known: Mapping[str, Sequence[Any]] = {"input": arrays, "output": program(*arrays)}
         updates = {}
         for name, tree in self.manifest.updates.items():
-            flat = {path: known[kind][i] for path, kind, i in trees.leaves(tree)}
+            flat = {path: known[kind][i] for path, kind, i in leaves_of(tree)}
             updates[name] = forms[name](flat)
-        return Result(trees.build(self.manifest.result, known), updates)
+        return Result(build(self.manifest.result, known), updates)
 
     def save(self, path: str | os.PathLike[str], *, vjp_order: int = 0) -> None:
         """Writes program and manifest to one file; the same function results in the same bytes.
@@ -213,9 +213,6 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     """A mesh like the exported one; None for a program of one device.
 
     It has the devices of the mesh in context, if there is one, else the first devices.
-
-    Raises:
-      ExportError: the platform or the mesh in context differs, or there are too few devices.
     """
     context = _compat.context_mesh()
     mesh = context if isinstance(context, Mesh) and manifest.devices > 1 else None

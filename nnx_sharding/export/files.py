@@ -49,12 +49,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def read(path: str | os.PathLike[str], kind: str = EXPORT) -> tuple[dict[str, Any], bytes]:
-    """Reads the manifest as JSON data, and the program.
-
-    Raises:
-      ExportError: the file is of another kind or format, or damaged.
-      OSError: it cannot be read.
-    """
+    """Reads the manifest as JSON data, and the program."""
     data = Path(path).read_bytes()
     if not data or not _START.startswith(data[: len(_START)]):
         raise ExportError(f"{path} is not a file of nnx_sharding.export: it starts differently.")

@@ -66,12 +66,9 @@ def place(
 
     Raises:
       NoMeshError: a ``PartitionSpec`` has no mesh.
-      RuntimeError: called while JAX is tracing.
-      TypeError: ``sharding`` or ``mesh`` has a wrong type, or a leaf with a sharding is not an
-        array.
+      TypeError: a leaf with a sharding is not an array.
       ValueError: the shardings are not a pytree prefix, no filter matches, specs do not fit the
         mesh or the shapes, or an array cannot be placed.
-      StrictError: ``strict``, and a filter matches nothing or a spec was corrected.
 
     Example:
       >>> from flax import nnx
