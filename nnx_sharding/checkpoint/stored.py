@@ -252,7 +252,8 @@ def load(caller: str, stored: Stored, wanted: Mapping[Name, Any]) -> dict[Name, 
             items = treedef.flatten_up_to(restored)
         except Exception as error:
             raise _damaged(caller, stored.folder, first_line(error)) from error
-    arrays, summed = {}, []
+    arrays: dict[Name, Any] = {}
+    summed = []
     for name in wanted:
         entry = stored.entries[name]
         if entry.position is None:

@@ -166,7 +166,8 @@ class Elements:
             done += count * size
         rows = _inverted(data.reshape(-1, self._run), self._outer, 0).reshape(*self._heads, -1)
         box = np.moveaxis(rows, -1, self._axis + 1).reshape(self.shape)
-        return _inverted(box, self._inner, self._axis)
+        result: np.ndarray[Any, Any] = _inverted(box, self._inner, self._axis)
+        return result
 
     def write(self, file: BinaryIO, tensor: StoredTensor, box: np.ndarray[Any, Any]) -> None:
         """Writes these elements."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -163,7 +163,7 @@ class BatchIterator(Iterator[Any]):
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
         loader = source.get_state() if hasattr(source, "get_state") else None
-        self._state = options.batch_size, loader
+        self._state: Sequence[Any] = options.batch_size, loader
         self._begin(resumed=False)
 
     def _begin(self, *, resumed: bool) -> None:
@@ -176,7 +176,8 @@ class BatchIterator(Iterator[Any]):
 
     @_compat.api_boundary
     def __next__(self) -> Any:
-        batch, *self._state = self._feed.take()
+        batch, *state = self._feed.take()
+        self._state = state
         return batch
 
     def close(self) -> None:

@@ -254,6 +254,9 @@ def check_placing():
     assert_holds(moved.up.kernel[...], ALONE.up.kernel[...])
     assert model.up.kernel[...] is kernel
     place(model, P(), MESH, donate=True)
+    keys = place(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), P(), MESH)
+    copied = place(keys, P(), MESH, copy=True).rngs.key[...]
+    assert copied is not keys.rngs.key[...] and copied.sharding.is_fully_replicated
     assert kernel.is_deleted() and model.up.kernel.sharding.is_fully_replicated
     local = Mesh(np.array(jax.local_devices()), ("x",))
     refused(lambda: place(model, P(), local), ValueError, r"up\.kernel", "other processes")
