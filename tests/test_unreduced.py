@@ -477,9 +477,8 @@ class DescriptionTest(absltest.TestCase):
         self.assertEqual(exported.manifest.inputs[0].spec.unreduced, frozenset({"x"}))
         self.assertIn("unreduced={'x'}", str(exported.manifest))
         np.testing.assert_array_equal(exported.call(summands()).output, X @ W)
-        self.assertEqual(
-            type(exported.manifest).from_json(exported.manifest.to_json()), exported.manifest
-        )
+        data = as_data(exported.manifest)
+        self.assertEqual(read_json(type(exported.manifest), data, ""), exported.manifest)
 
     def test_strategies(self):
         mesh, base = jax.sharding.get_mesh(), StateSharding({...: COPIES})

@@ -1,11 +1,18 @@
-"""Reading a checkpoint into a tree: all of it or, after an error, nothing."""
+"""Reading a checkpoint into a tree: all of it or, after an error, nothing.
+
+An array is found by its path, after the rules of ``rename``. A ``Stack`` is also found as the list
+of its layers (``blocks/layers/kernel`` as ``blocks/0/kernel``, …), and a list as a ``Stack``.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +23,10 @@ from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.resharding import finished_on_cpu, other_memory
 from ..core.transfer import transfer
-from ..errors import CheckpointError, raise_listed
+from ..errors import CheckpointError, by_kind, raise_listed
 from ..partition.constrain import assign
-from ..specs.fitting import fit_sharding, unsummed
+from ..specs.fitting import fit_sharding, suggestion, unsummed
+from ..specs.paths import path_string
 from .names import (
     Name,
     NamedArray,
@@ -29,11 +37,15 @@ from .names import (
     present_sharding,
     selected,
 )
-from .sources import NUMBERS, Finder, Piece, Target, check_fit
-from .stored import Stored, key_kind, load, opened
+from .stored import Entry, Stored, key_kind, key_words, load, opened
 
 _range_of: Any = jnp.iinfo
-_ON_HOST = (np.ndarray, np.generic, *NUMBERS)  # these keep their types
+_NUMBERS = (bool, int, float, complex)
+
+_SUGGESTIONS = 40  # comparing all pairs of names takes too long for thousands of arrays
+_NUMBER_KINDS = {"i": int, "f": float, "c": complex}
+_LAYERS = "layers"  # the attribute of a `Stack` in the place of the index into a list
+_ON_HOST = (np.ndarray, np.generic, *_NUMBERS)  # these keep their types
 
 
 def restore_into(
@@ -52,9 +64,9 @@ def restore_into(
     arrays = selected("restore", named_arrays(flat), only, is_storable)
     shardings = _shardings(tree, flat, arrays, sharding, mesh)
     stored = opened("restore", folder)
-    finder = Finder(stored, rename)
-    targets = [Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
-    check_fit(stored, targets, is_part=only is not None, cast=cast)
+    finder = _Finder(stored, rename)
+    targets = [_Target(x, finder.source(x), shardings[x.slot]) for x in arrays]
+    _check_fit(stored, targets, is_part=only is not None, cast=cast)
     values = load("restore", stored, _wanted(stored, targets))
     return filled(flat, _converted(targets, values), "restore")
 
@@ -87,7 +99,183 @@ def _shardings(
     return result
 
 
-def _wanted(stored: Stored, targets: Sequence[Target]) -> dict[Name, Any]:
+class _Piece(NamedTuple):
+    """An array of a checkpoint, or one layer of it."""
+
+    name: Name
+    layer: tuple[int, ...] = ()
+
+
+class _Source(NamedTuple):
+    """Where an array is: one piece, or several that are stacked in these leading dimensions."""
+
+    pieces: Sequence[_Piece]
+    stacked: tuple[int, ...] = ()
+
+
+class _Target(NamedTuple):
+    """One array to restore, where it is in the checkpoint, and its sharding or None."""
+
+    array: NamedArray
+    source: _Source
+    sharding: Any
+
+
+class _Finder:
+    """Finds the arrays of a checkpoint under the paths that they have in a model."""
+
+    def __init__(self, stored: Stored, rename: Mapping[str, str] | None):
+        self._entries = stored.entries
+        self._names: dict[Name, Name] = {}
+        paths: dict[str, list[str]] = {}
+        unused = set(rename or ())
+        for name, entry in stored.entries.items():
+            path = entry.array.path
+            rules = ((rule, re.fullmatch(rule, path)) for rule in rename or ())
+            rule, match = next(((r, m) for r, m in rules if m), (None, None))
+            if rename is None or rule is None or match is None:
+                self._names[name] = name
+                self._names.setdefault(entry.plain_name, name)
+            else:
+                unused.discard(rule)
+                path = match.expand(rename[rule])
+                self._names[tuple(path.split("/"))] = name
+            if rename:
+                paths.setdefault(path, []).append(entry.array.path)
+        same = [f"  {path}: {', '.join(old)}" for path, old in paths.items() if len(old) > 1]
+        raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
+        lines = [f"  {rule!r}" for rule in rename or () if rule in unused]
+        head = f"restore: these rules of rename match no full path in {stored.folder}:"
+        raise_listed(ValueError, head, lines)
+
+    def source(self, array: NamedArray) -> _Source:
+        """Where an array is; if it is missing, a piece with a name that does not exist."""
+        name = array.name if array.name in self._names else array.plain_name
+        return self._find(name, array.leaf, 0) or _Source([_Piece(array.plain_name)])
+
+    def _find(self, name: Name, leaf: Any, levels: int) -> _Source | None:
+        """The source of an array, or of the part of it below some dimensions of layers."""
+        if name in self._names:
+            return _Source([_Piece(self._names[name])])
+        for place in (i for i, key in enumerate(name) if key == _LAYERS):
+            # One layer stands for what all of them may share.
+            count = leaf.shape[levels] if len(np.shape(leaf)) > levels else 1
+            layers = [_with(name, place, str(i)) for i in range(count)]
+            found = [self._find(layer, leaf, levels + 1) for layer in layers]
+            one = next(filter(None, found), None)
+            if one is None:
+                continue
+            if found[0] and not one.stacked and self._extra(one.pieces[0], leaf, levels) >= 0:
+                return one  # all layers share it
+            each = (x.pieces if x else [_Piece(y)] for x, y in zip(found, layers, strict=True))
+            return _Source([*itertools.chain(*each)], (count, *one.stacked))
+        digits = [i for i, key in enumerate(name) if key.isdecimal()]
+        for count in range(1, len(digits) + 1):
+            for places in itertools.combinations(digits, count):
+                stack = name
+                for place in places:
+                    stack = _with(stack, place, _LAYERS)
+                if stack in self._names:
+                    piece = _Piece(self._names[stack], tuple(int(name[i]) for i in places))
+                    is_shared = self._extra(piece, leaf, levels) < 0
+                    return _Source([_Piece(piece.name) if is_shared else piece])
+        return None
+
+    def _extra(self, piece: _Piece, leaf: Any, levels: int) -> int:
+        """How many more dimensions a piece has than the model needs."""
+        entry = self._entries[piece.name]
+        shape, _ = _type_of(leaf, entry)
+        return len(entry.array.shape) - len(piece.layer) - len(shape[levels:])
+
+
+def _with(name: Name, place: int, key: str) -> Name:
+    return (*name[:place], key, *name[place + 1 :])
+
+
+def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], Any]:
+    """The shape and dtype that an array should have in the checkpoint; for a number, its type."""
+    if isinstance(leaf, _NUMBERS):
+        return (), type(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:  # it was a number
+        return tuple(leaf.shape), _NUMBER_KINDS.get(leaf.dtype.kind, leaf.dtype)
+    if is_key(leaf) and not is_key(entry.array):  # Orbax does not record that they are keys
+        leaf = key_words(leaf)
+    return tuple(leaf.shape), leaf.dtype
+
+
+def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
+    """Raises an error if the arrays of the checkpoint differ from those to restore."""
+    entries = stored.entries
+    missing: dict[str, str] = {}
+    layers: dict[Name, set[tuple[int, ...]]] = {}
+    shapes, dtypes = [], []
+    for target in targets:
+        levels = len(target.source.stacked)
+        for piece in target.source.pieces:
+            path = target.array.path if not levels else path_string(piece.name)
+            entry = entries.get(piece.name)
+            if entry is None or any(map(int.__ge__, piece.layer, entry.array.shape)):
+                missing[path] = f"  {path}, shape {np.shape(target.array.leaf)[levels:]}"
+                continue
+            if levels:
+                path = entry.array.path
+            layers.setdefault(piece.name, set()).add(piece.layer)
+            shape, dtype = _type_of(target.array.leaf, entry)
+            there, here = entry.array.shape[len(piece.layer) :], shape[levels:]
+            line = f"  {path}: "
+            if there != here:
+                shapes.append(f"{line}{there} in the checkpoint, {here} in the model")
+            elif not _is_same_dtype(entry.array.dtype, dtype, cast):
+                text = dtype.__name__ if isinstance(dtype, type) else dtype
+                dtypes.append(f"{line}{entry.array.dtype} in the checkpoint, {text} in the model")
+    unknown = [entry.array.path or "the root" for x, entry in entries.items() if x not in layers]
+    for name, indices in layers.items():
+        shape = entries[name].array.shape[: len(min(indices))]
+        if len(indices) < math.prod(shape) and not is_part:
+            counts = f"{math.prod(shape)} layers in the checkpoint, {len(indices)} in the model"
+            shapes.append(f"  {entries[name].array.path}: {counts}")
+    may_suggest = len(missing) + len(unknown) < _SUGGESTIONS
+    near = suggestion if may_suggest else lambda name, names: ""
+    problems = {
+        "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
+        "Not in the model": []
+        if is_part
+        else [f"  {path}{near(path, missing)}" for path in unknown],
+        "Of another shape": shapes,
+        "Of another dtype (cast=True converts among floats and among integers)": dtypes,
+    }
+    head = f"restore: {stored.folder} does not fit the model."
+    remedy = _remedy(missing, unknown, is_part)
+    raise_listed(CheckpointError, head, by_kind(problems), remedy)
+
+
+def _remedy(missing: Iterable[str], unknown: Sequence[str], is_part: bool) -> str:
+    """What to pass if the checkpoint has more than the model, or has it as a part."""
+    missing, others = list(missing), set(unknown)
+    tops = dict.fromkeys(path.partition("/")[0] for path in unknown if missing)
+    top = next((top for top in tops if others.issuperset(f"{top}/{x}" for x in missing)), None)
+    if top is not None:
+        key = int(top) if top.isdecimal() else top
+        part = f"{{{key!r}: model}}" if key else "(model,)"
+        return (
+            f"The checkpoint has the model below {top}/: pass {part}, with only=... for it alone."
+        )
+    if is_part or missing or not unknown:
+        return ""
+    return "To restore only what the model has, pass only=... or another filter."
+
+
+def _is_same_dtype(there: Any, here: Any, cast: bool) -> bool:
+    if isinstance(here, type):  # a dtype would be equal to float
+        kind = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
+        return bool(np.issubdtype(there, kind[here]))
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    return bool(there == here) or (
+        cast and any(jnp.issubdtype(there, k) and jnp.issubdtype(here, k) for k in kinds)
+    )
+
+
+def _wanted(stored: Stored, targets: Sequence[_Target]) -> dict[Name, Any]:
     """The sharding with which each array is read; None for a NumPy array."""
     wanted: dict[Name, Any] = {}
     for target in targets:
@@ -104,7 +292,7 @@ def _is_global(sharding: Any) -> bool:
     return sharding is not None and not (jax.process_count() > 1 and sharding.is_fully_addressable)
 
 
-def _piece_sharding(target: Target, piece: Piece) -> Any:
+def _piece_sharding(target: _Target, piece: _Piece) -> Any:
     """The sharding of what is read for an array, which may have more or fewer dimensions."""
     levels = len(target.source.stacked)
     if not levels and not piece.layer:
@@ -122,10 +310,10 @@ def _auto(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*sharding.spec.partitions))
 
 
-def _may_wrap(stored: Stored, target: Target, piece: Piece) -> bool:
+def _may_wrap(stored: Stored, target: _Target, piece: _Piece) -> bool:
     """Whether integers of the checkpoint may be out of range for the dtype in the model."""
     there, leaf = stored.entries[piece.name].array.dtype, target.array.leaf
-    if isinstance(leaf, NUMBERS):
+    if isinstance(leaf, _NUMBERS):
         return False
     if not all(jnp.issubdtype(dtype, jnp.integer) for dtype in (there, leaf.dtype)):
         return False
@@ -133,7 +321,7 @@ def _may_wrap(stored: Stored, target: Target, piece: Piece) -> bool:
     return bool(old.min < new.min or old.max > new.max)
 
 
-def _converted(targets: Sequence[Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
+def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
     """Each array in the form of the model's; what was read is freed once nothing else needs it."""
     uses = Counter(piece.name for target in targets for piece in target.source.pieces)
     converted, wrapping = [], []
@@ -168,7 +356,7 @@ def _wrapping(value: Any, leaf: Any) -> str:
     return "" if info.min <= low and high <= info.max else f"{low} to {high}, {dtype}"
 
 
-def _assembled(target: Target, values: Mapping[Name, Any]) -> Any:
+def _assembled(target: _Target, values: Mapping[Name, Any]) -> Any:
     """An array as it was read, one layer of it, or stacked layers."""
     pieces, stacked = target.source
     parts = [(values[piece.name], piece.layer) for piece in pieces]
@@ -194,7 +382,7 @@ def _built(parts: Sequence[tuple[Any, Any]], stacked: tuple[int, ...], numpy: An
 
 def _like(value: Any, leaf: Any, sharding: Any) -> Any:
     """What was read, with the dtype and sharding of the model."""
-    if isinstance(leaf, NUMBERS):
+    if isinstance(leaf, _NUMBERS):
         return type(leaf)(np.asarray(value).item())
     if isinstance(leaf, np.generic):
         return leaf.dtype.type(value)

@@ -220,34 +220,27 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
 
 def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Region) -> Any:
     """The values of a region of an array."""
-    shape = [last - first for first, last in bounds]
-    result = empty(shape, leaf.dtype)
+    result = empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
-        is_plain = placement.left == placement.right and tensor.dtype == leaf.dtype
-        for part in [bounds] if is_plain else _chunks(bounds, leaf.dtype.itemsize):
+        for part, box in _chunks(result, bounds):
             if found := placement.elements(part):
                 inside, elements = found
-                data = elements.read(files[tensor.file], tensor)
-                if is_plain and data.size == result.size:
-                    return data.reshape(shape)
-                pairs = zip(part, bounds, strict=True)
-                box = result[(..., *(slice(a - c, b - c) for (a, b), (c, _) in pairs))]
-                box[(..., *inside)] = data.reshape(box[(..., *inside)].shape)
+                elements.read(files[tensor.file], tensor, box[(..., *inside)])
     return result
 
 
-def _chunks(bounds: Region, itemsize: int) -> Iterator[Region]:
-    """A region in parts, so that converting or transposing takes little extra memory."""
-    lengths = [last - first for first, last in bounds]
-    size = math.prod(lengths) * itemsize
-    if size <= _CHUNK:
-        yield bounds
+def _chunks(data: Any, bounds: Region) -> Iterator[tuple[Region, Any]]:
+    """A region of an array in parts, so that converting or transposing takes little memory."""
+    if data.nbytes <= _CHUNK:
+        yield bounds, data
         return
-    longest = lengths.index(max(lengths))
-    first, last = bounds[longest]
-    step = max(1, lengths[longest] * _CHUNK // size)
-    for start in range(first, last, step):
-        yield (*bounds[:longest], (start, min(start + step, last)), *bounds[longest + 1 :])
+    longest = int(np.argmax(data.shape))
+    begin, end = bounds[longest]
+    step = max(1, data.shape[longest] * _CHUNK // data.nbytes)
+    for first in range(begin, end, step):
+        last = min(first + step, end)
+        part = (*bounds[:longest], (first, last), *bounds[longest + 1 :])
+        yield part, data[(*[slice(None)] * longest, slice(first - begin, last - begin))]
 
 
 @_compat.api_boundary
@@ -413,9 +406,10 @@ def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement
     """Writes the parts of a tensor that this process holds."""
     for placement, value in parts:
         for bounds, data in _shards(value):
-            if found := placement.elements(bounds):
-                inside, elements = found
-                elements.write(file, tensor, np.asarray(data)[inside])
+            for part, box in _chunks(data, bounds):
+                if found := placement.elements(part):
+                    inside, elements = found
+                    elements.write(file, tensor, box[(..., *inside)])
 
 
 def _shards(value: Any) -> Iterable[tuple[Region, Any]]:
@@ -424,13 +418,13 @@ def _shards(value: Any) -> Iterable[tuple[Region, Any]]:
     if not is_global and jax.process_index() != 0:
         return
     if not isinstance(value, jax.Array):
-        yield [(0, size) for size in value.shape], value
+        yield [(0, size) for size in value.shape], np.asarray(value)
         return
     value = transfer([value], [unsummed(value.sharding)])[0]
     for shard in value.addressable_shards:
         if shard.replica_id == 0:
             bounds = zip(shard.index, value.shape, strict=True)
-            yield [index.indices(size)[:2] for index, size in bounds], shard.data
+            yield [index.indices(size)[:2] for index, size in bounds], np.asarray(shard.data)
 
 
 def _together(folder: Path, step: Callable[[], None]) -> None:

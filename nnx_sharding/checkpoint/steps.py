@@ -95,8 +95,8 @@ class Checkpoints:
         Raises:
           ValueError: the step does not come after all saved steps, also those that another job has
             saved here.
-          Exception: as for :func:`save`, or what Orbax raises if this step, or the one before,
-            cannot be written.
+          Exception: as for ``save`` of a model, or what Orbax raises if this step, or the one
+            before, cannot be written.
         """
         step, latest = operator.index(step), self.manager.latest_step()
         if step < 0:
@@ -196,11 +196,12 @@ class Checkpoints:
                 f"changed in place: {', '.join(outside)}. Use restore, which returns them."
             )
         found = self._restored(step, ModelRestore(tree, sharding, mesh, **options), data)
-        if discard_later and found is not None:
-            for later in sorted(self.manager.all_steps(), reverse=True):
-                if later > found[0]:
-                    self.manager.delete(later)
-        return None if found is None else found[0]
+        if found is None:
+            return None
+        for later in sorted(self.manager.all_steps(), reverse=True):
+            if discard_later and later > found[0]:
+                self.manager.delete(later)
+        return found[0]
 
     def _restored(self, step: int | None, args: Any, data: Any) -> tuple[int, Any] | None:
         """The step that was restored and what it holds; None if no step is stored."""
@@ -232,7 +233,11 @@ class Checkpoints:
         if data is not None:
             content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
             before = data.get_state()
-            data.set_state(content if isinstance(before, bytes) else json.loads(content))
+            try:
+                state = content if isinstance(before, bytes) else json.loads(content)
+            except ValueError as error:
+                raise CheckpointError(f"restore: the data state is damaged: {error}") from error
+            data.set_state(state)
         try:
             return self.manager.restore(step, args=ocp.args.Composite(model=args))[MODEL]
         except BaseException:

@@ -155,19 +155,22 @@ class Elements:
         counts = np.diff(np.append(firsts, len(found))) * self._run
         self._blocks = list(zip(found[firsts].tolist(), counts.tolist(), strict=True))
 
-    def read(self, file: BinaryIO, tensor: StoredTensor) -> np.ndarray[Any, Any]:
-        """Reads these elements and no others."""
-        data = empty([math.prod(self.shape)], tensor.dtype)
+    def read(self, file: BinaryIO, tensor: StoredTensor, target: np.ndarray[Any, Any]) -> None:
+        """Reads these elements, and no others, into an array."""
+        is_sorted = isinstance(self._outer, slice) and isinstance(self._inner, slice)
+        is_alike = target.flags.c_contiguous and target.dtype == tensor.dtype
+        is_direct = is_sorted and is_alike and self._axis == len(self.shape) - 1
+        data = target.reshape(-1) if is_direct else empty([math.prod(self.shape)], tensor.dtype)
         memory, size, done = data.view("u1").data, tensor.dtype.itemsize, 0
         for begin, count in self._blocks:
             file.seek(tensor.offset + begin * size)
             if file.readinto(memory[done : done + count * size]) != count * size:  # type: ignore[attr-defined]
                 raise CheckpointError(f"{tensor.file} became shorter while it was read.")
             done += count * size
-        rows = _inverted(data.reshape(-1, self._run), self._outer, 0).reshape(*self._heads, -1)
-        box = np.moveaxis(rows, -1, self._axis + 1).reshape(self.shape)
-        result: np.ndarray[Any, Any] = _inverted(box, self._inner, self._axis)
-        return result
+        if not is_direct:
+            rows = _inverted(data.reshape(-1, self._run), self._outer, 0).reshape(*self._heads, -1)
+            box = np.moveaxis(rows, -1, self._axis + 1).reshape(self.shape)
+            target[...] = _inverted(box, self._inner, self._axis).reshape(target.shape)
 
     def write(self, file: BinaryIO, tensor: StoredTensor, box: np.ndarray[Any, Any]) -> None:
         """Writes these elements."""

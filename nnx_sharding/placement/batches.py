@@ -114,7 +114,7 @@ def shard_batches(
 
 
 class ShardedBatches(Iterable[Any]):
-    """The iterable that :func:`shard_batches` returns.
+    """The iterable that :func:`~nnx_sharding.placement.shard_batches` returns.
 
     Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
     continues it. When a loop ends early, its thread ends once its iterator is dropped; ``with`` or
