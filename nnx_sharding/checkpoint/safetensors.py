@@ -231,16 +231,19 @@ def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Regio
 
 def _chunks(data: Any, bounds: Region) -> Iterator[tuple[Region, Any]]:
     """A region of an array in parts, so that converting or transposing takes little memory."""
-    if data.nbytes <= _CHUNK:
+    count = -(-data.nbytes // _CHUNK)
+    if count <= 1:
         yield bounds, data
         return
-    longest = int(np.argmax(data.shape))
-    begin, end = bounds[longest]
-    step = max(1, data.shape[longest] * _CHUNK // data.nbytes)
+    # Along the first dimension that is long enough, the parts are contiguous in most files.
+    long = [axis for axis, size in enumerate(data.shape) if size >= count]
+    axis = long[0] if long else int(np.argmax(data.shape))
+    begin, end = bounds[axis]
+    step = -(-data.shape[axis] // count)
     for first in range(begin, end, step):
         last = min(first + step, end)
-        part = (*bounds[:longest], (first, last), *bounds[longest + 1 :])
-        yield part, data[(*[slice(None)] * longest, slice(first - begin, last - begin))]
+        part = (*bounds[:axis], (first, last), *bounds[axis + 1 :])
+        yield part, data[(*[slice(None)] * axis, slice(first - begin, last - begin))]
 
 
 @_compat.api_boundary
