@@ -59,8 +59,8 @@ class Agreement:
         self._timeout, self._consumer = timeout, consumer
         self._process, self._leader = jax.process_index(), self.processes[0]
         self._turn = 0
-        self._is_over = len(self.processes) == 1
-        if self._is_over:
+        self.is_over = len(self.processes) == 1
+        if self.is_over:
             return
         self._store = _compat.key_value_store()
         if self._store is None:
@@ -90,26 +90,20 @@ class Agreement:
             messages = self._receive(turn, "all", self._leader)
         left = [m["left"] for m in messages if "left" in m]
         if left:
-            self._is_over = True
+            self.is_over = True
             raise RuntimeError(f"{_NAME}: {'; '.join(left)}")
         return messages
 
     def leave(self, reason: str) -> None:
         """Informs the others, which may be waiting for this process, that it sends nothing more."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = True
-        note = {"left": f"process {self._process} {reason}"}
+        self.is_over = True
+        note: Any = {"left": f"process {self._process} {reason}"}
+        is_leader = self._process == self._leader
         # If the service is gone, so are the others, or JAX informs them.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if self._process == self._leader:
-                self._send("all", [note])
-            else:
-                self._send(self._process, note)
-
-    def end(self) -> None:
-        """Ends the exchange when all processes know that there is nothing more to send."""
-        self._is_over = True
+            self._send("all" if is_leader else self._process, [note] if is_leader else note)
 
     def _send(self, key: int | str, message: Any) -> None:
         self._store.key_value_set(f"{self._prefix}/{self._turn}/{key}", json.dumps(message))
@@ -193,7 +187,7 @@ class Rounds(Iterator[Round]):
                     self._has_made = True
                     return Round(self._global(arrays, counts), self._sharding.size, self._state)
         except StopIteration:
-            self._agreement.end()
+            self._agreement.is_over = True  # all processes know that nothing more is sent
             if self._left_out and not self._has_made:
                 raise ValueError(
                     f"{_NAME}: uneven='drop' left out every batch: {self._left_out}, all with "
