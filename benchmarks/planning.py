@@ -22,8 +22,10 @@ import optax
 from flax import nnx
 
 from nnx_sharding import Stack, stack, value_and_grad
-from nnx_sharding.analysis import DEVICES
-from nnx_sharding.planning import Candidate, Plan, plan
+from nnx_sharding.analysis import HARDWARE
+from nnx_sharding.planning import plan
+from nnx_sharding.planning.candidates import Candidate
+from nnx_sharding.planning.plan import Plan
 
 GIB = 2**30
 
@@ -279,7 +281,7 @@ def main() -> None:
                 devices=int(devices) if on_cpu else None,
                 topology=None if on_cpu else devices,
                 strategies=options.strategies,
-                device=DEVICES["TPU v5p"] if on_cpu else None,
+                hardware=HARDWARE["TPU v5p"] if on_cpu else None,
                 most=options.most,
                 donate_argnums=(0, 1),
             )

@@ -129,7 +129,7 @@ def report(layers=3, **more):
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 2,
+        "version": 3,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -159,7 +159,7 @@ def report(layers=3, **more):
             activation("model", (8, 64), ["data", None], mesh, module="Net", method="encode"),
         ],
         "roofline": {
-            "device": "TPU v5e",
+            "hardware": "TPU v5e",
             "compute_s": 2.1e-8,
             "memory_s": 1.8e-6,
             "interconnect_s": 1.4e-7,
@@ -237,7 +237,7 @@ def nasty():
         ],
         "roofline": {
             **found["roofline"],
-            "device": NASTY[2],
+            "hardware": NASTY[2],
             "traffic": [traffic([text], text, 1.0, 1, 1.0) for text in NASTY],
             "sources": {text: text for text in NASTY},
         },

@@ -139,7 +139,7 @@ def all_strategies(styles):
             yield name, f"{name}, {shown}", Strategy(by_hand(data, style), sizes)
 
 
-OPTIONS = {"device": "TPU v5e", "donate_argnums": (0, 1)}
+OPTIONS = {"hardware": "TPU v5e", "donate_argnums": (0, 1)}
 
 
 @pytest.mark.slow  # all but the smallest nightly

@@ -226,11 +226,11 @@ class EqualToJaxTest(parameterized.TestCase):
         compiled = jit(apply, in_shardings=(mlp_specs("model"), None), mesh=mesh8())
         compiled = compiled.lower(MLP(), X).compile()
         with absltest.mock.patch.object(stages, "parse", wraps=stages.parse) as parse:
-            collectives, cost = compiled.collectives(), compiled.cost(loops=True)
+            collectives, cost = compiled.collectives(), compiled.cost()
             roofline = compiled.roofline("TPU v5e")
             testing.assert_no_collective(compiled, "all-to-all")
             testing.assert_bytes_sent_below(compiled, "1 GiB")
-            named = compiled.report("named", device="TPU v5e")
+            named = compiled.report("named", hardware="TPU v5e")
         self.assertEqual(parse.call_count, 1)
         self.assertEqual((named.collectives, named.cost.executed), (collectives, cost))
         self.assertEqual((named.name, named.roofline), ("named", roofline))

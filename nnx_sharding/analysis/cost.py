@@ -57,16 +57,7 @@ class Cost(Pictured):
         return self.flops / self.bytes_accessed
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        rows = zip(_NAMES, _figures(self), strict=True)
-        yield table((f"cost {self.stage}", ""), rows, numbers=1)
-
-
-_NAMES = ("flops", "bytes accessed", "transcendentals")
-
-
-def _figures(cost: Cost) -> tuple[str, ...]:
-    flops, transcendentals = count_text(cost.flops), count_text(cost.transcendentals)
-    return flops, bytes_text(cost.bytes_accessed), transcendentals
+        yield _table({"": self}, f"cost {self.stage}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,12 +75,21 @@ class Costs(Pictured):
     executed: Cost | None
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        stages = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        figures = {name: _figures(cost) for name, cost in stages.items() if cost is not None}
-        rows = zip(_NAMES, *figures.values(), strict=True)
-        yield table(("cost", *figures), rows, numbers=len(figures))
+        stages = {"lowered": self.lowered, "compiled": self.compiled, "executed": self.executed}
+        yield _table({name: cost for name, cost in stages.items() if cost is not None}, "cost")
         if copied := self.executed and self.executed.host_bytes:
             yield text(f"copied between device and host in one call: {bytes_text(copied)}")
+
+
+def _table(costs: Mapping[str, Cost], title: str) -> Any:
+    figures = [
+        (count_text(one.flops), bytes_text(one.bytes_accessed), count_text(one.transcendentals))
+        for one in costs.values()
+    ]
+    return table((title, *costs), zip(_NAMES, *figures, strict=True), numbers=len(costs))
+
+
+_NAMES = ("flops", "bytes accessed", "transcendentals")
 
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:
@@ -98,20 +98,12 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
     Args:
       analysis: what the method of the stage returned: a dict, or a list of one.
       stage: what the figures are for.
-
-    Example:
-      >>> from nnx_sharding.analysis import cost_of
-      >>> cost = cost_of({"flops": 8.0, "bytes accessed": -1.0}, "one device")
-      >>> cost.flops, cost.bytes_accessed, cost.transcendentals
-      (8.0, None, 0.0)
     """
     figures = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
     if not isinstance(figures, Mapping) or not figures:
         return None
-    flops, accessed, transcendentals = (_figure(figures, name) for name in _NAMES)
-    return Cost(
-        flops, accessed, transcendentals, stage, _figure(figures, "optimal_seconds") or None
-    )
+    optimal_seconds = _figure(figures, "optimal_seconds") or None
+    return Cost(*(_figure(figures, name) for name in _NAMES), stage, optimal_seconds)
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:

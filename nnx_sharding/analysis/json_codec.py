@@ -51,17 +51,14 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     return value if other is None else as_data(other(value), other)
 
 
-def read(kind: type[T], data: Any, what: str) -> T:
+def read(kind: type[T], data: Any, what: str, **made: Any) -> T:
     """Makes a dataclass, called ``what`` in messages, from the data that :func:`as_data` returned.
 
-    Strings and numbers are taken as they are. What wrote the data, and so its form, is known from
-    its version, which the caller has checked.
-
-    Raises:
-      ValueError: the data has another form.
+    Strings and numbers are taken as they are: the caller has checked the version of the data. The
+    fields in ``made`` are given. A ValueError if the data has another form.
     """
     try:
-        return typing.cast(T, _made(kind, data))
+        return typing.cast(T, _made(kind, data, made))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"not a valid {what}: {error}. It may be damaged, or written by another program."
@@ -74,8 +71,7 @@ def _entry(entry: Any) -> Any:
     return list(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
 
-def _made(kind: Any, data: Any) -> Any:
-    """A value of a type."""
+def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         # One of them at most is written as a list or a dict.
@@ -86,9 +82,10 @@ def _made(kind: Any, data: Any) -> Any:
         return _made_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = _fields(kind)
-        if wrong := [name for name in (*fields, *data) if (name in fields) != (name in data)]:
+        given = {**made, **data}
+        if wrong := [name for name in fields | given if (name in fields) != (name in given)]:
             raise ValueError(f"{', '.join(wrong)} missing or unknown")
-        return kind(**{name: _made(fields[name], value) for name, value in data.items()})
+        return kind(**made, **{name: _made(fields[name], value) for name, value in data.items()})
     part = _part_of(kind)
     if part is not None:
         parts = tuple(_made(part, one) for one in data)

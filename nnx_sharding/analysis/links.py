@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .collectives import Collective, Collectives, MeshAxes, axes_text
-from .hardware import Device
+from .hardware import Hardware
 from .meshes import MeshDescription
 from .tables import table
 from .units import UNKNOWN, bytes_text, count_text, time_text
@@ -59,20 +59,20 @@ _UNKNOWN = _Route("all links", 2, 2, 1)  # all bytes over all links, as between 
 
 
 def traffic_of(
-    collectives: Collectives, mesh: MeshDescription | None, device: Device
+    collectives: Collectives, mesh: MeshDescription | None, hardware: Hardware
 ) -> tuple[Traffic, ...]:
     """What collectives send over each kind of link of a device, by mesh axes."""
     rows = []
     for axes in collectives.by_axes():
         some = [one for one in collectives if one.axes == axes and one.bytes_sent]
-        route = _route(axes, mesh, device)
+        route = _route(axes, mesh, hardware)
         bandwidths = {
-            route.links: device.interconnect_bandwidth,
-            _network(device): device.network_bandwidth,
+            route.links: hardware.interconnect_bandwidth,
+            _network(hardware): hardware.network_bandwidth,
             _CHIP: math.inf,
         }
         if route.torus:
-            bandwidths[route.links] = route.num_links * device.link_bandwidth
+            bandwidths[route.links] = route.num_links * hardware.link_bandwidth
         parts = [_parts(one, route) for one in some]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
             sent, even = (sum(part[i][j] for part in parts) for j in range(2))
@@ -90,7 +90,7 @@ def all_known(figures: Iterable[float | None]) -> list[float] | None:
     return known if len(known) == len(listed) else None
 
 
-def interconnect_seconds(traffic: Iterable[Traffic], device: Device) -> float | None:
+def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
     """The least time for all traffic: in sequence over the same links, else in parallel.
 
     None if the time for some of it is unknown.
@@ -101,8 +101,8 @@ def interconnect_seconds(traffic: Iterable[Traffic], device: Device) -> float | 
         if row.seconds is None:
             return None
         times[row.links] += row.seconds
-        sent += row.bytes_sent if row.links not in (_CHIP, _network(device)) else 0
-    return max(sent / device.interconnect_bandwidth, *times.values(), 0.0)
+        sent += row.bytes_sent if row.links not in (_CHIP, _network(hardware)) else 0
+    return max(sent / hardware.interconnect_bandwidth, *times.values(), 0.0)
 
 
 def traffic_table(traffic: Iterable[Traffic]) -> Any:
@@ -115,8 +115,8 @@ def traffic_table(traffic: Iterable[Traffic]) -> Any:
     return table(("links", "axes", "bandwidth", "sent", "at least"), rows, numbers=3)
 
 
-def _network(device: Device) -> str:
-    return "DCN" if device.torus_dimensions else "network"
+def _network(hardware: Hardware) -> str:
+    return "DCN" if hardware.torus_dimensions else "network"
 
 
 def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
@@ -145,7 +145,7 @@ def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
     return [(parts[0], parts[0] * factor), *((part, part) for part in parts[1:])]
 
 
-def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Route:
+def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> _Route:
     """The links between the devices of a group over mesh axes; the worst if groups differ."""
     if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
         return _UNKNOWN
@@ -154,37 +154,37 @@ def _route(axes: MeshAxes, mesh: MeshDescription | None, device: Device) -> _Rou
     size = math.prod(positions.shape[axis] for axis in over)
     groups = np.moveaxis(positions, over, range(-len(over), 0)).reshape(-1, size)
     known = {name: np.array(column) for name, column in mesh.coordinates.items()}
-    if device.torus_dimensions:
+    if hardware.torus_dimensions:
         at = np.array([known.get(name, 0 * positions.ravel()) for name in ("slice", *"xyz")])
         extents = [int(extent) + 1 for extent in np.ptp(at[1:], axis=1)]
-        fits = sum(extent > 1 for extent in extents) <= device.torus_dimensions
+        fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
         if not known.keys() - {"slice"} or not fits:
             return _UNKNOWN
         placed = np.moveaxis(at[:, groups], 1, 0)
         shapes = np.unique(placed - placed.min(2, keepdims=True), axis=0)  # far fewer than groups
-        routes = {_torus_route(shape, extents, device) for shape in shapes}
+        routes = {_torus_route(shape, extents, hardware) for shape in shapes}
         return min(routes, key=lambda route: (-route.slices, route.num_links))
-    links = "NVLink" if device.domain else _UNKNOWN.links
+    links = "NVLink" if hardware.domain else _UNKNOWN.links
     nodes = known.get("slice")
     if nodes is None or len(known) > 1:  # of no GPUs
-        domain = device.domain or positions.size
+        domain = hardware.domain or positions.size
         nodes = positions.ravel() // domain
         links += f" (nodes of {domain} assumed)" * (positions.size > domain)
     return _Route(links, size, size, max(len({*nodes[group].tolist()}) for group in groups))
 
 
-def _is_closed(dimension: int, extents: Sequence[int], device: Device) -> bool:
+def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
     """Whether links close a dimension of a slice to a ring.
 
     In two dimensions, if it is as long as a pod; in three, if the slice consists of full cubes:
     https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
     """
-    if device.torus_dimensions == 2:
+    if hardware.torus_dimensions == 2:
         return extents[dimension] == 16
     return all(extent % 4 == 0 for extent in extents)
 
 
-def _torus_route(at: np.ndarray, extents: Sequence[int], device: Device) -> _Route:
+def _torus_route(at: np.ndarray, extents: Sequence[int], hardware: Hardware) -> _Route:
     """The links between TPUs whose slices and coordinates are the rows of an array."""
     torus, words, is_open = [], [], False
     for i, (name, column) in enumerate(zip("xyz", at[1:], strict=True)):
@@ -192,7 +192,7 @@ def _torus_route(at: np.ndarray, extents: Sequence[int], device: Device) -> _Rou
         if (size := len(values)) < 2:
             continue
         gap = int(np.diff(values).min())  # the groups in between use the same links
-        is_ring = size * gap == extents[i] and _is_closed(i, extents, device)
+        is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
         is_open |= not is_ring
         torus.append((size, (2 if is_ring else 1) / gap))
         shape = f"{'ring' if is_ring else 'line'} of {size}"

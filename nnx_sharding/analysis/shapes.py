@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 # More bytes or runs than any program has: the text is damaged.
@@ -68,6 +68,11 @@ def arrays(shape: Shapes) -> Iterator[Shape]:
             yield top
         else:
             stack.extend(reversed(top))
+
+
+def total_bytes(shapes: Iterable[Shape]) -> int:
+    """The bytes of several arrays."""
+    return sum(shape.bytes for shape in shapes)
 
 
 _SHAPE_TOKEN = re.compile(r"/\*.*?\*/|([a-z][a-z0-9]*)\[([^\[\]]*)\](?:\{([^{}]*)\})?|[()]")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -17,13 +17,18 @@ from ..errors import raise_listed
 from ..partition import fsdp, replicated, tensor_parallel, zero1
 from ..specs.state_sharding import StateSharding
 
-# Batches are sharded over the first two axes of a mesh, layers by tensor parallelism over the last.
-REPLICA, DATA, MODEL = "replica", "data", "model"
-
 # The strategies over the axes of the batch, and those for layers over the model axis.
 _OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
 _OVER_MODEL = ("", " + tensor", " + sequence")
 STRATEGIES = tuple(data + model for model in _OVER_MODEL for data in _OVER_DATA)
+
+
+class Axes(NamedTuple):
+    """Names of mesh axes: the batch is sharded over the first two, layers over the last."""
+
+    replica: str
+    data: str
+    model: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,30 +58,30 @@ class Candidate:
         return ", ".join(part for part in (self.strategy, sizes, self.variant) if part)
 
 
-def mesh_sizes(count: int, num_slices: int, *, uses_model: bool) -> Iterator[dict[str, int]]:
+def mesh_sizes(
+    count: int, num_slices: int, axes: Axes, *, uses_model: bool
+) -> Iterator[dict[str, int]]:
     """The sizes of the meshes of this many devices, with a model axis if that is used."""
-    slices = {REPLICA: num_slices} if num_slices > 1 else {}
+    slices = {axes.replica: num_slices} if num_slices > 1 else {}
     within = count // num_slices
-    most = within if uses_model else 1
-    for model in range(1, most + 1):
+    for model in range(1, within + 1 if uses_model else 2):
         if within % model == 0:
-            yield {**slices, DATA: within // model, **({MODEL: model} if model > 1 else {})}
+            of_model = {axes.model: model} if model > 1 else {}
+            yield {**slices, axes.data: within // model, **of_model}
 
 
 def check_meshes(
-    meshes: Sequence[Mapping[str, int]], devices: int | None, strategies: Mapping[str, Any]
+    meshes: Sequence[Mapping[str, int]],
+    devices: int | None,
+    strategies: Mapping[str, Any],
+    axes: Axes,
 ) -> None:
-    """Checks the meshes that the user wants to try.
-
-    Raises:
-      ValueError: a mesh has other axes than the strategies of this library use, or not this many
-        devices.
-    """
-    axes = (REPLICA, DATA, MODEL)
+    """Raises a ValueError for meshes with other axes than strategies use, or too many devices."""
     wrong = [
-        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(axes)}"
+        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(axes)}; name those "
+        "of your mesh with axes=(data, model)"
         for sizes in meshes
-        if None in strategies.values() and not set(axes).issuperset(sizes)
+        if None in strategies.values() and not {*axes}.issuperset(sizes)
     ]
     wrong += [
         f"  {dict(sizes)}: {math.prod(sizes.values())} devices, not {devices}"
@@ -86,30 +91,27 @@ def check_meshes(
     raise_listed(ValueError, "plan: these meshes cannot be used:", wrong)
 
 
-def applies(strategy: str, sizes: Mapping[str, int]) -> bool:
+def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
     """Whether a mesh has the axes that a strategy needs, and no model axis that it does not use."""
     data, _, model = strategy.partition(" + ")
-    needed = {"dp": (), "hsdp": (REPLICA, DATA)}.get(data, (DATA,))
+    needed = {"dp": (), "hsdp": (axes.replica, axes.data)}.get(data, (axes.data,))
     has_needed = all(sizes.get(axis, 1) > 1 for axis in needed)
-    return has_needed and bool(model) == (MODEL in sizes)
+    return has_needed and bool(model) == (axes.model in sizes)
 
 
 def in_shardings_of(
-    strategy: str, mesh: Mesh | AbstractMesh, args: Sequence[Any]
+    strategy: str, mesh: Mesh | AbstractMesh, args: Sequence[Any], axes: Axes
 ) -> tuple[Any, ...]:
     """The shardings of all arguments: modules by the strategy, batches by rows.
 
     An optimizer belongs to the model in front of it. The batch consists of the arrays outside of
     modules that have the most frequent first dimension.
-
-    Raises:
-      ValueError: the devices do not divide the batch, or no model is in front of an optimizer.
     """
-    axes = tuple(axis for axis in (REPLICA, DATA) if axis in mesh.shape)
-    rows, count = batch_rows(args), math.prod(mesh.shape[axis] for axis in axes)
+    over = tuple(axis for axis in axes[:2] if axis in mesh.shape)
+    rows, count = _batch_rows(args), math.prod(mesh.shape[axis] for axis in over)
     if rows % count:
-        raise ValueError(f"{count} devices over {' and '.join(axes)} do not divide {rows} rows")
-    batch = PartitionSpec(axes if len(axes) > 1 else axes[0])
+        raise ValueError(f"{count} devices over {' and '.join(over)} do not divide {rows} rows")
+    batch = PartitionSpec(over if len(over) > 1 else over[0])
     result: list[Any] = []
     model: Any = None
     for arg in args:
@@ -120,26 +122,28 @@ def in_shardings_of(
         model = arg if optimizer is None else getattr(arg, "model", model)
         if model is None:
             raise ValueError("expected the model in front of its optimizer, got no model there")
-        result.append(_sharding_of(strategy, model, optimizer, mesh, axes))
+        result.append(_sharding_of(strategy, model, optimizer, mesh, over, axes))
     return tuple(result)
 
 
 def _sharding_of(
-    strategy: str, model: Any, optimizer: Any, mesh: Any, axes: tuple[str, ...]
+    strategy: str, model: Any, optimizer: Any, mesh: Any, over: tuple[str, ...], axes: Axes
 ) -> StateSharding:
     data, _, style = strategy.partition(" + ")
+    options: dict[str, Any] = {"optimizer": optimizer}
     base = None
     if style:
-        base = tensor_parallel(model, mesh, optimizer=optimizer, sequence=style == "sequence")
+        base = tensor_parallel(
+            model, mesh, axis=axes.model, sequence=style == "sequence", **options
+        )
     if data in ("fsdp", "hsdp"):
-        over = DATA if data == "hsdp" else axes
-        return fsdp(model, mesh, axis=over, base=base, optimizer=optimizer)
+        return fsdp(model, mesh, axis=axes.data if data == "hsdp" else over, base=base, **options)
     if data == "zero1" and optimizer is not None:
-        return zero1(model, optimizer, mesh, axis=axes, base=base)
-    return base or replicated(model, optimizer=optimizer)
+        return zero1(model, optimizer, mesh, axis=over, base=base)
+    return base or replicated(model, **options)
 
 
-def batch_rows(args: Sequence[Any]) -> int:
+def _batch_rows(args: Sequence[Any]) -> int:
     """The number of rows of the batch; 0 without one."""
     arrays = (x for arg in args if not _compat.is_graph_object(arg) for x in jax.tree.leaves(arg))
     counts = Counter(filter(None, map(_rows, arrays)))

@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..analysis.hardware import DEVICES, Device
+from ..analysis.hardware import HARDWARE, Hardware
 from ..report.sharding import ShardingRow, check_sharding
 from ..specs.fitting import axes_of
 from ..specs.state_sharding import StateSharding
-from .candidates import MODEL, Candidate
+from .candidates import Candidate
 
 
 class Prediction(NamedTuple):
@@ -34,24 +34,26 @@ class Prediction(NamedTuple):
     sent: float
     key: Any
 
-    def seconds(self, device: Device | None) -> float:
+    def seconds(self, hardware: Hardware | None) -> float:
         """A rough time to send, and to read and write the arguments; on a TPU v5e by default."""
-        device = DEVICES["TPU v5e"] if device is None else device
-        accessed = 2 * self.arguments / device.memory_bandwidth
-        return self.sent / device.interconnect_bandwidth + accessed
+        peak = hardware or HARDWARE["TPU v5e"]
+        accessed = 2 * self.arguments / peak.memory_bandwidth
+        return self.sent / peak.interconnect_bandwidth + accessed
 
 
-def predict(candidate: Candidate, args: Sequence[Any]) -> Prediction:
-    """Predicts what a candidate needs for these arguments.
+def predict(candidate: Candidate, args: Sequence[Any], model: str = "model") -> Prediction:
+    """Predicts what a candidate needs; a ValueError if specs do not fit.
 
-    Raises:
-      ValueError: specs do not fit.
+    Args:
+      candidate: the candidate.
+      args: the arguments of the step.
+      model: the name of the axis over which layers are sharded.
     """
     sizes = dict(candidate.sizes)
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     arguments, sent = 0, 0.0
     key: list[Any] = [tuple((axis, size) for axis, size in sizes.items() if size > 1)]
-    tokens = _tokens(args) / math.prod(size for axis, size in sizes.items() if axis != MODEL)
+    tokens = _tokens(args) / math.prod(size for axis, size in sizes.items() if axis != model)
     for arg, sharding in zip(args, candidate.in_shardings, strict=True):
         if not isinstance(sharding, StateSharding):
             arguments += _tree_bytes(arg, sharding, abstract)
@@ -63,7 +65,7 @@ def predict(candidate: Candidate, args: Sequence[Any]) -> Prediction:
         key.append(tuple(_split(row, sizes) for row in rows))
         key.append(sharding.activations)
         if not isinstance(arg, nnx.Optimizer):
-            sent += sum(_sent(row, sizes, tokens) for row in rows)
+            sent += sum(_sent(row, sizes, tokens, model) for row in rows)
     return Prediction(arguments, sent, tuple(key))
 
 
@@ -73,20 +75,20 @@ def _split(row: ShardingRow, sizes: dict[str, int]) -> tuple[tuple[str, ...], ..
     return tuple(tuple(axis for axis in axes_of(x) if sizes[axis] > 1) for x in entries)
 
 
-def _sent(row: ShardingRow, sizes: dict[str, int], tokens: float) -> float:
+def _sent(row: ShardingRow, sizes: dict[str, int], tokens: float, model: str) -> float:
     if "float" not in row.dtype:  # it has no gradient
         return 0.0
     split = _split(row, sizes)
     over = {axis for axes in split for axis in axes}
-    shards = math.prod(sizes[axis] for axis in over - {MODEL})
-    devices = math.prod(size for axis, size in sizes.items() if axis != MODEL)
-    held = row.bytes_total / (sizes[MODEL] if MODEL in over else 1)
+    shards = math.prod(sizes[axis] for axis in over - {model})
+    devices = math.prod(size for axis, size in sizes.items() if axis != model)
+    held = row.bytes_total / (sizes[model] if model in over else 1)
     sent = 3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices)
-    if MODEL in over and len(row.shape) > 1:
-        sharded = math.prod(d for d, axes in zip(row.shape, split, strict=False) if MODEL in axes)
+    if model in over and len(row.shape) > 1:
+        sharded = math.prod(d for d, axes in zip(row.shape, split, strict=False) if model in axes)
         features = math.prod(row.shape) / sharded
         itemsize = row.bytes_total / math.prod(row.shape)
-        sent += tokens * features * itemsize * 2 * (1 - 1 / sizes[MODEL])
+        sent += tokens * features * itemsize * 2 * (1 - 1 / sizes[model])
     return sent
 
 

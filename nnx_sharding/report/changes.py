@@ -9,13 +9,13 @@ from typing import Any, Literal, Self, TypeAlias
 
 from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
-from ..analysis.parameters import ParameterRow
+from ..analysis.parameters import ParameterRow, spec_text
 from ..analysis.tables import Pictured, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_text
 from .comparison import Comparison, Failure, Source, load
 from .program import ProgramReport
 
-Kind: TypeAlias = Literal["program", "memory", "cost", "roofline", "collective", "parameter"]
+Part: TypeAlias = Literal["program", "memory", "cost", "roofline", "collective", "parameter"]
 Value: TypeAlias = float | str | None
 
 
@@ -31,7 +31,7 @@ class Change:
       strategy: the strategy in two comparisons; empty for two reports.
     """
 
-    kind: Kind
+    kind: Part
     name: str
     before: Value
     after: Value
@@ -70,9 +70,6 @@ class Changes(tuple[Change, ...], Pictured):
 
     Attributes:
       made_with: the versions that differ, before and after.
-
-    Example:
-      See :func:`diff`.
     """
 
     made_with: Mapping[str, tuple[str, str]]
@@ -89,12 +86,6 @@ class Changes(tuple[Change, ...], Pictured):
         """The figures that grew by more than a fraction of the one before, or became unknown.
 
         So does the outcome of a strategy that does not compile any more.
-
-        Args:
-          threshold: the fraction, such as 0.05 for 5 %.
-
-        Raises:
-          ValueError: it is negative or not a number.
         """
         _check_threshold(threshold)
         grown = (one for one in self if one.is_lost or (one.relative or 0.0) > threshold)
@@ -125,7 +116,7 @@ class Changes(tuple[Change, ...], Pictured):
             yield text("no changes")
 
 
-_TITLES: dict[Kind, str] = {
+_TITLES: dict[Part, str] = {
     "program": "program",
     "memory": "memory of one device",
     "cost": "cost of one device",
@@ -147,12 +138,6 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
     Returns:
       The changes of memory, cost, roofline, collectives and arguments. Different versions of JAX,
       Flax and Python are reported with them, but are not changes themselves.
-
-    Raises:
-      ValueError: a file holds neither, one is a report and the other a comparison, or
-        ``threshold`` is negative.
-      TypeError: they are something else.
-      OSError: a file cannot be read.
 
     Example:
       >>> import jax
@@ -229,7 +214,7 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
     return None if report is None else "compiled"
 
 
-def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
+def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     """Everything that is compared, by kind and name."""
     memory, cost = as_data(report.memory) or {}, as_data(report.cost.executed) or {}
     collectives: dict[str, Value] = {}
@@ -238,7 +223,7 @@ def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
         collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
     roofline: dict[str, Value] = {}
     if report.roofline is not None:
-        roofline[f"least time on {report.roofline.device}"] = report.roofline.seconds
+        roofline[f"least time on {report.roofline.hardware}"] = report.roofline.seconds
         roofline["bound by"] = report.roofline.bound_by
     own = getattr(report.cost.compiled, "optimal_seconds", None)
     roofline["the compiler's own estimate"] = own
@@ -260,6 +245,6 @@ _COST = ("flops", "bytes_accessed", "transcendentals")
 
 def _described(row: ParameterRow) -> str:
     words = [f"{row.dtype}[{','.join(map(str, row.shape))}]"]
-    words.append("no spec" if row.spec is None else row.spec_text)
+    words.append("no spec" if row.spec is None else spec_text(row.spec))
     words += [] if row.memory_kind in (None, "device") else [row.memory_kind]
     return " ".join([*words, *row.marks])

@@ -37,12 +37,7 @@ class JsonForm(Pictured):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Reads what :meth:`as_dict` returned.
-
-        Raises:
-          ValueError: it has another format or version, or parts that are missing, unknown or of a
-            wrong type.
-        """
+        """Reads what :meth:`as_dict` returned; a ValueError if it has another form or version."""
         parts = dict(data) if isinstance(data, dict) else {}
         form, version = parts.pop("format", None), parts.pop("version", None)
         if form != cls._FORMAT:
@@ -57,11 +52,7 @@ class JsonForm(Pictured):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Reads what :meth:`to_json` returned.
-
-        Raises:
-          ValueError: it is not JSON, or as for :meth:`from_dict`.
-        """
+        """Reads what :meth:`to_json` returned; a ValueError as for :meth:`from_dict`."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -74,12 +65,7 @@ class JsonForm(Pictured):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-          ValueError: as for :meth:`from_json`; the message begins with the path.
-          OSError: the file cannot be read.
-        """
+        """Reads what :meth:`save` wrote; a ValueError as for :meth:`from_dict`, with the path."""
         try:
             return cls.from_json(Path(path).read_bytes())
         except ValueError as error:

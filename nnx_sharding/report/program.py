@@ -15,7 +15,7 @@ from .._version import __version__
 from ..analysis.activation_table import ActivationRow, activations_table
 from ..analysis.collectives import Collectives, axes_text
 from ..analysis.cost import Costs
-from ..analysis.hardware import Device, known_device
+from ..analysis.hardware import HARDWARE, Hardware
 from ..analysis.json_codec import as_data
 from ..analysis.links import traffic_table
 from ..analysis.memory import Memory
@@ -54,8 +54,8 @@ class ProgramReport(JsonForm):
       cost: what it computes.
       collectives: what the devices exchange; None if the text is not understood.
       activations: what modules return, in the order of their calls.
-      roofline: the least time on a device, with loop bodies counted as often as they run; None if
-        no device was given.
+      roofline: the least time, with loop bodies counted as often as they run; None if the hardware
+        is not known.
       hlo: the text of the compiled program; None if the backend has none.
 
     Example:
@@ -85,7 +85,7 @@ class ProgramReport(JsonForm):
     hlo: str | None
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 2
+    _VERSION = 3
     _NOUN = "report of a program"
 
     @classmethod
@@ -97,17 +97,13 @@ class ProgramReport(JsonForm):
         memory = dataclasses.replace(report.memory, by_path=by_path)
         return dataclasses.replace(report, memory=memory)
 
-    def with_roofline(self, device: Device | str) -> ProgramReport:
-        """The same report with the roofline of another device.
+    def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
+        """The same report with another roofline.
 
         Args:
-          device: its peak figures, or its name, such as ``"TPU v5e"``.
-
-        Raises:
-          ValueError: the device is not in the table.
-          TypeError: it is neither a device nor a name.
+          hardware: the peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``.
         """
-        roofline = roofline_of(self.cost.executed, self.collectives, device, self.mesh)
+        roofline = roofline_of(self.cost.executed, self.collectives, hardware, self.mesh)
         return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -160,8 +156,6 @@ def describe(compiled: Compiled) -> ProgramReport:
         sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
-    device = known_device(first.device_kind)
-    costs = compiled.lowered_cost(), compiled.cost(), compiled.cost(loops=True)
     report = ProgramReport(
         name=compiled._plan.fun_name,
         made_with=Versions(
@@ -173,10 +167,11 @@ def describe(compiled: Compiled) -> ProgramReport:
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
         memory=compiled.memory(),
-        cost=Costs(*costs),
+        cost=Costs(compiled.lowered_cost(), compiled.cost(loops=False), compiled.cost()),
         collectives=compiled.collectives(),
         activations=tuple(compiled.activations()),
         roofline=None,
         hlo=compiled.as_text(),
     )
-    return report if device is None else report.with_roofline(device)
+    hardware = HARDWARE.get(first.device_kind)
+    return report if hardware is None else report.with_roofline(hardware)

@@ -37,11 +37,6 @@ def html_page(report: Any, title: str | None = None) -> str:
     Returns:
       The HTML text.
 
-    Raises:
-      TypeError: ``report`` is something else.
-      ValueError: its JSON form has another format or version, or is damaged.
-      OSError: the file cannot be read.
-
     Example:
       >>> import jax
       >>> from nnx_sharding import jit
@@ -73,28 +68,7 @@ def html_page(report: Any, title: str | None = None) -> str:
 
 
 def write_html(path: str | os.PathLike[str], report: Any, title: str | None = None) -> None:
-    """Write :func:`html_page` to a file.
-
-    Args:
-      path: the file, which is replaced if it exists.
-      report: what to show, as in :func:`html_page`.
-      title: the title of the page; None takes the name in the report.
-
-    Raises:
-      TypeError: as :func:`html_page`; nothing is written then.
-      ValueError: as :func:`html_page`; nothing is written then.
-      OSError: the file cannot be written.
-
-    Example:
-      >>> import pathlib, tempfile
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import jit
-      >>> from nnx_sharding.report.page import write_html
-      >>> path = pathlib.Path(tempfile.mkdtemp(), "report.html")
-      >>> write_html(path, jit(lambda x: x + 1).lower(jnp.ones(4)).compile().report())
-      >>> path.stat().st_size > 10_000
-      True
-    """
+    """Write :func:`html_page` to a file, which is replaced if it exists."""
     Path(path).write_text(html_page(report, title), encoding="utf-8")
 
 

@@ -32,10 +32,10 @@ function overview(report) {
   const counted =
     (inLoop ? "; some in loops of unknown length, counted once" : "") +
     (inBranch ? "; each branch of a conditional counted as taken" : "");
-  const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by ?? UNKNOWN}`;
+  const bound = roofline && `lower bound on ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
   const notes = {
     bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
-    roofline: bound ?? "no device was given",
+    roofline: bound ?? "the hardware is not known",
   };
   const tile = (label, value, note) => el("div", el("dt", label), el("dd", value), el("dd", note));
   const total = [bytes(sum(parameters, (row) => row.bytes_total)), " in total"];
@@ -92,7 +92,7 @@ function rooflineSection({ roofline, cost }) {
     return [label, roofline[`${kind}_s`], isBound && "strong"];
   });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
-  const { compute_s, memory_s, interconnect_s, traffic, sources, device } = roofline;
+  const { compute_s, memory_s, interconnect_s, traffic, sources, hardware } = roofline;
   const parts = [compute_s, memory_s, ...traffic.map((row) => row.seconds)];
   const total = (times) => sum(times, (time) => time);
   const most = isNumber(interconnect_s) ? combined(total, parts) : null;
@@ -105,7 +105,7 @@ function rooflineSection({ roofline, cost }) {
     return [" ", /^https?:\/\//i.test(href) ? link : href];
   });
   const words = note("Arithmetic intensity ", intensity, " flops per byte. ");
-  const cited = links.length > 0 && note("Figures of the device:", links);
+  const cited = links.length > 0 && note("Figures of the hardware:", links);
   const nodes = [bars(entries, time), trafficTable(traffic), overlap, estimate, words, cited];
-  return section("roofline", `Roofline of ${device}`, nodes);
+  return section("roofline", `Roofline of ${hardware}`, nodes);
 }
