@@ -158,7 +158,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     report = _called(arguments, lambda of, value: _report(options, of, value, named))
     write(arguments, report)
     judged = Comparison({report.name: report}).judged(
-        memory_limit=arguments.memory_limit, device=arguments.hardware
+        memory_limit=arguments.memory_limit, hardware=arguments.hardware
     )
     if judged.fits(report.name):
         return 0
