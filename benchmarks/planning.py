@@ -248,9 +248,9 @@ def report(name: str, case: Case, found: Plan, seconds: float) -> None:
     by_hand = case.flops(parameters)
     for candidate in found.candidates.values():
         compiled = found.comparison.compiled.get(candidate.name)
-        if compiled is None or compiled.cost.executed is None:
+        if compiled is None or compiled.cost is None:
             continue
-        flops, devices = compiled.cost.executed.flops or 0.0, candidate.mesh.size
+        flops, devices = compiled.cost.flops or 0.0, candidate.mesh.size
         ratio = flops * devices / by_hand
         line = f"  {candidate.name}: flops {ratio:.3f} of {by_hand / devices:.3g} by hand"
         sent, expected = compiled.collectives, weights_sent(candidate, parameters)

@@ -567,8 +567,7 @@ class ReportTest(parameterized.TestCase):
         [row] = data["parameters"]
         assert (row["path"], row["shape"], row["spec"]) == ("x", [8, 4], ["data", None])
         assert (report.name, report.platform, report.num_devices) == ("run", "cpu", 8)
-        assert data["cost"]["lowered"]["flops"] == 8 * 4
-        assert data["cost"]["compiled"]["flops"] == 4 * 4
+        assert data["cost"]["flops"] == 4 * 4
         assert "by_path" not in data["memory"]
         assert data["hlo"].startswith("HloModule")
         assert data["roofline"]["hardware"] == "TPU v4"
@@ -606,7 +605,7 @@ class ReportTest(parameterized.TestCase):
         ({"extra": 1}, "extra missing or unknown"),
         ({"collectives": [{"kind": "all-reduce"}]}, "bytes.* missing or unknown"),
         ({"parameters": 3}, "not a valid report"),
-        ({"cost": {}}, "lowered, compiled, executed missing"),
+        ({"cost": {}}, "flops, .* missing"),
     )
     def test_another_form(self, parts, message):
         with self.assertRaisesRegex(ValueError, message):

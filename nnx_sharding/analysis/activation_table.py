@@ -73,18 +73,10 @@ def _row(call: Any) -> ActivationRow:
         spec, shard_shape = call.sharding.spec, tuple(call.sharding.shard_shape(call.shape))
         spec = full_spec(spec, len(call.shape))
         bytes_per_device = array_bytes(shard_shape, call.dtype)
+    dtype, total = str(call.dtype), array_bytes(call.shape, call.dtype)
     return ActivationRow(
-        path=call.path,
-        module=call.module,
-        method=call.method,
-        output=call.output,
-        shape=tuple(call.shape),
-        dtype=str(call.dtype),
-        spec=spec,
-        shard_shape=shard_shape,
-        bytes_per_device=bytes_per_device,
-        bytes_total=array_bytes(call.shape, call.dtype),
-        chosen_by=call.chosen_by,
+        *(call.path, call.module, call.method, call.output, tuple(call.shape), dtype, spec),
+        *(shard_shape, bytes_per_device, total, call.chosen_by),
     )
 
 

@@ -18,10 +18,10 @@ COMPILED = "after optimisation, one device"
 class Cost(Pictured):
     """Estimates of XLA; a figure that it does not know is None.
 
-    XLA counts the body of a loop once, however often it runs. Before optimisation the program is
-    that of all devices together, but the inside of a ``shard_map``, which is written for one
-    device, counts as written; and each sharding annotation, like any other custom call, counts as
-    -1 flop and -1 byte.
+    XLA counts the body of a loop once; the stage says whether bodies count as often as they run.
+    Before optimisation the program is that of all devices together, but the inside of a
+    ``shard_map``, which is written for one device, counts as written; and each sharding annotation,
+    like any other custom call, counts as -1 flop and -1 byte.
 
     Attributes:
       flops: additions and multiplications, so 2·m·k·n for a matrix product.
@@ -30,7 +30,7 @@ class Cost(Pictured):
         ``flops``.
       stage: what the figures are for.
       optimal_seconds: the compiler's own estimate of the time of a call, for the device that it
-        compiles for. Only the TPU compiler makes one.
+        compiles for, with the bodies of loops counted once. Only the TPU compiler makes one.
       host_bytes: the bytes copied between device and host memory, with loops counted as often as
         they run; None before that is known.
 
@@ -57,36 +57,11 @@ class Cost(Pictured):
         return self.flops / self.bytes_accessed
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        yield _table({"": self}, f"cost {self.stage}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Costs(Pictured):
-    """The estimates at each stage; None where there is none.
-
-    Attributes:
-      lowered: before optimisation, for all devices together.
-      compiled: after optimisation, for one device.
-      executed: the same, with loop bodies counted as often as they run.
-    """
-
-    lowered: Cost | None
-    compiled: Cost | None
-    executed: Cost | None
-
-    def _pictures(self, width: int) -> Iterable[Any]:
-        stages = {"lowered": self.lowered, "compiled": self.compiled, "executed": self.executed}
-        yield _table({name: cost for name, cost in stages.items() if cost is not None}, "cost")
-        if copied := self.executed and self.executed.host_bytes:
-            yield text(f"copied between device and host in one call: {bytes_text(copied)}")
-
-
-def _table(costs: Mapping[str, Cost], title: str) -> Any:
-    figures = [
-        (count_text(one.flops), bytes_text(one.bytes_accessed), count_text(one.transcendentals))
-        for one in costs.values()
-    ]
-    return table((title, *costs), zip(_NAMES, *figures, strict=True), numbers=len(costs))
+        figures = [count_text(self.flops), bytes_text(self.bytes_accessed)]
+        rows = zip(_NAMES, [*figures, count_text(self.transcendentals)], strict=True)
+        yield table((f"cost {self.stage}", ""), rows, numbers=1)
+        if self.host_bytes:
+            yield text(f"copied between device and host in one call: {bytes_text(self.host_bytes)}")
 
 
 _NAMES = ("flops", "bytes accessed", "transcendentals")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from .cost import Cost
@@ -39,9 +40,8 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     if module.is_for_tpu and cost.bytes_accessed is not None:
         figures["bytes_accessed"] = float(executed.bytes_accessed)
     stage = ", ".join([WITH_LOOPS, *_remarks(module)])
-    seconds = cost.optimal_seconds if executed == once else None
     figures["host_bytes"] = float(host_bytes(module))
-    return dataclasses.replace(cost, **figures, stage=stage, optimal_seconds=seconds)
+    return dataclasses.replace(cost, **figures, stage=stage)
 
 
 def _plus(figure: float | None, more: int) -> float | None:
@@ -67,9 +67,9 @@ def _work(module: Module) -> _Both:
 
 
 def _sum(parts: Sequence[_Both]) -> _Both:
-    once, executed = _NONE
-    for part in parts:
-        once, executed = once.plus(part[0]), executed.plus(part[1])
+    once, executed = (
+        functools.reduce(Work.plus, each, Work()) for each in zip(_NONE, *parts, strict=True)
+    )
     return once, executed
 
 

@@ -57,8 +57,7 @@ class Memory(Pictured):
     by_path: Mapping[str, int] = dataclasses.field(default_factory=dict, metadata=UNWRITTEN)
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        names = [field.name for field in dataclasses.fields(self) if field.name != "by_path"]
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-1]}
         known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}
         most = max(known.values(), default=0) or 1
         rows = [

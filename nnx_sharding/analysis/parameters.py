@@ -213,10 +213,10 @@ def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
 
 def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **more: Any) -> Row:
     """The row of an array with this sharding."""
-    shape = tuple(array.shape)
-    shard_shape = shape if sharding is None else tuple(sharding.shard_shape(shape))
+    shape = shard_shape = tuple(array.shape)
     spec: PartitionSpec | str | None = None
     if sharding is not None:
+        shard_shape = tuple(sharding.shard_shape(shape))
         spec = sharding.spec if isinstance(sharding, NamedSharding) else repr(sharding)
     return kind(
         path=path,

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -19,7 +19,7 @@ from ..analysis.units import bytes_text, read_bytes
 from ..errors import message
 from ..partition.mesh import planning_mesh
 from ..partition.topology import DEFAULT, on_topology, topology_devices
-from ..report.comparison import Comparison
+from ..report.comparison import Column, Comparison
 from ..report.compiling import Group, search
 from ..report.strategies import Strategy, abstract_of, check_function, lowered
 from ..specs.fitting import suggestion
@@ -43,9 +43,6 @@ class Plan(Pictured):
       comparison: the reports of the candidates that were compiled, best first, and why the others
         were not. It can be saved, and shown as a page.
       candidates: the candidates that were compiled, by name.
-
-    Example:
-      See :func:`plan`.
     """
 
     comparison: Comparison
@@ -216,14 +213,12 @@ def _axes(names: Sequence[str]) -> Axes:
     return Axes(*listed)
 
 
-_Variants: TypeAlias = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
-
-
-def _variants(step: Any, args: Sequence[Any]) -> _Variants:
+def _variants(
+    step: Any, args: Sequence[Any]
+) -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     """The functions and their abstract arguments, by name."""
-    entries = step if isinstance(step, Mapping) else {"": step}
     variants = {}
-    for name, entry in entries.items():
+    for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
         fun, *own = entry if isinstance(entry, tuple) else (entry, *args)
         check_function("plan", fun)
         variants[str(name)] = (fun, abstract_of(own))
@@ -257,10 +252,13 @@ def _in_shardings(candidate: Candidate, function: Any, args: Sequence[Any], axes
         return function(*args)
 
 
-def _rank(comparison: Comparison, name: str) -> tuple[Any, ...]:
+def _rank(found: Comparison, name: str) -> tuple[Any, ...]:
     """The sort key of a candidate; unknown figures come last."""
-    figures = comparison.figures.get(name, {})
-    if not comparison.fits(name):
+    figures = found.figures.get(name, {})
+    if not found.fits(name):
         return (True, figures.get("peak") or math.inf)  # the one that nearly fits first
-    columns = [figures["roofline"], figures["bytes_sent"], figures["peak"]]
-    return (False, *(math.inf if figure is None else figure for figure in columns))
+    known = (figures[column] for column in _RANKED_BY)
+    return (False, *(math.inf if figure is None else figure for figure in known))
+
+
+_RANKED_BY: tuple[Column, ...] = ("roofline", "bytes_sent", "peak")

@@ -54,9 +54,8 @@ class Change:
         return isinstance(self.before, int | float) and self.after is None
 
     def __str__(self) -> str:
-        figure = {"memory": bytes_text, "roofline": time_text}.get(self.kind, count_text)
-        if self.kind == "collective" and self.name.endswith("bytes"):
-            figure = bytes_text
+        is_bytes = self.kind == "memory" or self.name.endswith(": bytes")
+        figure = time_text if self.kind == "roofline" else bytes_text if is_bytes else count_text
         pair = self.before, self.after
         missing = "none" if any(isinstance(value, str) for value in pair) else UNKNOWN
         before, after = (figure(x) if isinstance(x, int | float) else x or missing for x in pair)
@@ -150,8 +149,6 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
       ...     fun = jit(lambda x: x.sum(), in_shardings=spec, mesh=make_mesh({"data": -1}))
       ...     return fun.lower(x).compile().report()
       >>> changes = diff(report(P()), report(P("data")))
-      >>> print([str(change) for change in changes if change.kind == "parameter"][0])
-      x: float32[64,64] P(None, None) → float32[64,64] P('data', None)
       >>> [change.name for change in changes if change.kind == "collective"]
       ['all-reduce over data: number', 'all-reduce over data: bytes']
     """
@@ -216,35 +213,30 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
 
 def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     """Everything that is compared, by kind and name."""
-    memory, cost = as_data(report.memory) or {}, as_data(report.cost.executed) or {}
+    memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}
     collectives: dict[str, Value] = {}
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
         name = f"{kind} over {'unknown axes' if axes is None else '+'.join(axes) or 'no axes'}"
         collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
     roofline: dict[str, Value] = {}
-    if report.roofline is not None:
-        roofline[f"least time on {report.roofline.hardware}"] = report.roofline.seconds
-        roofline["bound by"] = report.roofline.bound_by
-    own = getattr(report.cost.compiled, "optimal_seconds", None)
-    roofline["the compiler's own estimate"] = own
+    if (found := report.roofline) is not None:
+        roofline = {f"least time on {found.hardware}": found.seconds, "bound by": found.bound_by}
+    roofline["the compiler's own estimate"] = getattr(report.cost, "optimal_seconds", None)
     return {
         "program": {
             "devices": f"{report.num_devices} × {report.device_kind}",
             "mesh": None if report.mesh is None else str(report.mesh),
         },
         "memory": {name: size for name, size in memory.items() if size is not None},
-        "cost": {name: figure for name, figure in cost.items() if name in _COST},
+        "cost": {n: cost[n] for n in ("flops", "bytes_accessed", "transcendentals") if n in cost},
         "roofline": roofline,
         "collective": collectives,
         "parameter": {row.path: _described(row) for row in report.parameters},
     }
 
 
-_COST = ("flops", "bytes_accessed", "transcendentals")
-
-
 def _described(row: ParameterRow) -> str:
-    words = [f"{row.dtype}[{','.join(map(str, row.shape))}]"]
-    words.append("no spec" if row.spec is None else spec_text(row.spec))
-    words += [] if row.memory_kind in (None, "device") else [row.memory_kind]
-    return " ".join([*words, *row.marks])
+    kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+    spec = "no spec" if row.spec is None else spec_text(row.spec)
+    memory = "" if row.memory_kind in (None, "device") else row.memory_kind
+    return " ".join(filter(None, (kind, spec, memory, *row.marks)))

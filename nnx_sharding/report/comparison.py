@@ -47,10 +47,9 @@ class Comparison(JsonForm):
       >>> import jax
       >>> from nnx_sharding import jit
       >>> from nnx_sharding.report import Comparison
-      >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
-      >>> reports = {f"{n} times": jit(lambda x: x * 2).lower(x).compile().report() for n in (1, 2)}
-      >>> Comparison(reports, memory_limit=1024).fitting
-      ('1 times', '2 times')
+      >>> program = jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
+      >>> Comparison({"one": program.report(), "other": program.report()}).fitting
+      ('one', 'other')
     """
 
     reports: Mapping[str, ProgramReport | Failure]
@@ -82,15 +81,15 @@ class Comparison(JsonForm):
         """The figures of one device for each compiled strategy; None if not known.
 
         ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
-        ``roofline`` (the least time on the given device) and ``planning`` in seconds.
+        ``roofline`` (the least time on the given hardware) and ``planning`` in seconds.
         """
         return {
             name: {
-                "peak": None if report.memory is None else report.memory.peak,
-                "arguments": None if report.memory is None else report.memory.arguments,
+                "peak": getattr(report.memory, "peak", None),
+                "arguments": getattr(report.memory, "arguments", None),
                 "bytes_sent": getattr(report.collectives, "bytes_sent", None),
-                "flops": None if report.cost.executed is None else report.cost.executed.flops,
-                "roofline": None if report.roofline is None else report.roofline.seconds,
+                "flops": getattr(report.cost, "flops", None),
+                "roofline": getattr(report.roofline, "seconds", None),
                 "planning": self.seconds.get(name),
             }
             for name, report in self.compiled.items()
@@ -209,7 +208,6 @@ class Comparison(JsonForm):
         marked, sent, compiled = self.marked, self.bytes_sent_by_axes, self.compiled.values()
         all_axes = {axes for by_axes in sent.values() for axes in by_axes or ()}
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
-        bound = [(r.roofline and r.roofline.bound_by) or "" for r in compiled]
         fits = {True: "yes", False: text("no", "red"), None: "?"}
 
         def figures(column: Column, show: Any = bytes_text) -> list[Any]:
@@ -220,30 +218,27 @@ class Comparison(JsonForm):
                 for name, figure in shown.items()
             ]
 
+        def over(axes: MeshAxes) -> list[Any]:
+            return [bytes_text(None if one is None else one.get(axes, 0)) for one in sent.values()]
+
         wide: dict[str, list[Any]] = {
             "strategy": [*sent],
             "mesh": [str(r.mesh or f"{r.num_devices} devices") for r in compiled],
             "peak  ": figures("peak"),
             "arguments  ": figures("arguments"),
             "sent  ": figures("bytes_sent"),
-            **{
-                f"over {axes_text(axes)}": [
-                    bytes_text(None if one is None else one.get(axes, 0)) for one in sent.values()
-                ]
-                for axes in by_size
-            },
+            **{f"over {axes_text(axes)}": over(axes) for axes in by_size},
             "flops  ": figures("flops", count_text),
             "roofline  ": figures("roofline", time_text),
-            "bound by": bound if any(bound) else [],
+            "bound by": [(r.roofline and r.roofline.bound_by) or "" for r in compiled],
             "planned  ": figures("planning", time_text),
-            "fits": [] if self.memory_limit is None else [fits[self.fits(name)] for name in sent],
         }
+        if not any(wide["bound by"]):
+            del wide["bound by"]
+        if self.memory_limit is not None:
+            wide["fits"] = [fits[self.fits(name)] for name in sent]
         narrow = {"strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits"}
-        columns = {
-            title: cells
-            for title, cells in wide.items()
-            if cells and (width >= 140 or title in narrow)
-        }
+        columns = {title: of for title, of in wide.items() if width >= 140 or title in narrow}
         rows = zip(*columns.values(), strict=True)
         return table([*columns], rows, numbers=len(columns) - 2)
 

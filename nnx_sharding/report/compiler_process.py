@@ -36,14 +36,11 @@ class CompilerProcess:
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
         """Compiles a program for its figures; it cannot be called.
 
-        Raises:
-          CompilerCrash: the compiler ended its process.
-          JaxRuntimeError: the compiler refused the program.
+        A ``CompilerCrash`` if the compiler ended its process.
         """
         stage = lowered._stage
-        return Compiled(
-            _compat.compile_elsewhere(stage, options, self._ask), lowered._origin, stage
-        )
+        compiled = _compat.compile_elsewhere(stage, options, self._ask)
+        return Compiled(compiled, lowered._origin, stage)
 
     def close(self) -> None:
         """Ends the process."""
@@ -55,11 +52,10 @@ class CompilerProcess:
         """What a process that has ended printed to standard error."""
         process.communicate()
         assert self._errors is not None
-        self._errors.seek(0)
-        printed = self._errors.read().decode(errors="replace")
-        self._errors.close()
-        self._process = None
-        return printed
+        with self._errors as errors:
+            errors.seek(0)
+            self._process = None
+            return errors.read().decode(errors="replace")
 
     def _ask(self, *request: Any) -> dict[str, Any]:
         process = self._process = self._process or self._started()

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from .._version import __version__
 from ..analysis.activation_table import ActivationRow, activations_table
 from ..analysis.collectives import Collectives, axes_text
-from ..analysis.cost import Costs
+from ..analysis.cost import Cost
 from ..analysis.hardware import HARDWARE, Hardware
 from ..analysis.json_codec import as_data
 from ..analysis.links import traffic_table
@@ -51,7 +51,8 @@ class ProgramReport(JsonForm):
       mesh: the mesh; None without one.
       parameters: the argument arrays, in path order.
       memory: what it takes on one device; None if the backend does not report it.
-      cost: what it computes.
+      cost: what a device computes, with loop bodies counted as often as they run; None if the text
+        is not understood.
       collectives: what the devices exchange; None if the text is not understood.
       activations: what modules return, in the order of their calls.
       roofline: the least time, with loop bodies counted as often as they run; None if the hardware
@@ -64,7 +65,7 @@ class ProgramReport(JsonForm):
       >>> from nnx_sharding.report import ProgramReport
       >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
       >>> report = jit(lambda x: x * 2).lower(x).compile().report("double")
-      >>> report.name, report.memory.by_path, report.cost.compiled.flops
+      >>> report.name, report.memory.by_path, report.cost.flops
       ('double', {'x': 128}, 32.0)
       >>> ProgramReport.from_json(report.to_json()) == report
       True
@@ -78,7 +79,7 @@ class ProgramReport(JsonForm):
     mesh: MeshDescription | None
     parameters: tuple[ParameterRow, ...]
     memory: Memory | None
-    cost: Costs
+    cost: Cost | None
     collectives: Collectives | None
     activations: tuple[ActivationRow, ...]
     roofline: Roofline | None
@@ -91,10 +92,8 @@ class ProgramReport(JsonForm):
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> ProgramReport:
         report = super()._of_parts(parts)
-        if report.memory is None:
-            return report
         by_path = {row.path: row.bytes_per_device for row in report.parameters if row.used}
-        memory = dataclasses.replace(report.memory, by_path=by_path)
+        memory = report.memory and dataclasses.replace(report.memory, by_path=by_path)
         return dataclasses.replace(report, memory=memory)
 
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
@@ -103,7 +102,7 @@ class ProgramReport(JsonForm):
         Args:
           hardware: the peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``.
         """
-        roofline = roofline_of(self.cost.executed, self.collectives, hardware, self.mesh)
+        roofline = roofline_of(self.cost, self.collectives, hardware, self.mesh)
         return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -116,7 +115,8 @@ class ProgramReport(JsonForm):
         if self.activations:
             yield from (activations_table(self.activations, most=12), "")
         yield text("memory: unknown") if self.memory is None else self.memory
-        yield from ("", self.cost, "", self._sent())
+        yield from ("", text("cost: unknown") if self.cost is None else self.cost)
+        yield from ("", self._sent())
         collectives = self.collectives or Collectives()
         if any(sent := collectives.by_purpose()):
             parts = (f"{purpose} {bytes_text(size)}" for purpose, size in sent.items())
@@ -127,16 +127,14 @@ class ProgramReport(JsonForm):
             yield from ("", text(self.roofline))
             if self.roofline.traffic:
                 yield from ("", traffic_table(self.roofline.traffic))
-        if (cost := self.cost.compiled) is not None and cost.optimal_seconds is not None:
-            estimate = time_text(cost.optimal_seconds)
+        if self.cost is not None and self.cost.optimal_seconds is not None:
+            estimate = time_text(self.cost.optimal_seconds)
             yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")
 
     def _sent(self) -> Any:
         """What one device sends, by kind and mesh axes."""
         if not self.collectives:
-            return text(
-                "no collectives" if self.collectives is not None else "collectives: unknown"
-            )
+            return text("collectives: unknown" if self.collectives is None else "no collectives")
         styles = axis_styles(() if self.mesh is None else self.mesh.axes)
         rows = [
             (kind, text(axes_text(axes), styles=styles), str(number), bytes_text(sent))
@@ -156,18 +154,17 @@ def describe(compiled: Compiled) -> ProgramReport:
         sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
+    versions = __version__, jax.__version__, flax.__version__, platform.python_version()
     report = ProgramReport(
         name=compiled._plan.fun_name,
-        made_with=Versions(
-            __version__, jax.__version__, flax.__version__, platform.python_version()
-        ),
+        made_with=Versions(*versions),
         platform=first.platform,
         device_kind=first.device_kind,
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
         memory=compiled.memory(),
-        cost=Costs(compiled.lowered_cost(), compiled.cost(loops=False), compiled.cost()),
+        cost=compiled.cost(),
         collectives=compiled.collectives(),
         activations=tuple(compiled.activations()),
         roofline=None,

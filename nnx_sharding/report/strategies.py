@@ -38,12 +38,6 @@ class Strategy:
         the abstract arguments and with the mesh in context.
       mesh: the mesh of this strategy, as for :func:`compare`; None uses that of the comparison.
       out_shardings: as for :func:`~nnx_sharding.jit`.
-
-    Example:
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition import fsdp
-      >>> from nnx_sharding.report import Strategy
-      >>> wide = Strategy(lambda model, x: (fsdp(model), P("data")), mesh={"data": 64})
     """
 
     in_shardings: Any

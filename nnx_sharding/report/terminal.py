@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -104,17 +103,15 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
 def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
     """The ids of the devices that hold each slice of an array, in the order of the slices.
 
-    On an abstract mesh they are positions, such as ``data=0``.
-
-    Raises:
-      ValueError: the sharding does not divide the shape.
+    On an abstract mesh they are positions, such as ``data=0``. A ValueError if the sharding does
+    not divide the shape.
     """
     if isinstance(sharding, NamedSharding):
         fit = fit_sharding(sharding, None, shape)
         if fit.problems:
             raise ValueError(f"{sharding.spec} does not fit the shape {shape}: {fit.reasons}")
         if isinstance(sharding.mesh, AbstractMesh):
-            return dict(_positions(shape, sharding))
+            return dict(_positions(shape, sharding.spec, sharding.mesh.shape))
     held: dict[Spans, list[str]] = {}
     indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device in sorted(indices, key=lambda device: device.id):
@@ -125,20 +122,16 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
 
 
 def _positions(
-    shape: tuple[int, ...], sharding: NamedSharding
+    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Spans, list[str]]]:
     """Each slice with its position on the axes that partition the array."""
-    sizes = sharding.mesh.shape
-    entries = [axes_of(entry) for entry in sharding.spec.partitions]
-    entries += [()] * (len(shape) - len(entries))
-    used = [axis for axes in entries for axis in axes]
+    used = [axis for entry in spec.partitions for axis in axes_of(entry)]
     for position in itertools.product(*(range(sizes[axis]) for axis in used)):
         at = dict(zip(used, position, strict=True))
         spans = []
-        for size, axes in zip(shape, entries, strict=True):
-            number = 0
-            for axis in axes:  # the first is the major one
-                number = number * sizes[axis] + at[axis]
-            length = size // math.prod(sizes[axis] for axis in axes)
-            spans.append((number * length, (number + 1) * length))
+        for size, entry in itertools.zip_longest(shape, spec.partitions):
+            number, parts = 0, 1
+            for axis in axes_of(entry):  # the first is the major one
+                number, parts = number * sizes[axis] + at[axis], parts * sizes[axis]
+            spans.append((number * size // parts, (number + 1) * size // parts))
         yield tuple(spans), [", ".join(f"{axis}={i}" for axis, i in at.items()) or "all"]

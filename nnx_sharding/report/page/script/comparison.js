@@ -60,7 +60,7 @@ function comparisonNodes(data, navigate) {
   });
   const line = (row) => {
     if (!isSet(row.report.error)) return lineOf(columns, cellsOf(columns, row));
-    const span = { scope: "row", role: "rowheader", colspan: columns.length };
+    const span = { scope: "row", colspan: columns.length };
     return el("tr", el("th", span, el("strong", row.name), el("pre.error", row.report.error)));
   };
   const [name, noun] = ["Strategies compared", "strategy"];

@@ -21,7 +21,7 @@ const rooflineSeconds = ({ roofline }) =>
 const FIGURES = [
   ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
   ["bytes_sent", "Bytes sent", bytes, totalSent],
-  ["flops", "Flops", count, ({ cost }) => cost.executed?.flops],
+  ["flops", "Flops", count, ({ cost }) => cost?.flops],
   ["roofline", "Roofline", time, rooflineSeconds],
 ];
 
@@ -58,17 +58,14 @@ function memorySection({ memory }) {
 }
 
 function costSection({ cost }) {
-  const stages = ["lowered", "executed"];
-  const columns = stages.map((stage) => {
-    const cell = ([figure, show]) => show(cost[stage]?.[figure]);
-    return { label: titled(stage), number: true, cell };
-  });
-  const name = { label: "", cell: ([figure]) => titled(figure) };
+  if (!cost) return section("cost", "Cost", note(NOT_READ));
   const rows = Object.entries({ flops: count, bytes_accessed: bytes, transcendentals: count });
-  const table = tableOf({ name: "Cost by stage", columns: [name, ...columns], rows });
-  const known = stages.filter((stage) => cost[stage]);
-  const notes = known.map((stage) => `${titled(stage)}: ${cost[stage].stage}.`);
-  return section("cost", "Cost", table.node, note(notes.join(" ")));
+  const columns = [
+    { label: "", cell: ([figure]) => titled(figure) },
+    { label: "One device", number: true, cell: ([figure, show]) => show(cost[figure]) },
+  ];
+  const table = tableOf({ name: "Cost", columns, rows });
+  return section("cost", "Cost", table.node, note(`${cost.stage}.`));
 }
 
 /** What collectives send over which links. */
@@ -97,7 +94,7 @@ function rooflineSection({ roofline, cost }) {
   const total = (times) => sum(times, (time) => time);
   const most = isNumber(interconnect_s) ? combined(total, parts) : null;
   const overlap = note("Without overlap, one after another: ", time(most), ".");
-  const own = cost.compiled?.optimal_seconds;
+  const own = cost?.optimal_seconds;
   const loops = ", with the bodies of loops counted once.";
   const estimate = isNumber(own) && note("The compiler's own estimate: ", time(own), loops);
   const links = [...new Set(Object.values(sources))].map((href) => {
