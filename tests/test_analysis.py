@@ -34,9 +34,8 @@ from nnx_sharding.analysis import (
 )
 from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.analysis.hardware import hardware_of
-from nnx_sharding.analysis.links import Traffic
 from nnx_sharding.analysis.memory import Memory
-from nnx_sharding.analysis.roofline import Roofline
+from nnx_sharding.analysis.roofline import Roofline, Traffic
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
 from nnx_sharding.checkpoint import contents, save
 from nnx_sharding.report import ProgramReport

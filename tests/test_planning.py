@@ -19,7 +19,7 @@ from nnx_sharding import StateSharding, jit, stack
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
-from nnx_sharding.planning.predict import predict
+from nnx_sharding.planning.candidates import predict
 from nnx_sharding.report import Strategy, compare
 from nnx_sharding.report.compiler_process import CompilerCrash, CompilerProcess
 from nnx_sharding.report.strategies import lowered
@@ -247,6 +247,26 @@ def test_slices():
         "hsdp + tensor, data 2 × model 2": P("data", "model"),
     }
     assert all(each.in_shardings[2] == P(("replica", "data")) for each in found.candidates.values())
+
+
+def test_axes_have_the_names_of_the_step():
+    args = program("mlp")
+    options = {"devices": 4, "strategies": ["fsdp", "fsdp + tensor"], "memory_limit": "1 GiB"}
+    own = plan(train_step, *args, axes=("dp", "tp"), **options)
+    usual = plan(train_step, *args, **options)
+    names = {"data": "dp", "model": "tp"}
+    assert [{names[a]: n for a, n in each.sizes.items()} for each in usual.candidates.values()] == [
+        dict(each.sizes) for each in own.candidates.values()
+    ]
+    sizes = {"dp": 2, "tp": 2}
+    both = own.candidates["fsdp + tensor, dp 2 × tp 2"]
+    assert both.sizes == sizes and both.in_shardings[2] == P("dp")
+    assert both.in_shardings[0].map_prefix(("up", "kernel"), None) == P("dp", "tp")
+    [found] = plan(train_step, *args, axes=("dp", "tp"), meshes=[sizes], **options).candidates
+    assert found == both.name
+    for axes in ("data", ("a", "a"), ("a",)):
+        with pytest.raises(ValueError, match="axes must be the names"):
+            plan(train_step, *args, axes=axes, **options)
 
 
 @pytest.mark.slow

@@ -12,11 +12,10 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
-from .instructions import OP_NAME, Computation, Instruction
+from .instructions import OP_NAME, Computation, Instruction, arrays, total_bytes
 from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, operations, uses_of
-from .shapes import arrays, total_bytes
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
 
@@ -30,7 +29,7 @@ K = TypeVar("K")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a compiled program; a pair of ``-start`` and ``-done`` is one.
+    """One collective of a compiled program.
 
     ``bytes_sent`` is what a ring algorithm sends for n devices in a group, as in the documentation
     of NCCL's tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
@@ -113,15 +112,7 @@ class Collectives(tuple[Collective, ...], Pictured):
     """
 
     def of(self, kind: Kind | None = None, *axes: str) -> Collectives:
-        """The collectives of one kind, over exactly these mesh axes, or both.
-
-        Args:
-          kind: the kind; None for any.
-          *axes: the mesh axes, in any order; none for any.
-
-        Raises:
-          ValueError: the kind is unknown.
-        """
+        """Those of one kind, over exactly these mesh axes in any order; None and none for any."""
         if kind is not None and kind not in COLLECTIVES:
             raise ValueError(
                 f"{kind!r} is not a kind of collective; use one of {sorted(COLLECTIVES)}."
@@ -301,7 +292,6 @@ def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
 
 
 def _groups(instruction: Instruction, count: int) -> Groups:
-    """The groups of devices."""
     groups, attributes = instruction.replica_groups or (), instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
     of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))

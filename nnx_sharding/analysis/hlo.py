@@ -17,8 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from .instructions import Computation, Instruction
-from .shapes import MAX_SIZE
+from .instructions import MAX_SIZE, Computation, Instruction
 from .trip_counts import trip_counts
 
 
@@ -184,13 +183,7 @@ _Pair: TypeAlias = tuple[int, int]
 
 
 def parse(text: str) -> Module:
-    """Reads HLO text.
-
-    Args:
-      text: a module, or any part of one.
-
-    Returns:
-      What was understood of it.
+    """Reads HLO text: a module, or any part of one.
 
     Example:
       >>> from nnx_sharding.analysis.hlo import parse
@@ -198,8 +191,6 @@ def parse(text: str) -> Module:
       >>> [instruction] = computation.instructions
       >>> instruction.opcode, instruction.operand_names, instruction.attributes
       ('all-reduce', ('x',), {'to_apply': '%add'})
-      >>> instruction.shape
-      Shape(dtype='f32', dims=(64,), bytes=256, memory_space=0)
     """
     computations: list[Computation] = []
     head: list[str] = []

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from .cost import Cost
 from .hlo import Module
-from .instructions import Computation, Instruction
+from .instructions import Computation, Instruction, Shape, total_bytes
 from .opcodes import FREE, SLICES, base
-from .shapes import Shape, total_bytes
 from .work import Work, applications, custom_work, shapes_of, work_of
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"

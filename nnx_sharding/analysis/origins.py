@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from .hlo import Module
-from .instructions import Instruction
-from .shapes import Shape
+from .instructions import Instruction, Shape
 
 # The names of the arguments from which an array is computed; for a tuple, one set for each array.
 Origin: TypeAlias = "frozenset[str] | tuple[Origin, ...]"
@@ -19,18 +18,11 @@ _MAX_DEPTH = 32  # of calls within calls; more are in damaged text only
 def origins(
     module: Module, names: Iterable[str], arguments: Sequence[str] = ()
 ) -> dict[str, tuple[frozenset[str], ...]]:
-    """Which arguments the operands of instructions are computed from.
+    """The names of the arguments from which each operand of some instructions is computed.
 
     A loop carry counts as its initial value, such as a parameter that each step changes; if that is
-    a constant, as what the loop computes.
-
-    Args:
-      module: the program.
-      names: the instructions.
-      arguments: the names of its arguments in their order; if empty, their operations are used.
-
-    Returns:
-      The names of the arguments, for each instruction that can run and each of its operands.
+    a constant, as what the loop computes. If ``arguments``, the names in their order, are not
+    known, those of their operations are used. Instructions that cannot run are left out.
     """
     entry = module.entry
     tracer = _Tracer(module, frozenset(names))

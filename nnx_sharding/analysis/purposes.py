@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from .hlo import Module
-from .instructions import Instruction
+from .instructions import Instruction, arrays
 from .origins import origins
 from .parameters import ParameterRow
-from .shapes import arrays
 
 Purpose: TypeAlias = Literal["parameter", "gradient", "sum", "result", "reshard"]
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .hlo import Module
-from .instructions import Computation, Instruction
+from .instructions import Computation, Instruction, Shape, total_bytes
 from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
-from .shapes import Shape, total_bytes
 
 # Above this number of kernel positions, they are not examined one by one, and padding counts.
 _MAX_POSITIONS = 1 << 22

@@ -31,8 +31,8 @@ from .candidates import (
     check_meshes,
     in_shardings_of,
     mesh_sizes,
+    predict,
 )
-from .predict import predict
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,7 +184,7 @@ def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramRepor
 def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]:
     """The versions that the first report was made with."""
     compiled = (report for report in reports.values() if isinstance(report, ProgramReport))
-    return next((as_data(report.made_with) for report in compiled), {})
+    return next((dict(report.made_with) for report in compiled), {})
 
 
 def _of_strategy(

@@ -11,11 +11,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
-from ..analysis.json_codec import as_data, read
+from ..analysis.json_codec import JsonForm, as_data, read
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_listed
-from .json_form import JsonForm
 from .program import ProgramReport
 
 Column: TypeAlias = Literal["peak", "arguments", "bytes_sent", "flops", "roofline", "planning"]

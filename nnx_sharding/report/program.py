@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import flax
@@ -16,26 +16,14 @@ from ..analysis.activation_table import ActivationRow, activations_table
 from ..analysis.collectives import Collectives, axes_text
 from ..analysis.cost import Cost
 from ..analysis.hardware import HARDWARE, Hardware
-from ..analysis.json_codec import as_data
-from ..analysis.links import traffic_table
+from ..analysis.json_codec import JsonForm
 from ..analysis.memory import Memory
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterRow, mesh_of, rows_table
-from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.roofline import Roofline, roofline_of, traffic_table
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text, time_text
 from ..transforms.stages import Compiled
-from .json_form import JsonForm
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Versions:
-    """The versions of the libraries and of Python that a program was compiled with."""
-
-    nnx_sharding: str
-    jax: str
-    flax: str
-    python: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +32,7 @@ class ProgramReport(JsonForm):
 
     Attributes:
       name: the name of the function, or the one that the user gave.
-      made_with: the versions with which it was compiled.
+      made_with: the versions of the libraries and of Python with which it was compiled.
       platform: such as ``cpu`` or ``tpu``.
       device_kind: the kind of the devices, as JAX names it.
       num_devices: how many it runs on.
@@ -72,7 +60,7 @@ class ProgramReport(JsonForm):
     """
 
     name: str
-    made_with: Versions
+    made_with: Mapping[str, str]
     platform: str
     device_kind: str
     num_devices: int
@@ -108,7 +96,7 @@ class ProgramReport(JsonForm):
     def _pictures(self, width: int) -> Iterable[Any]:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         yield text(f"{self.name}: {self.num_devices} × {self.device_kind}, {mesh}", "bold")
-        versions = ", ".join(f"{name} {of}" for name, of in as_data(self.made_with).items())
+        versions = ", ".join(f"{name} {of}" for name, of in self.made_with.items())
         yield text(f"made with {versions}", "dim")
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
         yield from ("", rows_table(largest, width, most=12), "")
@@ -154,10 +142,10 @@ def describe(compiled: Compiled) -> ProgramReport:
         sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
-    versions = __version__, jax.__version__, flax.__version__, platform.python_version()
+    versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}
     report = ProgramReport(
         name=compiled._plan.fun_name,
-        made_with=Versions(*versions),
+        made_with=versions | {"python": platform.python_version()},
         platform=first.platform,
         device_kind=first.device_kind,
         num_devices=count,

@@ -12,7 +12,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...analysis.json_codec import as_data
 from ..comparison import Comparison, load
 from ..program import ProgramReport
 
@@ -33,9 +32,6 @@ def html_page(report: Any, title: str | None = None) -> str:
       report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
         in a file.
       title: the title of the page; None takes the name in the report.
-
-    Returns:
-      The HTML text.
 
     Example:
       >>> import jax
@@ -76,7 +72,7 @@ def _made_with(report: ProgramReport) -> str:
     """The devices and versions of a report in one line."""
     kind, platform = report.device_kind, report.platform
     devices = f"{report.num_devices} × {kind}" + f" ({platform})" * (platform != kind)
-    versions = (f"{name} {version}" for name, version in as_data(report.made_with).items())
+    versions = (f"{name} {version}" for name, version in report.made_with.items())
     return " · ".join([devices, *versions])
 
 
