@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..analysis.tables import COLOURS, grid, table, text
+from ..analysis.tables import COLOURS, table, text
 from ..specs.fitting import axes_of, fit_sharding
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def show_array(
 
 def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterator[RenderableType]:
     """A line, then a grid of the slices if it fits the width, else a list of them."""
+    from rich.table import Table
+
     held = holders_of(shape, sharding)
     split = [i for i in range(len(shape)) if len({spans[i] for spans in held}) > 1]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -84,20 +86,25 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
         shown[spans] = text(" ".join([*holders[:_MAX_HOLDERS], *more]), colour)
     columns = len({spans[split[-1]] for spans in held}) if split else 1
     fits = columns == 1 or (columns + 1) * (max(map(len, shown.values())) + 2) <= width
-    if len(split) <= 2 and fits:
-        cells = {}
-        for spans, cell in shown.items():
-            row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
-            only_rows = split == [0] and len(shape) > 1
-            cells[(column, row) if only_rows else (row, column or "full array")] = cell
-        rows, heads = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-        body = [[row, *(cells[row, head] for head in heads)] for row in rows]
-        yield grid([["", *heads], *body] if any(heads) else body)
+    if len(split) > 2 or not fits:
+        slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in shown]
+        rows = [*zip(slices, shown.values(), strict=True)]
+        yield table(("slice", "devices"), rows[:_MAX_SLICES])
+        if len(rows) > _MAX_SLICES:
+            yield text(f"… {len(rows) - _MAX_SLICES} more")
         return
-    slices = (f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in shown)
-    yield table(("slice", "devices"), [*zip(slices, shown.values(), strict=True)][:_MAX_SLICES])
-    if len(shown) > _MAX_SLICES:
-        yield text(f"… {len(shown) - _MAX_SLICES} more")
+    cells = {}
+    for spans, cell in shown.items():
+        row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
+        only_rows = split == [0] and len(shape) > 1
+        cells[(column, row) if only_rows else (row, column or "full array")] = cell
+    names, heads = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    grid = Table(box=None, show_header=False)
+    if any(heads):
+        grid.add_row("", *map(text, heads))
+    for name in names:
+        grid.add_row(text(name), *(cells[name, head] for head in heads))
+    yield grid
 
 
 def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
