@@ -181,7 +181,7 @@ class CommandTest(parameterized.TestCase):
         assert (code, error) == (0, "")
         assert out.startswith("apply: 32 × ") and "model.kernel  (64,256)" in out
         report = ProgramReport.load(data)
-        assert report.num_devices == 32 and report.roofline.device == "TPU v5e"
+        assert report.num_devices == 32 and report.roofline.hardware == "TPU v5e"
         kernel, bias, rows = 64 * 256 * 4, 256 * 4, 128 // 32 * 64 * 4
         assert report.memory.arguments == kernel + bias + rows
         assert page.read_text().startswith("<!doctype html>")
