@@ -245,7 +245,8 @@ def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -
 def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
     """The spec with an entry for each dimension."""
     rest = (None,) * (rank - len(spec.partitions))
-    return spec.update(partitions=(*spec.partitions, *rest))
+    full: PartitionSpec = spec.update(partitions=(*spec.partitions, *rest))
+    return full
 
 
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:

@@ -305,8 +305,10 @@ def roofline_of(
     }
     known = all_known(times.values())
     return Roofline(
-        peak.name,
-        *times.values(),
+        hardware=peak.name,
+        compute_s=times["compute"],
+        memory_s=times["memory"],
+        interconnect_s=times["interconnect"],
         bound_by=None if known is None else [*times][known.index(max(known))],
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,

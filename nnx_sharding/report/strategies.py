@@ -123,7 +123,7 @@ def compare(
         if strategy.mesh is None:
             strategy = dataclasses.replace(strategy, mesh=mesh)
         groups.append(Group({str(name): partial(lowered, strategy, fun, abstract, options)}))
-    kept = {"cache_dir": cache_dir, "quiet": quiet}
+    kept: dict[str, Any] = {"cache_dir": cache_dir, "quiet": quiet}
     with on_topology(topology, num_slices):
         return search("compare", groups, memory_limit=limit, hardware=peak, **kept)
 
