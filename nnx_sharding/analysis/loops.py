@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 from .cost import Cost
@@ -66,9 +65,9 @@ def _work(module: Module) -> _Both:
 
 
 def _sum(parts: Sequence[_Both]) -> _Both:
-    once, executed = (
-        functools.reduce(Work.plus, each, Work()) for each in zip(_NONE, *parts, strict=True)
-    )
+    once, executed = _NONE
+    for part in parts:
+        once, executed = once.plus(part[0]), executed.plus(part[1])
     return once, executed
 
 
