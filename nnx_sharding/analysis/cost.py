@@ -33,13 +33,6 @@ class Cost(Pictured):
         compiles for, with the bodies of loops counted once. Only the TPU compiler makes one.
       host_bytes: the bytes copied between device and host memory, with loops counted as often as
         they run; None before that is known.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import jit
-      >>> cost = jit(lambda x: x @ x).lower(jnp.ones((64, 64))).cost()
-      >>> cost.flops
-      524288.0
     """
 
     flops: float | None

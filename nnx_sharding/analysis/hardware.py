@@ -28,12 +28,6 @@ class Hardware:
 
     Raises:
       ValueError: a figure is not positive, or ``torus_dimensions`` is none of 0, 2 and 3.
-
-    Example:
-      >>> from nnx_sharding.analysis import Hardware
-      >>> mine = Hardware("mine", 1e12, 16 * 2**30, 1e11, 1e10, torus_dimensions=2)
-      >>> mine.link_bandwidth
-      2500000000.0
     """
 
     name: str

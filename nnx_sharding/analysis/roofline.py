@@ -227,13 +227,6 @@ class Roofline:
       arithmetic_intensity: flops per byte of memory traffic.
       traffic: what collectives send over which links, and in what time.
       sources: the page that each figure of the hardware is from.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import jit
-      >>> program = jit(lambda x: x + 1).lower(jnp.ones(1 << 20)).compile()
-      >>> program.roofline("TPU v5e").bound_by
-      'memory'
     """
 
     hardware: str

@@ -41,14 +41,6 @@ class Comparison(JsonForm):
       memory_limit: the bytes that a device has; None if that is not known.
       seconds: how long it took to trace, lower and compile each strategy, if known.
       ruled_out: why others were not compiled, by name.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding import jit
-      >>> from nnx_sharding.report import Comparison
-      >>> program = jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
-      >>> Comparison({"one": program.report(), "other": program.report()}).fitting
-      ('one', 'other')
     """
 
     reports: Mapping[str, ProgramReport | Failure]
