@@ -63,7 +63,7 @@ def reports() -> dict[str, ProgramReport]:
         options = {"mesh": mesh, "donate_argnames": ("model", "optimizer")}
         step = jit(train_step, in_shardings=(sharding, sharding, P("data")), **options)
         compiled = step.lower(model, optimizer, tokens).compile()
-        compiled_reports[name] = compiled.report(device="TPU v5e")
+        compiled_reports[name] = compiled.report(hardware="TPU v5e")
     return compiled_reports
 
 

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from nnx_sharding import accumulate_gradients, jit, limit_traces, remat, stack, value_and_grad
-from nnx_sharding.analysis import known_device
+from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.checkpoint import Checkpoints
 from nnx_sharding.partition import abstract_init, fsdp, make_mesh, sharded_init, tensor_parallel
 from nnx_sharding.placement import process_rows, shard_batches
@@ -242,9 +242,9 @@ def compiled_step(config: Config, state: Any, sharding: Any, mesh: Mesh) -> Any:
 
 def seconds_at_peak(compiled: Any) -> float | None:
     """How long a step takes at the peak of the devices; None if that is not known."""
-    device = known_device(jax.devices()[0].device_kind)
-    cost = compiled.cost(loops=True) if device else None
-    return cost.flops / device.flops if cost and cost.flops else None
+    peak = HARDWARE.get(jax.devices()[0].device_kind)
+    cost = compiled.cost() if peak else None
+    return cost.flops / peak.flops if cost and cost.flops else None
 
 
 def train(config: Config, options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from models import MLP, P, mesh_of
 from nnx_sharding import jit, testing
-from nnx_sharding.analysis import Collectives
+from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.partition import replicated, tensor_parallel
 from nnx_sharding.testing import (
     assert_bytes_sent_below,

@@ -176,12 +176,12 @@ class CommandTest(parameterized.TestCase):
     def test_inspect(self):
         page, data = self.folder / "report.html", self.folder / "report.json"
         code, out, error = self.inspect(
-            "forward", "--mesh", "data=32", "--html", page, "--json", data, "--device", "tpu v5e"
+            "forward", "--mesh", "data=32", "--html", page, "--json", data, "--hardware", "tpu v5e"
         )
         assert (code, error) == (0, "")
         assert out.startswith("apply: 32 × ") and "model.kernel  (64,256)" in out
         report = ProgramReport.load(data)
-        assert report.num_devices == 32 and report.roofline.device == "TPU v5e"
+        assert report.num_devices == 32 and report.roofline.hardware == "TPU v5e"
         kernel, bias, rows = 64 * 256 * 4, 256 * 4, 128 // 32 * 64 * 4
         assert report.memory.arguments == kernel + bias + rows
         assert page.read_text().startswith("<!doctype html>")
@@ -241,7 +241,7 @@ class CommandTest(parameterized.TestCase):
     def test_compare_what_does_not_fit(self):
         code, _, error = self.compare("comparison", "--mesh", "data=4", "--memory-limit", "1 KiB")
         assert (code, error) == (1, "compare: no strategy fits 1.00 KiB on each device\n")
-        code, out, _ = self.compare("comparison", "--mesh", "data=4", "--device", "H200")
+        code, out, _ = self.compare("comparison", "--mesh", "data=4", "--hardware", "H200")
         assert code == 0 and "the least time on H200" in out
 
     def test_compare_programs(self):
@@ -363,7 +363,7 @@ class CommandTest(parameterized.TestCase):
             ["inspect", "{path}:f", "--devices", "9"],
             "JAX is already running in this process, with 8",
         ),
-        (["inspect", "{path}:f", "--device", "TPU v5q"], "Did you mean"),
+        (["inspect", "{path}:f", "--hardware", "TPU v5q"], "Did you mean"),
         (["compare", "{path}:f", "--memory-limit", "much"], "'much' is not a size"),
         (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),
         (["diff", "{path}", "{path}", "--threshold", "x%"], "must be a percentage"),
@@ -379,7 +379,7 @@ class CommandTest(parameterized.TestCase):
     @parameterized.parameters(
         (["inspect", "{path}:{name}"], 2), (["inspect", "{name}.py:f"], 2), (["{name}"], 2),
         (["inspect", "{path}:f", "--mesh", "{name}"], 2), (["launch", "{name}"], 2),
-        (["compare", "{path}:f", "--device", "{name}"], 2), (["diff", "{name}", "{name}"], 2),
+        (["compare", "{path}:f", "--hardware", "{name}"], 2), (["diff", "{name}", "{name}"], 2),
         (["inspect", "{path}:hostile"], 1), (["inspect", "{path}:f", "--{name}"], 2),
         (["inspect", "{path}:hostile_name"], 0), (["compare", "{path}:hostile_names"], 1),
         (["inspect", "{path}:hostile_name", "--json", "-"], 0),

@@ -27,7 +27,7 @@ import train_lm
 import transformer
 
 from models import mesh_of
-from nnx_sharding.analysis import Device
+from nnx_sharding.analysis import HARDWARE, Hardware
 from nnx_sharding.checkpoint import restore
 from nnx_sharding.partition import make_mesh
 
@@ -134,9 +134,9 @@ def test_language_model_with_all_flags(tmp_path):
     pytest.importorskip("tensorboardX")
     flags = "--steps 6 --layers 2 --features 64 --context 64 --stack --remat dots_saveable"
     flags += " --microbatches 2 --model-parallel 2 --report --profile --check"
-    device = Device("mine", 1e12, 2**34, 1e11, 1e10)
+    mine = Hardware("mine", 1e12, 2**34, 1e11, 1e10)
     with (
-        mock.patch.object(train_lm, "known_device", return_value=device),
+        mock.patch.dict(HARDWARE, {jax.devices()[0].device_kind: mine}),
         mock.patch("builtins.print") as printed,
     ):
         train_lm.main([str(tmp_path), *flags.split()])

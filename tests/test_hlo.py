@@ -18,9 +18,9 @@ from models import P, mesh_of
 from nnx_sharding.analysis import Cost, collectives_of
 from nnx_sharding.analysis.device_groups import read_groups
 from nnx_sharding.analysis.hlo import parse
+from nnx_sharding.analysis.instructions import Shape, arrays, read_shape
 from nnx_sharding.analysis.loops import with_loops
 from nnx_sharding.analysis.memory import memory_of
-from nnx_sharding.analysis.shapes import Shape, arrays, read_shape
 
 SHAPES = {
     "scalar": ("f32[]", Shape("f32", (), 4)),

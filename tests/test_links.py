@@ -15,9 +15,10 @@ import pytest
 from jax.sharding import Mesh
 
 import reports
-from nnx_sharding.analysis import Collectives, Cost, Device, collectives_of, device, roofline_of
-from nnx_sharding.analysis.meshes import _coordinates
-from nnx_sharding.report import Comparison, MeshDescription, ProgramReport
+from nnx_sharding.analysis import HARDWARE, Cost, Hardware, collectives_of, roofline_of
+from nnx_sharding.analysis.collectives import Collectives
+from nnx_sharding.analysis.meshes import MeshDescription, _coordinates
+from nnx_sharding.report import Comparison, ProgramReport
 from tpu.record import MESHES, mesh_of, recorded_mesh
 
 B = 16 * 2**20  # of the larger of operand and result
@@ -155,7 +156,7 @@ def test_gpus():
     inside, outside = traffic(mesh, ("data", "model"), "all-gather", on="H100 SXM")
     assert inside.seconds == pytest.approx(B * 7 / 8 / 450e9)
     assert outside.seconds == pytest.approx(B * 3 / 4 / 8 / 50e9)
-    larger = dataclasses.replace(device("B200"), domain=72)
+    larger = dataclasses.replace(HARDWARE["B200"], domain=72)
     assert traffic(mesh, ("data",), "all-reduce", on=larger)[0].links == "NVLink"
     # Where the nodes are known, as JAX says: here the axis "data" is within a node.
     known = dataclasses.replace(mesh, coordinates={"slice": [*range(8)] * 4})
@@ -176,10 +177,10 @@ def test_where_devices_are_unknown():
     # Coordinates of a torus with more dimensions than the device has.
     cube = recorded_mesh("v5p:4x4x4")
     assert traffic(cube, ("data",), "all-gather")[0].links == "all links"
-    alone = dataclasses.replace(device("H200"), interconnect_bandwidth=math.inf, domain=None)
+    alone = dataclasses.replace(HARDWARE["H200"], interconnect_bandwidth=math.inf, domain=None)
     [row] = traffic(mesh, ("model",), "all-reduce", on=alone)
     assert (row.bandwidth, row.seconds) == (None, 0.0)
-    no_network = Device("mine", 1e12, 2**30, 1e11, 1e10, 2)
+    no_network = Hardware("mine", 1e12, 2**30, 1e11, 1e10, 2)
     rows = traffic(recorded_mesh("v5e:2x4 slices"), ("data", "model"), "all-gather", on=no_network)
     assert [row.seconds is None for row in rows] == [False, True]
 
@@ -212,7 +213,7 @@ def test_reports_keep_the_coordinates():
     again = ProgramReport.from_json(report.to_json())
     assert again == report
     assert again.with_roofline("TPU v5e") == report
-    judged = Comparison({"tp": again}).judged(device="TPU v6e").reports["tp"].roofline
+    judged = Comparison({"tp": again}).judged(hardware="TPU v6e").reports["tp"].roofline
     assert judged.interconnect_s == report.roofline.interconnect_s / 2
     assert "ICI x (line of 8)  model  50.0 GB/s  28.0 MiB    336 µs" in str(report)
     assert "the compiler's own estimate: 1.90 µs" in str(report)

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from nnx_sharding import jit, saved_residuals
+from nnx_sharding.analysis.json_codec import JsonForm
 from nnx_sharding.analysis.parameters import parameter_table
 from nnx_sharding.analysis.tables import Pictured
 from nnx_sharding.export import export
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning import plan
 from nnx_sharding.report import check_activations, check_sharding, compare, diff
-from nnx_sharding.report.json_form import JsonForm
 
 # Their texts are one line each, as parts of other texts, or their repr is the text.
 ONE_LINE = {

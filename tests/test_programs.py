@@ -16,7 +16,8 @@ from nnx_sharding import export
 from nnx_sharding.checkpoint import restore, save
 from nnx_sharding.partition import abstract_init, sharded_init
 from nnx_sharding.placement import place
-from nnx_sharding.report import Failure, compare
+from nnx_sharding.report import compare
+from nnx_sharding.report.comparison import Failure
 from programs import NAMES, PROGRAMS
 from programs.harness import (
     STEPS,

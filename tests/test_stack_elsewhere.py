@@ -100,8 +100,8 @@ def test_report_of_a_program():
 
     compiled = jit(loss).lower(make(), X).compile()
     assert compiled.memory().by_path["model.blocks.layers.up.kernel"] == 4 * 16 * 64 * 4
-    flops = compiled.cost(loops=True).flops
-    of_list = jit(loss).lower(make(stacked=False), X).compile().cost(loops=True).flops
+    flops = compiled.cost().flops
+    of_list = jit(loss).lower(make(stacked=False), X).compile().cost().flops
     assert flops == pytest.approx(of_list, rel=0.05)
 
 

@@ -19,12 +19,12 @@ from rich.console import Console
 import reports
 from models import MLP, P, mesh_of
 from nnx_sharding import StateSharding
-from nnx_sharding.analysis import ParameterTable, parameter_table
+from nnx_sharding.analysis import parameter_table
+from nnx_sharding.analysis.parameters import ParameterTable
 from nnx_sharding.analysis.units import bytes_text, count_text, time_text
-from nnx_sharding.report import Comparison, Failure, ProgramReport, check_sharding, diff
-from nnx_sharding.report.comparison import load
-from nnx_sharding.report.grids import holders_of
-from nnx_sharding.report.terminal import show_array, show_mesh
+from nnx_sharding.report import Comparison, ProgramReport, check_sharding, diff
+from nnx_sharding.report.comparison import Failure, load
+from nnx_sharding.report.terminal import holders_of, show_array
 
 MESHES = {
     "2x4": mesh_of((2, 4), ("data", "model")),
@@ -137,16 +137,6 @@ def test_placed_arrays():
 def test_wrong_arguments(args, error, message):
     with pytest.raises(error, match=message):
         shown(show_array, *args)
-
-
-def test_meshes():
-    lines = [line.split() for line in shown(show_mesh, MESH).splitlines()]
-    assert lines[2:] == [["data", "0", "0", "1", "2", "3"], ["data", "1", "4", "5", "6", "7"]]
-    cube = shown(show_mesh, MESHES["cube"])
-    assert "data 1\n" in cube and "x 1" in cube
-    assert "·" in shown(show_mesh, AbstractMesh((4,), ("a",)))
-    assert "too many" in shown(show_mesh, AbstractMesh((64, 64), ("a", "b")))
-    assert "mesh" in shown(show_mesh, AbstractMesh((), ()))
 
 
 def test_parameters():

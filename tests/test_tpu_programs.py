@@ -14,9 +14,8 @@ import pytest
 
 from nnx_sharding.analysis import Cost, collectives_of, cost_of
 from nnx_sharding.analysis.hlo import parse
-from nnx_sharding.analysis.host_copies import host_bytes
-from nnx_sharding.analysis.loops import with_loops
-from nnx_sharding.analysis.shapes import arrays
+from nnx_sharding.analysis.instructions import arrays
+from nnx_sharding.analysis.loops import host_bytes, with_loops
 from tpu.programs import BATCH, HIDDEN, LAYERS, LOOPS, PROGRAMS, SIZES, WIDTH
 from tpu.record import FOLDER, compiled, recorded
 

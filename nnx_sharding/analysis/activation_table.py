@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 from jax.sharding import PartitionSpec
 
 from .memory import array_bytes
-from .parameters import spec_axes, spec_text
-from .tables import Pictured, axis_styles, table, text
+from .parameters import full_spec, spec_styles, spec_text
+from .tables import Pictured, table, text
 from .units import bytes_text
 
 ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
@@ -54,11 +54,6 @@ class ActivationRow:
         """The path, the method unless it is ``__call__``, and the array's place in the output."""
         return self.path + f".{self.method}()" * (self.method != "__call__") + self.output
 
-    @property
-    def spec_text(self) -> str:
-        """The spec as a user would write it; ``-`` without one."""
-        return spec_text(self.spec)
-
 
 class ActivationTable(list[ActivationRow], Pictured):
     """Rows of activations; ``print`` and notebooks show them as a table."""
@@ -76,21 +71,12 @@ def _row(call: Any) -> ActivationRow:
     spec = shard_shape = bytes_per_device = None
     if call.sharding is not None:
         spec, shard_shape = call.sharding.spec, tuple(call.sharding.shard_shape(call.shape))
-        rest = (None,) * (len(call.shape) - len(spec.partitions))
-        spec = spec.update(partitions=(*spec.partitions, *rest))
+        spec = full_spec(spec, len(call.shape))
         bytes_per_device = array_bytes(shard_shape, call.dtype)
+    dtype, total = str(call.dtype), array_bytes(call.shape, call.dtype)
     return ActivationRow(
-        path=call.path,
-        module=call.module,
-        method=call.method,
-        output=call.output,
-        shape=tuple(call.shape),
-        dtype=str(call.dtype),
-        spec=spec,
-        shard_shape=shard_shape,
-        bytes_per_device=bytes_per_device,
-        bytes_total=array_bytes(call.shape, call.dtype),
-        chosen_by=call.chosen_by,
+        *(call.path, call.module, call.method, call.output, tuple(call.shape), dtype, spec),
+        *(shard_shape, bytes_per_device, total, call.chosen_by),
     )
 
 
@@ -100,13 +86,12 @@ _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes
 def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
     """The table for consoles, with coloured axes, and units for bytes."""
     rows = list(rows)
-    styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
-    quoted = {repr(axis): style for axis, style in styles.items()}
+    styles = spec_styles(rows)
     lines: list[list[Any]] = []
     for row in rows[:most]:
         per_device = "?" if row.bytes_per_device is None else bytes_text(row.bytes_per_device)
         sizes = f"({','.join(map(str, row.shape))})", row.dtype
-        spec = text(row.spec_text, styles=quoted)
+        spec = text(spec_text(row.spec), styles=styles)
         line = [row.name, row.module, *sizes, spec, row.chosen_by, per_device]
         lines.append([*line, bytes_text(row.bytes_total)])
     if len(rows) > most:

@@ -11,28 +11,25 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
-from .hlo import Computation, Instruction, Module, parse
+from .hlo import Module, parse
+from .instructions import OP_NAME, Computation, Instruction, arrays, total_bytes
 from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
-from .purposes import Purpose, Use, uses_of
-from .shapes import arrays
+from .purposes import Purpose, Use, operations, uses_of
 from .tables import Pictured, table, text
-from .tpu_forms import repeated_in_fusions, with_metadata
 from .units import bytes_text, printable
 
-CollectiveKind: TypeAlias = Literal[
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
-]
-Kind: TypeAlias = CollectiveKind | Literal["ragged-all-to-all", "collective-broadcast"]
+Kind: TypeAlias = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+    "ragged-all-to-all", "collective-broadcast",
+]  # fmt: skip
 MeshAxes: TypeAlias = tuple[str, ...] | None
 K = TypeVar("K")
-
-_UNKNOWN = Use(None, (), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a compiled program; a pair of ``-start`` and ``-done`` is one.
+    """One collective of a compiled program.
 
     ``bytes_sent`` is what a ring algorithm sends for n devices in a group, as in the documentation
     of NCCL's tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
@@ -115,21 +112,7 @@ class Collectives(tuple[Collective, ...], Pictured):
     """
 
     def of(self, kind: Kind | None = None, *axes: str) -> Collectives:
-        """The collectives of one kind, over exactly these mesh axes, or both.
-
-        Args:
-          kind: the kind; None for any.
-          *axes: the mesh axes, in any order; none for any.
-
-        Raises:
-          ValueError: the kind is unknown.
-
-        Example:
-          >>> from nnx_sharding.analysis import collectives_of
-          >>> hlo = "%a = f32[64]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
-          >>> len(collectives_of(hlo, {"data": 2, "model": 2}).of("all-reduce", "model"))
-          1
-        """
+        """Those of one kind, over exactly these mesh axes in any order; None and none for any."""
         if kind is not None and kind not in COLLECTIVES:
             raise ValueError(
                 f"{kind!r} is not a kind of collective; use one of {sorted(COLLECTIVES)}."
@@ -156,23 +139,10 @@ class Collectives(tuple[Collective, ...], Pictured):
         """Whether one is in a loop of unknown length, so that sums may be too low."""
         return any(one.times is None for one in self)
 
-    @property
-    def has_conditional(self) -> bool:
-        """Whether one is in a branch that may not be taken, so that sums may be too high."""
-        return any(one.conditional for one in self)
-
-    @property
-    def remark(self) -> str:
-        """What limits the sums, worded as the end of a sentence."""
-        return (
-            " or more, as a loop is of unknown length" * self.has_unknown_times
-            + ", each branch of a conditional counted as taken" * self.has_conditional
-        )
-
-    def counts(self) -> dict[CollectiveKind, int]:
+    def counts(self) -> dict[Kind, int]:
         """The number of instructions of each kind, including zeros; one in a loop counts once."""
         counts = Counter(one.kind for one in self)
-        return {kind: counts[kind] for kind in get_args(CollectiveKind)}
+        return {kind: counts[kind] for kind in get_args(Kind)}
 
     def by_kind(self) -> dict[Kind, int]:
         """What one device sends in one call, by kind."""
@@ -204,7 +174,11 @@ class Collectives(tuple[Collective, ...], Pictured):
             return
         header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
         yield table(header, map(_cells, self))
-        yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{self.remark}")
+        remark = " or more, as a loop is of unknown length" * self.has_unknown_times
+        remark += ", each branch of a conditional counted as taken" * any(
+            one.conditional for one in self
+        )
+        yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{remark}")
 
 
 def axes_text(axes: MeshAxes) -> str:
@@ -246,9 +220,9 @@ def collectives_of(
     sizes = {str(axis): int(size) for axis, size in shape.items()}
     if module.unread:
         return None
-    repeated = repeated_in_fusions(module)
+    repeated = _repeated_in_fusions(module)
     found = [
-        (computation, with_metadata(instruction, computation, module))
+        (computation, _with_metadata(instruction, computation, module))
         for computation in module.computations
         for instruction in computation.instructions
         if instruction.opcode.removesuffix("-start") in COLLECTIVES
@@ -258,7 +232,7 @@ def collectives_of(
     if found and arguments is not None:
         uses = uses_of(module, [instruction for _, instruction in found], arguments)
     return Collectives(
-        _collective(module, *one, sizes, uses.get(one[1].name, _UNKNOWN)) for one in found
+        _collective(module, *one, sizes, uses.get(one[1].name, Use())) for one in found
     )
 
 
@@ -282,11 +256,11 @@ def _collective(
         )
         axes = axes_of_groups(groups, mesh)
     size = max(map(len, groups), default=1)
-    larger = sum(shape.bytes for shape in results) * (size if kind == "reduce-scatter" else 1)
+    larger = total_bytes(results) * (size if kind == "reduce-scatter" else 1)
     if kind == "all-reduce" and runs.is_fused and size > 1:
         parts = [s for one in computation.instructions if one.is_root for s in arrays(one.shape)]
         # A fusion that sums and keeps each device's part is a reduce-scatter.
-        if sum(shape.bytes for shape in parts) * size == larger:
+        if total_bytes(parts) * size == larger:
             kind, results = "reduce-scatter", parts
     return Collective(
         kind=kind,
@@ -318,7 +292,6 @@ def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
 
 
 def _groups(instruction: Instruction, count: int) -> Groups:
-    """The groups of devices."""
     groups, attributes = instruction.replica_groups or (), instruction.attributes
     over_partitions = "channel_id" in attributes and "use_global_device_ids" not in attributes
     of_replicas = instruction.opcode.startswith(("all-reduce", "all-gather", "reduce-scatter"))
@@ -334,3 +307,41 @@ def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
     users = (f for f in frames if not (is_library(f[0]) or any(part in f[0] for part in library)))
     file, line = next(users, frames[0] if frames else ("", 0))
     return f"{PurePath(file).name}:{line}" if file else None
+
+
+def _with_metadata(one: Instruction, computation: Computation, module: Module) -> Instruction:
+    """An instruction, with the metadata that the TPU compiler leaves out.
+
+    In a fusion or a loop it is that of the caller. For several arrays the compiler names the
+    operation of one; each operand has its own.
+    """
+    caller, seen = one, {""}
+    while caller.operation is None and computation.name in module.callers.keys() - seen:
+        seen.add(computation.name)
+        computation, caller = module.callers[computation.name]
+    names, operands = [caller.operation], {*caller.operand_names}
+    if len(operands) > 1 and len(operations(caller.operation or "")) == 1:
+        names = [i.operation for i in computation.instructions if i.name in operands] + names
+    name = ";".join(dict.fromkeys(filter(None, names)))
+    if name == (one.operation or ""):
+        return one
+    written = caller.attributes.get("metadata", "")
+    quoted = name.replace("\\", r"\\").replace('"', r"\"")
+    metadata = f'{{op_name="{quoted}" {OP_NAME.sub("", written).strip("{}")}}}'
+    rest = one.rest.replace(f", metadata={written}", "") if written else one.rest
+    return one._replace(rest=f"{rest}, metadata={metadata}")
+
+
+def _repeated_in_fusions(module: Module) -> set[str]:
+    """Collectives that are repeated in fusions that run while they are in progress.
+
+    The TPU compiler writes one in the fusion that starts it, and again in each that continues it.
+    """
+    starts: dict[str, str | None] = {}
+    others: dict[str, str | None] = {}
+    for computation in module.computations:
+        is_start = any("AsyncCollectiveStart" in one.rest for one in computation.instructions)
+        for one in computation.instructions:
+            if "async_collective_fusion_config" in one.rest:
+                (starts if is_start else others)[one.name] = one.attributes.get("channel_id")
+    return {name for name, channel in others.items() if channel in starts.values()}

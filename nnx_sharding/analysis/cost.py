@@ -18,10 +18,10 @@ COMPILED = "after optimisation, one device"
 class Cost(Pictured):
     """Estimates of XLA; a figure that it does not know is None.
 
-    XLA counts the body of a loop once, however often it runs. Before optimisation the program is
-    that of all devices together, but the inside of a ``shard_map``, which is written for one
-    device, counts as written; and each sharding annotation, like any other custom call, counts as
-    -1 flop and -1 byte.
+    XLA counts the body of a loop once; the stage says whether bodies count as often as they run.
+    Before optimisation the program is that of all devices together, but the inside of a
+    ``shard_map``, which is written for one device, counts as written; and each sharding annotation,
+    like any other custom call, counts as -1 flop and -1 byte.
 
     Attributes:
       flops: additions and multiplications, so 2·m·k·n for a matrix product.
@@ -30,16 +30,9 @@ class Cost(Pictured):
         ``flops``.
       stage: what the figures are for.
       optimal_seconds: the compiler's own estimate of the time of a call, for the device that it
-        compiles for. Only the TPU compiler makes one.
+        compiles for, with the bodies of loops counted once. Only the TPU compiler makes one.
       host_bytes: the bytes copied between device and host memory, with loops counted as often as
         they run; None before that is known.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import jit
-      >>> cost = jit(lambda x: x @ x).lower(jnp.ones((64, 64))).cost()
-      >>> cost.flops
-      524288.0
     """
 
     flops: float | None
@@ -57,39 +50,14 @@ class Cost(Pictured):
         return self.flops / self.bytes_accessed
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        rows = zip(_NAMES, _figures(self), strict=True)
+        figures = [count_text(self.flops), bytes_text(self.bytes_accessed)]
+        rows = zip(_NAMES, [*figures, count_text(self.transcendentals)], strict=True)
         yield table((f"cost {self.stage}", ""), rows, numbers=1)
+        if self.host_bytes:
+            yield text(f"copied between device and host in one call: {bytes_text(self.host_bytes)}")
 
 
 _NAMES = ("flops", "bytes accessed", "transcendentals")
-
-
-def _figures(cost: Cost) -> tuple[str, ...]:
-    flops, transcendentals = count_text(cost.flops), count_text(cost.transcendentals)
-    return flops, bytes_text(cost.bytes_accessed), transcendentals
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Costs(Pictured):
-    """The estimates at each stage; None where there is none.
-
-    Attributes:
-      lowered: before optimisation, for all devices together.
-      compiled: after optimisation, for one device.
-      executed: the same, with loop bodies counted as often as they run.
-    """
-
-    lowered: Cost | None
-    compiled: Cost | None
-    executed: Cost | None
-
-    def _pictures(self, width: int) -> Iterable[Any]:
-        stages = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        figures = {name: _figures(cost) for name, cost in stages.items() if cost is not None}
-        rows = zip(_NAMES, *figures.values(), strict=True)
-        yield table(("cost", *figures), rows, numbers=len(figures))
-        if copied := self.executed and self.executed.host_bytes:
-            yield text(f"copied between device and host in one call: {bytes_text(copied)}")
 
 
 def cost_of(analysis: Any, stage: str) -> Cost | None:
@@ -98,20 +66,13 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
     Args:
       analysis: what the method of the stage returned: a dict, or a list of one.
       stage: what the figures are for.
-
-    Example:
-      >>> from nnx_sharding.analysis import cost_of
-      >>> cost = cost_of({"flops": 8.0, "bytes accessed": -1.0}, "one device")
-      >>> cost.flops, cost.bytes_accessed, cost.transcendentals
-      (8.0, None, 0.0)
     """
     figures = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
     if not isinstance(figures, Mapping) or not figures:
         return None
     flops, accessed, transcendentals = (_figure(figures, name) for name in _NAMES)
-    return Cost(
-        flops, accessed, transcendentals, stage, _figure(figures, "optimal_seconds") or None
-    )
+    own_estimate = _figure(figures, "optimal_seconds") or None
+    return Cost(flops, accessed, transcendentals, stage, own_estimate)
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Device:
+class Hardware:
     """The peak figures of one device, in JAX's sense of a device.
 
     Attributes:
@@ -28,12 +28,6 @@ class Device:
 
     Raises:
       ValueError: a figure is not positive, or ``torus_dimensions`` is none of 0, 2 and 3.
-
-    Example:
-      >>> from nnx_sharding.analysis import Device
-      >>> mine = Device("mine", 1e12, 16 * 2**30, 1e11, 1e10, torus_dimensions=2)
-      >>> mine.link_bandwidth
-      2500000000.0
     """
 
     name: str
@@ -47,17 +41,15 @@ class Device:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        figures = {name: getattr(self, name) for name in _FIGURES}
+        figures = {name: getattr(self, name) for name in _FIGURES if name != "torus_dimensions"}
         wrong = [  # "not n > 0" is also true of NaN
-            f"{name} = {n!r}"
-            for name, n in figures.items()
-            if name != "torus_dimensions" and n is not None and not n > 0
+            f"{name} = {n!r}" for name, n in figures.items() if n is not None and not n > 0
         ]
         if wrong:
-            raise ValueError(f"Device {self.name!r}: not positive: {', '.join(wrong)}.")
+            raise ValueError(f"Hardware {self.name!r}: not positive: {', '.join(wrong)}.")
         if self.torus_dimensions not in (0, 2, 3):
             raise ValueError(
-                f"Device {self.name!r}: expected torus_dimensions of 0, 2 or 3, got "
+                f"Hardware {self.name!r}: expected torus_dimensions of 0, 2 or 3, got "
                 f"{self.torus_dimensions!r}."
             )
 
@@ -67,49 +59,30 @@ class Device:
         return self.interconnect_bandwidth / (2 * self.torus_dimensions or 1)
 
 
-_FIGURES = tuple(field.name for field in dataclasses.fields(Device))[1:-1]
+_FIGURES = tuple(field.name for field in dataclasses.fields(Hardware))[1:-1]
 
 
-def device(name: str) -> Device:
-    """The figures of a device.
-
-    Args:
-      name: a key of ``DEVICES`` or a ``jax.Device.device_kind``, in upper or lower case.
+def hardware_of(hardware: Hardware | str) -> Hardware:
+    """The figures of hardware given by itself or by a key of ``HARDWARE``, in any case.
 
     Raises:
-      ValueError: the device is not in the table.
-
-    Example:
-      >>> from nnx_sharding.analysis import device
-      >>> device("TPU v5 lite") == device("tpu v5e")
-      True
-      >>> device("TPU v5e").flops
-      197000000000000.0
+      ValueError: it is not in the table.
+      TypeError: it is neither hardware nor a name.
     """
-    peak = known_device(name)
-    if peak is None:
-        keys = {key.lower(): key for key in DEVICES}
-        close = difflib.get_close_matches(name.lower(), keys, 1, 0.75)
-        hint = f" Did you mean {keys[close[0]]!r}?" if close else ""
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str):
+        raise TypeError(f"expected Hardware or the name of some, got {hardware!r}.")
+    keys = {key.lower(): key for key in HARDWARE}
+    if hardware.lower() not in keys:
+        names = {key.lower(): key for key in _BY_NAME}
+        close = difflib.get_close_matches(hardware.lower(), names, 1, 0.75)
+        hint = f" Did you mean {names[close[0]]!r}?" if close else ""
+        known = ", ".join(map(repr, _BY_NAME))
         raise ValueError(
-            f"unknown device {name!r}.{hint} Known are "
-            f"{', '.join(map(repr, DEVICES))}; make a Device for another."
+            f"unknown hardware {hardware!r}.{hint} Known are {known}; make a Hardware for another."
         )
-    return peak
-
-
-def known_device(name: str) -> Device | None:
-    """As :func:`device`; None if the device is not in the table.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding.analysis import known_device
-      >>> known_device(jax.devices()[0].device_kind) is None  # of a CPU
-      True
-    """
-    kinds = {kind.lower(): key for kind, key in _KINDS.items()}
-    keys = {key.lower(): key for key in DEVICES} | kinds
-    return DEVICES.get(keys.get(name.lower(), ""))
+    return HARDWARE[keys[hardware.lower()]]
 
 
 _GIB = 2**30
@@ -134,21 +107,18 @@ _A100 = _gpu("a100/", "https://developer.nvidia.com/blog/defining-ai-innovation-
 
 # Bandwidths that a vendor gives for both directions together, and flops that it gives with
 # sparsity, are halved. A TPU7x chip is two devices to JAX, each with half of its figures.
-DEVICES: Mapping[str, Device] = {
-    one.name: one
-    for one in (
-        Device("TPU v4", 275e12, 32 * _GIB, 1200e9, 300e9, 3, None, 6.25e9, _V4),
-        Device("TPU v5e", 197e12, 16 * 10**9, 819e9, 200e9, 2, None, 3.125e9, _V5E),
-        Device("TPU v5p", 459e12, 95 * _GIB, 2765e9, 600e9, 3, None, 6.25e9, _V5P),
-        Device("TPU v6e", 918e12, 32 * _GIB, 1638e9, 400e9, 2, None, 12.5e9, _V6E),
-        Device("TPU7x", 2307e12 / 2, 96 * _GIB, 7380e9 / 2, 300e9, 3, None, 6.25e9, _TPU7X),
-        Device("A100 40GB", 312e12, 40 * 10**9, 1555e9, 300e9, 0, 8, 25e9, _A100),
-        Device("A100 80GB", 312e12, 80 * 10**9, 2039e9, 300e9, 0, 8, 25e9, _A100),
-        Device("H100 SXM", 1979e12 / 2, 80 * 10**9, 3350e9, 450e9, 0, 8, 50e9, _gpu("h100/")),
-        Device("H200", 1979e12 / 2, 141 * 10**9, 4800e9, 450e9, 0, 8, 50e9, _gpu("h200/")),
-        Device("B200", 2250e12, 180 * 10**9, 8000e9, 900e9, 0, 8, 50e9, _gpu("dgx-b200/")),
-    )
-}
+_TABLE = (
+    Hardware("TPU v4", 275e12, 32 * _GIB, 1200e9, 300e9, 3, None, 6.25e9, _V4),
+    Hardware("TPU v5e", 197e12, 16 * 10**9, 819e9, 200e9, 2, None, 3.125e9, _V5E),
+    Hardware("TPU v5p", 459e12, 95 * _GIB, 2765e9, 600e9, 3, None, 6.25e9, _V5P),
+    Hardware("TPU v6e", 918e12, 32 * _GIB, 1638e9, 400e9, 2, None, 12.5e9, _V6E),
+    Hardware("TPU7x", 2307e12 / 2, 96 * _GIB, 7380e9 / 2, 300e9, 3, None, 6.25e9, _TPU7X),
+    Hardware("A100 40GB", 312e12, 40 * 10**9, 1555e9, 300e9, 0, 8, 25e9, _A100),
+    Hardware("A100 80GB", 312e12, 80 * 10**9, 2039e9, 300e9, 0, 8, 25e9, _A100),
+    Hardware("H100 SXM", 1979e12 / 2, 80 * 10**9, 3350e9, 450e9, 0, 8, 50e9, _gpu("h100/")),
+    Hardware("H200", 1979e12 / 2, 141 * 10**9, 4800e9, 450e9, 0, 8, 50e9, _gpu("h200/")),
+    Hardware("B200", 2250e12, 180 * 10**9, 8000e9, 900e9, 0, 8, 50e9, _gpu("dgx-b200/")),
+)
 
 # By jax.Device.device_kind.
 _KINDS = {
@@ -162,3 +132,6 @@ _KINDS = {
     "NVIDIA H200": "H200",
     "NVIDIA B200": "B200",
 }
+
+_BY_NAME = {one.name: one for one in _TABLE}
+HARDWARE: Mapping[str, Hardware] = _BY_NAME | {k: _BY_NAME[name] for k, name in _KINDS.items()}

@@ -14,109 +14,20 @@ import functools
 import graphlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from .device_groups import Groups, number_lists, read_groups
-from .opcodes import COLLECTIVES, OPCODES, base
-from .runs import Runs, runs_of
-from .shapes import Shape, Shapes, arrays, is_shape, read_shape
+from .instructions import MAX_SIZE, Computation, Instruction
 from .trip_counts import trip_counts
 
 
-class Instruction(NamedTuple):
-    """One instruction: its parts as written, without the percent sign of the name."""
+class Runs(NamedTuple):
+    """How often a computation runs in one call of the program."""
 
-    name: str
-    opcode: str
-    shape_text: str
-    rest: str  # operands and attributes
-    is_root: bool  # whether it is the result of its computation
-
-    @property
-    def shape(self) -> Shapes:
-        """The shape of the result, for a tuple those of its parts."""
-        return read_shape(self.shape_text)
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The operands as written; for a constant or parameter, its literal."""
-        cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
-        return tuple(part for part in cleaned if part)
-
-    @property
-    def operand_names(self) -> tuple[str, ...]:
-        """The names of the operands, without percent signs and shapes."""
-        return tuple(text.rpartition(" ")[2].lstrip("%") for text in self.operands)
-
-    @property
-    def attributes(self) -> dict[str, str]:
-        """The attributes as written, by name."""
-        attributes: dict[str, str] = {}
-        _, end = _split(self.rest, 0, ")")
-        for part in _split(self.rest, end, "")[0]:
-            key, equals, value = part.partition("=")
-            if equals:
-                attributes.setdefault(key.strip(), value.strip())
-        return attributes
-
-    @property
-    def replica_groups(self) -> Groups | None:
-        """The groups of devices that take part; empty for all. None if they are not understood."""
-        attributes = self.attributes
-        text = attributes.get("replica_groups", "{}")
-        if text.startswith("mesh[") and "device_ids" in attributes:
-            text += f", device_ids={attributes['device_ids']}"
-        return read_groups(text)
-
-    @property
-    def source_target_pairs(self) -> Groups:
-        """The pairs of devices between which a permutation sends."""
-        return number_lists(self.attributes.get("source_target_pairs", ""))
-
-    @property
-    def operation(self) -> str | None:
-        """The operation that it was made from, such as ``jit(f)/mlp/dot_general``."""
-        name = OP_NAME.search(self.attributes.get("metadata", ""))
-        return re.sub(r"\\(.)", r"\1", name[1]) if name else None
-
-    @property
-    def trip_count(self) -> int | None:
-        """How often the body of a ``while`` runs; None if XLA does not know."""
-        if self.opcode != "while":
-            return None
-        count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
-        return int(count[1]) if count else None
-
-    @property
-    def results(self) -> list[Shape]:
-        """The arrays that it makes, even if it is the start of a pair."""
-        shape, opcode = self.shape, self.opcode
-        # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...);
-        # other starts are (operand, result, ...).
-        is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
-        if is_start and not isinstance(shape, Shape) and len(shape) > 1:
-            shape = shape[0 if opcode == "copy-start" else 1]
-        return list(arrays(shape))
-
-    def __str__(self) -> str:
-        return f"{self.name} = {self.shape_text} {self.opcode}({self.rest}"
-
-    def calls(self) -> Iterator[tuple[str, str]]:
-        """The computations that it runs, each after the attribute that names it."""
-        if _MAY_CALL.search(self.rest):
-            for attribute, text in self.attributes.items():
-                if attribute in _CALLS:
-                    yield from ((attribute, name) for name in re.findall(r"[^\s,{}%]+", text))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Computation:
-    """A list of instructions, in the order of the text."""
-
-    name: str  # without the percent sign; empty for instructions outside of any
-    is_entry: bool  # whether the program begins with it
-    instructions: list[Instruction]
+    times: int | None = 1  # each branch of a conditional counts as taken; None if it is unknown
+    in_loop: bool = False
+    is_fused: bool = False  # part of one operation: a fusion, or the computation of a reduction
+    in_branch: bool = False  # of a conditional, which may not be taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +93,7 @@ class Module:
             unread.append("no entry computation")
         unread += ["computations that call each other"] * (self.callees_first is None)
         for computation in self.computations:
-            unread += [str(one) for one in computation.instructions if not _is_known(one)]
+            unread += [str(one) for one in computation.instructions if not one.is_known]
             unread += [
                 f"{name}, which {one.name} calls"
                 for one, attribute, name in self.calls[computation.name]
@@ -202,12 +113,41 @@ class Module:
     @functools.cached_property
     def trip_counts(self) -> Mapping[str, int]:
         """How often the body of each ``while`` runs, by the name of the instruction, if known."""
-        return {} if self.callees_first is None else trip_counts(self)
+        return {} if self.callees_first is None else trip_counts(self.by_name, self.entry)
 
     @functools.cached_property
     def runs(self) -> Mapping[str, Runs]:
         """How often each computation runs. One that nothing calls counts once."""
-        return runs_of(self)
+        runs: dict[str, Runs] = {}
+        for name in reversed(self.callees_first or [*self.calls]):
+            caller = runs.setdefault(name, Runs())
+            for one, attribute, callee in self.calls.get(name, ()):
+                called, known = self._called(caller, one, attribute), runs.get(callee)
+                if known is not None:
+                    both = None not in (known.times, called.times)
+                    called = Runs(
+                        (known.times or 0) + (called.times or 0) if both else None,
+                        known.in_loop or called.in_loop,
+                        known.is_fused and called.is_fused,
+                        known.in_branch or called.in_branch,
+                    )
+                is_plausible = called.times is not None and called.times <= MAX_SIZE
+                runs[callee] = called if is_plausible else called._replace(times=None)
+        return runs
+
+    def _called(self, caller: Runs, one: Instruction, attribute: str) -> Runs:
+        """How often an instruction of a computation calls another."""
+        is_loop = one.opcode == "while"
+        times = self.trip_counts.get(one.name) if is_loop else 1
+        if times is not None:
+            times += attribute == "condition"
+        is_fused = one.opcode == "fusion" or (attribute == "to_apply" and one.opcode != "call")
+        return Runs(
+            None if times is None or caller.times is None else caller.times * times,
+            caller.in_loop or is_loop,
+            caller.is_fused or is_fused,
+            caller.in_branch or one.opcode == "conditional",
+        )
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
         """The lines that it was made from, as (file, line), innermost first."""
@@ -243,13 +183,7 @@ _Pair: TypeAlias = tuple[int, int]
 
 
 def parse(text: str) -> Module:
-    """Reads HLO text.
-
-    Args:
-      text: a module, or any part of one.
-
-    Returns:
-      What was understood of it.
+    """Reads HLO text: a module, or any part of one.
 
     Example:
       >>> from nnx_sharding.analysis.hlo import parse
@@ -257,8 +191,6 @@ def parse(text: str) -> Module:
       >>> [instruction] = computation.instructions
       >>> instruction.opcode, instruction.operand_names, instruction.attributes
       ('all-reduce', ('x',), {'to_apply': '%add'})
-      >>> instruction.shape
-      Shape(dtype='f32', dims=(64,), bytes=256, memory_space=0)
     """
     computations: list[Computation] = []
     head: list[str] = []
@@ -293,53 +225,6 @@ def parse(text: str) -> Module:
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = (\S.*?)\s([a-z][a-z0-9\-]*)\(")
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
-OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE)
-_CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
-_CALLS |= {"true_computation", "false_computation"}
-_MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")
-
-
-def _is_known(one: Instruction) -> bool:
-    """Whether the behaviour and the devices of an instruction are understood."""
-    kind = base(one.opcode)
-    if not is_shape(one.shape_text):
-        return False
-    if kind in COLLECTIVES and not one.opcode.endswith("-done"):
-        return one.replica_groups is not None
-    if kind == "send":  # to the host, which may send it to other slices
-        return "is_host_transfer=true" in one.rest and "xla_megascale" not in one.rest
-    is_exchange = kind == "custom-call" and _COMMUNICATES.search(one.rest) is not None
-    return kind in OPCODES and not is_exchange
-
-
-# A Pallas kernel that sends to other devices.
-_COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true')
-
-
-def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
-    """The parts between commas that are in no bracket, up to a closing bracket; and its end."""
-    if closing and (simple := _SIMPLE.match(text, start)):  # as most operands are
-        return text[start : simple.end() - 1].split(","), simple.end()
-    parts: list[str] = []
-    depth = 0
-    for match in _TOKEN.finditer(text, start):
-        token = match[0]
-        if token in "([{":
-            depth += 1
-        elif token == closing and depth == 0:
-            return [*parts, text[start : match.start()]], match.end()
-        elif token in ")]}":
-            depth = max(depth - 1, 0)
-        elif token == "," and depth == 0:
-            parts.append(text[start : match.start()])
-            start = match.end()
-    return [*parts, text[start:]], len(text)
-
-
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
-_SIMPLE = re.compile(r'[^()\[\]{}"/]*\)')
-_COMMENT = re.compile(r"/\*.*?\*/")

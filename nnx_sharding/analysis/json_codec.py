@@ -1,18 +1,21 @@
-"""Dataclasses as JSON data and back."""
+"""Dataclasses as JSON data and back, and as files with a format and a version."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
+from .tables import Pictured
 from .units import printable
 
 T = TypeVar("T")
@@ -51,17 +54,14 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     return value if other is None else as_data(other(value), other)
 
 
-def read(kind: type[T], data: Any, what: str) -> T:
+def read(kind: type[T], data: Any, what: str, **made: Any) -> T:
     """Makes a dataclass, called ``what`` in messages, from the data that :func:`as_data` returned.
 
-    Strings and numbers are taken as they are. What wrote the data, and so its form, is known from
-    its version, which the caller has checked.
-
-    Raises:
-      ValueError: the data has another form.
+    Strings and numbers are taken as they are: the caller has checked the version of the data. The
+    fields in ``made`` are given. A ValueError if the data has another form.
     """
     try:
-        return typing.cast(T, _made(kind, data))
+        return typing.cast(T, _made(kind, data, made))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"not a valid {what}: {error}. It may be damaged, or written by another program."
@@ -74,8 +74,7 @@ def _entry(entry: Any) -> Any:
     return list(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
 
-def _made(kind: Any, data: Any) -> Any:
-    """A value of a type."""
+def _made(kind: Any, data: Any, made: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         # One of them at most is written as a list or a dict.
@@ -86,9 +85,10 @@ def _made(kind: Any, data: Any) -> Any:
         return _made_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = _fields(kind)
-        if wrong := [name for name in (*fields, *data) if (name in fields) != (name in data)]:
+        given = {**made, **data}
+        if wrong := [name for name in fields | given if (name in fields) != (name in given)]:
             raise ValueError(f"{', '.join(wrong)} missing or unknown")
-        return kind(**{name: _made(fields[name], value) for name, value in data.items()})
+        return kind(**made, **{name: _made(fields[name], value) for name, value in data.items()})
     part = _part_of(kind)
     if part is not None:
         parts = tuple(_made(part, one) for one in data)
@@ -124,3 +124,64 @@ def _fields(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     written = (f.name for f in dataclasses.fields(kind) if f.metadata.get("written", True))
     return {name: hints[name] for name in written}
+
+
+class JsonForm(Pictured):
+    """A dataclass that can be written as JSON and read again, and that notebooks show."""
+
+    _FORMAT: ClassVar[str]
+    _VERSION: ClassVar[int] = 1
+    _NOUN: ClassVar[str]  # for messages
+
+    def _parts(self) -> dict[str, Any]:
+        """The data without format and version."""
+        data: dict[str, Any] = as_data(self)
+        return data
+
+    @classmethod
+    def _of_parts(cls, parts: dict[str, Any]) -> Self:
+        return read(cls, parts, cls._NOUN)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as data for JSON."""
+        return {"format": self._FORMAT, "version": self._VERSION, **self._parts()}
+
+    def to_json(self) -> str:
+        """:meth:`as_dict` as text."""
+        return json_text(self.as_dict())
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Reads what :meth:`as_dict` returned; a ValueError if it has another form or version."""
+        parts = dict(data) if isinstance(data, dict) else {}
+        form, version = parts.pop("format", None), parts.pop("version", None)
+        if form != cls._FORMAT:
+            actual = "it has no format" if form is None else f"its format is {form!r}"
+            raise ValueError(f"not a {cls._NOUN}: {actual}, expected {cls._FORMAT!r}.")
+        if type(version) is not int or version != cls._VERSION:
+            raise ValueError(
+                f"this {cls._NOUN} has the version {version!r}; this release of nnx_sharding reads "
+                f"version {cls._VERSION}. Use the release that wrote it, or write it again."
+            )
+        return cls._of_parts(parts)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Reads what :meth:`to_json` returned; a ValueError as for :meth:`from_dict`."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not a {cls._NOUN}: it is not JSON: {error}") from None
+        return cls.from_dict(data)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file as JSON; an existing file is replaced."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what :meth:`save` wrote; a ValueError as for :meth:`from_dict`, with the path."""
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None

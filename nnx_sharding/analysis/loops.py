@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from .cost import Cost
-from .hlo import Instruction, Module
-from .host_copies import host_bytes
-from .opcodes import FREE
-from .shapes import Shape
+from .hlo import Module
+from .instructions import Computation, Instruction, Shape, total_bytes
+from .opcodes import FREE, SLICES, base
 from .work import Work, applications, custom_work, shapes_of, work_of
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
@@ -28,10 +27,8 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
 
     This adds the work of loop bodies in all runs but the first. A slice of an array counts with its
     own size, not that of the array. The name of the stage says what the figures leave open. For
-    TPUs, XLA also counts what stays in vector memory; here only bytes of main memory count.
-
-    Returns:
-      The estimate; None if the program is not understood.
+    TPUs, XLA also counts what stays in vector memory; here only bytes of main memory count. None if
+    the program is not understood.
     """
     if module.unread:
         return None
@@ -41,9 +38,8 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     if module.is_for_tpu and cost.bytes_accessed is not None:
         figures["bytes_accessed"] = float(executed.bytes_accessed)
     stage = ", ".join([WITH_LOOPS, *_remarks(module)])
-    seconds = cost.optimal_seconds if executed == once else None
     figures["host_bytes"] = float(host_bytes(module))
-    return dataclasses.replace(cost, **figures, stage=stage, optimal_seconds=seconds)
+    return dataclasses.replace(cost, **figures, stage=stage)
 
 
 def _plus(figure: float | None, more: int) -> float | None:
@@ -129,3 +125,38 @@ def _remarks(module: Module) -> list[str]:
         ),
     }
     return [remark for remark, holds in remarks.items() if holds]
+
+
+def host_bytes(module: Module) -> int:
+    """The bytes copied between device and host in one call; unknown loops count once."""
+    return sum(
+        _copied(computation) * (module.runs[computation.name].times or 1)
+        for computation in module.computations
+        if any(f"S({_HOST})" in one.shape_text for one in computation.instructions)
+    )
+
+
+_HOST = 5  # the memory space of the host in layouts, as XLA numbers it
+
+
+def _copied(computation: Computation) -> int:
+    shapes = {one.name: one.results for one in computation.instructions}
+    total = 0
+    for one in computation.instructions:
+        kind, operands = base(one.opcode), [shapes.get(name, []) for name in one.operand_names]
+        if one.opcode.endswith(("-done", "-update")) or not operands:
+            continue
+        if kind == "dynamic-update-slice" and len(operands) > 1:
+            written, read, *_ = operands
+            moved = read
+        elif kind == "copy" or kind in SLICES:
+            read, moved = operands[0], shapes[one.name]
+            written = moved
+        else:
+            continue
+        total += total_bytes(moved) * (_is_on_host(read) != _is_on_host(written))
+    return total
+
+
+def _is_on_host(shapes: Sequence[Shape]) -> bool:
+    return any(shape.memory_space == _HOST for shape in shapes)

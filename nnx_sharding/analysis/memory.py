@@ -29,11 +29,8 @@ class Memory(Pictured):
       generated_code: the program itself; 0 on the CPU.
       peak: what has to be free for a call: arguments + outputs - aliased + temporaries + generated
         code, as XLA allocates the temporaries of a call as one block; more if JAX reports more.
-      host_arguments: arguments in host memory.
-      host_outputs: outputs in host memory.
-      host_temporaries: temporaries in host memory.
-      host_aliased: aliased outputs in host memory.
-      host_generated_code: generated code in host memory.
+      host_arguments, host_outputs, host_temporaries, host_aliased, host_generated_code: the same
+        in host memory.
       by_path: the bytes of each argument array by its path, such as ``model.up.kernel``, without
         those that the program does not use.
 
@@ -60,8 +57,7 @@ class Memory(Pictured):
     by_path: Mapping[str, int] = dataclasses.field(default_factory=dict, metadata=UNWRITTEN)
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        names = [field.name for field in dataclasses.fields(self) if field.name != "by_path"]
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-1]}
         known = {n: size for n, size in sizes.items() if size or (size == 0 and "host" not in n)}
         most = max(known.values(), default=0) or 1
         rows = [
@@ -77,13 +73,6 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     Args:
       analysis: what the method of ``jax.stages.Compiled`` returned.
       by_path: the bytes of each argument.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding.analysis import memory_of
-      >>> compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), "float32")).compile()
-      >>> memory_of(compiled.memory_analysis()).arguments
-      32
     """
     if analysis is None:
         return None

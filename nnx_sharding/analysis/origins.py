@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from .hlo import Instruction, Module
-from .shapes import Shape
+from .hlo import Module
+from .instructions import Instruction, Shape
 
 # The names of the arguments from which an array is computed; for a tuple, one set for each array.
 Origin: TypeAlias = "frozenset[str] | tuple[Origin, ...]"
@@ -18,27 +18,19 @@ _MAX_DEPTH = 32  # of calls within calls; more are in damaged text only
 def origins(
     module: Module, names: Iterable[str], arguments: Sequence[str] = ()
 ) -> dict[str, tuple[frozenset[str], ...]]:
-    """Which arguments the operands of instructions are computed from.
+    """The names of the arguments from which each operand of some instructions is computed.
 
     A loop carry counts as its initial value, such as a parameter that each step changes; if that is
-    a constant, as what the loop computes.
-
-    Args:
-      module: the program.
-      names: the instructions.
-      arguments: the names of its arguments in their order; if empty, their operations are used.
-
-    Returns:
-      The names of the arguments, for each instruction that can run and each of its operands.
+    a constant, as what the loop computes. If ``arguments``, the names in their order, are not
+    known, those of their operations are used. Instructions that cannot run are left out.
     """
     entry = module.entry
     tracer = _Tracer(module, frozenset(names))
     if entry is not None:
         inputs = [x for x in entry.instructions if x.opcode == "parameter"]
-        by_number = {x.operands[:1]: frozenset([x.operation or x.name]) for x in inputs}
-        by_number |= {(str(i),): frozenset([name]) for i, name in enumerate(arguments)}
-        numbers = range(len(inputs))
-        tracer.run(entry.name, [by_number.get((str(i),), _NOTHING) for i in numbers], 0)
+        by_number = {x.number: frozenset([x.operation or x.name]) for x in inputs}
+        by_number |= {i: frozenset([name]) for i, name in enumerate(arguments)}
+        tracer.run(entry.name, [by_number.get(i, _NOTHING) for i in range(len(inputs))], 0)
     return tracer.found
 
 
@@ -88,14 +80,9 @@ class _Tracer:
     ) -> Origin:
         opcode, first = instruction.opcode, operands[0] if operands else _NOTHING
         if opcode == "parameter":
-            number = "".join(instruction.operands)
-            is_known = number.isdecimal() and int(number) < len(arguments)
-            return arguments[int(number)] if is_known else _NOTHING
+            return _at(arguments, instruction.number)
         if opcode == "get-tuple-element":
-            index = instruction.attributes.get("index", "")
-            if isinstance(first, frozenset):
-                return first
-            return first[int(index)] if index.isdecimal() and int(index) < len(first) else _NOTHING
+            return first if isinstance(first, frozenset) else _at(first, instruction.tuple_index)
         if opcode in ("tuple", "opt-barrier", "optimization-barrier"):
             return tuple(operands) if opcode == "tuple" else first
         called = [callee for attribute, callee in instruction.calls() if attribute != "condition"]
@@ -106,9 +93,8 @@ class _Tracer:
         if called and (opcode in ("call", "async-start") or has_wanted):
             return self.run(called[0], operands, depth + 1)
         if opcode == "conditional" and called:
-            results = zip(called, operands[1:], strict=False)
             value: Origin = _NOTHING
-            for callee, operand in results:
+            for callee, operand in zip(called, operands[1:], strict=False):
                 value = _union(value, self.run(callee, [operand], depth + 1))
             return value
         # A collective of several arrays returns one for each.
@@ -116,6 +102,10 @@ class _Tracer:
         if not isinstance(shape, Shape) and 1 < len(shape) == len(operands):
             return tuple(operands)
         return frozenset(name for operand in operands for name in _all(operand))
+
+
+def _at(origins: Sequence[Origin], index: int | None) -> Origin:
+    return origins[index] if index is not None and index < len(origins) else _NOTHING
 
 
 def _all(origin: Origin) -> Iterator[str]:

@@ -66,11 +66,6 @@ class ParameterRow:
     sharding: Sharding | None = dataclasses.field(default=None, compare=False, metadata=UNWRITTEN)
 
     @property
-    def spec_text(self) -> str:
-        """The spec as a user would write it; ``-`` without one."""
-        return spec_text(self.spec)
-
-    @property
     def marks(self) -> list[str]:
         """``donated`` and ``unused``, as far as they apply."""
         return ["donated"] * self.donated + ["unused"] * (not self.used)
@@ -95,16 +90,6 @@ class ParameterTable(list[ParameterRow], Pictured):
     """Rows of parameters, which ``print`` shows as a table with exact bytes.
 
     Notebooks and a ``rich.console.Console`` show them with units and coloured mesh axes.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding.analysis import parameter_table
-      >>> print(parameter_table({"up": jax.ShapeDtypeStruct((64, 256), "float32")}))
-      path   shape     dtype    spec  shard shape  bytes/device  bytes
-      ------ --------- -------- ----- ------------ ------------- -----
-      up     (64,256)  float32  -     (64,256)            65536  65536
-      ------ --------- -------- ----- ------------ ------------- -----
-      total                                               65536  65536
     """
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -128,9 +113,6 @@ def parameter_table(tree: Any) -> ParameterTable:
     Returns:
       One row for each array, in the order in which NNX walks the tree, as a list that ``print``
       and notebooks show as a table. A shared Variable is listed once, under its first path.
-
-    Raises:
-      ValueError: shardings do not divide the shapes of their arrays.
 
     Example:
       >>> import jax
@@ -169,7 +151,7 @@ def cells(row: ParameterRow) -> tuple[str, ...]:
     shape, shard_shape = (f"({','.join(map(str, of))})" for of in (row.shape, row.shard_shape))
     path = " ".join([row.path or "(the root)", *(f"({mark})" for mark in row.marks)])
     sizes = str(row.bytes_per_device), str(row.bytes_total)
-    return (path, shape, row.dtype, row.spec_text, shard_shape, *sizes)
+    return (path, shape, row.dtype, spec_text(row.spec), shard_shape, *sizes)
 
 
 def _sums(rows: Iterable[ParameterRow]) -> tuple[int, int]:
@@ -178,19 +160,24 @@ def _sums(rows: Iterable[ParameterRow]) -> tuple[int, int]:
 
 def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any:
     """The table for consoles: coloured axes, units for bytes; without shard shapes if narrow."""
-    styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
-    quoted = {repr(axis): style for axis, style in styles.items()}
+    styles = spec_styles(rows)
     lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, _sums(rows))]]
     for row in rows[:most]:
         path, shape, dtype, spec, shard_shape, *_ = cells(row)
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
-        lines.append([path, shape, dtype, text(spec, styles=quoted), shard_shape, *sizes])
+        lines.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
     if len(rows) > most:
         lines.append([f"… and {len(rows) - most} more", *[""] * 6])
     if width < 100:
         lines = [[*line[:4], *line[5:]] for line in lines]
     header, footer, *body = lines
     return table(header, body, numbers=2, footer=footer)
+
+
+def spec_styles(rows: Iterable[Any]) -> dict[str, str]:
+    """A colour for each mesh axis, as the specs of the rows write it."""
+    styles = axis_styles(axis for row in rows for axis in spec_axes(row.spec))
+    return {repr(axis): style for axis, style in styles.items()}
 
 
 def spec_axes(spec: PartitionSpec | str | None) -> tuple[str, ...]:
@@ -226,10 +213,10 @@ def keys_inside(flat: Flat, index: int | None, count: int) -> Sequence[Path]:
 
 def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **more: Any) -> Row:
     """The row of an array with this sharding."""
-    shape = tuple(array.shape)
-    shard_shape = shape if sharding is None else tuple(sharding.shard_shape(shape))
+    shape = shard_shape = tuple(array.shape)
     spec: PartitionSpec | str | None = None
     if sharding is not None:
+        shard_shape = tuple(sharding.shard_shape(shape))
         spec = sharding.spec if isinstance(sharding, NamedSharding) else repr(sharding)
     return kind(
         path=path,
@@ -245,19 +232,21 @@ def row_of(kind: type[Row], path: str, array: Any, sharding: Sharding | None, **
     )
 
 
-def argument_row(
-    path: str, info: Any, sharding: Sharding | None, *, used: bool, variable: str | None
-) -> ParameterRow:
+def argument_row(path: str, info: Any, sharding: Sharding | None, **more: Any) -> ParameterRow:
     """The row of an argument of a program, from its ``jax.stages.ArgInfo``.
 
     The spec has an entry for each dimension, so that equal shardings have equal specs.
     """
     if isinstance(sharding, NamedSharding):
-        rest = (None,) * (len(info.shape) - len(sharding.spec.partitions))
-        spec = sharding.spec.update(partitions=(*sharding.spec.partitions, *rest))
-        sharding = sharding.update(spec=spec)
-    more: dict[str, Any] = {"donated": bool(info.donated), "used": used, "variable": variable}
-    return row_of(ParameterRow, path, info, sharding, **more)
+        sharding = sharding.update(spec=full_spec(sharding.spec, len(info.shape)))
+    return row_of(ParameterRow, path, info, sharding, donated=bool(info.donated), **more)
+
+
+def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """The spec with an entry for each dimension."""
+    rest = (None,) * (rank - len(spec.partitions))
+    full: PartitionSpec = spec.update(partitions=(*spec.partitions, *rest))
+    return full
 
 
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:

@@ -6,29 +6,20 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from .hlo import Instruction, Module
+from .hlo import Module
+from .instructions import Instruction, arrays
 from .origins import origins
 from .parameters import ParameterRow
-from .shapes import arrays
 
 Purpose: TypeAlias = Literal["parameter", "gradient", "sum", "result", "reshard"]
 
 
 class Use(NamedTuple):
-    """What a collective is for.
+    """What a collective is for; the fields are those of ``Collective``."""
 
-    Attributes:
-      purpose: ``parameter`` if it moves parameters or other Variables to where they are used,
-        ``gradient`` if it sums or moves gradients of parameters, ``sum`` if it adds up partial
-        results of an operation, ``result`` if it moves what the program returns, and ``reshard``
-        if it moves anything else, such as activations; None if that is not known.
-      parameters: the paths of the parameters.
-      module: the module whose call it is in, if the names in the program show it.
-    """
-
-    purpose: Purpose | None
-    parameters: tuple[str, ...]
-    module: str | None
+    purpose: Purpose | None = None
+    parameters: tuple[str, ...] = ()
+    module: str | None = None
 
 
 def uses_of(
@@ -52,10 +43,10 @@ def _names(module: Module, rows: Sequence[ParameterRow]) -> list[str]:
     """
     entry, paths = module.entry, {row.path for row in rows}
     inputs = [one for one in entry.instructions if one.opcode == "parameter"] if entry else []
-    by_number = {"".join(one.operands): one for one in inputs}
+    by_number = {one.number: one for one in inputs}
 
     def is_argument(number: int, row: ParameterRow) -> bool:
-        one = by_number.get(str(number))
+        one = by_number.get(number)
         shapes = [shape.dims for shape in arrays(one.shape)] if one else []
         name = one.operation if one else None
         return shapes == [row.shard_shape] and (name == row.path or name not in paths)

@@ -1,17 +1,207 @@
-"""The roofline of a program: the least time that it can take on a device, and what bounds it."""
+"""The roofline of a program: its least time, what bounds it, and which links it sends over."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from .collectives import Collectives
+import numpy as np
+
+from .collectives import Collective, Collectives, MeshAxes, axes_text
 from .cost import Cost
-from .hardware import Device, device
-from .links import Traffic, all_known, interconnect_seconds, traffic_of
+from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
-from .units import UNKNOWN, printable, time_text
+from .tables import table
+from .units import UNKNOWN, bytes_text, count_text, printable, time_text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the collectives over some mesh axes send over one kind of link.
+
+    Attributes:
+      axes: the mesh axes; None for collectives whose axes are unknown.
+      links: such as ``ICI x (ring of 16)``, ``ICI x (line of 2, 8 apart)`` or ``NVLink``; ``DCN``
+        or, for GPUs, ``network`` between slices or nodes; ``chip`` between two devices in one chip;
+        ``all links`` if it is not known which ones are used.
+      bandwidth: bytes per second that one device (at the end, if they form a line) can send over
+        them; None if unknown or unlimited.
+      bytes_sent: what one device sends over them in one call.
+      seconds: the least time for that, 0 within a chip; None if the bandwidth is unknown.
+    """
+
+    axes: MeshAxes
+    links: str
+    bandwidth: float | None
+    bytes_sent: int
+    seconds: float | None
+
+
+class _Route(NamedTuple):
+    """How the devices of a group are connected."""
+
+    links: str
+    devices: int
+    chips: int  # fewer than devices where a chip is two of them
+    slices: int
+    torus: tuple[tuple[int, float], ...] = ()  # by dimension: chips, and links of one at its end
+    is_open: bool = False  # whether a dimension is a line
+
+    @property
+    def num_links(self) -> float:
+        return sum(links for _, links in self.torus)
+
+
+_CHIP = "chip"
+_UNKNOWN = _Route("all links", 2, 2, 1)  # all bytes over all links, as between two devices
+
+
+def traffic_of(
+    collectives: Collectives, mesh: MeshDescription | None, hardware: Hardware
+) -> tuple[Traffic, ...]:
+    """What collectives send over each kind of link of a device, by mesh axes."""
+    rows = []
+    for axes in collectives.by_axes():
+        some = [one for one in collectives if one.axes == axes and one.bytes_sent]
+        route = _route(axes, mesh, hardware)
+        bandwidths = {
+            route.links: hardware.interconnect_bandwidth,
+            _network(hardware): hardware.network_bandwidth,
+            _CHIP: math.inf,
+        }
+        if route.torus:
+            bandwidths[route.links] = route.num_links * hardware.link_bandwidth
+        parts = [_parts(one, route) for one in some]
+        for i, (links, bandwidth) in enumerate(bandwidths.items()):
+            sent, even = (sum(part[i][j] for part in parts) for j in range(2))
+            if sent:
+                seconds = bandwidth and even / bandwidth
+                finite = None if bandwidth == math.inf else bandwidth
+                rows.append(Traffic(axes, links, finite, round(sent), seconds))
+    return tuple(rows)
+
+
+def all_known(figures: Iterable[float | None]) -> list[float] | None:
+    """The figures; None if one of them is unknown."""
+    listed = [*figures]
+    known = [figure for figure in listed if figure is not None]
+    return known if len(known) == len(listed) else None
+
+
+def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
+    """The least time for all traffic: in sequence over the same links, else in parallel.
+
+    None if the time for some of it is unknown.
+    """
+    times: defaultdict[str, float] = defaultdict(float)
+    sent = 0
+    for row in traffic:
+        if row.seconds is None:
+            return None
+        times[row.links] += row.seconds
+        sent += row.bytes_sent if row.links not in (_CHIP, _network(hardware)) else 0
+    return max(sent / hardware.interconnect_bandwidth, *times.values(), 0.0)
+
+
+def traffic_table(traffic: Iterable[Traffic]) -> Any:
+    """A table of traffic."""
+    rows = []
+    for row in traffic:
+        speed = UNKNOWN if row.bandwidth is None else f"{count_text(row.bandwidth)}B/s"
+        figures = speed, bytes_text(row.bytes_sent), time_text(row.seconds)
+        rows.append((row.links, axes_text(row.axes), *figures))
+    return table(("links", "axes", "bandwidth", "sent", "at least"), rows, numbers=3)
+
+
+def _network(hardware: Hardware) -> str:
+    return "DCN" if hardware.torus_dimensions else "network"
+
+
+def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
+    """What a device sends in one call within its slice, between slices, and within its chip.
+
+    Each is a pair: the bytes, and the bytes that take as long if all links are used evenly. What
+    several devices of a slice or chip need enters it once, which is a lower bound.
+    """
+    devices, chips, slices = route[1:4]
+    others, sent, factor = devices - 1, one.total_bytes_sent, 1.0
+    if one.kind == "collective-permute":
+        shares = np.eye(3)[1 if slices > 1 else 0 if chips > 1 else 2] * others
+        if route.torus:  # some devices send up, and some down
+            factor = route.num_links / (2 * len(route.torus))
+    elif one.kind == "all-to-all":  # no two devices need the same data
+        slice_, chip = devices // slices, devices // chips
+        shares = np.array([slice_ - chip, devices - slice_, chip - 1])
+        if route.torus and shares[0]:  # half of all bytes in a line or ring cross its middle
+            crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
+            factor = crossing * route.num_links * slice_ / shares[0]
+    else:
+        shares = np.array([chips - slices, slices - 1, devices - chips])
+        if one.kind == "all-reduce" and route.is_open and shares[0]:
+            factor = chips / (chips - slices) / 2  # an end sends its addends, and receives the sums
+    parts = [float(sent * share / others) for share in shares]
+    return [(parts[0], parts[0] * factor), *((part, part) for part in parts[1:])]
+
+
+def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> _Route:
+    """The links between the devices of a group over mesh axes; the worst if groups differ."""
+    if mesh is None or not axes or not {*axes} <= {*mesh.axes}:
+        return _UNKNOWN
+    positions = np.arange(math.prod(mesh.axes.values())).reshape(*mesh.axes.values())
+    over = [[*mesh.axes].index(axis) for axis in axes]
+    size = math.prod(positions.shape[axis] for axis in over)
+    groups = np.moveaxis(positions, over, range(-len(over), 0)).reshape(-1, size)
+    known = {name: np.array(column) for name, column in mesh.coordinates.items()}
+    if hardware.torus_dimensions:
+        at = np.array([known.get(name, 0 * positions.ravel()) for name in ("slice", *"xyz")])
+        extents = [int(extent) + 1 for extent in np.ptp(at[1:], axis=1)]
+        fits = sum(extent > 1 for extent in extents) <= hardware.torus_dimensions
+        if not known.keys() - {"slice"} or not fits:
+            return _UNKNOWN
+        placed = np.moveaxis(at[:, groups], 1, 0)
+        shapes = np.unique(placed - placed.min(2, keepdims=True), axis=0)  # far fewer than groups
+        routes = {_torus_route(shape, extents, hardware) for shape in shapes}
+        return min(routes, key=lambda route: (-route.slices, route.num_links))
+    links = "NVLink" if hardware.domain else _UNKNOWN.links
+    nodes = known.get("slice")
+    if nodes is None or len(known) > 1:  # of no GPUs
+        domain = hardware.domain or positions.size
+        nodes = positions.ravel() // domain
+        links += f" (nodes of {domain} assumed)" * (positions.size > domain)
+    return _Route(links, size, size, max(len({*nodes[group].tolist()}) for group in groups))
+
+
+def _is_closed(dimension: int, extents: Sequence[int], hardware: Hardware) -> bool:
+    """Whether links close a dimension of a slice to a ring.
+
+    In two dimensions, if it is as long as a pod; in three, if the slice consists of full cubes:
+    https://jax-ml.github.io/scaling-book/tpus/, https://docs.cloud.google.com/tpu/docs/v5p
+    """
+    if hardware.torus_dimensions == 2:
+        return extents[dimension] == 16
+    return all(extent % 4 == 0 for extent in extents)
+
+
+def _torus_route(at: np.ndarray, extents: Sequence[int], hardware: Hardware) -> _Route:
+    """The links between TPUs whose slices and coordinates are the rows of an array."""
+    torus, words, is_open = [], [], False
+    for i, (name, column) in enumerate(zip("xyz", at[1:], strict=True)):
+        values = np.unique(column)
+        if (size := len(values)) < 2:
+            continue
+        gap = int(np.diff(values).min())  # the groups in between use the same links
+        is_ring = size * gap == extents[i] and _is_closed(i, extents, hardware)
+        is_open |= not is_ring
+        torus.append((size, (2 if is_ring else 1) / gap))
+        shape = f"{'ring' if is_ring else 'line'} of {size}"
+        words.append(f"{name} ({shape}{f', {gap} apart' * (gap > 1)})")
+    chips, slices = len(np.unique(at, axis=1).T), len(np.unique(at[0]))
+    links = f"ICI {' + '.join(words)}"
+    return _Route(links, at.shape[1], chips, slices, tuple(torus), is_open)
+
 
 Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 
@@ -28,7 +218,7 @@ class Roofline:
     unknown.
 
     Attributes:
-      device: the name of the device.
+      hardware: the name of the hardware.
       compute_s: seconds for the flops, at the peak of dense bfloat16.
       memory_s: seconds for the bytes that operations read and write.
       interconnect_s: seconds for the bytes that collectives send: one after another over the same
@@ -36,17 +226,10 @@ class Roofline:
       bound_by: the resource with the largest time; None unless all three are known.
       arithmetic_intensity: flops per byte of memory traffic.
       traffic: what collectives send over which links, and in what time.
-      sources: the page that each figure of the device is from.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import jit
-      >>> program = jit(lambda x: x + 1).lower(jnp.ones(1 << 20)).compile()
-      >>> program.roofline("TPU v5e").bound_by
-      'memory'
+      sources: the page that each figure of the hardware is from.
     """
 
-    device: str
+    hardware: str
     compute_s: float | None
     memory_s: float | None
     interconnect_s: float | None
@@ -78,13 +261,13 @@ class Roofline:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
         most = f"{time_text(self.seconds_without_overlap)} without overlap"
-        return printable(f"{self.device}: at least {times}; {bound}; {most}")
+        return printable(f"{self.hardware}: at least {times}; {bound}; {most}")
 
 
 def roofline_of(
     cost: Cost | None,
     collectives: Collectives | None,
-    device_or_name: Device | str,
+    hardware: Hardware | str,
     mesh: MeshDescription | None = None,
 ) -> Roofline:
     """The roofline of a program.
@@ -92,14 +275,10 @@ def roofline_of(
     Args:
       cost: what one device does in one call; None if it is unknown.
       collectives: what the devices exchange in one call; None if that is unknown.
-      device_or_name: the peak figures of the device, or its name in the table.
+      hardware: the peak figures of the devices, or a key of ``HARDWARE``.
       mesh: where the devices are. If that is unknown, as for virtual CPU devices, a TPU is assumed
         to send everything over all its links, which takes the least time of any placement, and GPUs
-        to be in nodes of ``Device.domain`` in the order of the mesh.
-
-    Raises:
-      ValueError: the device is not in the table.
-      TypeError: it is neither a device nor a name.
+        to be in nodes of ``Hardware.domain`` in the order of the mesh.
 
     Example:
       >>> from nnx_sharding.analysis import Cost, collectives_of, roofline_of
@@ -108,27 +287,22 @@ def roofline_of(
       >>> roofline = roofline_of(Cost(1.97e14, 8.19e10, 0.0, "by hand"), sent, "TPU v5e")
       >>> roofline.compute_s, roofline.memory_s, roofline.bound_by
       (1.0, 0.1, 'compute')
-      >>> roofline.interconnect_s == 262144 * 4 / 200e9
-      True
     """
-    if not isinstance(device_or_name, Device | str):
-        raise TypeError(f"expected a Device or the name of one, got {device_or_name!r}.")
-    peak = device(device_or_name) if isinstance(device_or_name, str) else device_or_name
+    peak = hardware_of(hardware)
     flops, accessed = (None, None) if cost is None else (cost.flops, cost.bytes_accessed)
-    compute = None if flops is None else flops / peak.flops
-    memory = None if accessed is None else accessed / peak.memory_bandwidth
     traffic = () if collectives is None else traffic_of(collectives, mesh, peak)
-    interconnect = None if collectives is None else interconnect_seconds(traffic, peak)
-    times: dict[Resource, float | None]
-    times = {"compute": compute, "memory": memory, "interconnect": interconnect}
+    times: dict[Resource, float | None] = {
+        "compute": None if flops is None else flops / peak.flops,
+        "memory": None if accessed is None else accessed / peak.memory_bandwidth,
+        "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
+    }
     known = all_known(times.values())
-    bound = None if known is None else [*times][known.index(max(known))]
     return Roofline(
-        device=peak.name,
-        compute_s=compute,
-        memory_s=memory,
-        interconnect_s=interconnect,
-        bound_by=bound,
+        hardware=peak.name,
+        compute_s=times["compute"],
+        memory_s=times["memory"],
+        interconnect_s=times["interconnect"],
+        bound_by=None if known is None else [*times][known.index(max(known))],
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         sources=peak.sources,

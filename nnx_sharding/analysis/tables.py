@@ -103,16 +103,6 @@ def table(
     return table
 
 
-def grid(rows: Iterable[Sequence[Any]], styles: Mapping[str, str] | None = None) -> Table:
-    """A table without header and rules."""
-    from rich.table import Table
-
-    grid = Table(box=None, show_header=False)
-    for row in rows:
-        grid.add_row(*(text(c, styles=styles) if isinstance(c, str | int) else c for c in row))
-    return grid
-
-
 def _cell(content: Any) -> Text:
     return text(content) if isinstance(content, str) else content
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
-if TYPE_CHECKING:
-    from .hlo import Instruction, Module
+from .instructions import Computation, Instruction
 
 _MAX_DEPTH = 16  # of calls within calls; each loop is evaluated twice
 
@@ -35,13 +34,14 @@ class _Test(NamedTuple):
 _Value: TypeAlias = "int | _Carried | _Test | tuple[_Value, ...] | None"
 
 
-def trip_counts(module: Module) -> dict[str, int]:
+def trip_counts(
+    computations: Mapping[str, Computation], entry: Computation | None
+) -> dict[str, int]:
     """How often the body of each ``while`` runs, by the name of the instruction, if known."""
-    loops = [i for c in module.computations for i in c.instructions if i.opcode == "while"]
-    known = {one.name: one.trip_count for one in loops}
-    entry = module.entry
+    every = (one for computation in computations.values() for one in computation.instructions)
+    known = {one.name: one.trip_count for one in every if one.opcode == "while"}
     if entry is not None and None in known.values():
-        evaluator = _Evaluator(module)
+        evaluator = _Evaluator(computations)
         evaluator.run(entry.name, [], True, 0)
         known = evaluator.counts | {n: count for n, count in known.items() if count is not None}
     return {name: count for name, count in known.items() if count is not None}
@@ -50,15 +50,15 @@ def trip_counts(module: Module) -> dict[str, int]:
 class _Evaluator:
     """Evaluates integers that do not depend on arguments."""
 
-    def __init__(self, module: Module):
-        self._module = module
+    def __init__(self, computations: Mapping[str, Computation]):
+        self._computations = computations
         self._known: dict[tuple[str, tuple[_Value, ...], bool], _Value] = {}
         self.counts: dict[str, int | None] = {}
 
     def run(self, name: str, arguments: Sequence[_Value], final: bool, depth: int) -> _Value:
         """What a computation returns; the counts of its loops are kept if it is final."""
         key = name, tuple(arguments), final
-        computation = self._module.by_name.get(name)
+        computation = self._computations.get(name)
         if computation is None or depth > _MAX_DEPTH or key in self._known:
             return self._known.get(key)
         values: dict[str, _Value] = {}
@@ -81,9 +81,7 @@ class _Evaluator:
     ) -> _Value:
         opcode = one.opcode
         if opcode == "parameter":
-            number = "".join(one.operands)
-            is_given = number.isdecimal() and int(number) < len(arguments)
-            return arguments[int(number)] if is_given else None
+            return _at(arguments, one.number)
         if opcode == "constant":
             text = "".join(one.operands)
             return int(text) if _INTEGER.fullmatch(text) else None
@@ -134,6 +132,10 @@ class _Evaluator:
         return tuple(value if same else None for value, same in zip(initial, kept, strict=True))
 
 
+def _at(values: Sequence[_Value], index: int | None) -> _Value:
+    return values[index] if index is not None and index < len(values) else None
+
+
 def _is_tuple(value: Any) -> TypeGuard[tuple[_Value, ...]]:
     return type(value) is tuple
 
@@ -150,9 +152,7 @@ def _computed(one: Instruction, operands: Sequence[_Value]) -> _Value:
     """The value of an operation on integers."""
     first, second, *_ = [*operands, None, None]
     if one.opcode == "get-tuple-element":
-        index = one.attributes.get("index", "")
-        elements = first if _is_tuple(first) and index.isdecimal() else ()
-        return elements[int(index)] if elements and int(index) < len(elements) else None
+        return _at(first, one.tuple_index) if _is_tuple(first) else None
     if one.opcode == "compare":
         return _Test(first, second, one.attributes.get("direction", ""))
     if len(operands) == 1:

@@ -30,12 +30,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def read_bytes(limit: int | str) -> int:
-    """The bytes of a limit: a number, or text such as ``"16 GiB"`` (1024³) or ``"16 GB"`` (1000³).
-
-    Raises:
-      ValueError: it is negative, or cannot be read.
-      TypeError: it is neither an integer nor a text.
-    """
+    """The bytes of a size: a number, or text such as ``16 GiB`` (1024³) or ``16 GB`` (1000³)."""
     if isinstance(limit, bool) or not isinstance(limit, int | str):
         raise TypeError(f"a size must be a number of bytes or like '16 GiB', got {limit!r}.")
     size = _SIZE.fullmatch(str(limit))

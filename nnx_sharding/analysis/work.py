@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .hlo import Computation, Instruction, Module
+from .hlo import Module
+from .instructions import Computation, Instruction, Shape, total_bytes
 from .opcodes import ELEMENTWISE, FREE, SLICES, TRANSCENDENTAL, base
-from .shapes import Shape
 
 # Above this number of kernel positions, they are not examined one by one, and padding counts.
 _MAX_POSITIONS = 1 << 22
@@ -168,17 +168,13 @@ def _window(one: Instruction) -> dict[str, list[int]]:
     }
 
 
-def _size(shapes: Sequence[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
-
-
 def _bytes(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) -> int:
     """The bytes that one operation reads and writes."""
     opcode = one.opcode
     if opcode in FREE or opcode.endswith(("-done", "-update")) or opcode == "async-start":
         return 0
-    operands = [_size(shapes.get(name, [])) for name in one.operand_names]
-    result = _size(shapes[one.name])
+    operands = [total_bytes(shapes.get(name, [])) for name in one.operand_names]
+    result = total_bytes(shapes[one.name])
     opcode = base(opcode)
     if opcode in SLICES:
         return 2 * result
@@ -204,15 +200,15 @@ def _fusion_bytes(callee: Computation, operands: list[int], result: int, module:
             updates = [by_name[name] for name in results if name in by_name]
             for update in updates:
                 if update.opcode == "dynamic-update-slice" and len(update.operand_names) > 1:
-                    slice_size = _size(shapes.get(update.operand_names[1], []))
-                    accessed -= max(_size(shapes[update.name]) - slice_size, 0)
+                    slice_size = total_bytes(shapes.get(update.operand_names[1], []))
+                    accessed -= max(total_bytes(shapes[update.name]) - slice_size, 0)
     for one in callee.instructions:
-        if one.opcode != "parameter" or not one.operands or not one.operands[0].isdecimal():
+        if one.number is None:
             continue
-        number, uses = int(one.operands[0]), users.get(one.name, [])
-        size = operands[number] if number < len(operands) else 0
+        uses = users.get(one.name, [])
+        size = operands[one.number] if one.number < len(operands) else 0
         if all(use.opcode in SLICES and use.operand_names[0] == one.name for use in uses):
-            accessed += min(size, sum(_size(shapes[use.name]) for use in uses))
+            accessed += min(size, sum(total_bytes(shapes[use.name]) for use in uses))
         elif not all(_is_updated(one.name, use) for use in uses):
             accessed += size
     return max(accessed, 0)

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..analysis.hardware import Device, device
+from ..analysis.hardware import Hardware, hardware_of
 from ..analysis.units import bytes_text, read_bytes
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
-from ..planning import Plan, plan
 from ..planning.candidates import STRATEGIES
+from ..planning.plan import Plan, plan
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import attempt
 from ..report.page import write_html
@@ -57,7 +57,7 @@ nnx_sharding.report.compare; or the result of compare; or a mapping from names t
 for the command inspect. For example:
 
   python -m nnx_sharding compare plan.py:strategies --mesh data=256 --memory-limit 16GiB
-  python -m nnx_sharding compare plan.py:strategies --mesh data=256 --device "TPU v5e"
+  python -m nnx_sharding compare plan.py:strategies --mesh data=256 --hardware "TPU v5e"
   python -m nnx_sharding compare plan.py:strategies --topology v5e:16x16 --mesh data=256
 
 exit code: 0; 1 if a strategy failed, none fits the memory or the function failed; 2 if the
@@ -74,7 +74,7 @@ The function returns (step, *arguments), or a mapping from variants to such tupl
 preference; or the result of nnx_sharding.planning.plan. The step is not jitted. For example:
 
   python -m nnx_sharding plan plan.py:training --topology v5e:16x16 --donate model optimizer
-  python -m nnx_sharding plan plan.py:training --devices 256 --device "TPU v5p"
+  python -m nnx_sharding plan plan.py:training --devices 256 --hardware "TPU v5p"
 
 exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the command line is wrong"""
 
@@ -118,9 +118,11 @@ def _add_options(
     virtual = "let JAX have N virtual CPU devices, for functions that make a mesh of "
     virtual += "jax.devices() themselves"
     add("--devices", type=count, metavar="N", help=devices or virtual)
-    roofline = 'show the roofline of a device, such as "TPU v5e"'
-    add("--device", type=option(device), metavar="NAME", help=roofline)
-    limit = "the memory of a device, such as 16GiB (default: that of --device, else of the devices "
+    roofline = 'show the roofline of this hardware, such as "TPU v5e"'
+    add("--hardware", type=option(hardware_of), metavar="NAME", help=roofline)
+    limit = (
+        "the memory of a device, such as 16GiB (default: that of --hardware, else of the devices "
+    )
     limit += "compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
     donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
@@ -152,11 +154,11 @@ def write(arguments: argparse.Namespace, result: Any, page: Any = None) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
-    options, named = _options(arguments), arguments.device
+    options, named = _options(arguments), arguments.hardware
     report = _called(arguments, lambda of, value: _report(options, of, value, named))
     write(arguments, report)
     judged = Comparison({report.name: report}).judged(
-        memory_limit=arguments.memory_limit, device=arguments.device
+        memory_limit=arguments.memory_limit, hardware=arguments.hardware
     )
     if judged.fits(report.name):
         return 0
@@ -170,7 +172,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 def run_compare(arguments: argparse.Namespace) -> int:
     """Shows the comparison; returns the exit code."""
     comparison = _called(arguments, functools.partial(_comparison, _options(arguments)))
-    comparison = comparison.judged(memory_limit=arguments.memory_limit, device=arguments.device)
+    comparison = comparison.judged(memory_limit=arguments.memory_limit, hardware=arguments.hardware)
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
     if failed:
@@ -216,7 +218,7 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
                 num_slices=arguments.slices,
                 strategies=arguments.strategies or STRATEGIES,
                 memory_limit=arguments.memory_limit,
-                device=arguments.device,
+                hardware=arguments.hardware,
                 most=arguments.most,
                 cache_dir=arguments.cache,
                 **_options(arguments),
@@ -259,7 +261,7 @@ def _use_virtual_devices(number: int) -> None:
 
 
 def _report(
-    options: Mapping[str, Any], target: str, value: Any, named: Device | None = None
+    options: Mapping[str, Any], target: str, value: Any, named: Hardware | None = None
 ) -> ProgramReport:
     """The report of a program that a function returned."""
     function, *args = value if isinstance(value, tuple) and value else (value,)
@@ -281,7 +283,7 @@ def _report(
             value = value.lower()
         if isinstance(value, Lowered):
             value = value.compile()
-        report: ProgramReport = value.report(device=named)
+        report: ProgramReport = value.report(hardware=named)
         return report
 
 

@@ -1,6 +1,5 @@
 """Choosing meshes and strategies before there are devices."""
 
-from .candidates import Candidate
-from .plan import Plan, plan
+from .plan import plan
 
-__all__ = ["Candidate", "Plan", "plan"]
+__all__ = ["plan"]

@@ -1,4 +1,4 @@
-"""What a planner chooses from: meshes, and strategies that shard the arguments of a step."""
+"""What a planner chooses from, and predicts: meshes, and strategies that shard arguments."""
 
 from __future__ import annotations
 
@@ -6,24 +6,33 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..analysis.hardware import HARDWARE, Hardware
 from ..errors import raise_listed
 from ..partition import fsdp, replicated, tensor_parallel, zero1
+from ..report.sharding import ShardingRow, check_sharding
+from ..specs.fitting import axes_of
 from ..specs.state_sharding import StateSharding
-
-# Batches are sharded over the first two axes of a mesh, layers by tensor parallelism over the last.
-REPLICA, DATA, MODEL = "replica", "data", "model"
 
 # The strategies over the axes of the batch, and those for layers over the model axis.
 _OVER_DATA = ("dp", "zero1", "fsdp", "hsdp")
 _OVER_MODEL = ("", " + tensor", " + sequence")
 STRATEGIES = tuple(data + model for model in _OVER_MODEL for data in _OVER_DATA)
+
+
+class Axes(NamedTuple):
+    """Names of mesh axes: the batch is sharded over the first two, layers over the last."""
+
+    replica: str
+    data: str
+    model: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,30 +62,30 @@ class Candidate:
         return ", ".join(part for part in (self.strategy, sizes, self.variant) if part)
 
 
-def mesh_sizes(count: int, num_slices: int, *, uses_model: bool) -> Iterator[dict[str, int]]:
+def mesh_sizes(
+    count: int, num_slices: int, axes: Axes, *, uses_model: bool
+) -> Iterator[dict[str, int]]:
     """The sizes of the meshes of this many devices, with a model axis if that is used."""
-    slices = {REPLICA: num_slices} if num_slices > 1 else {}
+    slices = {axes.replica: num_slices} if num_slices > 1 else {}
     within = count // num_slices
-    most = within if uses_model else 1
-    for model in range(1, most + 1):
+    for model in range(1, within + 1 if uses_model else 2):
         if within % model == 0:
-            yield {**slices, DATA: within // model, **({MODEL: model} if model > 1 else {})}
+            of_model = {axes.model: model} if model > 1 else {}
+            yield {**slices, axes.data: within // model, **of_model}
 
 
 def check_meshes(
-    meshes: Sequence[Mapping[str, int]], devices: int | None, strategies: Mapping[str, Any]
+    meshes: Sequence[Mapping[str, int]],
+    devices: int | None,
+    strategies: Mapping[str, Any],
+    axes: Axes,
 ) -> None:
-    """Checks the meshes that the user wants to try.
-
-    Raises:
-      ValueError: a mesh has other axes than the strategies of this library use, or not this many
-        devices.
-    """
-    axes = (REPLICA, DATA, MODEL)
+    """Raises a ValueError for meshes with other axes than strategies use, or too many devices."""
     wrong = [
-        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(axes)}"
+        f"  {dict(sizes)}: strategies of this library use the axes {', '.join(axes)}; name those "
+        "of your mesh with axes=(data, model)"
         for sizes in meshes
-        if None in strategies.values() and not set(axes).issuperset(sizes)
+        if None in strategies.values() and not {*axes}.issuperset(sizes)
     ]
     wrong += [
         f"  {dict(sizes)}: {math.prod(sizes.values())} devices, not {devices}"
@@ -86,30 +95,27 @@ def check_meshes(
     raise_listed(ValueError, "plan: these meshes cannot be used:", wrong)
 
 
-def applies(strategy: str, sizes: Mapping[str, int]) -> bool:
+def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
     """Whether a mesh has the axes that a strategy needs, and no model axis that it does not use."""
     data, _, model = strategy.partition(" + ")
-    needed = {"dp": (), "hsdp": (REPLICA, DATA)}.get(data, (DATA,))
+    needed = {"dp": (), "hsdp": (axes.replica, axes.data)}.get(data, (axes.data,))
     has_needed = all(sizes.get(axis, 1) > 1 for axis in needed)
-    return has_needed and bool(model) == (MODEL in sizes)
+    return has_needed and bool(model) == (axes.model in sizes)
 
 
 def in_shardings_of(
-    strategy: str, mesh: Mesh | AbstractMesh, args: Sequence[Any]
+    strategy: str, mesh: Mesh | AbstractMesh, args: Sequence[Any], axes: Axes
 ) -> tuple[Any, ...]:
     """The shardings of all arguments: modules by the strategy, batches by rows.
 
     An optimizer belongs to the model in front of it. The batch consists of the arrays outside of
     modules that have the most frequent first dimension.
-
-    Raises:
-      ValueError: the devices do not divide the batch, or no model is in front of an optimizer.
     """
-    axes = tuple(axis for axis in (REPLICA, DATA) if axis in mesh.shape)
-    rows, count = batch_rows(args), math.prod(mesh.shape[axis] for axis in axes)
+    over = tuple(axis for axis in axes[:2] if axis in mesh.shape)
+    rows, count = _batch_rows(args), math.prod(mesh.shape[axis] for axis in over)
     if rows % count:
-        raise ValueError(f"{count} devices over {' and '.join(axes)} do not divide {rows} rows")
-    batch = PartitionSpec(axes if len(axes) > 1 else axes[0])
+        raise ValueError(f"{count} devices over {' and '.join(over)} do not divide {rows} rows")
+    batch = PartitionSpec(over if len(over) > 1 else over[0])
     result: list[Any] = []
     model: Any = None
     for arg in args:
@@ -120,26 +126,28 @@ def in_shardings_of(
         model = arg if optimizer is None else getattr(arg, "model", model)
         if model is None:
             raise ValueError("expected the model in front of its optimizer, got no model there")
-        result.append(_sharding_of(strategy, model, optimizer, mesh, axes))
+        result.append(_sharding_of(strategy, model, optimizer, mesh, over, axes))
     return tuple(result)
 
 
 def _sharding_of(
-    strategy: str, model: Any, optimizer: Any, mesh: Any, axes: tuple[str, ...]
+    strategy: str, model: Any, optimizer: Any, mesh: Any, over: tuple[str, ...], axes: Axes
 ) -> StateSharding:
     data, _, style = strategy.partition(" + ")
+    options: dict[str, Any] = {"optimizer": optimizer}
     base = None
     if style:
-        base = tensor_parallel(model, mesh, optimizer=optimizer, sequence=style == "sequence")
+        base = tensor_parallel(
+            model, mesh, axis=axes.model, sequence=style == "sequence", **options
+        )
     if data in ("fsdp", "hsdp"):
-        over = DATA if data == "hsdp" else axes
-        return fsdp(model, mesh, axis=over, base=base, optimizer=optimizer)
+        return fsdp(model, mesh, axis=axes.data if data == "hsdp" else over, base=base, **options)
     if data == "zero1" and optimizer is not None:
-        return zero1(model, optimizer, mesh, axis=axes, base=base)
-    return base or replicated(model, optimizer=optimizer)
+        return zero1(model, optimizer, mesh, axis=over, base=base)
+    return base or replicated(model, **options)
 
 
-def batch_rows(args: Sequence[Any]) -> int:
+def _batch_rows(args: Sequence[Any]) -> int:
     """The number of rows of the batch; 0 without one."""
     arrays = (x for arg in args if not _compat.is_graph_object(arg) for x in jax.tree.leaves(arg))
     counts = Counter(filter(None, map(_rows, arrays)))
@@ -150,3 +158,94 @@ def _rows(x: Any) -> int:
     """The first dimension of an array; 0 for a scalar and what is not an array."""
     shape = getattr(x, "shape", ())
     return int(shape[0]) if shape else 0
+
+
+class Prediction(NamedTuple):
+    """What a candidate needs on one device.
+
+    Attributes:
+      arguments: the bytes of the arguments, which is exact.
+      sent: the bytes that a training step sends, roughly: each parameter that is sharded over batch
+        axes is gathered twice and its gradient scattered, other gradients are summed, and so are
+        the activations on both sides of each kernel that is sharded over the model axis.
+      key: equal for candidates that shard all arguments equally.
+    """
+
+    arguments: int
+    sent: float
+    key: Any
+
+    def seconds(self, hardware: Hardware | None) -> float:
+        """A rough time to send, and to read and write the arguments; on a TPU v5e by default."""
+        peak = hardware or HARDWARE["TPU v5e"]
+        accessed = 2 * self.arguments / peak.memory_bandwidth
+        return self.sent / peak.interconnect_bandwidth + accessed
+
+
+def predict(candidate: Candidate, args: Sequence[Any], model: str = "model") -> Prediction:
+    """Predicts what a candidate needs; layers are sharded over the axis ``model``.
+
+    A ValueError if specs do not fit.
+    """
+    sizes = dict(candidate.sizes)
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+    arguments, sent = 0, 0.0
+    key: list[Any] = [tuple((axis, size) for axis, size in sizes.items() if size > 1)]
+    tokens = _tokens(args) / math.prod(size for axis, size in sizes.items() if axis != model)
+    for arg, sharding in zip(args, candidate.in_shardings, strict=True):
+        if not isinstance(sharding, StateSharding):
+            arguments += _tree_bytes(arg, sharding, abstract)
+            continue
+        rows = check_sharding(arg, sharding, abstract).rows
+        if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
+            raise ValueError("these specs do not fit: " + "; ".join(faults))
+        arguments += sum(row.bytes_per_device for row in rows)
+        key.append(tuple(_split(row, sizes) for row in rows))
+        key.append(sharding.activations)
+        if not isinstance(arg, nnx.Optimizer):
+            sent += sum(_sent(row, sizes, tokens, model) for row in rows)
+    return Prediction(arguments, sent, tuple(key))
+
+
+def _split(row: ShardingRow, sizes: dict[str, int]) -> tuple[tuple[str, ...], ...]:
+    """The axes that shard each dimension, without those of size 1."""
+    entries = row.spec.partitions if isinstance(row.spec, PartitionSpec) else ()
+    return tuple(tuple(axis for axis in axes_of(x) if sizes[axis] > 1) for x in entries)
+
+
+def _sent(row: ShardingRow, sizes: dict[str, int], tokens: float, model: str) -> float:
+    if "float" not in row.dtype:  # it has no gradient
+        return 0.0
+    split = _split(row, sizes)
+    over = {axis for axes in split for axis in axes}
+    shards = math.prod(sizes[axis] for axis in over - {model})
+    devices = math.prod(size for axis, size in sizes.items() if axis != model)
+    held = row.bytes_total / (sizes[model] if model in over else 1)
+    sent = 3 * held * (1 - 1 / shards) + 2 * held / shards * (1 - shards / devices)
+    if model in over and len(row.shape) > 1:
+        sharded = math.prod(d for d, axes in zip(row.shape, split, strict=False) if model in axes)
+        features = math.prod(row.shape) / sharded
+        itemsize = row.bytes_total / math.prod(row.shape)
+        sent += tokens * features * itemsize * 2 * (1 - 1 / sizes[model])
+    return sent
+
+
+def _tokens(args: Sequence[Any]) -> int:
+    """The number of feature vectors in the largest array of the batch."""
+    arrays = [
+        x for a in args if not _compat.is_graph_object(a) for x in jax.tree.leaves(a) if np.ndim(x)
+    ]
+    sizes = (
+        math.prod(x.shape if np.issubdtype(x.dtype, np.integer) else x.shape[:-1]) for x in arrays
+    )
+    return max(sizes, default=0)
+
+
+def _tree_bytes(tree: Any, shardings: Any, mesh: AbstractMesh) -> int:
+    specs = jax.tree.leaves(shardings, is_leaf=lambda x: x is None)
+    total = 0
+    for x, spec in zip(jax.tree.leaves(tree), specs, strict=True):
+        if hasattr(x, "shape"):
+            shape = NamedSharding(mesh, spec or PartitionSpec()).shard_shape(tuple(x.shape))
+            total += math.prod(shape) * x.dtype.itemsize
+    return total

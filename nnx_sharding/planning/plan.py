@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from .. import _compat
-from ..analysis.hardware import Device, known_device
-from ..analysis.hardware import device as device_named
+from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes
-from ..diagnostics.progress import progress
 from ..errors import message
 from ..partition.mesh import planning_mesh
 from ..partition.topology import DEFAULT, on_topology, topology_devices
-from ..report.comparison import Comparison, Failure
-from ..report.compiling import Compilers, Finished
-from ..report.strategies import Strategy, abstract_of, lowered
+from ..report.comparison import Column, Comparison
+from ..report.compiling import Group, search
+from ..report.strategies import Strategy, abstract_of, check_function, lowered
 from ..specs.fitting import suggestion
-from ..transforms.lifted import Lifted
 from .candidates import (
     STRATEGIES,
+    Axes,
     Candidate,
     applies,
     check_meshes,
     in_shardings_of,
     mesh_sizes,
+    predict,
 )
-from .predict import predict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +43,6 @@ class Plan(Pictured):
       comparison: the reports of the candidates that were compiled, best first, and why the others
         were not. It can be saved, and shown as a page.
       candidates: the candidates that were compiled, by name.
-
-    Example:
-      See :func:`plan`.
     """
 
     comparison: Comparison
@@ -70,15 +64,6 @@ class Plan(Pictured):
         yield text(f"best: {'none fits' if self.best is None else self.best.name}", "bold")
 
 
-@dataclasses.dataclass
-class _Group:
-    """The variants of a step with one strategy on one mesh, and the prediction for the first."""
-
-    variants: list[Candidate]
-    arguments: int
-    seconds: float
-
-
 @_compat.api_boundary
 def plan(
     step: Callable[..., Any] | Mapping[str, Any],
@@ -86,10 +71,11 @@ def plan(
     devices: int | None = None,
     topology: str | None = None,
     num_slices: int = 1,
+    axes: Sequence[str] = ("data", "model"),
     meshes: Iterable[Mapping[str, int]] | None = None,
     strategies: Iterable[str] | Mapping[str, Any] = STRATEGIES,
     memory_limit: int | str | None = None,
-    device: Device | str | None = None,
+    hardware: Hardware | str | None = None,
     most: int | None = 16,
     cache_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
@@ -124,28 +110,24 @@ def plan(
       topology: a TPU topology, such as ``"v5e:16x16"``, for which the TPU compiler compiles; None
         for the devices of this machine, or virtual ones.
       num_slices: the number of slices of the topology, over which the axis ``replica`` runs.
-      meshes: the sizes of the axes ``replica``, ``data`` and ``model`` of each mesh to try; None
-        for all.
+      axes: the names that your step uses for the axes ``data`` and ``model``; or three names, the
+        first of them for ``replica``.
+      meshes: the sizes of these axes in each mesh to try; None for all.
       strategies: the names of those to try; or, by name, functions from the abstract arguments to
         ``in_shardings``, called with the mesh in context. A function is tried on all meshes.
       memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
-        of ``device``.
-      device: the device for the roofline; None uses that of the topology.
+        of ``hardware``.
+      hardware: the peak figures for the roofline, or a key of ``HARDWARE``; None uses those of the
+        topology.
       most: the maximum number of programs to compile; None for all.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
-      The candidates, ranked by the roofline of the device, then by the bytes sent, then by memory;
-      without a device by the last two. Those that do not fit come last, the smallest peak first,
+      The candidates, ranked by the roofline, then by the bytes sent, then by memory; without
+      known hardware by the last two. Those that do not fit come last, the smallest peak first,
       and those that failed.
-
-    Raises:
-      TypeError: ``step`` or a strategy is not a function, or ``step`` is wrapped by ``jit``.
-      ValueError: a strategy is unknown, the devices do not form a mesh, no candidate can fit, a
-        limit cannot be read, or the device or the topology is not known.
-      ImportError: the compiler for the topology is not installed.
 
     Example:
       >>> import jax
@@ -160,90 +142,82 @@ def plan(
     """
     variants = _variants(step, args)
     strategies = _strategies(strategies)
+    names = _axes(axes)
     with on_topology(topology, num_slices):
         on = DEFAULT.get()
         if meshes is None:
             count = jax.device_count() if on is None else len(topology_devices(*on))
             uses_model = any(f is not None or " + " in s for s, f in strategies.items())
-            meshes = mesh_sizes(devices or count, num_slices, uses_model=uses_model)
-        check_meshes(meshes := list(meshes), devices, strategies)
+            meshes = mesh_sizes(devices or count, num_slices, names, uses_model=uses_model)
+        check_meshes(meshes := list(meshes), devices, strategies, names)
         built = [planning_mesh(sizes) for sizes in meshes]
-    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in built)
-    compiled_for = max((mesh.size for mesh in built), default=0) if on is None and is_cpu else on
-    if device is None and built:
-        device = known_device(built[0].devices.flat[0].device_kind)
-    device = device_named(device) if isinstance(device, str) else device
-    limit = getattr(device, "memory_bytes", None)
+    peak = HARDWARE.get(built[0].devices.flat[0].device_kind) if built else None
+    peak = peak if hardware is None else hardware_of(hardware)
+    limit = None if peak is None else peak.memory_bytes
     limit = limit if memory_limit is None else read_bytes(memory_limit)
 
-    groups, ruled_out = _groups(variants, strategies, built, limit, device)
+    groups: list[Group] = []
+    tried: dict[str, Candidate] = {}
+    ruled_out: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for mesh, (strategy, function) in itertools.product(built, strategies.items()):
+        if function is None and not applies(strategy, mesh.shape, names):
+            continue
+        group = Group({})
+        for variant, (fun, own) in variants.items():
+            candidate = Candidate(strategy, dict(mesh.shape), variant, (), mesh)
+            name = candidate.name
+            try:
+                shardings = _in_shardings(candidate, function, own, names)
+                candidate = dataclasses.replace(candidate, in_shardings=shardings)
+                prediction = predict(candidate, own, names.model)
+            except Exception as error:
+                ruled_out[name] = f"{type(error).__name__}: {error}"
+                continue
+            same = seen.setdefault((variant, prediction.key), name)
+            if same != name:
+                ruled_out[name] = f"shards everything like {same}"
+            elif limit is not None and prediction.arguments > limit:
+                taken = bytes_text(prediction.arguments)
+                ruled_out[name] = f"the arguments take {taken} on each device"
+            else:
+                if not group.programs:
+                    group.arguments, group.seconds = prediction.arguments, prediction.seconds(peak)
+                way = Strategy(shardings, mesh)
+                group.programs[name], tried[name] = (
+                    partial(lowered, way, fun, own, options),
+                    candidate,
+                )
+        if group.programs:
+            groups.append(group)
     if not groups:
         reasons = [f"  {name}: {reason}" for name, reason in ruled_out.items()]
         raise ValueError(message("plan: no candidate can fit:", reasons))
-    compilers = Compilers(cache_dir, compiled_for)
-    lower = functools.partial(_lowered, variants, options)
-    with compilers, progress("plan", most, quiet=quiet) as advance:
-        finished = _search(groups, compilers, lower, most, limit, ruled_out, advance)
-    tried = {one.key.name: one.key for one in finished}
-    reports = {one.key.name: one.report for one in finished}
-    seconds = {one.key.name: round(one.seconds, 3) for one in finished}
-    comparison = Comparison(reports, None, seconds, ruled_out)
-    comparison = comparison.judged(memory_limit=limit, device=device)
-    order = sorted(reports, key=functools.partial(_rank, comparison))
-    ranked = dataclasses.replace(comparison, reports={n: comparison.reports[n] for n in order})
+    kept: dict[str, Any] = {"memory_limit": limit, "hardware": peak, "cache_dir": cache_dir}
+    found = search("plan", groups, ruled_out, most=most, quiet=quiet, **kept)
+    order = sorted(found.reports, key=partial(_rank, found))
+    ranked = dataclasses.replace(found, reports={name: found.reports[name] for name in order})
     return Plan(ranked, {name: tried[name] for name in order})
 
 
-def _search(
-    groups: list[_Group],
-    compilers: Compilers,
-    lower: Callable[[Candidate], Any],
-    most: int | None,
-    limit: int | None,
-    ruled_out: dict[str, str],
-    advance: Callable[[str], None],
-) -> list[Finished]:
-    """Compiles candidates in the order of their predictions, and notes why not the others."""
-    submitted: list[str] = []
-    finished: list[Finished] = []
-    fits = False
-    while True:
-        while groups and (most is None or len(submitted) < most) and not compilers.is_busy:
-            # As long as nothing fits, the second half goes to those with the smallest arguments.
-            by_memory = most is not None and not fits and 2 * len(submitted) >= most
-            group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
-            groups.remove(group)
-            candidate = group.variants.pop(0)
-            submitted.append(candidate.name)
-            compilers.submit((candidate, group), functools.partial(lower, candidate))
-        if compilers.is_idle:
-            break
-        one = compilers.next()
-        candidate, group = one.key
-        finished.append(one._replace(key=candidate))
-        advance(candidate.name)
-        if _fits(one.report, limit):
-            fits = True
-            ruled_out.update({rest.name: f"{candidate.name} fits" for rest in group.variants})
-        elif group.variants:
-            groups.append(group)
-    for group in groups:
-        reason = f"the {most} compiled are predicted to be better"
-        ruled_out.update({rest.name: reason for rest in group.variants})
-    return sorted(finished, key=lambda one: submitted.index(one.key.name))
+def _axes(names: Sequence[str]) -> Axes:
+    listed = () if isinstance(names, str) else (*(["replica"] if len(names) == 2 else []), *names)
+    if len(listed) != 3 or len({*listed}) != 3:
+        raise ValueError(
+            "plan: axes must be the names of the data and the model axis, as in ('data', 'model'), "
+            f"or of these after the axis between slices; got {names!r}."
+        )
+    return Axes(*listed)
 
 
-_Variants: TypeAlias = Mapping[str, tuple[Callable[..., Any], Sequence[Any]]]
-
-
-def _variants(step: Any, args: Sequence[Any]) -> _Variants:
+def _variants(
+    step: Any, args: Sequence[Any]
+) -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     """The functions and their abstract arguments, by name."""
-    entries = step if isinstance(step, Mapping) else {"": step}
     variants = {}
-    for name, entry in entries.items():
+    for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
         fun, *own = entry if isinstance(entry, tuple) else (entry, *args)
-        if isinstance(fun, Lifted) or not callable(fun):
-            raise TypeError(f"plan: expected a function that is not wrapped by jit, got {fun!r}.")
+        check_function("plan", fun)
         variants[str(name)] = (fun, abstract_of(own))
     if not variants:
         raise ValueError("plan: expected at least one variant of the step, got none.")
@@ -268,71 +242,20 @@ def _strategies(strategies: Any) -> dict[str, Any]:
     return dict.fromkeys(names)
 
 
-def _lowered(variants: _Variants, options: Mapping[str, Any], candidate: Candidate) -> Any:
-    fun, arguments = variants[candidate.variant]
-    return lowered(Strategy(candidate.in_shardings, candidate.mesh), fun, arguments, options)
-
-
-def _groups(
-    variants: _Variants,
-    strategies: Mapping[str, Any],
-    meshes: Sequence[Mesh],
-    limit: int | None,
-    device: Device | None,
-) -> tuple[list[_Group], dict[str, str]]:
-    """What may be compiled, and what is ruled out without compiling."""
-    groups: list[_Group] = []
-    ruled_out: dict[str, str] = {}
-    seen: dict[Any, str] = {}
-    for mesh, (strategy, function) in itertools.product(meshes, strategies.items()):
-        if function is None and not applies(strategy, mesh.shape):
-            continue
-        fitting: list[Candidate] = []
-        for variant, (_, args) in variants.items():
-            candidate = Candidate(strategy, dict(mesh.shape), variant, (), mesh)
-            try:
-                candidate = _with_shardings(candidate, function, args)
-                prediction = predict(candidate, args)
-            except Exception as error:
-                ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
-                continue
-            same = seen.setdefault((variant, prediction.key), candidate.name)
-            if same != candidate.name:
-                ruled_out[candidate.name] = f"shards everything like {same}"
-            elif limit is not None and prediction.arguments > limit:
-                taken = bytes_text(prediction.arguments)
-                ruled_out[candidate.name] = f"the arguments take {taken} on each device"
-            else:
-                if not fitting:
-                    first = prediction
-                fitting.append(candidate)
-        if fitting:
-            groups.append(_Group(fitting, first.arguments, first.seconds(device)))
-    return groups, ruled_out
-
-
-def _with_shardings(candidate: Candidate, function: Any, args: Sequence[Any]) -> Candidate:
-    mesh = candidate.mesh
+def _in_shardings(candidate: Candidate, function: Any, args: Sequence[Any], axes: Axes) -> Any:
     if function is None:
-        shardings = in_shardings_of(candidate.strategy, mesh, args)
-    else:
-        with jax.set_mesh(mesh):
-            shardings = function(*args)
-    return dataclasses.replace(candidate, in_shardings=shardings)
+        return in_shardings_of(candidate.strategy, candidate.mesh, args, axes)
+    with jax.set_mesh(candidate.mesh):
+        return function(*args)
 
 
-def _fits(report: Any, limit: int | None) -> bool:
-    """Whether a program fits into memory, if that is known."""
-    if isinstance(report, Failure):
-        return False
-    peak = None if report.memory is None else report.memory.peak
-    return limit is None or peak is None or peak <= limit
-
-
-def _rank(comparison: Comparison, name: str) -> tuple[Any, ...]:
+def _rank(found: Comparison, name: str) -> tuple[Any, ...]:
     """The sort key of a candidate; unknown figures come last."""
-    figures = comparison.figures.get(name, {})
-    if not comparison.fits(name):
+    figures = found.figures.get(name, {})
+    if not found.fits(name):
         return (True, figures.get("peak") or math.inf)  # the one that nearly fits first
-    columns = [figures["roofline"], figures["bytes_sent"], figures["peak"]]
-    return (False, *(math.inf if figure is None else figure for figure in columns))
+    known = (figures[column] for column in _RANKED_BY)
+    return (False, *(math.inf if figure is None else figure for figure in known))
+
+
+_RANKED_BY: tuple[Column, ...] = ("roofline", "bytes_sent", "peak")

@@ -20,9 +20,6 @@ class ActivationReport(Pictured):
     Attributes:
       rows: what each module returns; empty if there are problems.
       problems: what is wrong, as lines of text.
-
-    Example:
-      See :func:`check_activations`.
     """
 
     rows: ActivationTable
@@ -34,11 +31,7 @@ class ActivationReport(Pictured):
         return not self.problems
 
     def raise_for_problems(self) -> None:
-        """Raises an error if there are problems.
-
-        Raises:
-          ActivationError: there are problems; the message lists all.
-        """
+        """Raises an ``ActivationError`` that lists all problems, if there are any."""
         if self.problems:
             raise ActivationError("\n".join(listed(self.problems)))
 
@@ -63,9 +56,6 @@ def check_activations(fun: Callable[..., Any], *args: Any, **options: Any) -> Ac
     Returns:
       The activations with their shardings, or the problems.
 
-    Raises:
-      Exception: whatever :func:`~nnx_sharding.jit` raises for other reasons.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
@@ -80,10 +70,6 @@ def check_activations(fun: Callable[..., Any], *args: Any, **options: Any) -> Ac
       >>> report = check_activations(forward, model, jnp.ones((2, 16)), **options)
       >>> report.ok, "model.down: Linear" in report.problems[1]
       (False, True)
-      >>> check_activations(
-      ...     forward, model, jnp.ones((2, 16)), activation_shardings={"down": P()}, **options
-      ... ).ok
-      True
     """
     try:
         rows = jit(fun, **options).trace(*args).activations()

@@ -9,13 +9,13 @@ from typing import Any, Literal, Self, TypeAlias
 
 from ..analysis.collectives import Collectives
 from ..analysis.json_codec import as_data, json_text
-from ..analysis.parameters import ParameterRow
+from ..analysis.parameters import ParameterRow, spec_text
 from ..analysis.tables import Pictured, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_text
 from .comparison import Comparison, Failure, Source, load
 from .program import ProgramReport
 
-Kind: TypeAlias = Literal["program", "memory", "cost", "roofline", "collective", "parameter"]
+Part: TypeAlias = Literal["program", "memory", "cost", "roofline", "collective", "parameter"]
 Value: TypeAlias = float | str | None
 
 
@@ -31,7 +31,7 @@ class Change:
       strategy: the strategy in two comparisons; empty for two reports.
     """
 
-    kind: Kind
+    kind: Part
     name: str
     before: Value
     after: Value
@@ -54,9 +54,8 @@ class Change:
         return isinstance(self.before, int | float) and self.after is None
 
     def __str__(self) -> str:
-        figure = {"memory": bytes_text, "roofline": time_text}.get(self.kind, count_text)
-        if self.kind == "collective" and self.name.endswith("bytes"):
-            figure = bytes_text
+        is_bytes = self.kind == "memory" or self.name.endswith(": bytes")
+        figure = time_text if self.kind == "roofline" else bytes_text if is_bytes else count_text
         pair = self.before, self.after
         missing = "none" if any(isinstance(value, str) for value in pair) else UNKNOWN
         before, after = (figure(x) if isinstance(x, int | float) else x or missing for x in pair)
@@ -70,9 +69,6 @@ class Changes(tuple[Change, ...], Pictured):
 
     Attributes:
       made_with: the versions that differ, before and after.
-
-    Example:
-      See :func:`diff`.
     """
 
     made_with: Mapping[str, tuple[str, str]]
@@ -89,12 +85,6 @@ class Changes(tuple[Change, ...], Pictured):
         """The figures that grew by more than a fraction of the one before, or became unknown.
 
         So does the outcome of a strategy that does not compile any more.
-
-        Args:
-          threshold: the fraction, such as 0.05 for 5 %.
-
-        Raises:
-          ValueError: it is negative or not a number.
         """
         _check_threshold(threshold)
         grown = (one for one in self if one.is_lost or (one.relative or 0.0) > threshold)
@@ -125,7 +115,7 @@ class Changes(tuple[Change, ...], Pictured):
             yield text("no changes")
 
 
-_TITLES: dict[Kind, str] = {
+_TITLES: dict[Part, str] = {
     "program": "program",
     "memory": "memory of one device",
     "cost": "cost of one device",
@@ -148,12 +138,6 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
       The changes of memory, cost, roofline, collectives and arguments. Different versions of JAX,
       Flax and Python are reported with them, but are not changes themselves.
 
-    Raises:
-      ValueError: a file holds neither, one is a report and the other a comparison, or
-        ``threshold`` is negative.
-      TypeError: they are something else.
-      OSError: a file cannot be read.
-
     Example:
       >>> import jax
       >>> from jax.sharding import PartitionSpec as P
@@ -165,8 +149,6 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
       ...     fun = jit(lambda x: x.sum(), in_shardings=spec, mesh=make_mesh({"data": -1}))
       ...     return fun.lower(x).compile().report()
       >>> changes = diff(report(P()), report(P("data")))
-      >>> print([str(change) for change in changes if change.kind == "parameter"][0])
-      x: float32[64,64] P(None, None) → float32[64,64] P('data', None)
       >>> [change.name for change in changes if change.kind == "collective"]
       ['all-reduce over data: number', 'all-reduce over data: bytes']
     """
@@ -202,7 +184,7 @@ def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramRepor
 def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]:
     """The versions that the first report was made with."""
     compiled = (report for report in reports.values() if isinstance(report, ProgramReport))
-    return next((as_data(report.made_with) for report in compiled), {})
+    return next((dict(report.made_with) for report in compiled), {})
 
 
 def _of_strategy(
@@ -229,37 +211,32 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
     return None if report is None else "compiled"
 
 
-def _figures(report: ProgramReport) -> dict[Kind, dict[str, Value]]:
+def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     """Everything that is compared, by kind and name."""
-    memory, cost = as_data(report.memory) or {}, as_data(report.cost.executed) or {}
+    memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}
     collectives: dict[str, Value] = {}
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
         name = f"{kind} over {'unknown axes' if axes is None else '+'.join(axes) or 'no axes'}"
         collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
     roofline: dict[str, Value] = {}
-    if report.roofline is not None:
-        roofline[f"least time on {report.roofline.device}"] = report.roofline.seconds
-        roofline["bound by"] = report.roofline.bound_by
-    own = getattr(report.cost.compiled, "optimal_seconds", None)
-    roofline["the compiler's own estimate"] = own
+    if (found := report.roofline) is not None:
+        roofline = {f"least time on {found.hardware}": found.seconds, "bound by": found.bound_by}
+    roofline["the compiler's own estimate"] = getattr(report.cost, "optimal_seconds", None)
     return {
         "program": {
             "devices": f"{report.num_devices} × {report.device_kind}",
             "mesh": None if report.mesh is None else str(report.mesh),
         },
         "memory": {name: size for name, size in memory.items() if size is not None},
-        "cost": {name: figure for name, figure in cost.items() if name in _COST},
+        "cost": {n: cost[n] for n in ("flops", "bytes_accessed", "transcendentals") if n in cost},
         "roofline": roofline,
         "collective": collectives,
         "parameter": {row.path: _described(row) for row in report.parameters},
     }
 
 
-_COST = ("flops", "bytes_accessed", "transcendentals")
-
-
 def _described(row: ParameterRow) -> str:
-    words = [f"{row.dtype}[{','.join(map(str, row.shape))}]"]
-    words.append("no spec" if row.spec is None else row.spec_text)
-    words += [] if row.memory_kind in (None, "device") else [row.memory_kind]
-    return " ".join([*words, *row.marks])
+    kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
+    spec = "no spec" if row.spec is None else spec_text(row.spec)
+    memory = "" if row.memory_kind in (None, "device") else row.memory_kind
+    return " ".join(filter(None, (kind, spec, memory, *row.marks)))

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
-from ..analysis.hardware import Device, known_device
-from ..analysis.hardware import device as device_named
-from ..analysis.json_codec import as_data, read
+from ..analysis.hardware import HARDWARE, Hardware, hardware_of
+from ..analysis.json_codec import JsonForm, as_data, read
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_listed
-from .json_form import JsonForm
 from .program import ProgramReport
 
 Column: TypeAlias = Literal["peak", "arguments", "bytes_sent", "flops", "roofline", "planning"]
@@ -43,19 +41,6 @@ class Comparison(JsonForm):
       memory_limit: the bytes that a device has; None if that is not known.
       seconds: how long it took to trace, lower and compile each strategy, if known.
       ruled_out: why others were not compiled, by name.
-
-    Raises:
-      TypeError: an entry is not a report.
-      ValueError: ``reports`` is empty.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding import jit
-      >>> from nnx_sharding.report import Comparison
-      >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
-      >>> reports = {f"{n} times": jit(lambda x: x * 2).lower(x).compile().report() for n in (1, 2)}
-      >>> Comparison(reports, memory_limit=1024).fitting
-      ('1 times', '2 times')
     """
 
     reports: Mapping[str, ProgramReport | Failure]
@@ -87,15 +72,15 @@ class Comparison(JsonForm):
         """The figures of one device for each compiled strategy; None if not known.
 
         ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
-        ``roofline`` (the least time on the given device) and ``planning`` in seconds.
+        ``roofline`` (the least time on the given hardware) and ``planning`` in seconds.
         """
         return {
             name: {
-                "peak": None if report.memory is None else report.memory.peak,
-                "arguments": None if report.memory is None else report.memory.arguments,
+                "peak": getattr(report.memory, "peak", None),
+                "arguments": getattr(report.memory, "arguments", None),
                 "bytes_sent": getattr(report.collectives, "bytes_sent", None),
-                "flops": None if report.cost.executed is None else report.cost.executed.flops,
-                "roofline": None if report.roofline is None else report.roofline.seconds,
+                "flops": getattr(report.cost, "flops", None),
+                "roofline": getattr(report.roofline, "seconds", None),
                 "planning": self.seconds.get(name),
             }
             for name, report in self.compiled.items()
@@ -115,11 +100,7 @@ class Comparison(JsonForm):
         return tuple(name for name in self.compiled if self.fits(name) is True)
 
     def fits(self, name: str) -> bool | None:
-        """Whether a strategy fits the memory; None if its peak is not known.
-
-        Raises:
-          KeyError: the strategy is not in the comparison.
-        """
+        """Whether a strategy fits the memory; None if its peak is not known."""
         report = self.reports[name]
         if isinstance(report, Failure):
             return False
@@ -129,14 +110,7 @@ class Comparison(JsonForm):
         return None if peak is None else peak <= self.memory_limit
 
     def best(self, column: Column) -> str | None:
-        """The strategy with the lowest figure among those that fit; None if none fits.
-
-        Args:
-          column: one of ``figures``.
-
-        Raises:
-          ValueError: the column is unknown.
-        """
+        """The strategy that fits with the lowest of one of the ``figures``; None if none fits."""
         if column not in get_args(Column):
             raise ValueError(f"the column must be one of {get_args(Column)}, got {column!r}.")
         figures = self.figures
@@ -152,49 +126,42 @@ class Comparison(JsonForm):
         return {column: name for column, name in best.items() if name is not None}
 
     def judged(
-        self, *, memory_limit: int | str | None = None, device: Device | str | None = None
+        self, *, memory_limit: int | str | None = None, hardware: Hardware | str | None = None
     ) -> Comparison:
-        """The same programs for another device, without compiling them again.
+        """The same programs on other hardware, without compiling them again.
 
         Args:
           memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None uses that
-            of ``device``, else the old one, else that of the devices compiled for, if known.
-          device: for the roofline; None leaves it unchanged.
-
-        Raises:
-          ValueError: the limit cannot be read, or the device is not in the table.
-          TypeError: either has a wrong type.
+            of ``hardware``, else the old one, else that of the devices compiled for, if known.
+          hardware: for the roofline; None leaves it unchanged.
         """
         kinds = {report.device_kind for report in self.compiled.values()}
-        of_kind = known_device(kinds.pop()) if len(kinds) == 1 else None
-        limit = self.memory_limit if memory_limit is None else read_bytes(memory_limit)
-        if limit is None and of_kind is not None:
-            limit = of_kind.memory_bytes
-        if device is None:
-            return dataclasses.replace(self, memory_limit=limit)
-        device = device_named(device) if isinstance(device, str) else device
-        limit = device.memory_bytes if memory_limit is None else limit
-        compiled = {name: r.with_roofline(device) for name, r in self.compiled.items()}
-        return dataclasses.replace(self, reports={**self.reports, **compiled}, memory_limit=limit)
+        peak = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
+        limit, reports = self.memory_limit, self.reports
+        if hardware is not None:
+            peak, limit = hardware_of(hardware), None
+            compiled = {name: r.with_roofline(peak) for name, r in self.compiled.items()}
+            reports = {**reports, **compiled}
+        if memory_limit is not None:
+            limit = read_bytes(memory_limit)
+        elif limit is None and peak is not None:
+            limit = peak.memory_bytes
+        return dataclasses.replace(self, reports=reports, memory_limit=limit)
 
     def _parts(self) -> dict[str, Any]:
         reports = {
             name: as_data(report) if isinstance(report, Failure) else report.as_dict()
             for name, report in self.reports.items()
         }
-        return {
-            "memory_limit": self.memory_limit,
-            "seconds": dict(self.seconds),
-            "ruled_out": dict(self.ruled_out),
-            "best": self.marked,
-            "reports": reports,
-        }
+        others = {name: as_data(getattr(self, name)) for name in _OTHERS}
+        return {**others, "best": self.marked, "reports": reports}
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Comparison:
-        data = read(_Parts, parts, cls._NOUN)
+        entries = parts.pop("reports", None)
+        parts.pop("best", None)  # for readers, and computed again
         reports: dict[str, ProgramReport | Failure] = {}
-        for name, report in data.reports.items():
+        for name, report in (entries if isinstance(entries, dict) else {}).items():
             if isinstance(report, dict) and set(report) == {"error"}:
                 reports[name] = Failure(str(report["error"]))
                 continue
@@ -202,7 +169,7 @@ class Comparison(JsonForm):
                 reports[name] = ProgramReport.from_dict(report)
             except ValueError as error:
                 raise ValueError(f"reports.{name}: {error}") from None
-        return cls(reports, data.memory_limit, data.seconds, data.ruled_out)
+        return read(cls, parts, cls._NOUN, reports=reports)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         if self.compiled:
@@ -214,9 +181,8 @@ class Comparison(JsonForm):
             kinds = sorted({f"{r.num_devices} × {r.device_kind}" for r in self.compiled.values()})
             yield text(f"compiled for {', '.join(kinds)}")
         rooflines = (report.roofline for report in self.compiled.values())
-        devices = {roofline.device for roofline in rooflines if roofline is not None}
-        if devices:
-            yield text(f"roofline: the least time on {', '.join(sorted(devices))}")
+        if hardware := {roofline.hardware for roofline in rooflines if roofline is not None}:
+            yield text(f"roofline: the least time on {', '.join(sorted(hardware))}")
         for name, report in self.reports.items():
             if isinstance(report, Failure):
                 first, *rest = report.error.splitlines() or [""]
@@ -233,7 +199,6 @@ class Comparison(JsonForm):
         marked, sent, compiled = self.marked, self.bytes_sent_by_axes, self.compiled.values()
         all_axes = {axes for by_axes in sent.values() for axes in by_axes or ()}
         by_size = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
-        bound = [(r.roofline and r.roofline.bound_by) or "" for r in compiled]
         fits = {True: "yes", False: text("no", "red"), None: "?"}
 
         def figures(column: Column, show: Any = bytes_text) -> list[Any]:
@@ -244,53 +209,36 @@ class Comparison(JsonForm):
                 for name, figure in shown.items()
             ]
 
+        def over(axes: MeshAxes) -> list[Any]:
+            return [bytes_text(None if one is None else one.get(axes, 0)) for one in sent.values()]
+
         wide: dict[str, list[Any]] = {
             "strategy": [*sent],
             "mesh": [str(r.mesh or f"{r.num_devices} devices") for r in compiled],
             "peak  ": figures("peak"),
             "arguments  ": figures("arguments"),
             "sent  ": figures("bytes_sent"),
-            **{
-                f"over {axes_text(axes)}": [
-                    bytes_text(None if one is None else one.get(axes, 0)) for one in sent.values()
-                ]
-                for axes in by_size
-            },
+            **{f"over {axes_text(axes)}": over(axes) for axes in by_size},
             "flops  ": figures("flops", count_text),
             "roofline  ": figures("roofline", time_text),
-            "bound by": bound if any(bound) else [],
+            "bound by": [(r.roofline and r.roofline.bound_by) or "" for r in compiled],
             "planned  ": figures("planning", time_text),
-            "fits": [] if self.memory_limit is None else [fits[self.fits(name)] for name in sent],
         }
+        if not any(wide["bound by"]):
+            del wide["bound by"]
+        if self.memory_limit is not None:
+            wide["fits"] = [fits[self.fits(name)] for name in sent]
         narrow = {"strategy", "mesh", "peak  ", "sent  ", "flops  ", "roofline  ", "fits"}
-        columns = {
-            title: cells
-            for title, cells in wide.items()
-            if cells and (width >= 140 or title in narrow)
-        }
+        columns = {title: of for title, of in wide.items() if width >= 140 or title in narrow}
         rows = zip(*columns.values(), strict=True)
         return table([*columns], rows, numbers=len(columns) - 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """A comparison as data; ``best`` is for readers and is computed again."""
-
-    memory_limit: int | None
-    seconds: dict[str, float]
-    ruled_out: dict[str, str]
-    best: dict[str, str]
-    reports: dict[str, Any]
+_OTHERS = ("memory_limit", "seconds", "ruled_out")
 
 
 def load(source: Source) -> ProgramReport | Comparison:
-    """A report or a comparison: itself, or from its JSON form as a dictionary or in a file.
-
-    Raises:
-      ValueError: it has another format or version, or is damaged; the message names the file.
-      TypeError: it is something else.
-      OSError: the file cannot be read.
-    """
+    """A report or a comparison: itself, or from its JSON form as a dictionary or in a file."""
     if isinstance(source, ProgramReport | Comparison):
         return source
     if isinstance(source, dict):

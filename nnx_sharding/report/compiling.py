@@ -3,143 +3,148 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeAlias, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from .._version import __version__
+from ..analysis.hardware import Hardware
 from ..analysis.meshes import MeshDescription
-from ..transforms.stages import Compiled, Lowered
-from .comparison import Failure
-from .compiler_process import CompilerProcess, Devices
+from ..diagnostics.progress import progress
+from ..transforms.stages import Lowered
+from .comparison import Comparison, Failure
 from .program import ProgramReport
 
-
-class Finished(NamedTuple):
-    """A program that was compiled: a report or an error, and the seconds that it took."""
-
-    key: Any
-    report: ProgramReport | Failure
-    seconds: float
+T = TypeVar("T")
+Lower: TypeAlias = Callable[[], tuple[Lowered, Mesh | None]]
+_Finished: TypeAlias = tuple[ProgramReport | Failure, float]  # with the seconds that it took
 
 
-class Compilers:
-    """Compiles programs in threads, each of which may use a process.
+@dataclasses.dataclass
+class Group:
+    """Programs by name, of which only the first that fits is wanted, and what it is predicted."""
 
-    Programs are traced and lowered in the thread of the caller: what a user's function depends on,
-    such as ``jax.default_matmul_precision``, holds for one thread only.
+    programs: dict[str, Lower]
+    arguments: float = 0  # bytes
+    seconds: float = 0
 
-    Args:
-      cache_dir: a folder for reports; None to keep none.
-      devices: what the processes compile for; None to compile in this process.
+
+def search(
+    title: str,
+    groups: Iterable[Group],
+    ruled_out: Mapping[str, str] | None = None,
+    *,
+    most: int | None = None,
+    memory_limit: int | None = None,
+    hardware: Hardware | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Compiles programs in the order of their predictions, and notes why not the others.
+
+    They are compiled in threads. They are traced and lowered in the thread of the caller, because
+    what a function depends on, such as ``jax.default_matmul_precision``, holds for one thread only.
     """
+    groups, reasons = [*groups], dict(ruled_out or {})
+    running: dict[concurrent.futures.Future[_Finished], tuple[str, Group]] = {}
+    finished: dict[str, _Finished] = {}
+    names: list[str] = []
+    fits = False
+    cache = None if cache_dir is None else Path(cache_dir)
+    executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
+    with executor, progress(title, len(groups) if most is None else most, quiet=quiet) as advance:
+        while True:
+            while groups and (most is None or len(names) < most) and len(running) < _WORKERS:
+                # While nothing fits, the second half goes to those with the smallest arguments.
+                by_memory = most is not None and not fits and 2 * len(names) >= most
+                group = min(groups, key=lambda x: x.arguments if by_memory else x.seconds)
+                groups.remove(group)
+                name = next(iter(group.programs))
+                names.append(name)
+                running[_submit(executor, group.programs.pop(name), cache)] = name, group
+            if not running:
+                break
+            done = concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done.pop()
+            name, group = running.pop(done)
+            report, _ = finished[name] = done.result()
+            advance(name)
+            if _fits(report, memory_limit):
+                fits = True
+                reasons.update(dict.fromkeys(group.programs, f"{name} fits"))
+            elif group.programs:
+                groups.append(group)
+    for group in groups:
+        reason = f"the {most} compiled are predicted to be better"
+        reasons.update(dict.fromkeys(group.programs, reason))
+    reports = {name: finished[name][0] for name in names}
+    seconds = {name: round(finished[name][1], 3) for name in names}
+    comparison = Comparison(reports, None, seconds, reasons)
+    return comparison.judged(memory_limit=memory_limit, hardware=hardware)
 
-    def __init__(
-        self, cache_dir: str | os.PathLike[str] | None = None, devices: Devices | None = None
-    ):
-        self.workers = min(os.cpu_count() or 1, 4)
-        self._cache = None if cache_dir is None else Path(cache_dir)
-        self._executor = concurrent.futures.ThreadPoolExecutor(self.workers)
-        self._running: set[concurrent.futures.Future[Finished]] = set()
-        self._processes: list[CompilerProcess] = []
-        if devices is not None:
-            self._processes = [CompilerProcess(devices) for _ in range(self.workers)]
-        self._free = self._processes.copy()
 
-    def __enter__(self) -> Compilers:
-        return self
+def _fits(report: ProgramReport | Failure, limit: int | None) -> bool:
+    """Whether a program fits into memory, if that is known."""
+    if isinstance(report, Failure):
+        return False
+    peak = None if report.memory is None else report.memory.peak
+    return limit is None or peak is None or peak <= limit
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:  # without waiting for what still runs
-            process.close()
-        self._executor.shutdown(cancel_futures=True)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being compiled."""
-        return not self._running
+_WORKERS = min(os.cpu_count() or 1, 4)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether all threads compile."""
-        return len(self._running) >= self.workers
 
-    def submit(self, key: Hashable, lower: Callable[[], tuple[Lowered, Mesh | None]]) -> None:
-        """Lowers a program for a mesh, and compiles it in a thread."""
+def _submit(
+    executor: concurrent.futures.Executor, lower: Lower, cache: Path | None
+) -> concurrent.futures.Future[_Finished]:
+    """Lowers a program, and compiles it in a thread."""
+    start = time.perf_counter()
+    lowered = attempt(lower)
+    spent = time.perf_counter() - start
+
+    def compile() -> _Finished:
+        if isinstance(lowered, Failure):
+            return lowered, spent
         start = time.perf_counter()
-        try:
-            lowered, mesh = lower()
-        except Exception as error:
-            future: concurrent.futures.Future[Finished] = concurrent.futures.Future()
-            future.set_result(Finished(key, _failure(error), time.perf_counter() - start))
-        else:
-            seconds = time.perf_counter() - start
-            future = self._executor.submit(self._compiled, key, lowered, mesh, seconds)
-        self._running.add(future)
+        report = attempt(lambda: _report(*lowered, cache))
+        return report, spent + time.perf_counter() - start
 
-    def next(self) -> Finished:
-        """Waits for one of the programs."""
-        done, _ = concurrent.futures.wait(
-            self._running, return_when=concurrent.futures.FIRST_COMPLETED
-        )
-        future = done.pop()
-        self._running.remove(future)
-        return future.result()
+    return executor.submit(compile)
 
-    def _compiled(
-        self, key: Hashable, lowered: Lowered, mesh: Mesh | None, seconds: float
-    ) -> Finished:
-        start = time.perf_counter()
-        report = attempt(functools.partial(self._kept, lowered, mesh))
-        return Finished(key, report, seconds + time.perf_counter() - start)
 
-    def _kept(self, lowered: Lowered, mesh: Mesh | None) -> ProgramReport:
-        """The report of a program, from disk if it has been compiled before."""
-        # Its code is not run, and optimisation does not affect the figures.
-        on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-        options = {"xla_backend_optimization_level": 0} if on_cpu else None
-        if self._cache is None:
-            return self._compile(lowered, options).report()
-        path = self._cache / f"{fingerprint(lowered, mesh)}.json"
+def _report(lowered: Lowered, mesh: Mesh | None, cache: Path | None) -> ProgramReport:
+    """The report of a program, from disk if it has been compiled before."""
+    path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
+    if path is not None:
         try:
             return ProgramReport.load(path)
         except (OSError, ValueError):  # not compiled before, or by another release
-            report = self._compile(lowered, options).report()
-        self._cache.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+    # Its code is not run, and optimisation does not affect the figures.
+    on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    report = lowered.compile(options).report()
+    if path is not None:
         # Renamed when complete: other processes may write the same report.
         partial = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
         report.save(partial)
         partial.replace(path)
-        return report
-
-    def _compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
-        if not self._processes:
-            return lowered.compile(options)
-        process = self._free.pop()  # there are as many as threads
-        try:
-            return process.compile(lowered, options)
-        finally:
-            self._free.append(process)
+    return report
 
 
-def attempt(make: Callable[[], ProgramReport]) -> ProgramReport | Failure:
-    """The report, or the error that was raised instead."""
+def attempt(make: Callable[[], T]) -> T | Failure:
+    """The result, or the error that was raised instead."""
     try:
         return make()
     except Exception as error:
-        return _failure(error)
-
-
-def _failure(error: Exception) -> Failure:
-    return Failure(f"{type(error).__name__}: {error}")
+        return Failure(f"{type(error).__name__}: {error}")
 
 
 def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import flax
@@ -14,28 +14,16 @@ from jax.sharding import Sharding
 from .._version import __version__
 from ..analysis.activation_table import ActivationRow, activations_table
 from ..analysis.collectives import Collectives, axes_text
-from ..analysis.cost import Costs
-from ..analysis.hardware import Device, known_device
-from ..analysis.json_codec import as_data
-from ..analysis.links import traffic_table
+from ..analysis.cost import Cost
+from ..analysis.hardware import HARDWARE, Hardware
+from ..analysis.json_codec import JsonForm
 from ..analysis.memory import Memory
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterRow, mesh_of, rows_table
-from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.roofline import Roofline, roofline_of, traffic_table
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text, time_text
 from ..transforms.stages import Compiled
-from .json_form import JsonForm
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Versions:
-    """The versions of the libraries and of Python that a program was compiled with."""
-
-    nnx_sharding: str
-    jax: str
-    flax: str
-    python: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +32,19 @@ class ProgramReport(JsonForm):
 
     Attributes:
       name: the name of the function, or the one that the user gave.
-      made_with: the versions with which it was compiled.
+      made_with: the versions of the libraries and of Python with which it was compiled.
       platform: such as ``cpu`` or ``tpu``.
       device_kind: the kind of the devices, as JAX names it.
       num_devices: how many it runs on.
       mesh: the mesh; None without one.
       parameters: the argument arrays, in path order.
       memory: what it takes on one device; None if the backend does not report it.
-      cost: what it computes.
+      cost: what a device computes, with loop bodies counted as often as they run; None if the text
+        is not understood.
       collectives: what the devices exchange; None if the text is not understood.
       activations: what modules return, in the order of their calls.
-      roofline: the least time on a device, with loop bodies counted as often as they run; None if
-        no device was given.
+      roofline: the least time, with loop bodies counted as often as they run; None if the hardware
+        is not known.
       hlo: the text of the compiled program; None if the backend has none.
 
     Example:
@@ -64,63 +53,58 @@ class ProgramReport(JsonForm):
       >>> from nnx_sharding.report import ProgramReport
       >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
       >>> report = jit(lambda x: x * 2).lower(x).compile().report("double")
-      >>> report.name, report.memory.by_path, report.cost.compiled.flops
+      >>> report.name, report.memory.by_path, report.cost.flops
       ('double', {'x': 128}, 32.0)
       >>> ProgramReport.from_json(report.to_json()) == report
       True
     """
 
     name: str
-    made_with: Versions
+    made_with: Mapping[str, str]
     platform: str
     device_kind: str
     num_devices: int
     mesh: MeshDescription | None
     parameters: tuple[ParameterRow, ...]
     memory: Memory | None
-    cost: Costs
+    cost: Cost | None
     collectives: Collectives | None
     activations: tuple[ActivationRow, ...]
     roofline: Roofline | None
     hlo: str | None
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 2
+    _VERSION = 3
     _NOUN = "report of a program"
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> ProgramReport:
         report = super()._of_parts(parts)
-        if report.memory is None:
-            return report
         by_path = {row.path: row.bytes_per_device for row in report.parameters if row.used}
-        memory = dataclasses.replace(report.memory, by_path=by_path)
+        memory = report.memory and dataclasses.replace(report.memory, by_path=by_path)
         return dataclasses.replace(report, memory=memory)
 
-    def with_roofline(self, device: Device | str) -> ProgramReport:
-        """The same report with the roofline of another device.
+    def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
+        """The same report with another roofline.
 
         Args:
-          device: its peak figures, or its name, such as ``"TPU v5e"``.
-
-        Raises:
-          ValueError: the device is not in the table.
-          TypeError: it is neither a device nor a name.
+          hardware: the peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``.
         """
-        roofline = roofline_of(self.cost.executed, self.collectives, device, self.mesh)
+        roofline = roofline_of(self.cost, self.collectives, hardware, self.mesh)
         return dataclasses.replace(self, roofline=roofline)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         yield text(f"{self.name}: {self.num_devices} × {self.device_kind}, {mesh}", "bold")
-        versions = ", ".join(f"{name} {of}" for name, of in as_data(self.made_with).items())
+        versions = ", ".join(f"{name} {of}" for name, of in self.made_with.items())
         yield text(f"made with {versions}", "dim")
         largest = sorted(self.parameters, key=lambda row: -row.bytes_per_device)
         yield from ("", rows_table(largest, width, most=12), "")
         if self.activations:
             yield from (activations_table(self.activations, most=12), "")
         yield text("memory: unknown") if self.memory is None else self.memory
-        yield from ("", self.cost, "", self._sent())
+        yield from ("", text("cost: unknown") if self.cost is None else self.cost)
+        yield from ("", self._sent())
         collectives = self.collectives or Collectives()
         if any(sent := collectives.by_purpose()):
             parts = (f"{purpose} {bytes_text(size)}" for purpose, size in sent.items())
@@ -131,16 +115,14 @@ class ProgramReport(JsonForm):
             yield from ("", text(self.roofline))
             if self.roofline.traffic:
                 yield from ("", traffic_table(self.roofline.traffic))
-        if (cost := self.cost.compiled) is not None and cost.optimal_seconds is not None:
-            estimate = time_text(cost.optimal_seconds)
+        if self.cost is not None and self.cost.optimal_seconds is not None:
+            estimate = time_text(self.cost.optimal_seconds)
             yield text(f"the compiler's own estimate: {estimate}, bodies of loops counted once")
 
     def _sent(self) -> Any:
         """What one device sends, by kind and mesh axes."""
         if not self.collectives:
-            return text(
-                "no collectives" if self.collectives is not None else "collectives: unknown"
-            )
+            return text("collectives: unknown" if self.collectives is None else "no collectives")
         styles = axis_styles(() if self.mesh is None else self.mesh.axes)
         rows = [
             (kind, text(axes_text(axes), styles=styles), str(number), bytes_text(sent))
@@ -160,23 +142,21 @@ def describe(compiled: Compiled) -> ProgramReport:
         sets = [one.device_set for one in shardings if isinstance(one, Sharding)]
         devices = max(sets, key=len, default={jax.devices()[0]})
         first, count = min(devices, key=lambda device: device.id), len(devices)
-    device = known_device(first.device_kind)
-    costs = compiled.lowered_cost(), compiled.cost(), compiled.cost(loops=True)
+    versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}
     report = ProgramReport(
         name=compiled._plan.fun_name,
-        made_with=Versions(
-            __version__, jax.__version__, flax.__version__, platform.python_version()
-        ),
+        made_with=versions | {"python": platform.python_version()},
         platform=first.platform,
         device_kind=first.device_kind,
         num_devices=count,
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
         memory=compiled.memory(),
-        cost=Costs(*costs),
+        cost=compiled.cost(),
         collectives=compiled.collectives(),
         activations=tuple(compiled.activations()),
         roofline=None,
         hlo=compiled.as_text(),
     )
-    return report if device is None else report.with_roofline(device)
+    hardware = HARDWARE.get(first.device_kind)
+    return report if hardware is None else report.with_roofline(hardware)

@@ -74,14 +74,11 @@ class ShardingReport(Pictured):
         those.
       bytes_total: the bytes of all arrays, each counted once.
       replicated_bytes: the bytes of those that are fully replicated.
-      replicated_fraction: their fraction of all bytes, from 0 to 1.
+      replicated_fraction: the fraction of the latter, from 0 to 1.
       device_bytes: the bytes that each device holds, in the order of their ids.
       balance: the bytes on the fullest device over the mean of all; 1 if all hold the same.
       problems: what the transforms refuse, one line each.
       warnings: what they correct, and rules that have no effect, one line each.
-
-    Example:
-      See :func:`check_sharding`.
     """
 
     mesh: Mapping[str, int]
@@ -105,14 +102,7 @@ class ShardingReport(Pictured):
         return not self.problems
 
     def raise_for_problems(self, *, strict: bool = False) -> None:
-        """Raises an error if there are problems.
-
-        Args:
-          strict: whether warnings are also problems.
-
-        Raises:
-          ValueError: there are problems; the message lists all.
-        """
+        """Raises a ValueError that lists all problems, if any; with ``strict`` also warnings."""
         lines = [f"  {line}" for line in (*self.problems, *(self.warnings if strict else ()))]
         raise_listed(ValueError, "the sharding does not fit the model:", lines)
 
@@ -165,11 +155,6 @@ def check_sharding(
     Returns:
       The report. Where no rule matches or a spec cannot be used, the array counts as replicated;
       likewise where a rule has None, unless the array is already on a mesh.
-
-    Raises:
-      TypeError: ``sharding`` is not a ``StateSharding``.
-      ValueError: ``on_indivisible`` has another value.
-      NoMeshError: a partition spec has no mesh.
 
     Example:
       >>> from flax import nnx

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -14,10 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .. import _compat
-from ..analysis.hardware import Device
-from ..analysis.hardware import device as device_named
+from ..analysis.hardware import Hardware, hardware_of
 from ..analysis.units import read_bytes
-from ..diagnostics.progress import progress
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
 from ..specs.state_sharding import StateSharding
@@ -26,7 +24,7 @@ from ..transforms.lifted import Lifted
 from ..transforms.split_merge import merge, split
 from ..transforms.stages import Lowered
 from .comparison import Comparison
-from .compiling import Compilers, Finished
+from .compiling import Group, search
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -40,12 +38,6 @@ class Strategy:
         the abstract arguments and with the mesh in context.
       mesh: the mesh of this strategy, as for :func:`compare`; None uses that of the comparison.
       out_shardings: as for :func:`~nnx_sharding.jit`.
-
-    Example:
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition import fsdp
-      >>> from nnx_sharding.report import Strategy
-      >>> wide = Strategy(lambda model, x: (fsdp(model), P("data")), mesh={"data": 64})
     """
 
     in_shardings: Any
@@ -62,16 +54,16 @@ def compare(
     topology: str | None = None,
     num_slices: int = 1,
     memory_limit: int | str | None = None,
-    device: Device | str | None = None,
+    hardware: Hardware | str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Comparison:
     """Compiles a function once for each strategy and shows what each needs.
 
-    Nothing is run, and no array is made: arguments may be abstract and far larger than memory,
-    and meshes larger than the machine (see :func:`~nnx_sharding.partition.planning_mesh`). If a
-    strategy fails, its error is kept and the others are still compared.
+    Nothing is run: arguments may be abstract and far larger than memory, and meshes larger than the
+    machine (see :func:`~nnx_sharding.partition.planning_mesh`). The error of a strategy that fails
+    is kept.
 
     Args:
       strategies: by name, the ``in_shardings`` for :func:`~nnx_sharding.jit`; a function that makes
@@ -84,11 +76,10 @@ def compare(
         placed; None for the devices of this machine, or virtual ones.
       num_slices: the number of slices of this topology.
       memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
-        of ``device``, or of the devices compiled for if known.
-      device: for the roofline: the peak figures of a device, or its name, such as ``"TPU v5e"``;
+        of ``hardware``, or of the devices compiled for if known.
+      hardware: for the roofline: peak figures, or a key of ``HARDWARE``, such as ``"TPU v5e"``;
         None uses those of the devices compiled for, if known.
-      cache_dir: a folder for reports. A program that was compiled before with the same versions is
-        not compiled again; its report has the line numbers of that time.
+      cache_dir: a folder for reports, so that no program is compiled twice with the same versions.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
@@ -96,14 +87,6 @@ def compare(
       The comparison. Without a topology, the figures of a mesh larger than the machine are those of
       XLA for CPUs, which computes bfloat16 in float32: temporaries and the bytes sent are upper
       bounds.
-
-    Raises:
-      TypeError: ``strategies`` is not a mapping, ``fun`` is not a function or is already wrapped,
-        ``in_shardings`` is given although each strategy has its own, or ``num_slices`` without a
-        topology.
-      ValueError: ``strategies`` is empty, the limit cannot be read, or the device or the topology
-        is unknown.
-      ImportError: there is a topology, and the TPU compiler is not installed.
 
     Example:
       >>> import jax
@@ -117,52 +100,39 @@ def compare(
       ...     "dp": lambda model, x: (replicated(model), P("data")),
       ...     "fsdp": lambda model, x: (fsdp(model), P("data")),
       ... }
-      >>> options = {"mesh": {"data": 64}, "memory_limit": "40 MiB"}
-      >>> comparison = compare(strategies, lambda model, x: model(x), model, x, **options)
-      >>> comparison.fits("dp"), comparison.best("arguments")
-      (True, 'fsdp')
+      >>> comparison = compare(strategies, lambda model, x: model(x), model, x, mesh={"data": 64})
+      >>> comparison.best("arguments")
+      'fsdp'
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a mapping from names, got {strategies!r}.")
-    if isinstance(fun, Lifted) or not callable(fun):
-        hint = "; pass the function itself, and the options of jit to compare" * callable(fun)
-        raise TypeError(f"compare needs a function to compile, got {fun!r}{hint}.")
+    check_function("compare", fun)
     if "in_shardings" in options:
         raise TypeError("each strategy has its in_shardings; leave out in_shardings=...")
     if not strategies:
         raise ValueError("expected strategies to compare, got none.")
-    device = device_named(device) if isinstance(device, str) else device
-    limit = None if memory_limit is None else read_bytes(memory_limit)
-    mesh = _compat.context_mesh() if mesh is None else mesh
     if topology is None and num_slices != 1:
         raise TypeError("num_slices needs a topology, such as topology='v5e:16x16'.")
+    limit = None if memory_limit is None else read_bytes(memory_limit)
+    peak = None if hardware is None else hardware_of(hardware)
+    mesh = _compat.context_mesh() if mesh is None else mesh
     abstract = abstract_of(args)
-    finished: dict[str, Finished] = {}
-    with (
-        Compilers(cache_dir=cache_dir) as compilers,
-        progress("compare", len(strategies), quiet=quiet) as advance,
-    ):
+    groups = []
+    for name, entry in strategies.items():
+        strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
+        if strategy.mesh is None:
+            strategy = dataclasses.replace(strategy, mesh=mesh)
+        groups.append(Group({str(name): partial(lowered, strategy, fun, abstract, options)}))
+    kept: dict[str, Any] = {"cache_dir": cache_dir, "quiet": quiet}
+    with on_topology(topology, num_slices):
+        return search("compare", groups, memory_limit=limit, hardware=peak, **kept)
 
-        def collect() -> None:
-            one = compilers.next()
-            finished[one.key] = one
-            advance(one.key)
 
-        for name, entry in strategies.items():
-            strategy = entry if isinstance(entry, Strategy) else Strategy(entry)
-            if strategy.mesh is None:
-                strategy = dataclasses.replace(strategy, mesh=mesh)
-            lower = functools.partial(lowered, strategy, fun, abstract, options)
-            with on_topology(topology, num_slices):
-                compilers.submit(str(name), lower)
-            while compilers.is_busy:
-                collect()
-        while not compilers.is_idle:
-            collect()
-    ordered = [finished[str(name)] for name in strategies]
-    reports = {one.key: one.report for one in ordered}
-    seconds = {one.key: round(one.seconds, 3) for one in ordered}
-    return Comparison(reports, None, seconds).judged(memory_limit=limit, device=device)
+def check_function(name: str, fun: Any) -> None:
+    """Raises a TypeError unless it is a function that is not wrapped."""
+    if isinstance(fun, Lifted) or not callable(fun):
+        hint = f"; pass the function itself, and the options of jit to {name}" * callable(fun)
+        raise TypeError(f"{name} needs a function that is not wrapped by jit, got {fun!r}{hint}.")
 
 
 def abstract_of(args: Sequence[Any]) -> Any:

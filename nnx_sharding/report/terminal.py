@@ -1,41 +1,24 @@
-"""Pictures for the terminal of meshes and of the shards of arrays.
-
-Both functions print to the given ``rich.console.Console``, else to standard output. Tables and
-reports are objects that such a console prints itself.
-"""
+"""Pictures for the terminal of the shards of arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..analysis.meshes import MeshDescription
-from .grids import array_pictures, mesh_pictures
+from ..analysis.tables import COLOURS, table, text
+from ..specs.fitting import axes_of, fit_sharding
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
+# Where a slice of an array begins and ends in each dimension.
+Spans: TypeAlias = tuple[tuple[int, int], ...]
 
-def show_mesh(mesh: Mesh | AbstractMesh, *, console: Console | None = None) -> None:
-    """Prints a mesh: its axes, and the ids of its devices in a grid.
-
-    Args:
-      mesh: the mesh; an abstract one has no ids.
-      console: where to print.
-
-    Example:
-      >>> import jax
-      >>> from nnx_sharding.report.terminal import show_mesh
-      >>> show_mesh(jax.make_mesh((2, 4), ("data", "model")))
-      ... # doctest: +NORMALIZE_WHITESPACE
-      mesh data 2 (Explicit) × model 4 (Explicit)
-              model 0  model 1  model 2  model 3
-       data 0    0        1        2        3
-       data 1    4        5        6        7
-    """
-    _print(lambda _: mesh_pictures(MeshDescription.of(mesh)), console)
+_MAX_SLICES = 512
+_MAX_HOLDERS = 8
 
 
 def show_array(
@@ -45,7 +28,7 @@ def show_array(
     *,
     console: Console | None = None,
 ) -> None:
-    """Prints which slice of an array each device holds.
+    """Prints which slice of an array each device holds, to standard output or to ``console``.
 
     Like ``jax.debug.visualize_array_sharding``, but for arrays of any rank, also without data and
     on abstract meshes. An array that is partitioned in one or two dimensions is drawn as a grid of
@@ -56,10 +39,6 @@ def show_array(
       sharding: its sharding, or a spec; None uses that of the array.
       mesh: the mesh of a spec.
       console: where to print.
-
-    Raises:
-      TypeError: ``array`` is neither an array nor a shape.
-      ValueError: the sharding is missing, or does not fit the shape.
 
     Example:
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
@@ -83,13 +62,83 @@ def show_array(
         sharding = NamedSharding(mesh, sharding)
     if not isinstance(sharding, Sharding):
         raise ValueError("the array has no sharding. Pass sharding=..., and mesh=... for a spec.")
-    _print(lambda width: array_pictures(shape, sharding, width), console)
-
-
-def _print(pictures: Callable[[int], Iterable[Any]], console: Console | None) -> None:
-    """Prints pictures in the width of the console."""
     from rich.console import Console
 
     console = Console() if console is None else console
-    for picture in pictures(console.width):
+    for picture in _pictures(shape, sharding, console.width):
         console.print(picture)
+
+
+def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterator[RenderableType]:
+    """A line, then a grid of the slices if it fits the width, else a list of them."""
+    from rich.table import Table
+
+    held = holders_of(shape, sharding)
+    split = [i for i in range(len(shape)) if len({spans[i] for spans in held}) > 1]
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    head = f"{shape} as {spec}; each device holds {tuple(sharding.shard_shape(shape))}"
+    if len(split) == 2 < len(shape):
+        head += f"; rows are dimension {split[0]}, columns dimension {split[1]}"
+    yield text(head)
+    shown = {}
+    for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
+        more = [f"… {len(holders) - _MAX_HOLDERS} more"] * (len(holders) > _MAX_HOLDERS)
+        shown[spans] = text(" ".join([*holders[:_MAX_HOLDERS], *more]), colour)
+    columns = len({spans[split[-1]] for spans in held}) if split else 1
+    fits = columns == 1 or (columns + 1) * (max(map(len, shown.values())) + 2) <= width
+    if len(split) > 2 or not fits:
+        slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in shown]
+        rows = [*zip(slices, shown.values(), strict=True)]
+        yield table(("slice", "devices"), rows[:_MAX_SLICES])
+        if len(rows) > _MAX_SLICES:
+            yield text(f"… {len(rows) - _MAX_SLICES} more")
+        return
+    cells = {}
+    for spans, cell in shown.items():
+        row, column = ["", "", *(f"{spans[i][0]}:{spans[i][1]}" for i in split)][-2:]
+        only_rows = split == [0] and len(shape) > 1
+        cells[(column, row) if only_rows else (row, column or "full array")] = cell
+    names, heads = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+    grid = Table(box=None, show_header=False)
+    if any(heads):
+        grid.add_row("", *map(text, heads))
+    for name in names:
+        grid.add_row(text(name), *(cells[name, head] for head in heads))
+    yield grid
+
+
+def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[str]]:
+    """The ids of the devices that hold each slice of an array, in the order of the slices.
+
+    On an abstract mesh they are positions, such as ``data=0``. A ValueError if the sharding does
+    not divide the shape.
+    """
+    if isinstance(sharding, NamedSharding):
+        fit = fit_sharding(sharding, None, shape)
+        if fit.problems:
+            raise ValueError(f"{sharding.spec} does not fit the shape {shape}: {fit.reasons}")
+        if isinstance(sharding.mesh, AbstractMesh):
+            return dict(_positions(shape, sharding.spec, sharding.mesh.shape))
+    held: dict[Spans, list[str]] = {}
+    indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device in sorted(indices, key=lambda device: device.id):
+        index = indices[device] or (slice(None),) * len(shape)
+        spans = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        held.setdefault(tuple(spans), []).append(str(device.id))
+    return dict(sorted(held.items()))
+
+
+def _positions(
+    shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
+) -> Iterator[tuple[Spans, list[str]]]:
+    """Each slice with its position on the axes that partition the array."""
+    used = [axis for entry in spec.partitions for axis in axes_of(entry)]
+    for position in itertools.product(*(range(sizes[axis]) for axis in used)):
+        at = dict(zip(used, position, strict=True))
+        spans = []
+        for size, entry in itertools.zip_longest(shape, spec.partitions):
+            number, parts = 0, 1
+            for axis in axes_of(entry):  # the first is the major one
+                number, parts = number * sizes[axis] + at[axis], parts * sizes[axis]
+            spans.append((number * size // parts, (number + 1) * size // parts))
+        yield tuple(spans), [", ".join(f"{axis}={i}" for axis, i in at.items()) or "all"]

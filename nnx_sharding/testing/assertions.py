@@ -16,7 +16,7 @@ from .. import errors
 from ..analysis.activation_table import ActivationRow
 from ..analysis.collectives import Collective, Collectives, Kind
 from ..analysis.hlo import parse
-from ..analysis.parameters import ParameterRow, parameter_table, spec_axes
+from ..analysis.parameters import ParameterRow, parameter_table, spec_axes, spec_text
 from ..analysis.units import bytes_text, read_bytes
 from ..report.program import ProgramReport
 from ..report.sharding import check_sharding, is_replicated
@@ -259,7 +259,9 @@ def assert_no_parameter_replicated(
     if replicated:
         replicated.sort(key=lambda row: -row.bytes_total)
         verb = "is" if len(replicated) == 1 else "are"
-        lines = (f"  {_at(x)}: {bytes_text(x.bytes_total)}, spec {x.spec_text}" for x in replicated)
+        lines = (
+            f"  {_at(x)}: {bytes_text(x.bytes_total)}, spec {spec_text(x.spec)}" for x in replicated
+        )
         head = f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:"
         _fail(head, lines, "Partition them by specs, or allow it by allowed=... or min_size=...")
 
@@ -270,7 +272,7 @@ def assert_no_resharding(
     """Fails if devices exchange activations other than to sum them.
 
     Gathered parameters, gradients, sums of partial results, and results that are moved to their
-    shardings do not count; see :class:`~nnx_sharding.analysis.Collective`.
+    shardings do not count; see :class:`~nnx_sharding.analysis.collectives.Collective`.
 
     Args:
       program: a compiled function, or its report.
@@ -357,7 +359,7 @@ def assert_gathers_weights(
         _fail(
             f"{report.name} gathers {len(weights) - len(kept)} of {len(weights)} parameters"
             f"{_over(wanted)}, but not:",
-            (f"  {_at(row)}: {bytes_text(row.bytes_total)}, {row.spec_text}" for row in kept),
+            (f"  {_at(row)}: {bytes_text(row.bytes_total)}, {spec_text(row.spec)}" for row in kept),
             "Gather them (ActivationSharding(gather=True)), or allow it by allowed=...",
         )
 

@@ -20,7 +20,7 @@ from .. import _compat
 from ..analysis.activation_table import ActivationTable, activation_rows
 from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
-from ..analysis.hardware import Device
+from ..analysis.hardware import Hardware
 from ..analysis.hlo import Module, parse
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory, memory_of
@@ -250,7 +250,7 @@ class Compiled(Stage):
         """The ``Format`` of each array of the result."""
         return self._outputs(self._stage.output_formats, self._stage.input_formats)
 
-    def cost(self, *, loops: bool = False) -> Cost | None:
+    def cost(self, *, loops: bool = True) -> Cost | None:
         """What one device computes in a call, after optimisation; None if unavailable.
 
         Args:
@@ -292,19 +292,19 @@ class Compiled(Stage):
         report = describe(self)
         return report
 
-    def roofline(self, device: Device | str) -> Roofline:
+    def roofline(self, hardware: Hardware | str) -> Roofline:
         """The least time that a call can take; loop bodies are counted as often as they run.
 
         Args:
-          device: the peak figures of the device, or its name, such as ``"TPU v5e"``, in
-            :data:`nnx_sharding.analysis.DEVICES`; a ValueError if it is not there.
+          hardware: the peak figures of a device, or a key of
+            :data:`nnx_sharding.analysis.HARDWARE`, such as ``"TPU v5e"``.
         """
         mesh = mesh_of(self.shardings())
         described = None if mesh is None else MeshDescription.of(mesh)
-        return roofline_of(self.cost(loops=True), self.collectives(), device, described)
+        return roofline_of(self.cost(), self.collectives(), hardware, described)
 
     def report(
-        self, name: str | None = None, *, device: Device | str | None = None
+        self, name: str | None = None, *, hardware: Hardware | str | None = None
     ) -> ProgramReport:
         """All of this in one object, which can be printed, saved as JSON and compared.
 
@@ -312,10 +312,10 @@ class Compiled(Stage):
 
         Args:
           name: the name in the report; None for the name of the function.
-          device: as for :meth:`roofline`; None for the device that it was compiled for; if the
-            table does not have that, the roofline is None.
+          hardware: as for :meth:`roofline`; None for the devices that it was compiled for; if the
+            table does not have these, the roofline is None.
         """
-        report = self._report if device is None else self._report.with_roofline(device)
+        report = self._report if hardware is None else self._report.with_roofline(hardware)
         return report if name is None else dataclasses.replace(report, name=name)
 
     def parameters(self) -> ParameterTable:

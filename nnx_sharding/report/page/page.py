@@ -12,7 +12,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...analysis.json_codec import as_data
 from ..comparison import Comparison, load
 from ..program import ProgramReport
 
@@ -33,14 +32,6 @@ def html_page(report: Any, title: str | None = None) -> str:
       report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
         in a file.
       title: the title of the page; None takes the name in the report.
-
-    Returns:
-      The HTML text.
-
-    Raises:
-      TypeError: ``report`` is something else.
-      ValueError: its JSON form has another format or version, or is damaged.
-      OSError: the file cannot be read.
 
     Example:
       >>> import jax
@@ -73,28 +64,7 @@ def html_page(report: Any, title: str | None = None) -> str:
 
 
 def write_html(path: str | os.PathLike[str], report: Any, title: str | None = None) -> None:
-    """Write :func:`html_page` to a file.
-
-    Args:
-      path: the file, which is replaced if it exists.
-      report: what to show, as in :func:`html_page`.
-      title: the title of the page; None takes the name in the report.
-
-    Raises:
-      TypeError: as :func:`html_page`; nothing is written then.
-      ValueError: as :func:`html_page`; nothing is written then.
-      OSError: the file cannot be written.
-
-    Example:
-      >>> import pathlib, tempfile
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import jit
-      >>> from nnx_sharding.report.page import write_html
-      >>> path = pathlib.Path(tempfile.mkdtemp(), "report.html")
-      >>> write_html(path, jit(lambda x: x + 1).lower(jnp.ones(4)).compile().report())
-      >>> path.stat().st_size > 10_000
-      True
-    """
+    """Write :func:`html_page` to a file, which is replaced if it exists."""
     Path(path).write_text(html_page(report, title), encoding="utf-8")
 
 
@@ -102,7 +72,7 @@ def _made_with(report: ProgramReport) -> str:
     """The devices and versions of a report in one line."""
     kind, platform = report.device_kind, report.platform
     devices = f"{report.num_devices} × {kind}" + f" ({platform})" * (platform != kind)
-    versions = (f"{name} {version}" for name, version in as_data(report.made_with).items())
+    versions = (f"{name} {version}" for name, version in report.made_with.items())
     return " · ".join([devices, *versions])
 
 

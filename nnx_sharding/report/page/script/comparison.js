@@ -14,7 +14,7 @@ function remark(key, report, limit) {
   if (key === "peak" && isNumber(limit) && isNumber(memory?.peak))
     return memory.peak <= limit ? el("small.muted", "fits") : el("small.bad", "does not fit");
   if (key === "roofline" && roofline)
-    return el("small.muted", `${roofline.bound_by ?? UNKNOWN}, ${roofline.device}`);
+    return el("small.muted", `${roofline.bound_by ?? UNKNOWN}, ${roofline.hardware}`);
   const sums = key === "bytes_sent" ? bytesSentByAxes(report) : [];
   const words = sums.map(([size, axes]) => `${axesText(axes)} ${byteText(size)}`);
   return el("small.muted", words.join(", "));
@@ -60,7 +60,7 @@ function comparisonNodes(data, navigate) {
   });
   const line = (row) => {
     if (!isSet(row.report.error)) return lineOf(columns, cellsOf(columns, row));
-    const span = { scope: "row", role: "rowheader", colspan: columns.length };
+    const span = { scope: "row", colspan: columns.length };
     return el("tr", el("th", span, el("strong", row.name), el("pre.error", row.report.error)));
   };
   const [name, noun] = ["Strategies compared", "strategy"];

@@ -21,7 +21,7 @@ const rooflineSeconds = ({ roofline }) =>
 const FIGURES = [
   ["peak", "Peak memory", bytes, ({ memory }) => memory?.peak],
   ["bytes_sent", "Bytes sent", bytes, totalSent],
-  ["flops", "Flops", count, ({ cost }) => cost.executed?.flops],
+  ["flops", "Flops", count, ({ cost }) => cost?.flops],
   ["roofline", "Roofline", time, rooflineSeconds],
 ];
 
@@ -32,10 +32,10 @@ function overview(report) {
   const counted =
     (inLoop ? "; some in loops of unknown length, counted once" : "") +
     (inBranch ? "; each branch of a conditional counted as taken" : "");
-  const bound = roofline && `lower bound on ${roofline.device}, set by ${roofline.bound_by ?? UNKNOWN}`;
+  const bound = roofline && `lower bound on ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
   const notes = {
     bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
-    roofline: bound ?? "no device was given",
+    roofline: bound ?? "the hardware is not known",
   };
   const tile = (label, value, note) => el("div", el("dt", label), el("dd", value), el("dd", note));
   const total = [bytes(sum(parameters, (row) => row.bytes_total)), " in total"];
@@ -58,17 +58,14 @@ function memorySection({ memory }) {
 }
 
 function costSection({ cost }) {
-  const stages = ["lowered", "executed"];
-  const columns = stages.map((stage) => {
-    const cell = ([figure, show]) => show(cost[stage]?.[figure]);
-    return { label: titled(stage), number: true, cell };
-  });
-  const name = { label: "", cell: ([figure]) => titled(figure) };
+  if (!cost) return section("cost", "Cost", note(NOT_READ));
   const rows = Object.entries({ flops: count, bytes_accessed: bytes, transcendentals: count });
-  const table = tableOf({ name: "Cost by stage", columns: [name, ...columns], rows });
-  const known = stages.filter((stage) => cost[stage]);
-  const notes = known.map((stage) => `${titled(stage)}: ${cost[stage].stage}.`);
-  return section("cost", "Cost", table.node, note(notes.join(" ")));
+  const columns = [
+    { label: "", cell: ([figure]) => titled(figure) },
+    { label: "One device", number: true, cell: ([figure, show]) => show(cost[figure]) },
+  ];
+  const table = tableOf({ name: "Cost", columns, rows });
+  return section("cost", "Cost", table.node, note(`${cost.stage}.`));
 }
 
 /** What collectives send over which links. */
@@ -92,12 +89,12 @@ function rooflineSection({ roofline, cost }) {
     return [label, roofline[`${kind}_s`], isBound && "strong"];
   });
   const intensity = figure(digits, "flops per byte")(roofline.arithmetic_intensity);
-  const { compute_s, memory_s, interconnect_s, traffic, sources, device } = roofline;
+  const { compute_s, memory_s, interconnect_s, traffic, sources, hardware } = roofline;
   const parts = [compute_s, memory_s, ...traffic.map((row) => row.seconds)];
   const total = (times) => sum(times, (time) => time);
   const most = isNumber(interconnect_s) ? combined(total, parts) : null;
   const overlap = note("Without overlap, one after another: ", time(most), ".");
-  const own = cost.compiled?.optimal_seconds;
+  const own = cost?.optimal_seconds;
   const loops = ", with the bodies of loops counted once.";
   const estimate = isNumber(own) && note("The compiler's own estimate: ", time(own), loops);
   const links = [...new Set(Object.values(sources))].map((href) => {
@@ -105,7 +102,7 @@ function rooflineSection({ roofline, cost }) {
     return [" ", /^https?:\/\//i.test(href) ? link : href];
   });
   const words = note("Arithmetic intensity ", intensity, " flops per byte. ");
-  const cited = links.length > 0 && note("Figures of the device:", links);
+  const cited = links.length > 0 && note("Figures of the hardware:", links);
   const nodes = [bars(entries, time), trafficTable(traffic), overlap, estimate, words, cited];
-  return section("roofline", `Roofline of ${device}`, nodes);
+  return section("roofline", `Roofline of ${hardware}`, nodes);
 }

@@ -13,27 +13,6 @@ function reportNodes(report) {
   ];
 }
 
-/** Reads or writes the local storage, which a sandboxed frame does not have. */
-function stored(key, ...value) {
-  try {
-    return value.length ? localStorage.setItem(key, ...value) : localStorage.getItem(key);
-  } catch {
-    return null;
-  }
-}
-
-function themeChoice() {
-  const themes = ["Auto", "Light", "Dark"];
-  const key = "nnx_sharding.theme";
-  const set = (theme) => {
-    document.documentElement.style.colorScheme = theme === "Auto" ? "" : theme.toLowerCase();
-    stored(key, theme);
-  };
-  const start = themes.find((theme) => theme === stored(key)) ?? "Auto";
-  set(start);
-  return choiceOf("Colours", themes, start, set);
-}
-
 function main() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const isComparison = data.format === "nnx_sharding.comparison";
@@ -46,7 +25,6 @@ function main() {
     links.replaceChildren(...ids.map((id) => el("li", el("a", { href: `#${id}` }, id))));
   };
   const [top, content] = ["top", "main"].map((id) => document.getElementById(id));
-  top.append(themeChoice());
   top.after(el("nav", { "aria-label": "Parts of the report" }, links));
   content.append(...(isComparison ? comparisonNodes(data, navigate) : reportNodes(data)));
   navigate();

@@ -2,10 +2,6 @@
 
 const CHUNK = 200; // rows or lines that are shown at first
 
-// Explicit, as browsers may drop the role of a table whose CSS `display` is another one.
-const ROLES = { table: "table", tr: "row", td: "cell" };
-for (const group of ["thead", "tbody", "tfoot"]) ROLES[group] = "rowgroup";
-
 const isSet = (value) => value !== null && value !== undefined && value !== false;
 
 /** An element, as `el("p.muted", { title: "…" }, "text", node)`; attributes may be left out. */
@@ -14,7 +10,6 @@ function el(tag, ...children) {
   const attributes = children[0]?.constructor === Object ? children.shift() : {};
   const node = document.createElement(name);
   node.classList.add(...classes);
-  if (ROLES[name]) node.setAttribute("role", ROLES[name]);
   for (const [key, value] of Object.entries(attributes)) {
     if (!isSet(value)) continue;
     if (key === "class") node.classList.add(value);

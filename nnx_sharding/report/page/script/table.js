@@ -18,11 +18,8 @@ const cellsOf = (columns, row) =>
   columns.map(({ value, number = shownText, cell = (row) => number(value(row)) }) => cell(row));
 
 function lineOf(columns, [name, ...cells], kind) {
-  const tds = cells.map((cell, i) => {
-    const { label, number } = columns[i + 1];
-    return el("td", { "data-label": label, class: number && "number" }, el("span", cell));
-  });
-  return el("tr", { class: kind }, el("th", { scope: "row", role: "rowheader" }, name), tds);
+  const tds = cells.map((cell, i) => el("td", { class: columns[i + 1].number && "number" }, cell));
+  return el("tr", { class: kind }, el("th", { scope: "row" }, name), tds);
 }
 
 /**
@@ -68,7 +65,7 @@ function tableOf({ name, noun = "row", columns, rows, search, accept, arrange, l
     draw();
   }
   const headers = columns.map((column) => {
-    const attributes = { scope: "col", role: "columnheader", class: column.number && "number" };
+    const attributes = { scope: "col", class: column.number && "number" };
     if (!search) return el("th", attributes, column.head ?? column.label);
     const sort = { onclick: () => sortBy(column) };
     return el("th", attributes, el("button", sort, column.label));

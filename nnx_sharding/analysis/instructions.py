@@ -1,0 +1,241 @@
+"""Instructions of HLO text and the shapes of arrays in it; parts are parsed on access."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+from .device_groups import Groups, number_lists, read_groups
+from .opcodes import COLLECTIVES, OPCODES, base
+
+# More bytes or runs than any program has: the text is damaged.
+MAX_SIZE = 1 << 62
+
+
+class Shape(NamedTuple):
+    """The shape of one array.
+
+    Attributes:
+      dtype: as HLO writes it, such as ``f32`` or ``bf16``.
+      dims: the sizes of its dimensions; the upper bound of a dynamic one.
+      bytes: the bytes of its elements, without padding.
+      memory_space: the number of the memory that it is in; 5 is the memory of the host.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    bytes: int
+    memory_space: int = 0
+
+
+Shapes: TypeAlias = "Shape | tuple[Shapes, ...]"
+
+
+@functools.lru_cache(maxsize=4096)
+def read_shape(text: str) -> Shapes:
+    """Reads as much as it understands of a shape such as ``(bf16[8,64]{1,0:T(8,128)}, u32[])``."""
+    levels: list[list[Shapes]] = [[]]
+    for match in _SHAPE_TOKEN.finditer(text):
+        if match[0] == "(":
+            levels.append([])
+        elif match[0] == ")" and len(levels) > 1:
+            levels[-2].append(tuple(levels.pop()))
+        elif match[1]:
+            levels[-1].append(_array(*match.groups(default="")))
+    while len(levels) > 1:
+        levels[-2].append(tuple(levels.pop()))
+    return levels[0][0] if len(levels[0]) == 1 else tuple(levels[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def is_shape(text: str) -> bool:
+    """Whether all of a shape is understood, including the widths of its dtypes."""
+    rest = _SHAPE_TOKEN.sub("", text).strip(", ")
+    dtypes = {match[1] for match in _SHAPE_TOKEN.finditer(text) if match[1]}
+    is_known = all(_DTYPE.fullmatch(dtype) for dtype in dtypes)
+    return not rest and is_known and text.count("(") == text.count(")")
+
+
+_DTYPE = re.compile(r"pred|token|opaque|[a-z]+\d+\w*")
+
+
+def arrays(shape: Shapes) -> Iterator[Shape]:
+    """The arrays of a shape, in order."""
+    stack = [shape]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Shape):
+            yield top
+        else:
+            stack.extend(reversed(top))
+
+
+def total_bytes(shapes: Iterable[Shape]) -> int:
+    """The bytes of several arrays."""
+    return sum(shape.bytes for shape in shapes)
+
+
+_SHAPE_TOKEN = re.compile(r"/\*.*?\*/|([a-z][a-z0-9]*)\[([^\[\]]*)\](?:\{([^{}]*)\})?|[()]")
+
+
+@functools.lru_cache(maxsize=4096)
+def _array(dtype: str, dims: str, layout: str) -> Shape:
+    sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
+    width = re.search(r"\d{1,4}", dtype)
+    bits = int(width[0]) if width else 8 if dtype == "pred" else 0
+    packed = re.search(r"E\((\d{1,4})\)", layout)
+    bits = int(packed[1]) if packed else -(-bits // 8) * 8
+    space = re.search(r"S\((\d{1,4})\)", layout)
+    size = min(-(-math.prod(sizes) * bits // 8), MAX_SIZE)
+    return Shape(dtype, sizes, size, int(space[1]) if space else 0)
+
+
+class Instruction(NamedTuple):
+    """One instruction: its parts as written, without the percent sign of the name."""
+
+    name: str
+    opcode: str
+    shape_text: str
+    rest: str  # operands and attributes
+    is_root: bool  # whether it is the result of its computation
+
+    @property
+    def shape(self) -> Shapes:
+        """The shape of the result, for a tuple those of its parts."""
+        return read_shape(self.shape_text)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The operands as written; for a constant or parameter, its literal."""
+        cleaned = (_COMMENT.sub("", part).strip() for part in _split(self.rest, 0, ")")[0])
+        return tuple(part for part in cleaned if part)
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """The names of the operands, without percent signs and shapes."""
+        return tuple(text.rpartition(" ")[2].lstrip("%") for text in self.operands)
+
+    @property
+    def number(self) -> int | None:
+        """The number of a parameter."""
+        text = "".join(self.operands)
+        return int(text) if self.opcode == "parameter" and text.isdecimal() else None
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """The attributes as written, by name."""
+        attributes: dict[str, str] = {}
+        _, end = _split(self.rest, 0, ")")
+        for part in _split(self.rest, end, "")[0]:
+            key, equals, value = part.partition("=")
+            if equals:
+                attributes.setdefault(key.strip(), value.strip())
+        return attributes
+
+    @property
+    def tuple_index(self) -> int | None:
+        """The index of a ``get-tuple-element``."""
+        text = self.attributes.get("index", "")
+        return int(text) if text.isdecimal() else None
+
+    @property
+    def replica_groups(self) -> Groups | None:
+        """The groups of devices that take part; empty for all. None if they are not understood."""
+        attributes = self.attributes
+        text = attributes.get("replica_groups", "{}")
+        if text.startswith("mesh[") and "device_ids" in attributes:
+            text += f", device_ids={attributes['device_ids']}"
+        return read_groups(text)
+
+    @property
+    def source_target_pairs(self) -> Groups:
+        """The pairs of devices between which a permutation sends."""
+        return number_lists(self.attributes.get("source_target_pairs", ""))
+
+    @property
+    def operation(self) -> str | None:
+        """The operation that it was made from, such as ``jit(f)/mlp/dot_general``."""
+        name = OP_NAME.search(self.attributes.get("metadata", ""))
+        return re.sub(r"\\(.)", r"\1", name[1]) if name else None
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often the body of a ``while`` runs; None if XLA does not know."""
+        count = _TRIP_COUNT.search(self.attributes.get("backend_config", ""))
+        return int(count[1]) if count and self.opcode == "while" else None
+
+    @property
+    def results(self) -> list[Shape]:
+        """The arrays that it makes, even if it is the start of a pair."""
+        shape, opcode = self.shape, self.opcode
+        # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...);
+        # other starts are (operand, result, ...).
+        is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
+        if is_start and not isinstance(shape, Shape) and len(shape) > 1:
+            shape = shape[0 if opcode == "copy-start" else 1]
+        return list(arrays(shape))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its behaviour and its devices are understood."""
+        kind = base(self.opcode)
+        if not is_shape(self.shape_text):
+            return False
+        if kind in COLLECTIVES and not self.opcode.endswith("-done"):
+            return self.replica_groups is not None
+        if kind == "send":  # to the host, which may send it to other slices
+            return "is_host_transfer=true" in self.rest and "xla_megascale" not in self.rest
+        is_exchange = kind == "custom-call" and _COMMUNICATES.search(self.rest) is not None
+        return kind in OPCODES and not is_exchange
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.shape_text} {self.opcode}({self.rest}"
+
+    def calls(self) -> Iterator[tuple[str, str]]:
+        """The computations that it runs, each after the attribute that names it."""
+        if _MAY_CALL.search(self.rest):
+            for attribute, text in self.attributes.items():
+                if attribute in _CALLS:
+                    yield from ((attribute, name) for name in re.findall(r"[^\s,{}%]+", text))
+
+
+class Computation(NamedTuple):
+    """A list of instructions, in the order of the text."""
+
+    name: str  # without the percent sign; empty for instructions outside of any
+    is_entry: bool  # whether the program begins with it
+    instructions: list[Instruction]
+
+
+def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
+    """The parts between commas that are in no bracket, up to a closing bracket; and its end."""
+    if closing and (simple := _SIMPLE.match(text, start)):  # as most operands are
+        return text[start : simple.end() - 1].split(","), simple.end()
+    parts: list[str] = []
+    depth = 0
+    for match in _TOKEN.finditer(text, start):
+        token = match[0]
+        if token in "([{":
+            depth += 1
+        elif token == closing and depth == 0:
+            return [*parts, text[start : match.start()]], match.end()
+        elif token in ")]}":
+            depth = max(depth - 1, 0)
+        elif token == "," and depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+    return [*parts, text[start:]], len(text)
+
+
+OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
+_COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true')  # a Pallas kernel that sends
+_CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
+_CALLS |= {"true_computation", "false_computation"}
+_MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
+_SIMPLE = re.compile(r'[^()\[\]{}"/]*\)')
+_COMMENT = re.compile(r"/\*.*?\*/")
