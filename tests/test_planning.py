@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from models import MLP, P
 from nnx_sharding import StateSharding, jit, stack
@@ -19,6 +21,8 @@ from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel,
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import predict
 from nnx_sharding.report import Strategy, compare
+from nnx_sharding.report.compiler_process import CompilerCrash, CompilerProcess
+from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients
 
 WIDTH = 128  # kernels of this width are large enough for fsdp
@@ -338,3 +342,51 @@ def test_uneven_batches_and_failures_are_ruled_out():
 def test_mistakes(error, match, step, options):
     with pytest.raises(error, match=f"(?s){match}"):
         plan(step, *program("mlp"), devices=8, **options)
+
+
+def test_processes_report_the_same(uncached):
+    args = program("transformer")
+    process = CompilerProcess(8)
+    try:
+        for _, _, way in list(all_strategies(["sequence"]))[:2]:
+            low, _ = lowered(way, train_step, args, {"donate_argnums": (0, 1)})
+            here = low.compile().report()
+            there = process.compile(low, None).report()
+            assert there == here
+            assert there.memory.by_path and there.hlo == here.hlo
+    finally:
+        process.close()
+
+
+def test_figures_are_in_the_persistent_cache(tmp_path, uncached):
+    """The second process is not started; programs to run have other keys."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    reset_cache()
+    (_, _, way), *_ = all_strategies([])
+    low, _ = lowered(way, train_step, program("mlp"), {})
+    found = []
+    for _ in range(2):
+        process = CompilerProcess(8)
+        try:
+            found.append((process.compile(low, None).report(), process._process is not None))
+        finally:
+            process.close()
+    assert [started for _, started in found] == [True, False]
+    assert found[0][0] == found[1][0] == low.compile().report()
+
+
+def test_a_crash_ends_one_compiler(uncached):
+    (_, _, way), *_ = all_strategies([])
+    low, _ = lowered(way, train_step, program("mlp"), {})
+    process = CompilerProcess(8)
+    try:
+        process.compile(low, None)
+        process._process.send_signal(signal.SIGSEGV)
+        process._process.wait()
+        with pytest.raises(CompilerCrash, match="the compiler crashed with SIGSEGV"):
+            process.compile(low, None)
+        assert process.compile(low, None).memory() == low.compile().memory()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+            process.compile(low, {"no_such_option": 1})
+    finally:
+        process.close()

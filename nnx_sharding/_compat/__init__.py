@@ -4,6 +4,7 @@ The rest of the package uses public names and these functions, so a new release 
 only this package and its test.
 """
 
+from .compiling import *  # noqa: F403
 from .flax_names import *  # noqa: F403
 from .flax_nodes import *  # noqa: F403
 from .jax_names import *  # noqa: F403

@@ -151,6 +151,8 @@ def plan(
             meshes = mesh_sizes(devices or count, num_slices, names, uses_model=uses_model)
         check_meshes(meshes := list(meshes), devices, strategies, names)
         built = [planning_mesh(sizes) for sizes in meshes]
+    is_cpu = all(mesh.devices.flat[0].platform == "cpu" for mesh in built)
+    compiled_for = max((mesh.size for mesh in built), default=0) if on is None and is_cpu else on
     peak = HARDWARE.get(built[0].devices.flat[0].device_kind) if built else None
     peak = peak if hardware is None else hardware_of(hardware)
     limit = None if peak is None else peak.memory_bytes
@@ -193,8 +195,9 @@ def plan(
     if not groups:
         reasons = [f"  {name}: {reason}" for name, reason in ruled_out.items()]
         raise ValueError(message("plan: no candidate can fit:", reasons))
-    kept: dict[str, Any] = {"memory_limit": limit, "hardware": peak, "cache_dir": cache_dir}
-    found = search("plan", groups, ruled_out, most=most, quiet=quiet, **kept)
+    kept: dict[str, Any] = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
+    kept |= {"memory_limit": limit, "hardware": peak}
+    found = search("plan", groups, ruled_out, most=most, **kept)
     order = sorted(found.reports, key=partial(_rank, found))
     ranked = dataclasses.replace(found, reports={name: found.reports[name] for name in order})
     return Plan(ranked, {name: tried[name] for name in order})

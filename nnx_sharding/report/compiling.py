@@ -21,6 +21,7 @@ from ..analysis.meshes import MeshDescription
 from ..diagnostics.progress import progress
 from ..transforms.stages import Lowered
 from .comparison import Comparison, Failure
+from .compiler_process import CompilerProcess, Devices
 from .program import ProgramReport
 
 T = TypeVar("T")
@@ -46,21 +47,24 @@ def search(
     memory_limit: int | None = None,
     hardware: Hardware | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    devices: Devices | None = None,
     quiet: bool = False,
 ) -> Comparison:
     """Compiles programs in the order of their predictions, and notes why not the others.
 
-    They are compiled in threads. They are traced and lowered in the thread of the caller, because
-    what a function depends on, such as ``jax.default_matmul_precision``, holds for one thread only.
+    They are compiled in threads, or with ``devices`` in processes for these devices. They are
+    traced and lowered in the thread of the caller, because what a function depends on, such as
+    ``jax.default_matmul_precision``, holds for one thread only.
     """
     groups, reasons = [*groups], dict(ruled_out or {})
     running: dict[concurrent.futures.Future[_Finished], tuple[str, Group]] = {}
     finished: dict[str, _Finished] = {}
     names: list[str] = []
     fits = False
-    cache = None if cache_dir is None else Path(cache_dir)
-    executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
-    with executor, progress(title, len(groups) if most is None else most, quiet=quiet) as advance:
+    with (
+        _Compilers(cache_dir, devices) as compilers,
+        progress(title, len(groups) if most is None else most, quiet=quiet) as advance,
+    ):
         while True:
             while groups and (most is None or len(names) < most) and len(running) < _WORKERS:
                 # While nothing fits, the second half goes to those with the smallest arguments.
@@ -69,7 +73,7 @@ def search(
                 groups.remove(group)
                 name = next(iter(group.programs))
                 names.append(name)
-                running[_submit(executor, group.programs.pop(name), cache)] = name, group
+                running[compilers.submit(group.programs.pop(name))] = name, group
             if not running:
                 break
             done = concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done.pop()
@@ -101,42 +105,64 @@ def _fits(report: ProgramReport | Failure, limit: int | None) -> bool:
 _WORKERS = min(os.cpu_count() or 1, 4)
 
 
-def _submit(
-    executor: concurrent.futures.Executor, lower: Lower, cache: Path | None
-) -> concurrent.futures.Future[_Finished]:
-    """Lowers a program, and compiles it in a thread."""
-    start = time.perf_counter()
-    lowered = attempt(lower)
-    spent = time.perf_counter() - start
+class _Compilers:
+    """Threads that compile, each of which may use a process."""
 
-    def compile() -> _Finished:
-        if isinstance(lowered, Failure):
-            return lowered, spent
+    def __init__(self, cache_dir: str | os.PathLike[str] | None, devices: Devices | None):
+        self._cache = None if cache_dir is None else Path(cache_dir)
+        self._executor = concurrent.futures.ThreadPoolExecutor(_WORKERS)
+        count = 0 if devices is None else _WORKERS
+        self._processes = [CompilerProcess(devices) for _ in range(count) if devices is not None]
+        self._free = self._processes.copy()
+
+    def __enter__(self) -> _Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:  # without waiting for what still runs
+            process.close()
+        self._executor.shutdown(cancel_futures=True)
+
+    def submit(self, lower: Lower) -> concurrent.futures.Future[_Finished]:
+        """Lowers a program, and compiles it in a thread."""
         start = time.perf_counter()
-        report = attempt(lambda: _report(*lowered, cache))
-        return report, spent + time.perf_counter() - start
+        lowered = attempt(lower)
+        if isinstance(lowered, Failure):
+            failed: concurrent.futures.Future[_Finished] = concurrent.futures.Future()
+            failed.set_result((lowered, time.perf_counter() - start))
+            return failed
+        return self._executor.submit(self._compiled, *lowered, time.perf_counter() - start)
 
-    return executor.submit(compile)
+    def _compiled(self, lowered: Lowered, mesh: Mesh | None, seconds: float) -> _Finished:
+        start = time.perf_counter()
+        report = attempt(lambda: self._report(lowered, mesh))
+        return report, seconds + time.perf_counter() - start
 
-
-def _report(lowered: Lowered, mesh: Mesh | None, cache: Path | None) -> ProgramReport:
-    """The report of a program, from disk if it has been compiled before."""
-    path = None if cache is None else cache / f"{fingerprint(lowered, mesh)}.json"
-    if path is not None:
-        try:
-            return ProgramReport.load(path)
-        except (OSError, ValueError):  # not compiled before, or by another release
-            path.parent.mkdir(parents=True, exist_ok=True)
-    # Its code is not run, and optimisation does not affect the figures.
-    on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    report = lowered.compile(options).report()
-    if path is not None:
-        # Renamed when complete: other processes may write the same report.
-        partial = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
-        report.save(partial)
-        partial.replace(path)
-    return report
+    def _report(self, lowered: Lowered, mesh: Mesh | None) -> ProgramReport:
+        """The report of a program, from disk if it has been compiled before."""
+        path = None if self._cache is None else self._cache / f"{fingerprint(lowered, mesh)}.json"
+        if path is not None:
+            try:
+                return ProgramReport.load(path)
+            except (OSError, ValueError):  # not compiled before, or by another release
+                path.parent.mkdir(parents=True, exist_ok=True)
+        # Its code is not run, and optimisation does not affect the figures.
+        on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": 0} if on_cpu else None
+        if self._processes:
+            process = self._free.pop()  # there are as many as threads
+            try:
+                report = process.compile(lowered, options).report()
+            finally:
+                self._free.append(process)
+        else:
+            report = lowered.compile(options).report()
+        if path is not None:
+            # Renamed when complete: other processes may write the same report.
+            partial = path.with_suffix(f".{os.getpid()}.{id(lowered)}")
+            report.save(partial)
+            partial.replace(path)
+        return report
 
 
 def attempt(make: Callable[[], T]) -> T | Failure:

@@ -1,0 +1,98 @@
+"""Compiling in another process what JAX has lowered in this one."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from .jax_names import private_name
+
+_xla_client: Any = private_name("jax._src.lib", "xla_client")
+_make_ir_context: Any = private_name("jax._src.interpreters.mlir", "make_ir_context")
+_Module: Any = private_name("jax._src.lib.mlir", "ir.Module")
+_CompileOnlyClient: Any = private_name("jax._src.lib", "_jax.CompileOnlyPyClient")
+
+# Compiles a module with options for the devices with these ids; returns what is read from it.
+Compile: TypeAlias = Callable[[bytes, bytes, Sequence[int]], Mapping[str, Any]]
+
+# What JAX and reports read from an executable, except the text and the memory.
+_READ = (
+    "get_parameter_shardings",
+    "get_output_shardings",
+    "get_output_memory_kinds",
+    "cost_analysis",
+)
+
+
+def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:
+    """Like ``stage.compile(options)`` of a JAX stage; the result has figures but cannot run."""
+    arguments = stage._lowering.compile_args
+    backend = arguments["backend"]
+    arguments["backend"] = _Backend(backend, compile)
+    try:
+        return stage.compile(dict(options or {}))  # with options JAX does not keep the result
+    finally:
+        arguments["backend"] = backend
+
+
+class _Backend:
+    """A client of JAX that compiles elsewhere."""
+
+    def __init__(self, backend: Any, compile: Compile):
+        self.client, self.compile_bytes = backend, compile
+        # Part of the key of JAX's persistent cache, which has no program to run for this one.
+        self.platform_version = f"{backend.platform_version}, figures only"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def compile_and_load(
+        self, module: Any, executable_devices: Any, compile_options: Any
+    ) -> types.SimpleNamespace:
+        code = io.BytesIO()
+        module.operation.write_bytecode(code)
+        ids = [device.id for device in executable_devices]
+        parts = dict(self.compile_bytes(code.getvalue(), compile_options.SerializeAsString(), ids))
+        return _executable(parts)
+
+    def deserialize_executable(self, data: bytes, *_: Any) -> types.SimpleNamespace:
+        return _executable(pickle.loads(data))
+
+
+def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
+    """What JAX takes for an executable."""
+    found = {name: _returning(part) for name, part in parts.items()}
+    found["get_compiled_memory_stats"] = _returning(types.SimpleNamespace(**parts["memory"]))
+    return types.SimpleNamespace(**found, serialize=lambda: pickle.dumps(parts))
+
+
+def _returning(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def compile_module(
+    devices: Mapping[int, jax.Device], module: bytes, options: bytes, ids: Sequence[int]
+) -> dict[str, Any]:
+    """Compiles for some of these devices, and returns what is read from the executable."""
+    chosen = [devices[i] for i in ids]
+    client: Any = chosen[0].client
+    only_compiles = isinstance(client, _CompileOnlyClient)
+    with _make_ir_context():
+        executable = (client.compile if only_compiles else client.compile_and_load)(
+            _Module.parse(module),
+            executable_devices=_xla_client.DeviceList(tuple(chosen)),
+            compile_options=_xla_client.CompileOptions.ParseFromString(options),
+        )
+    parts = {name: getattr(executable, name)() for name in _READ}
+    memory = executable.get_compiled_memory_stats()
+    sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("in_bytes")}
+    if hasattr(executable, "get_hlo_text"):
+        text = executable.get_hlo_text()
+    else:
+        text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
+    return {**parts, "memory": sizes, "get_hlo_text": text}
