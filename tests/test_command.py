@@ -144,13 +144,14 @@ class CommandTest(parameterized.TestCase):
         super().setUp()
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         # Each test has a module of its own: Python would not look twice at one of the same name.
-        self.module = f"plan_{self.id().rpartition('.')[2]}"
+        self.module = f"plan_{self.folder.name}"
         (self.folder / f"{self.module}.py").write_text(PLAN)
         (self.folder / "plan_neighbour.py").write_text("ROWS = 128\n")
         self.path = f"{self.folder / self.module}.py"
         before = list(sys.path)
         self.addCleanup(sys.path.__setitem__, slice(None), before)
         self.addCleanup(sys.modules.pop, "plan_neighbour", None)
+        self.addCleanup(sys.modules.pop, "bad", None)
 
     def run_command(self, *words):
         """The exit code, and what went to standard output and to standard error."""
@@ -322,7 +323,7 @@ class CommandTest(parameterized.TestCase):
         (["inspect", "{path}:leaves"], "{path}:leaves failed: SystemExit: 3"),
         (["inspect", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
         (["inspect", "{path}:wrong_program"], "cannot be compiled: TypeError: "),
-        (["inspect", "{path}:forward"], "forward failed: "),
+        (["inspect", "{path}:forward"], "forward returned cannot be compiled: NoMeshError: "),
         (["compare", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
         (["compare", "{path}:plain"], "It has to return (strategies, function"),
         (["compare", "{path}:broken"], "{path}:broken failed: ValueError: no luck"),

@@ -10,14 +10,9 @@ from ..report.comparison import Comparison, load
 from .options import UsageError, percentage, say_error
 from .programs import add_outputs, write
 
-_DESCRIPTION = """\
-Shows what changed between two files that inspect or compare wrote with --json, for example from
-two commits or two releases of JAX: memory, cost, collectives and the shardings of arguments."""
-
 _EPILOG = """\
 For example, as a check of a pull request:
 
-  python -m nnx_sharding inspect plan.py:step --mesh data=64 --json after.json
   python -m nnx_sharding diff before.json after.json --fail-above 5%
 
 exit code: 0 if nothing changed; 1 if something did, or with --fail-above if figures grew by more
@@ -26,9 +21,13 @@ or are unknown; 2 if a file cannot be read or the command line is wrong"""
 
 def add_commands(subparsers: Any) -> None:
     """Adds the parser of this command."""
-    summary = "show what changed between two reports or comparisons"
-    texts = {"help": summary, "description": _DESCRIPTION, "epilog": _EPILOG}
-    parser = subparsers.add_parser("diff", **texts)
+    parser = subparsers.add_parser(
+        "diff",
+        help="show what changed between two reports or comparisons",
+        description="Shows what changed between two files that inspect or compare wrote with\n"
+        "--json: memory, cost, collectives and the shardings of arguments.",
+        epilog=_EPILOG,
+    )
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("before", metavar="BEFORE.json", help="the report or comparison before")
