@@ -157,11 +157,10 @@ def is_eager_tracer(x: Any) -> bool:
 
 def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
     """The devices of a sharding in their order; None if it has none, or does not show them."""
-    if not isinstance(sharding, jax.sharding.Sharding):
+    is_named = isinstance(sharding, jax.sharding.NamedSharding)
+    if is_named and not isinstance(sharding.mesh, Mesh):
         return None
-    if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        return None
-    devices: tuple[jax.Device, ...] | None = getattr(sharding, "_device_assignment", None)
+    devices = getattr(sharding, "_device_assignment", None)
     return None if devices is None else tuple(devices)
 
 
@@ -189,10 +188,14 @@ def in_order_of(
         return None
 
 
+def _frame() -> Any:
+    """What JAX keeps of the current trace, as far as a release shows it."""
+    return getattr(getattr(_trace_ctx, "trace", None), "frame", None)
+
+
 def trace_constants() -> list[Any]:
-    """The arrays that the current trace has captured, as far as JAX shows them."""
-    trace = getattr(_trace_ctx, "trace", None)
-    return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
+    """The arrays that the current trace has captured."""
+    return [*getattr(_frame(), "constvar_to_val", {}).values()]
 
 
 def operations_on_constants() -> dict[int, set[str]]:
@@ -200,8 +203,7 @@ def operations_on_constants() -> dict[int, set[str]]:
 
     Those on a resharded array count for it.
     """
-    frame = getattr(getattr(_trace_ctx, "trace", None), "frame", None)
-    found: dict[int, set[str]] = {}
+    frame, found = _frame(), dict[int, set[str]]()
     for variable, value in getattr(frame, "constvar_to_val", {}).items():
         same = {id(variable)}
         for entry in getattr(frame, "tracing_eqns", ()):
@@ -216,31 +218,28 @@ def operations_on_constants() -> dict[int, set[str]]:
     return found
 
 
-def direct_form(stage: Any) -> Any:
-    """The function in C that a compiled stage has after its first call; before, the stage."""
-    return getattr(stage, "_call", None) or stage
-
-
 def trace_has_effects() -> bool:
-    """Whether the current trace has side effects, as far as JAX shows them."""
-    trace = getattr(_trace_ctx, "trace", None)
-    equations = getattr(getattr(trace, "frame", None), "tracing_eqns", None)
+    """Whether the current trace has side effects."""
+    equations = getattr(_frame(), "tracing_eqns", None)
     # Those without effects may be held weakly.
     return equations is None or any(getattr(equation, "effects", ()) for equation in equations)
+
+
+def trace_equations() -> list[Any]:
+    """The equations of the current trace so far."""
+    get = getattr(_frame(), "get_eqns", None)
+    return [] if get is None else get()
 
 
 def varies_in_vmap(x: Any) -> bool:
     """Whether a value may differ between the elements of the innermost ``vmap``."""
     trace = getattr(_trace_ctx, "trace", None)
-    is_batched = getattr(x, "batch_dim", None) is not None
-    return is_batched and getattr(x, "_trace", None) is trace
+    return getattr(x, "batch_dim", None) is not None and getattr(x, "_trace", None) is trace
 
 
-def trace_equations() -> list[Any]:
-    """The equations of the current trace so far, as far as JAX shows them."""
-    frame = getattr(getattr(_trace_ctx, "trace", None), "frame", None)
-    get = getattr(frame, "get_eqns", None)
-    return [] if get is None else get()
+def direct_form(stage: Any) -> Any:
+    """The function in C that a compiled stage has after its first call; before, the stage."""
+    return getattr(stage, "_call", None) or stage
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
