@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import absltest, parameterized
 
 from nnx_sharding.cli.main import main
@@ -256,6 +257,7 @@ class CommandTest(parameterized.TestCase):
         assert (code, error) == (1, "compare: failed: bad\n")
         assert "bad failed: UserError: what " in out and "ZeroDivisionError" in out
 
+    @pytest.mark.usefixtures("compile_here")
     def test_plan(self):
         words = "plan", f"{self.path}:step", "--strategies", "dp", "fsdp"
         data = self.folder / "plan.json"

@@ -80,6 +80,7 @@ def objects_with_tables():
     ]
 
 
+@pytest.mark.usefixtures("compile_here")
 def test_all_objects_with_tables():
     objects = objects_with_tables()
     for one in objects:
