@@ -412,6 +412,8 @@ class CommandTest(parameterized.TestCase):
         assert out.count("'zero1'") == out.count("zero1,") + 1 == 1
         assert "--devices N" in out and "number of devices to plan for" in out
 
+    @pytest.mark.slow
+    @pytest.mark.gate
     def test_virtual_devices_in_a_process_of_its_own(self):
         words = ["inspect", f"{self.module}.py:own_mesh", "--devices", "64", "--json", "-"]
         environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}

@@ -8,6 +8,7 @@ import pkgutil
 import re
 
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
