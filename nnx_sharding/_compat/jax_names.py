@@ -69,8 +69,6 @@ _frames_in_locations: Any = private_name(
 _make_cpu_client: Any = private_name("jaxlib.xla_client", "make_cpu_client", optional=True)
 
 
-# Messages of JAX
-
 # The events by which JAX reports to ``jax.monitoring`` the phases of each compilation, and hits of
 # its persistent cache.
 TRACING = "/jax/core/compile/jaxpr_trace_duration"
@@ -116,9 +114,6 @@ _UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].defaul
 def is_unspecified(x: Any) -> bool:
     """Whether ``x`` is JAX's default for ``in_shardings``."""
     return x is _UNSPECIFIED
-
-
-# Contexts
 
 
 def context_mesh() -> Mesh | AbstractMesh | None:
@@ -258,9 +253,6 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     return tuple(getattr(mesh, "manual_axes", ()))
 
 
-# Exported programs
-
-
 def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
     """The shardings of the inputs and outputs of an exported program; None for open ones.
 
@@ -273,9 +265,6 @@ def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Se
 def no_source_locations() -> contextlib.AbstractContextManager[Any]:
     """A context in which programs are lowered without the files and lines of their sources."""
     return contextlib.nullcontext() if _frames_in_locations is None else _frames_in_locations(0)
-
-
-# Processes and devices
 
 
 def key_value_store() -> Any:
@@ -297,9 +286,6 @@ def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
         return list(_make_cpu_client(num_devices=count).devices())
     except TypeError:
         return None
-
-
-# Tracebacks
 
 
 def api_boundary(function: F) -> F:
