@@ -74,8 +74,7 @@ def add_commands(subparsers: Any) -> None:
     devices = "number of devices to plan for (default: those of --topology or this machine)"
     add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
     strategies = f"those to try (default: all of {', '.join(map(repr, STRATEGIES))})"
-    names = {"nargs": "+", "choices": STRATEGIES, "metavar": "STRATEGY"}
-    add("--strategies", **names, help=strategies)
+    add("--strategies", nargs="+", choices=STRATEGIES, metavar="STRATEGY", help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
     add("--most", type=count, default=16, metavar="N", help=most)
     add("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")

@@ -114,13 +114,14 @@ def _change(a: Fact | None, b: Fact | None) -> str:
 def _difference(a: Fact, b: Fact) -> str | None:
     """The first elements in which two NumPy arrays of one shape and dtype differ."""
     arrays = []
-    for kind in (a.rest, b.rest):
-        if not isinstance(kind, Kind) or not issubclass(kind.type, np.ndarray):
-            return None
-        dtype, shape, data = kind.detail
-        if not isinstance(data, bytes):
-            return None
-        arrays.append(np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape)))
+    for fact in (a, b):
+        match fact.rest:
+            case Kind(type=kind, detail=(dtype, shape, bytes(data))) if issubclass(
+                kind, np.ndarray
+            ):
+                arrays.append(np.frombuffer(data, cast(Any, dtype)).reshape(cast(Any, shape)))
+            case _:
+                return None
     raw = [np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in arrays]
     indices = np.flatnonzero((raw[0] != raw[1]).any(axis=1))
     if not indices.size:
