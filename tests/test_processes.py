@@ -260,15 +260,10 @@ class LibraryTest(Case):
         self.monkeypatch.setenv("XLA_FLAGS", flags)
         return self.launch("--devices-per-process", "4", "--timeout", "240", *words)
 
-    def test_functions_of_arrays(self):
-        code, out, err = self.work(str(WORKERS / "library.py"))
+    def test_arrays_and_batches(self):
+        code, out, err = self.work(str(WORKERS / "library.py"), str(self.folder))
         assert code == 0, err
         assert "[0] ok 0" in out and "[1] ok 1" in out
-
-    def test_batches_contain_each_row_once(self):
-        code, out, err = self.work(str(WORKERS / "batches.py"))
-        assert code == 0, err
-        assert "[0] ok" in out and "[1] ok" in out
 
     def test_losses_match_one_process(self):
         code, out, err = self.work(str(WORKERS / "training.py"))
