@@ -7,7 +7,7 @@ from typing import Any
 
 from ..report.changes import by_strategy, diff
 from ..report.comparison import Comparison, load
-from .options import UsageError, percentage, say_error
+from .options import UsageError, percentage, say
 from .programs import add_outputs, write
 
 _EPILOG = """\
@@ -56,18 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
     write(arguments, changes, Comparison(side_by_side, getattr(before, "memory_limit", None)))
     if arguments.fail_above is None:
         return int(bool(changes))
-    failures = [
-        f"{change.strategy}: {change}" if change.strategy else str(change)
-        for change in changes.grown(arguments.fail_above)
+    failures: list[tuple[str, Any]] = [
+        (change.strategy, change) for change in changes.grown(arguments.fail_above)
     ]
     failures += [
-        f"{name}: {column} is unknown" if name else f"{column} is unknown"
+        (name, f"{column} is unknown")
         for name, figures in Comparison(by_strategy(after)).figures.items()
         for column in ("peak", "bytes_sent", "flops")
         if figures[column] is None
     ]
     if failures:
-        say_error(f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:")
-    for failure in failures:
-        say_error(f"  {failure}")
+        say(
+            f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:", error=True
+        )
+    for name, failure in failures:
+        say(f"  {name}: {failure}" if name else f"  {failure}", error=True)
     return int(bool(failures))

@@ -29,7 +29,7 @@ from ..specs.fitting import suggestion
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
-from .options import UsageError, UserError, count, mesh_sizes, option, say, say_error, user_code
+from .options import UsageError, UserError, count, mesh_sizes, option, say, user_code
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     peak = None if report.memory is None else report.memory.peak
     needs = "the backend reports no memory" if peak is None else f"needs {bytes_text(peak)}"
     limit = f"the limit is {bytes_text(judged.memory_limit)} on each device"
-    say_error(f"inspect: {report.name}: {needs}; {limit}")
+    say(f"inspect: {report.name}: {needs}; {limit}", error=True)
     return 1
 
 
@@ -163,10 +163,10 @@ def run_compare(arguments: argparse.Namespace) -> int:
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
     if failed:
-        say_error(f"compare: failed: {', '.join(failed)}")
+        say(f"compare: failed: {', '.join(failed)}", error=True)
     elif not comparison.fitting:
         limit = bytes_text(comparison.memory_limit)
-        say_error(f"compare: no strategy fits {limit} on each device")
+        say(f"compare: no strategy fits {limit} on each device", error=True)
     return int(bool(failed) or not comparison.fitting)
 
 
@@ -175,7 +175,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     found: Plan = _called(arguments, functools.partial(_plan, arguments))
     write(arguments, found.comparison)
     if found.best is None:
-        say_error("plan: no candidate fits")
+        say("plan: no candidate fits", error=True)
     elif arguments.json != "-":
         say(f"best: {found.best.name}")
     return int(found.best is None)
