@@ -63,7 +63,8 @@ class ArraySharder(nnx.Module):
       rngs: random streams for :meth:`create_sharded_param`.
 
     Example:
-      >>>       >>> from nnx_sharding.partition import make_mesh
+      >>> import numpy as np
+      >>> from nnx_sharding.partition import make_mesh
       >>> from nnx_sharding.compat.datarax import ArraySharder, SharderModuleConfig
       >>> sharder = ArraySharder(SharderModuleConfig(sharding_rules=[("batch", "data")]))
       >>> batch = {"image": np.ones((16, 8, 8)), "label": np.zeros(16, int), "split": "train"}
