@@ -65,9 +65,9 @@ asan: $(VENV)/.installed-tests  ## run the tests of the C extension under Addres
 	  PYTHONPATH=build/asan $(BIN)/pytest -p no:xdist $(PYTEST_ARGS) $(ASAN_TESTS) \
 	  --deselect tests/test_guard.py::TestChanges::test_new_object_with_the_id_of_the_old_one
 
-# What a release of JAX or Flax may break: calls, states and specs.
-CORE := arguments composition guard modes plain_jax references shard_map shardings split_merge stages
-CORE += state_sharding statics activations explicit_meshes gradients mapping recompute stack accumulation
+# What a release of JAX or Flax may break: calls, states and specs. `make test-matrix` runs all tests.
+CORE := arguments compat explicit_meshes gradients guard life mapping modes plain_jax references
+CORE += shard_map stack stages state_sharding checkpoint_processes
 CORE_TESTS := $(CORE:%=tests/test_%.py)
 
 # Options of Flax change graphs, those of JAX change numbers.
@@ -93,8 +93,7 @@ test-tpu:  ## compile for TPUs with their real compiler, which needs none, and t
 
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
 	$(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)" -- -m "not slow or oldest" \
-	  $(PYTEST_ARGS) $(CORE_TESTS) tests/test_static_programs.py tests/test_life.py \
-	  tests/test_graph_faults.py tests/test_checkpoint_processes.py
+	  $(PYTEST_ARGS) $(CORE_TESTS)
 
 test-matrix: $(VENV)/.installed-matrix  ## run the tests on each Python, with oldest and newest jax
 	$(BIN)/nox --session tests -- $(PYTEST_ARGS)

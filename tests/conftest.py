@@ -27,6 +27,7 @@ settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 import configurations  # noqa: E402
+from nnx_sharding.report.compiling import Compilers  # noqa: E402
 
 _put = LRUCache.put
 
@@ -69,3 +70,9 @@ def uncached():
     """Everything is compiled: nothing comes from the persistent cache."""
     with configurations.without_cache():
         yield
+
+
+@pytest.fixture
+def compile_here(monkeypatch):
+    """Plans compile in this process: starting others takes longer than compiling small programs."""
+    monkeypatch.setattr(Compilers, "_compile", lambda _, lowered, options: lowered.compile(options))

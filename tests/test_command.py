@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import absltest, parameterized
 
 from nnx_sharding.cli.main import main
@@ -144,13 +145,14 @@ class CommandTest(parameterized.TestCase):
         super().setUp()
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         # Each test has a module of its own: Python would not look twice at one of the same name.
-        self.module = f"plan_{self.id().rpartition('.')[2]}"
+        self.module = f"plan_{self.folder.name}"
         (self.folder / f"{self.module}.py").write_text(PLAN)
         (self.folder / "plan_neighbour.py").write_text("ROWS = 128\n")
         self.path = f"{self.folder / self.module}.py"
         before = list(sys.path)
         self.addCleanup(sys.path.__setitem__, slice(None), before)
         self.addCleanup(sys.modules.pop, "plan_neighbour", None)
+        self.addCleanup(sys.modules.pop, "bad", None)
 
     def run_command(self, *words):
         """The exit code, and what went to standard output and to standard error."""
@@ -255,6 +257,7 @@ class CommandTest(parameterized.TestCase):
         assert (code, error) == (1, "compare: failed: bad\n")
         assert "bad failed: UserError: what " in out and "ZeroDivisionError" in out
 
+    @pytest.mark.usefixtures("compile_here")
     def test_plan(self):
         words = "plan", f"{self.path}:step", "--strategies", "dp", "fsdp"
         data = self.folder / "plan.json"
@@ -322,7 +325,7 @@ class CommandTest(parameterized.TestCase):
         (["inspect", "{path}:leaves"], "{path}:leaves failed: SystemExit: 3"),
         (["inspect", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
         (["inspect", "{path}:wrong_program"], "cannot be compiled: TypeError: "),
-        (["inspect", "{path}:forward"], "forward failed: "),
+        (["inspect", "{path}:forward"], "forward returned cannot be compiled: NoMeshError: "),
         (["compare", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
         (["compare", "{path}:plain"], "It has to return (strategies, function"),
         (["compare", "{path}:broken"], "{path}:broken failed: ValueError: no luck"),
@@ -409,6 +412,8 @@ class CommandTest(parameterized.TestCase):
         assert out.count("'zero1'") == out.count("zero1,") + 1 == 1
         assert "--devices N" in out and "number of devices to plan for" in out
 
+    @pytest.mark.slow
+    @pytest.mark.gate
     def test_virtual_devices_in_a_process_of_its_own(self):
         words = ["inspect", f"{self.module}.py:own_mesh", "--devices", "64", "--json", "-"]
         environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}

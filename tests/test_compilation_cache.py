@@ -12,7 +12,7 @@ import tempfile
 import pytest
 from absl.testing import absltest
 
-pytestmark = [pytest.mark.slow, pytest.mark.gate]
+pytestmark = pytest.mark.slow
 
 # What might make keys differ: names of arguments and axes, orders of sets and dicts, addresses.
 PROGRAM = """

@@ -598,28 +598,12 @@ class ShardAndGatherTest(parameterized.TestCase):
         assert type(full["v"].get_raw_value()) is np.ndarray
         np.testing.assert_array_equal(full["x"], ones(8))
 
-    def test_one_program_for_a_tree(self):
-        both = c.make_shard_and_gather_fns({i: P("a", "b") for i in range(4)}, MESH)
-        host = {i: np.ones((8, 24 + 8 * i), np.float32) for i in range(4)}
-        with programs() as compiled:
-            sharded = both.shard(host)
-            assert len(compiled) == 0
-            full = both.gather(sharded)
-            assert len(compiled) == 1
-            again = both.shard(full)
-            both.gather(again)
-            assert len(compiled) == 2
-        assert all(x.is_fully_replicated for x in full.values())
-        assert all(placed(x, P("a", "b")) for x in again.values())
-
     def test_modules(self):
         model = MLP()
         by_rules = c.match_partition_rules({"up": P(None, "b"), "": P("b")}, model)
         for specs in (mlp_specs("b"), by_rules):
-            both = c.make_shard_and_gather_fns(specs, MESH)
-            assert both.shard(model) is model and placed(model.up.kernel, P(None, "b"))
-            assert both.gather(model) is model
-            assert model.up.kernel.get_raw_value().is_fully_replicated
+            constrain(model, specs, mesh=MESH)
+            assert placed(model.up.kernel, P(None, "b"))
 
     def test_meshes(self):
         with jax.set_mesh(MESH):
@@ -631,80 +615,6 @@ class ShardAndGatherTest(parameterized.TestCase):
             c.make_shard_and_gather_fns({"x": P("a")})
         with fails(TypeError, "'x'", "'a'"):
             c.make_shard_and_gather_fns({"x": "a"}, MESH)
-
-
-class PatternTest(parameterized.TestCase):
-    def test_rules(self):
-        spec_of = c.create_pattern_based_partition_spec("attention|mlp->data,hidden->model")
-        x = ones(4, 4)
-        assert spec_of("layer/attention/q", x) == spec_of("mlp", x) == P("data")
-        assert spec_of("hidden", x) == P("model") and spec_of("other", x) == P()
-        assert spec_of("mlp", 1.0) == P()
-        spec_of = c.create_pattern_based_partition_spec("up->dp.tp,down->None.data+model")
-        assert spec_of("up", x) == P("dp", "tp") and spec_of("up", x[0]) == P("dp")
-        assert spec_of("down", x) == P(None, ("data", "model"))
-        text = "up -> None, data+model , down$->model,None,b"
-        spec_of = c.create_pattern_based_partition_spec(text, default_spec=P("z", "y"))
-        assert spec_of("up", x) == P(None, ("data", "model")) and spec_of("rest", x[0]) == P("z")
-        assert spec_of("down", x) == P("model", None)
-
-    def test_mistakes(self):
-        texts = ("", "data", "->data", "up->", "up->data,,", "a,up->data", "up->a+", "up->+")
-        for wrong in (*texts, "up->a..b", "up->."):
-            with fails(ValueError, "expected rules such as", f"in {wrong!r}"):
-                c.create_pattern_based_partition_spec(wrong)
-        with fails(ValueError, "no axis 'dtaa'; did you mean 'data'", "'z'"):
-            c.create_pattern_based_partition_spec("up->dtaa,x->z", mesh_of((8,), ("data",)))
-
-
-class AnalysisTest(parameterized.TestCase):
-    def test_numbers(self):
-        tree = {"x": np.ones((8, 8), "float32"), "y": np.ones(16, "float32"), "z": 1.5, "s": "text"}
-        specs = {"x": P("a", "b"), "y": P(), "z": None, "s": None}
-        for mesh in (MESH, MESH.abstract_mesh):
-            found = c.analyze_sharding_strategy(tree, specs, mesh)
-            assert found["total_parameters"] == 81 and found["sharded_parameters"] == 64
-            assert found["memory_per_device"] == dict.fromkeys(range(8), 256 // 8 + 64)
-            assert found["balance_score"] == 1.0
-            stats = {"arrays": 1, "parameters": 64, "bytes": 256, "bytes_per_device": 32}
-            assert found["partition_stats"][P("a", "b")] == stats
-
-    def test_a_mapping_from_paths(self):
-        model, specs = MLP(), {"up/kernel": P(None, "b"), "down/kernel": P("b")}
-        found = c.analyze_sharding_strategy({"m": model}, {f"m/{k}": specs[k] for k in specs}, MESH)
-        assert found == c.analyze_sharding_strategy(model, specs, MESH)
-        assert found["sharded_parameters"] == found["total_parameters"] == 128
-        tree = {"x": ones(8), "y": {"z": ones(8)}}
-        half = c.analyze_sharding_strategy(tree, {"x": P("a"), "y/z": None}, MESH)
-        assert half["sharded_parameters"] == 8
-        assert half == c.analyze_sharding_strategy(tree, {"x": P("a"), "y": {"z": None}}, MESH)
-        flat = {"y/x": {"z": ones(8)}}
-        assert c.analyze_sharding_strategy(flat, {"y/x": P("a")}, MESH)["sharded_parameters"] == 8
-        with fails(ValueError, "tree['y']['z']", "y/w"):
-            c.analyze_sharding_strategy(tree, {"x": P("a"), "y/w": None}, MESH)
-        with fails(ValueError, "down.kernel"):
-            c.analyze_sharding_strategy(model, {"up/kernel": P()}, MESH)
-
-    def test_imbalance(self):
-        one = SingleDeviceSharding(jax.devices()[0])
-        found = c.analyze_sharding_strategy(ones(16), one, MESH)
-        assert found["memory_per_device"] == {0: 64} | dict.fromkeys(range(1, 8), 0)
-        assert found["balance_score"] == 1 / 8
-        assert c.analyze_sharding_strategy({}, P(), MESH)["balance_score"] == 1.0
-        half = NamedSharding(mesh_of((4,), ("c",)), P("c"))
-        found = c.analyze_sharding_strategy(
-            {"x": ones(16), "y": np.ones(3)}, {"x": half, "y": None}
-        )
-        assert found["memory_per_device"] == dict.fromkeys(range(4), 16)
-
-    def test_a_model_is_not_touched(self):
-        model = nnx.eval_shape(MLP)
-        with jax.set_mesh(MESH):
-            found = c.analyze_sharding_strategy(model, mlp_specs("b"))
-        assert found["sharded_parameters"] == found["total_parameters"] == 128
-        assert model.up.kernel.get_raw_value().sharding is None
-        with fails(NoContextMeshError):
-            c.analyze_sharding_strategy(model, mlp_specs("b"))
 
 
 class ExtractTest(parameterized.TestCase):

@@ -205,7 +205,7 @@ class TestStatics:
     def test_deep_models(self):
         def nested(static):
             model = Block(static)
-            for _ in range(5000):
+            for _ in range(2000):
                 outer = nnx.Dict(child=model)
                 model = outer
             return model

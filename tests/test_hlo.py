@@ -157,6 +157,7 @@ def program():
 def read_all(text):
     """Reads everything that a text contains."""
     module = parse(text)
+    assert len(instructions(module)) <= text.count("=")
     for computation in module.computations:
         runs = module.runs[computation.name]
         assert runs.times is None or runs.times >= 0

@@ -8,6 +8,7 @@ import pkgutil
 import re
 
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -80,6 +81,7 @@ def objects_with_tables():
     ]
 
 
+@pytest.mark.usefixtures("compile_here")
 def test_all_objects_with_tables():
     objects = objects_with_tables()
     for one in objects:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reports
@@ -70,6 +70,7 @@ def test_handmade_reports_have_the_form_of_written_ones(make):
     assert ProgramReport.from_dict(json.loads(json.dumps(data))).as_dict() == data
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(), min_size=1, max_size=4))
 def test_any_text_stays_text(texts):
     plain = reports.report(parameters=[], collectives=[], hlo="")

@@ -142,6 +142,7 @@ def all_strategies(styles):
 OPTIONS = {"hardware": "TPU v5e", "donate_argnums": (0, 1)}
 
 
+@pytest.mark.usefixtures("compile_here")
 @pytest.mark.slow  # all but the smallest nightly
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.gate] * (name == "mlp")) for name in MODELS]
@@ -181,6 +182,7 @@ def test_equals_brute_force(name, tmp_path):
         assert figures[name]["arguments"] > limit
 
 
+@pytest.mark.usefixtures("compile_here")
 def test_variants_in_the_order_of_preference():
     model, optimizer, x = program("mlp")
 
@@ -203,6 +205,8 @@ def test_variants_in_the_order_of_preference():
     assert [*frugal.ruled_out] == ["dp, data 8, 4 microbatches"]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_best_runs_on_a_mesh_with_its_axes():
     def make():
         model = MLP(nnx.Rngs(0), WIDTH, 8 * WIDTH)
@@ -220,8 +224,10 @@ def test_best_runs_on_a_mesh_with_its_axes():
     np.testing.assert_allclose(model.up.kernel, expected[0].up.kernel, rtol=1e-4, atol=1e-6)
 
 
-def test_most():
+@pytest.mark.usefixtures("compile_here")
+def test_most(tmp_path):
     args, options = program("mlp"), {"devices": 8, "strategies": ["dp", "fsdp", "fsdp + tensor"]}
+    options["cache_dir"] = tmp_path
     peaks = [x["peak"] for x in plan(train_step, *args, **options).comparison.figures.values()]
     assert len(peaks) == 4
     # The first half is compiled by the time that is predicted, the others by memory.
@@ -230,6 +236,7 @@ def test_most():
     assert found.comparison.figures[found.best.name]["peak"] == min(peaks)
 
 
+@pytest.mark.usefixtures("compile_here")
 @pytest.mark.slow
 @pytest.mark.gate
 def test_slices():
@@ -269,6 +276,7 @@ def test_axes_have_the_names_of_the_step():
             plan(train_step, *args, axes=axes, **options)
 
 
+@pytest.mark.usefixtures("compile_here")
 @pytest.mark.slow
 @pytest.mark.gate
 def test_own_strategies():
@@ -288,6 +296,7 @@ def test_own_strategies():
     assert {*found.candidates} == {"mine, data 2 × model 2", "mine, data 1 × model 4"}
 
 
+@pytest.mark.usefixtures("compile_here")
 def test_specs_that_do_not_fit_are_no_matter_of_memory():
     def typo(model, optimizer, x):
         return StateSharding({...: P("modle")}), None, P("data")
@@ -297,6 +306,7 @@ def test_specs_that_do_not_fit_are_no_matter_of_memory():
         plan(train_step, *program("mlp"), memory_limit=9, **options)
 
 
+@pytest.mark.usefixtures("compile_here")
 def test_uneven_batches_and_failures_are_ruled_out():
     model, optimizer, _ = program("mlp")
     x = jax.ShapeDtypeStruct((12, WIDTH), jnp.float32)
@@ -345,15 +355,14 @@ def test_mistakes(error, match, step, options):
 
 
 def test_processes_report_the_same(uncached):
-    args = program("transformer")
+    _, (_, _, way), *_ = all_strategies(["sequence"])
+    low, _ = lowered(way, train_step, program("mlp"), {"donate_argnums": (0, 1)})
+    here = low.compile().report()
     process = CompilerProcess(8)
     try:
-        for _, _, way in list(all_strategies(["sequence"]))[:2]:
-            low, _ = lowered(way, train_step, args, {"donate_argnums": (0, 1)})
-            here = low.compile().report()
-            there = process.compile(low, None).report()
-            assert there == here
-            assert there.memory.by_path and there.hlo == here.hlo
+        there = process.compile(low, None).report()
+        assert there == here
+        assert there.memory.by_path and there.hlo == here.hlo
     finally:
         process.close()
 
@@ -375,6 +384,8 @@ def test_figures_are_in_the_persistent_cache(tmp_path, uncached):
     assert found[0][0] == found[1][0] == low.compile().report()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_crash_ends_one_compiler(uncached):
     (_, _, way), *_ = all_strategies([])
     low, _ = lowered(way, train_step, program("mlp"), {})

@@ -63,7 +63,7 @@ def ways(mesh):
 
 @pytest.fixture
 def plan(tmp_path):
-    path = tmp_path / "topology_plan.py"
+    path = tmp_path / f"{tmp_path.name}_plan.py"  # Python would not look twice at one name
     path.write_text(PLAN)
     return path
 

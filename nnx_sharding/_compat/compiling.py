@@ -65,14 +65,10 @@ class _Backend:
 
 
 def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
-    """What JAX takes for an executable."""
-    found = {name: _returning(part) for name, part in parts.items()}
-    found["get_compiled_memory_stats"] = _returning(types.SimpleNamespace(**parts["memory"]))
+    """What JAX takes for an executable: functions that return the parts."""
+    values = {**parts, "get_compiled_memory_stats": types.SimpleNamespace(**parts["memory"])}
+    found: dict[str, Any] = {name: lambda value=value: value for name, value in values.items()}
     return types.SimpleNamespace(**found, serialize=lambda: pickle.dumps(parts))
-
-
-def _returning(value: Any) -> Callable[[], Any]:
-    return lambda: value
 
 
 def compile_module(

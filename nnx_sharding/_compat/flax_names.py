@@ -20,8 +20,6 @@ from .jax_names import ArrayImpl, private_name
 _graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
 
 
-# Kinds of objects
-
 _GRAPH_NODE_TYPES: dict[type, Any] = graphlib.GRAPH_REGISTRY
 
 
@@ -59,9 +57,6 @@ def prefix_state(x: Any) -> tuple[Any, Any] | None:
     The State has the prefix at every path. None for anything else.
     """
     return (x.prefix_fn.value, x.state) if isinstance(x, extract.TreeState) else None
-
-
-# Variables
 
 
 def new_variable(variable_type: type, metadata: dict[str, Any]) -> Any:
@@ -107,8 +102,6 @@ def can_update(x: Any) -> bool:
     return state is None or bool(state.trace_state.is_valid())
 
 
-# Pytrees
-
 get_mapping: Callable[[nnx.State[Any, Any]], Any] = operator.attrgetter("raw_mapping")
 
 
@@ -138,9 +131,6 @@ def has_aux(kind: type, aux: Any) -> bool:
 
 def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-# Modes
 
 
 def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:

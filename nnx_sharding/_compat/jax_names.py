@@ -69,8 +69,6 @@ _frames_in_locations: Any = private_name(
 _make_cpu_client: Any = private_name("jaxlib.xla_client", "make_cpu_client", optional=True)
 
 
-# Messages of JAX
-
 # The events by which JAX reports to ``jax.monitoring`` the phases of each compilation, and hits of
 # its persistent cache.
 TRACING = "/jax/core/compile/jaxpr_trace_duration"
@@ -118,9 +116,6 @@ def is_unspecified(x: Any) -> bool:
     return x is _UNSPECIFIED
 
 
-# Contexts
-
-
 def context_mesh() -> Mesh | AbstractMesh | None:
     """The mesh of ``jax.set_mesh``, else of the legacy ``with mesh:``, else None."""
     abstract = jax.sharding.get_abstract_mesh()
@@ -166,11 +161,10 @@ def is_eager_tracer(x: Any) -> bool:
 
 def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
     """The devices of a sharding in their order; None if it has none, or does not show them."""
-    if not isinstance(sharding, jax.sharding.Sharding):
+    is_named = isinstance(sharding, jax.sharding.NamedSharding)
+    if is_named and not isinstance(sharding.mesh, Mesh):
         return None
-    if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        return None
-    devices: tuple[jax.Device, ...] | None = getattr(sharding, "_device_assignment", None)
+    devices = getattr(sharding, "_device_assignment", None)
     return None if devices is None else tuple(devices)
 
 
@@ -198,10 +192,14 @@ def in_order_of(
         return None
 
 
+def _frame() -> Any:
+    """What JAX keeps of the current trace, as far as a release shows it."""
+    return getattr(getattr(_trace_ctx, "trace", None), "frame", None)
+
+
 def trace_constants() -> list[Any]:
-    """The arrays that the current trace has captured, as far as JAX shows them."""
-    trace = getattr(_trace_ctx, "trace", None)
-    return [*getattr(getattr(trace, "frame", None), "constvar_to_val", {}).values()]
+    """The arrays that the current trace has captured."""
+    return [*getattr(_frame(), "constvar_to_val", {}).values()]
 
 
 def operations_on_constants() -> dict[int, set[str]]:
@@ -209,8 +207,7 @@ def operations_on_constants() -> dict[int, set[str]]:
 
     Those on a resharded array count for it.
     """
-    frame = getattr(getattr(_trace_ctx, "trace", None), "frame", None)
-    found: dict[int, set[str]] = {}
+    frame, found = _frame(), dict[int, set[str]]()
     for variable, value in getattr(frame, "constvar_to_val", {}).items():
         same = {id(variable)}
         for entry in getattr(frame, "tracing_eqns", ()):
@@ -225,31 +222,28 @@ def operations_on_constants() -> dict[int, set[str]]:
     return found
 
 
-def direct_form(stage: Any) -> Any:
-    """The function in C that a compiled stage has after its first call; before, the stage."""
-    return getattr(stage, "_call", None) or stage
-
-
 def trace_has_effects() -> bool:
-    """Whether the current trace has side effects, as far as JAX shows them."""
-    trace = getattr(_trace_ctx, "trace", None)
-    equations = getattr(getattr(trace, "frame", None), "tracing_eqns", None)
+    """Whether the current trace has side effects."""
+    equations = getattr(_frame(), "tracing_eqns", None)
     # Those without effects may be held weakly.
     return equations is None or any(getattr(equation, "effects", ()) for equation in equations)
+
+
+def trace_equations() -> list[Any]:
+    """The equations of the current trace so far."""
+    get = getattr(_frame(), "get_eqns", None)
+    return [] if get is None else get()
 
 
 def varies_in_vmap(x: Any) -> bool:
     """Whether a value may differ between the elements of the innermost ``vmap``."""
     trace = getattr(_trace_ctx, "trace", None)
-    is_batched = getattr(x, "batch_dim", None) is not None
-    return is_batched and getattr(x, "_trace", None) is trace
+    return getattr(x, "batch_dim", None) is not None and getattr(x, "_trace", None) is trace
 
 
-def trace_equations() -> list[Any]:
-    """The equations of the current trace so far, as far as JAX shows them."""
-    frame = getattr(getattr(_trace_ctx, "trace", None), "frame", None)
-    get = getattr(frame, "get_eqns", None)
-    return [] if get is None else get()
+def direct_form(stage: Any) -> Any:
+    """The function in C that a compiled stage has after its first call; before, the stage."""
+    return getattr(stage, "_call", None) or stage
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
@@ -268,9 +262,6 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     return tuple(getattr(mesh, "manual_axes", ()))
 
 
-# Exported programs
-
-
 def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
     """The shardings of the inputs and outputs of an exported program; None for open ones.
 
@@ -283,9 +274,6 @@ def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Se
 def no_source_locations() -> contextlib.AbstractContextManager[Any]:
     """A context in which programs are lowered without the files and lines of their sources."""
     return contextlib.nullcontext() if _frames_in_locations is None else _frames_in_locations(0)
-
-
-# Processes and devices
 
 
 def key_value_store() -> Any:
@@ -307,9 +295,6 @@ def virtual_cpu_devices(count: int) -> list[jax.Device] | None:
         return list(_make_cpu_client(num_devices=count).devices())
     except TypeError:
         return None
-
-
-# Tracebacks
 
 
 def api_boundary(function: F) -> F:

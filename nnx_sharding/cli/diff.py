@@ -7,17 +7,12 @@ from typing import Any
 
 from ..report.changes import by_strategy, diff
 from ..report.comparison import Comparison, load
-from .options import UsageError, percentage, say_error
+from .options import UsageError, percentage, say
 from .programs import add_outputs, write
-
-_DESCRIPTION = """\
-Shows what changed between two files that inspect or compare wrote with --json, for example from
-two commits or two releases of JAX: memory, cost, collectives and the shardings of arguments."""
 
 _EPILOG = """\
 For example, as a check of a pull request:
 
-  python -m nnx_sharding inspect plan.py:step --mesh data=64 --json after.json
   python -m nnx_sharding diff before.json after.json --fail-above 5%
 
 exit code: 0 if nothing changed; 1 if something did, or with --fail-above if figures grew by more
@@ -26,9 +21,13 @@ or are unknown; 2 if a file cannot be read or the command line is wrong"""
 
 def add_commands(subparsers: Any) -> None:
     """Adds the parser of this command."""
-    summary = "show what changed between two reports or comparisons"
-    texts = {"help": summary, "description": _DESCRIPTION, "epilog": _EPILOG}
-    parser = subparsers.add_parser("diff", **texts)
+    parser = subparsers.add_parser(
+        "diff",
+        help="show what changed between two reports or comparisons",
+        description="Shows what changed between two files that inspect or compare wrote with\n"
+        "--json: memory, cost, collectives and the shardings of arguments.",
+        epilog=_EPILOG,
+    )
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("before", metavar="BEFORE.json", help="the report or comparison before")
@@ -57,18 +56,19 @@ def run(arguments: argparse.Namespace) -> int:
     write(arguments, changes, Comparison(side_by_side, getattr(before, "memory_limit", None)))
     if arguments.fail_above is None:
         return int(bool(changes))
-    failures = [
-        f"{change.strategy}: {change}" if change.strategy else str(change)
-        for change in changes.grown(arguments.fail_above)
+    failures: list[tuple[str, Any]] = [
+        (change.strategy, change) for change in changes.grown(arguments.fail_above)
     ]
     failures += [
-        f"{name}: {column} is unknown" if name else f"{column} is unknown"
+        (name, f"{column} is unknown")
         for name, figures in Comparison(by_strategy(after)).figures.items()
         for column in ("peak", "bytes_sent", "flops")
         if figures[column] is None
     ]
     if failures:
-        say_error(f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:")
-    for failure in failures:
-        say_error(f"  {failure}")
+        say(
+            f"diff: these grew by more than {arguments.fail_above:.1%}, or are unknown:", error=True
+        )
+    for name, failure in failures:
+        say(f"  {name}: {failure}" if name else f"  {failure}", error=True)
     return int(bool(failures))

@@ -9,43 +9,36 @@ from typing import Any
 from ..testing import launch
 from .options import UsageError, count, seconds
 
-_DESCRIPTION = """\
-Runs a Python program in several processes on this machine, in which jax.distributed.initialize()
-needs no arguments, as on a cluster. If one fails the others are ended."""
-
-_EPILOG = """\
-exit code: that of the process that failed first, 128 + n after signal n; 124 after --timeout; else
-0, or 2 if the command line is wrong"""
-
 
 def add_commands(subparsers: Any) -> None:
     """Adds the parser of this command."""
     parser = subparsers.add_parser(
         "launch",
         help="run a program in several processes on this machine",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+        description="Runs a Python program in several processes on this machine, in which\n"
+        "jax.distributed.initialize() needs no arguments, as on a cluster. If one fails,\n"
+        "the others are ended.",
+        epilog="exit code: that of the process that failed first, 128 + n after signal n;\n"
+        "124 after --timeout; else 0, or 2 if the command line is wrong",
         usage="%(prog)s [options] script.py [argument ...]\n"
         "       %(prog)s [options] -m module [argument ...]",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
     add = parser.add_argument
-    processes = "number of processes (default: %(default)s)"
-    add("--processes", type=count, default=2, metavar="N", help=processes)
-    devices = "devices of each process, virtual ones on the CPU (default: %(default)s)"
-    add("--devices-per-process", type=count, default=1, metavar="N", help=devices)
-    platform = "value of JAX_PLATFORMS, such as cuda (default: %(default)s)"
-    add("--platform", default="cpu", metavar="NAME", help=platform)
+    text = "number of processes (default: %(default)s)"
+    add("--processes", type=count, default=2, metavar="N", help=text)
+    text = "devices of each process, virtual ones on the CPU (default: %(default)s)"
+    add("--devices-per-process", type=count, default=1, metavar="N", help=text)
+    text = "value of JAX_PLATFORMS, such as cuda (default: %(default)s)"
+    add("--platform", default="cpu", metavar="NAME", help=text)
     add("--timeout", type=seconds, metavar="SECONDS", help="end all processes after this time")
-    grace = "time from asking a process to end until it is killed (default: %(default)g)"
-    add("--grace", type=seconds, default=3.0, metavar="SECONDS", help=grace)
-    module = "run a module, as python -m does"
-    add("-m", dest="module", nargs=argparse.REMAINDER, help=module)
-    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    text = "time from asking a process to end until it is killed (default: %(default)g)"
+    add("--grace", type=seconds, default=3.0, metavar="SECONDS", help=text)
+    add("-m", dest="module", nargs="...", help="run a module, as python -m does")
+    add("program", nargs="...", help=argparse.SUPPRESS)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Launches the program; returns the exit code."""
+def _run(arguments: argparse.Namespace) -> int:
     program = arguments.program if arguments.module is None else ["-m", *arguments.module]
     if program in ([], ["-m"]):
         raise UsageError("which program? Name a script, or -m and a module")

@@ -8,24 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import diff, launch, programs
-from .options import Parser, UsageError, say_error
+from .options import Parser, UsageError, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command, by default that of this process; returns the exit code.
 
-    Args:
-      argv: the arguments of the command line; None for those of this process.
-
-    Returns:
-      The exit code: 0 after success, 1 after an error, 2 if the command line is wrong. A command
-      may have others.
-
-    Example:
-      >>> from nnx_sharding.cli.main import main
-      >>> main(["launch", "--help"])
-      usage: python -m nnx_sharding launch ...
-      0
+    It is 0 after success, 1 after an error, 2 if the command line is wrong. A command may have
+    others.
     """
     is_script = Path(sys.argv[0]).stem == "nnx-sharding"
     name = "nnx-sharding" if is_script else "python -m nnx_sharding"
@@ -50,5 +40,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if arguments.traceback:
             raise
-        say_error(f"{arguments.command}: {error or type(error).__name__}")
+        say(f"{arguments.command}: {error or type(error).__name__}", error=True)
         return 1

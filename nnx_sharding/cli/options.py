@@ -42,14 +42,9 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message, kept="\n"))
 
 
-def say(text: Any) -> None:
+def say(text: Any, *, error: bool = False) -> None:
     """Prints text, which may have several lines, without control characters."""
-    print(printable(text, kept="\n"))
-
-
-def say_error(text: Any) -> None:
-    """The same on stderr."""
-    print(printable(text, kept="\n"), file=sys.stderr)
+    print(printable(text, kept="\n"), file=sys.stderr if error else sys.stdout)
 
 
 def option(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -1,13 +1,15 @@
-"""``inspect`` and ``compare``: what one program needs, and strategies side by side."""
+"""``inspect``, ``compare`` and ``plan``: what the programs of a function of the user need."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -23,58 +25,41 @@ from ..report.compiling import attempt
 from ..report.page import write_html
 from ..report.program import ProgramReport
 from ..report.strategies import compare
+from ..specs.fitting import suggestion
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
-from .options import UsageError, UserError, count, mesh_sizes, option, say, say_error, user_code
-from .targets import find
+from .options import UsageError, UserError, count, mesh_sizes, option, say, user_code
 
 T = TypeVar("T")
 
-_INSPECT = """\
-Calls a function, compiles the program that it returns, and shows the shardings of the arguments,
-the memory, the cost and the collectives. Nothing is run, so neither the devices nor their memory
-have to be available."""
+_WITHOUT_DEVICES = "Nothing is run, so neither the devices nor their memory have to be available."
 
-_INSPECT_EPILOG = """\
+_INSPECT = """\
 The function returns what to compile: (function, *arguments), a function of nnx_sharding.jit, or
 the result of its trace, lower or compile. Arguments may be abstract. For example:
 
   python -m nnx_sharding inspect plan.py:forward --mesh data=64 --html report.html
-  python -m nnx_sharding inspect plan.py:forward --mesh data=64 --memory-limit 2GiB   # in CI
   python -m nnx_sharding inspect plan.py:forward --topology v5e:8x8 --mesh data=-1
 
 exit code: 0; 1 if more than the memory limit is needed or the function failed; 2 if the command
 line is wrong"""
 
 _COMPARE = """\
-Calls a function, compiles each strategy that it returns, and shows in one table what they need.
-Nothing is run, so neither the devices nor their memory have to be available."""
-
-_COMPARE_EPILOG = """\
 The function returns (strategies, function, *arguments), which are the arguments of
 nnx_sharding.report.compare; or the result of compare; or a mapping from names to programs, each as
 for the command inspect. For example:
 
-  python -m nnx_sharding compare plan.py:strategies --mesh data=256 --memory-limit 16GiB
   python -m nnx_sharding compare plan.py:strategies --mesh data=256 --hardware "TPU v5e"
-  python -m nnx_sharding compare plan.py:strategies --topology v5e:16x16 --mesh data=256
 
 exit code: 0; 1 if a strategy failed, none fits the memory or the function failed; 2 if the
 command line is wrong"""
 
-
 _PLAN = """\
-Calls a function that returns a step and its arguments, and searches for the mesh and the strategy
-with which the step fits the memory and is fastest. Nothing is run, and neither the devices nor the
-memory have to be available."""
-
-_PLAN_EPILOG = """\
 The function returns (step, *arguments), or a mapping from variants to such tuples in the order of
 preference; or the result of nnx_sharding.planning.plan. The step is not jitted. For example:
 
   python -m nnx_sharding plan plan.py:training --topology v5e:16x16 --donate model optimizer
-  python -m nnx_sharding plan plan.py:training --devices 256 --hardware "TPU v5p"
 
 exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the command line is wrong"""
 
@@ -82,27 +67,30 @@ exit code: 0; 1 if nothing fits the memory or the function failed; 2 if the comm
 def add_commands(subparsers: Any) -> None:
     """Adds the parsers of these commands."""
     summary = "compile a function and show its memory, cost and collectives"
-    texts = {"help": summary, "description": _INSPECT, "epilog": _INSPECT_EPILOG}
-    _add_options(subparsers.add_parser("inspect", **texts), run_inspect)
+    _add_command(subparsers, "inspect", run_inspect, summary, _INSPECT)
     summary = "compile a function with several strategies and show them in one table"
-    texts = {"help": summary, "description": _COMPARE, "epilog": _COMPARE_EPILOG}
-    _add_options(subparsers.add_parser("compare", **texts), run_compare)
-    summary = "search for the best mesh and strategy for a training step"
-    texts = {"help": summary, "description": _PLAN, "epilog": _PLAN_EPILOG}
-    parser = subparsers.add_parser("plan", **texts)
+    _add_command(subparsers, "compare", run_compare, summary, _COMPARE)
+    summary = "search for the mesh and the strategy with which a training step is fastest"
     devices = "number of devices to plan for (default: those of --topology or this machine)"
-    _add_options(parser, run_plan, devices)
+    add = _add_command(subparsers, "plan", run_plan, summary, _PLAN, devices).add_argument
     strategies = f"those to try (default: all of {', '.join(map(repr, STRATEGIES))})"
-    names = {"nargs": "+", "choices": STRATEGIES, "metavar": "STRATEGY"}
-    parser.add_argument("--strategies", **names, help=strategies)
+    add("--strategies", nargs="+", choices=STRATEGIES, metavar="STRATEGY", help=strategies)
     most = "how many programs are compiled at most (default: %(default)s)"
-    parser.add_argument("--most", type=count, default=16, metavar="N", help=most)
-    parser.add_argument("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
+    add("--most", type=count, default=16, metavar="N", help=most)
+    add("--cache", metavar="FOLDER", help="keep reports, to compile nothing twice")
 
 
-def _add_options(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], devices: str = ""
-) -> None:
+def _add_command(
+    subparsers: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    summary: str,
+    epilog: str,
+    devices: str = "",
+) -> argparse.ArgumentParser:
+    description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
+    texts = {"help": summary, "description": description, "epilog": epilog}
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, **texts)
     parser.set_defaults(run=run)
     add = parser.add_argument
     target = "the function to call: package.module:function or path/to/file.py:function"
@@ -129,6 +117,7 @@ def _add_options(
     donate += "function that is not jitted"
     add("--donate", nargs="+", metavar="NAME", help=donate)
     add_outputs(parser)
+    return parser
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +154,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     peak = None if report.memory is None else report.memory.peak
     needs = "the backend reports no memory" if peak is None else f"needs {bytes_text(peak)}"
     limit = f"the limit is {bytes_text(judged.memory_limit)} on each device"
-    say_error(f"inspect: {report.name}: {needs}; {limit}")
+    say(f"inspect: {report.name}: {needs}; {limit}", error=True)
     return 1
 
 
@@ -176,10 +165,10 @@ def run_compare(arguments: argparse.Namespace) -> int:
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
     if failed:
-        say_error(f"compare: failed: {', '.join(failed)}")
+        say(f"compare: failed: {', '.join(failed)}", error=True)
     elif not comparison.fitting:
         limit = bytes_text(comparison.memory_limit)
-        say_error(f"compare: no strategy fits {limit} on each device")
+        say(f"compare: no strategy fits {limit} on each device", error=True)
     return int(bool(failed) or not comparison.fitting)
 
 
@@ -188,7 +177,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     found: Plan = _called(arguments, functools.partial(_plan, arguments))
     write(arguments, found.comparison)
     if found.best is None:
-        say_error("plan: no candidate fits")
+        say("plan: no candidate fits", error=True)
     elif arguments.json != "-":
         say(f"best: {found.best.name}")
     return int(found.best is None)
@@ -231,7 +220,7 @@ def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
     """Applies ``make`` to the result of the user's function, both in the context of the mesh."""
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
-    function = find(arguments.target)
+    function = _find(arguments.target)
     if arguments.topology is None and arguments.slices > 1:
         raise UsageError("--slices needs --topology, such as --topology v5e:16x16")
     with contextlib.ExitStack() as context:
@@ -246,6 +235,42 @@ def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
             takes_mesh = "mesh" in inspect.signature(function).parameters
             value = function(mesh=mesh) if takes_mesh else function()
         return make(arguments.target, value)
+
+
+def _find(text: str) -> Callable[..., Any]:
+    """The function for a name such as ``package.module:Model.plan`` or ``path/to/file.py:plan``."""
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise UsageError(
+            f"{text!r} does not name a function; write package.module:function or "
+            "path/file.py:function."
+        )
+    # As Python does: a file may import its neighbours, a module what is in the current folder.
+    path = Path(place).resolve() if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise UsageError(f"no such file: {place}.")
+    folder = str(path.parent if path else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = path.stem if path else place
+    with user_code(f"{place} cannot be imported"):
+        try:
+            value: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise UsageError(f"no module named {error.name!r}.") from None
+    if path is not None and getattr(value, "__file__", None) != str(path):
+        raise UsageError(f"{place} has the name of another module, {value!r}; rename the file.")
+    for part in name.split("."):
+        if not hasattr(value, part):
+            names = [known for known in vars(value) if not known.startswith("_")]
+            raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise UsageError(f"{text} is not a function, but {value!r:.200}.")
+    function: Callable[..., Any] = value
+    return function
 
 
 def _use_virtual_devices(number: int) -> None:

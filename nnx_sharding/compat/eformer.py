@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..analysis.parameters import device_bytes, parameter_table
-from ..core.flatten import flatten
-from ..core.resharding import apply_shardings, mesh_here, sharding_of
+from ..core.resharding import mesh_here, sharding_of
 from ..core.targets import Specs, check_specs
 from ..errors import (
     NoMeshError,
@@ -31,18 +26,14 @@ from ..errors import (
     raise_listed,
     report,
 )
-from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
+from ..partition.constrain import is_array, report_corrections, with_sharding_constraint
 from ..partition.patterns import read_patterns
-from ..partition.rules import from_rules
 from ..partition.variables import NamedVariable, map_variables
 from ..specs.filters import shadowed
 from ..specs.fitting import fit_sharding, spec_axes, suggested_spec, suggestion, with_entries
 from ..specs.state_sharding import StateSharding, is_single_spec
 
 __all__ = [
-    "ShardAndGather",
-    "analyze_sharding_strategy",
-    "create_pattern_based_partition_spec",
     "extract_sharding_structure",
     "extract_shardings",
     "get_axes_size_in_mesh",
@@ -216,68 +207,12 @@ def match_partition_rules(
     return result
 
 
-def create_pattern_based_partition_spec(
-    pattern: str,
-    mesh: AnyMesh | None = None,
-    default_spec: PartitionSpec | None = None,
-) -> Callable[[str, Any], PartitionSpec]:
-    """Reads rules such as ``"attention|mlp->data,hidden->None.model"``.
-
-    A rule is a regular expression, ``->`` and the axes of the dimensions, separated by dots (or
-    commas); the first that is found in a name decides. ``None`` replicates a dimension,
-    ``data+model`` shards it over both axes. Names without a rule get ``default_spec``, or ``P()``.
-    The result takes a name and an array, to whose rank specs are truncated. If a mesh is given, it
-    must have the axes.
-    """
-    rules: list[tuple[str, list[Any]]] = []
-    for piece in pattern.split(","):
-        regex, arrow, dimensions = map(str.strip, piece.rpartition("->"))
-        if arrow:
-            rules.append((regex, []))
-        entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
-        if not rules or not all(map(all, entries)) or (arrow and not regex):
-            raise ValueError(
-                f"expected rules such as 'up|gate->None.model', got {piece!r} in {pattern!r}."
-            )
-        rules[-1][1].extend(
-            None if axes == ("None",) else axes if axes[1:] else axes[0] for axes in entries
-        )
-    specs = [(regex, PartitionSpec(*entries)) for regex, entries in rules]
-    pairs = read_patterns("create_pattern_based_partition_spec", [*specs], "regex")
-    pairs.append((lambda *_: True, default_spec or PartitionSpec()))
-    problems = [str(p) for _, spec in pairs for p in fit_sharding(spec, mesh).problems]
-    if problems:
-        raise ValueError(f"{pattern!r} does not fit the mesh: {'; '.join(problems)}.")
-
-    def spec_of(name: str, array: Any) -> PartitionSpec:
-        spec = next(spec for filter_, spec in pairs if filter_((name,), array))
-        return with_entries(spec, spec.partitions[: len(getattr(array, "shape", ()))])
-
-    return spec_of
-
-
-class ShardAndGather(tuple[Any, Any]):
-    """``(shard_fns, gather_fns)`` of :func:`make_shard_and_gather_fns`, and both for a tree."""
-
-    _specs: Any
-    _mesh: AnyMesh | None
-
-    def shard(self, tree: Any) -> Any:
-        """Shards all arrays of a tree together; modules are updated in place."""
-        return with_sharding_constraint(tree, self._specs, mesh=self._mesh)
-
-    def gather(self, tree: Any) -> Any:
-        """Replicates every array on every device, with one compiled program."""
-        replicated = jax.tree_util.tree_map(_replicated, self._specs, is_leaf=_is_leaf)
-        return with_sharding_constraint(tree, replicated, mesh=self._mesh)
-
-
-def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> ShardAndGather:
+def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
     """Functions that shard arrays by specs, and functions that gather them on the host.
 
     ``partition_specs`` is a pytree of specs, shardings and ``StateSharding``, for the mesh in
-    context now. The result is ``(shard_fns, gather_fns)``, two trees like it, with the methods of
-    :class:`ShardAndGather`. A gather function makes full NumPy arrays, one at a time.
+    context now. The result is ``(shard_fns, gather_fns)``, two trees like it. A gather function
+    makes full NumPy arrays, one at a time.
     """
     mesh = _mesh_for("make_shard_and_gather_fns", partition_specs, mesh)
 
@@ -285,15 +220,18 @@ def make_shard_and_gather_fns(partition_specs: Any, mesh: AnyMesh | None = None)
         return lambda tree: with_sharding_constraint(tree, spec, mesh=mesh)
 
     def gather_fn(spec: Any) -> Callable[[Any], Any]:
-        replicate = shard_fn(_replicated(spec))
+        everywhere = PartitionSpec()
+        is_named = isinstance(spec, NamedSharding)
+        replicate = shard_fn(NamedSharding(spec.mesh, everywhere) if is_named else everywhere)
         return lambda tree: jax.tree.map(
             lambda x: jax.device_get(replicate(x)) if is_array(x) else x, tree
         )
 
-    functions = (shard_fn, gather_fn)
-    result = ShardAndGather(jax.tree.map(f, partition_specs, is_leaf=_is_leaf) for f in functions)
-    result._specs, result._mesh = partition_specs, mesh
-    return result
+    shard_fns, gather_fns = (
+        jax.tree.map(function, partition_specs, is_leaf=_is_leaf)
+        for function in (shard_fn, gather_fn)
+    )
+    return shard_fns, gather_fns
 
 
 def _mesh_for(name: str, partition_specs: Any, mesh: Any) -> Any:
@@ -308,89 +246,23 @@ def _is_leaf(x: Any) -> bool:
     return is_single_spec(x) or isinstance(x, StateSharding)
 
 
-def _replicated(spec: Any) -> Any:
-    """The sharding that gathers an array with this one."""
-    replicated = PartitionSpec()
-    return NamedSharding(spec.mesh, replicated) if isinstance(spec, NamedSharding) else replicated
-
-
-def analyze_sharding_strategy(
-    pytree: Any, partition_specs: Any, mesh: AnyMesh | None = None
-) -> dict[str, Any]:
-    """Counts the parameters and bytes that specs give each device.
-
-    Args:
-      pytree: arrays or modules, also abstract ones; only shapes are read.
-      partition_specs: a prefix of specs, corrected as by :func:`with_sharding_constraint`, or a
-        mapping from paths such as ``blocks/3/up/kernel`` to specs.
-      mesh: the mesh.
-
-    Returns:
-      ``total_parameters`` and ``sharded_parameters``; ``memory_per_device``, bytes by the id of the
-      device (its position in an abstract mesh); ``balance_score``, their mean over their maximum;
-      and ``partition_stats``: ``arrays``, ``parameters``, ``bytes``, ``bytes_per_device`` by spec.
-    """
-    is_mapping = isinstance(partition_specs, Mapping)
-    keys = pytree.keys() if isinstance(pytree, Mapping) else ()
-    if is_mapping and any("/" in str(key) and key not in keys for key in partition_specs):
-        rules = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
-        partition_specs = from_rules(rules)
-    mesh = _mesh_for("analyze_sharding_strategy", partition_specs, mesh)
-    flat = flatten(pytree)
-    leaves = [_abstract(leaf) for leaf in flat.leaves]
-    abstract = flat._replace(leaves=leaves)
-    assigned = assign(pytree, abstract, partition_specs, mesh=mesh, strict=False)
-    ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
-    rows = parameter_table(apply_shardings(leaves, [each.sharding for each in assigned]))
-    held = dict.fromkeys(ids, 0) | device_bytes(rows)
-    stats: dict[Any, Counter[str]] = {}
-    for row in rows:
-        counts = stats.setdefault(row.spec, Counter())
-        counts["arrays"] += 1
-        counts["parameters"] += math.prod(row.shape)
-        counts["bytes"] += row.bytes_total
-        counts["bytes_per_device"] += row.bytes_per_device
-    most = max(held.values(), default=0)
-    sharded = (math.prod(row.shape) for row in rows if row.shard_shape != row.shape)
-    return {
-        "total_parameters": sum(math.prod(row.shape) for row in rows),
-        "sharded_parameters": sum(sharded),
-        "memory_per_device": held,
-        "balance_score": sum(held.values()) / len(held) / most if most else 1.0,
-        "partition_stats": {spec: dict(counts) for spec, counts in stats.items()},
-    }
-
-
-def _abstract(leaf: Any) -> Any:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(leaf))
-
-
-def extract_sharding_structure(pytree: Any) -> Any:
+def extract_sharding_structure(pytree: Any, mesh: AnyMesh | None = None) -> Any:
     """The tree with its ``NamedSharding`` in place of each array; None for arrays without one.
 
-    A module becomes an ``nnx.State``, a Variable a sharding.
-    """
-    return _extracted(pytree, _named)
-
-
-get_shardings_with_structure = extract_sharding_structure
-
-
-def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
-    """Does the same as :func:`extract_sharding_structure`, and makes shardings of specs.
-
-    A leaf may be a spec, or have one as its attribute ``sharding``; ``mesh`` is their mesh.
+    A module becomes an ``nnx.State``, a Variable a sharding. A leaf that is a spec, or has one as
+    its attribute ``sharding``, becomes a sharding on ``mesh``.
     """
 
-    def read(leaf: Any) -> Any:
-        spec = leaf if isinstance(leaf, PartitionSpec) else sharding_of(leaf)
-        if isinstance(spec, PartitionSpec):
-            return NamedSharding(get_incontext_mesh() if mesh is None else mesh, spec)
-        return _named(leaf)
+    def read(leaf: Any) -> NamedSharding | None:
+        sharding = leaf if isinstance(leaf, PartitionSpec) else sharding_of(leaf)
+        if isinstance(sharding, PartitionSpec):
+            return NamedSharding(get_incontext_mesh() if mesh is None else mesh, sharding)
+        return sharding if isinstance(sharding, NamedSharding) else None
 
-    return _extracted(tree, read)
+    return _extracted(pytree, read)
+
+
+extract_shardings = get_shardings_with_structure = extract_sharding_structure
 
 
 def get_partition_spec(tree: Any) -> Any:
@@ -411,11 +283,6 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 _MISSING = object()
-
-
-def _named(leaf: Any) -> NamedSharding | None:
-    sharding = sharding_of(leaf)
-    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _extracted(tree: Any, read: Callable[[Any], Any]) -> Any:
@@ -442,26 +309,19 @@ def _extracted(tree: Any, read: Callable[[Any], Any]) -> Any:
 def get_names_from_partition_spec(specs: Any) -> list[str]:
     """The mesh axes that specs name, each once, in the order of their first occurrence.
 
-    ``specs`` is a spec, a sharding, a ``StateSharding``, a name, None, or any nesting of tuples,
-    lists and mappings of them.
+    ``specs`` is a pytree of specs, shardings, ``StateSharding``, names and None.
     """
-    return list(dict.fromkeys(_names(specs)))
-
-
-def _names(specs: Any) -> Iterator[str]:
-    specs = specs.spec if isinstance(specs, NamedSharding) else specs
-    specs = specs.shardings if isinstance(specs, StateSharding) else specs
-    match specs:
-        case None | PartitionSpec.UNCONSTRAINED:
-            return
-        case str():
-            yield specs
-        case PartitionSpec():
-            yield from spec_axes(specs)
-        case Mapping() | nnx.State():
-            yield from _names([*specs.values()])
-        case tuple() | list():
-            for part in specs:
-                yield from _names(part)
-        case _:
-            raise TypeError(f"{specs!r} is not a PartitionSpec or a pytree of them.")
+    names: list[str] = []
+    for leaf in jax.tree.leaves(specs, is_leaf=_is_leaf):
+        match leaf.spec if isinstance(leaf, NamedSharding) else leaf:
+            case PartitionSpec() as spec:
+                names += spec_axes(spec)
+            case StateSharding(shardings=shardings):
+                names += get_names_from_partition_spec(shardings)
+            case str() as name:
+                names.append(name)
+            case None | PartitionSpec.UNCONSTRAINED:
+                pass
+            case _:
+                raise TypeError(f"{leaf!r} is not a PartitionSpec or a pytree of them.")
+    return list(dict.fromkeys(names))

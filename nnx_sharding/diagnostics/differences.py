@@ -18,6 +18,7 @@ from ..core.signature import Signature
 from ..core.static_equality import Static
 from ..core.static_parts import Kind
 from ..core.structure import LEAF, Container, Group, StaticEntry, Structure, parts_of
+from ..errors import shortened
 from ..specs.fitting import describe_mesh
 from ..specs.paths import accessor
 from .captured import closure
@@ -39,38 +40,36 @@ _MAX_FACTS = 1000  # about one static value, which may refer to any number of ob
 
 
 class Facts(NamedTuple):
-    """The facts about a call by the expression for each part, and the expressions by a hash."""
+    """The facts about a call by the expression for each part, also as a set of pairs."""
 
     facts: dict[str, Fact]
-    labels: dict[int, str]
+    items: frozenset[tuple[str, Fact]]
     arguments: frozenset[str]
 
 
-def differences(old: Side, new: Side, limit: int = 10) -> list[str]:
+def differences(old: Side, new: Side) -> list[str]:
     """How the arguments of two calls differ, as far as both calls have them."""
-    lines = compare(facts_of(*old), facts_of(*new))
-    return lines if len(lines) <= limit else [*lines[:limit], "…"]
+    return shortened(compare(facts_of(*old), facts_of(*new)))
 
 
 def facts_of(signature: Signature, structure: Structure) -> Facts:
     """All facts about a call."""
     facts = _facts(signature, structure)
-    labels = {hash((label, fact)): label for label, fact in facts.items()}
-    return Facts(facts, labels, frozenset(_arguments(signature)))
+    dynamic = [signature.names[i] for i in signature.dynamic]
+    static = [f"static argument {name}" for name in signature.static_names]
+    arguments = frozenset([*dynamic, *signature.dynamic_keywords, *static])
+    return Facts(facts, frozenset(facts.items()), arguments)
 
 
 def distance(old: Facts, new: Facts) -> int:
     """The number of facts that differ; much faster than comparing them."""
-    return len(old.labels.keys() ^ new.labels.keys())
+    return len(old.items ^ new.items)
 
 
 def compare(old: Facts, new: Facts) -> list[str]:
     """Like :func:`differences`, without a limit."""
     before, after = old.facts, new.facts
-    marks = old.labels.keys() ^ new.labels.keys()
-    different = {
-        labels[mark] for labels in (old.labels, new.labels) for mark in marks & labels.keys()
-    }
+    different = {label for label, _ in old.items ^ new.items}
     order = [label for label in after | before if label in different]
     changed = dict.fromkeys(old.arguments ^ new.arguments, "")
     candidates: list[str] = []
@@ -131,12 +130,6 @@ def _difference(a: Fact, b: Fact) -> str | None:
     old, new = (x.flat[indices[0]].item() for x in arrays)
     more = f", and {len(indices) - 1} other elements" if len(indices) > 1 else ""
     return f"{where or ''}: {old} → {new}{more}"
-
-
-def _arguments(signature: Signature) -> list[str]:
-    dynamic = (signature.names[i] for i in signature.dynamic)
-    static = (f"static argument {name}" for name in signature.static_names)
-    return [*dynamic, *signature.dynamic_keywords, *static]
 
 
 def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
@@ -215,6 +208,10 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
         if kind is dict:
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
         return _shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
+    return _named(kind)
+
+
+def _named(kind: type) -> str:
     return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
 
 
@@ -259,7 +256,7 @@ def _show_safely(value: Any) -> str:
     if kind in _PLAIN or issubclass(kind, (*_NAMED, Mesh, AbstractMesh)):
         return show(value)
     size = f" of {len(value)}" if kind in _BRACKETS else ""
-    return f"{'an' if kind.__name__[:1] in 'AEIOUaeiou' else 'a'} {kind.__name__}{size}"
+    return f"{_named(kind)}{size}"
 
 
 def _facts_of_value(value: Any, show: Callable[[Any], str]) -> dict[str, Fact]:

@@ -24,16 +24,9 @@ def progress(
 ) -> Iterator[Callable[[str], None]]:
     """Shows a bar on stderr once the block has taken two seconds, and removes it at its end.
 
-    With several processes only the first shows one. Nothing is shown with ``NNX_SHARDING_QUIET=1``
-    in the environment.
-
-    Args:
-      title: what is being done.
-      total: the number of steps; None if it is not known.
-      quiet: whether to show nothing.
-
-    Yields:
-      A function that is called after each step, with a name to show next to the title.
+    With several processes only the first shows one; with ``NNX_SHARDING_QUIET=1`` in the
+    environment, none. Yields a function to call after each step, with a name to show next to the
+    title.
     """
     if quiet or not _is_shown() or not _BAR.acquire(blocking=False):
         yield lambda _: None
@@ -41,13 +34,10 @@ def progress(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    count = () if total is None else (MofNCompleteColumn(),)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        *count,
-        TimeElapsedColumn(),
-    )
+    title_column = TextColumn("{task.description}", markup=False)
+    columns = [title_column, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    if total is None:
+        columns.pop(2)
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=total)
     timer = threading.Timer(DELAY_S, bar.start)

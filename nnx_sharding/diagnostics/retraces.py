@@ -14,11 +14,11 @@ import jax
 
 from ..core.pure import Pure
 from ..core.structure import Structure
+from ..errors import shortened
 from ..specs.fitting import describe_both, describe_mesh
 from .differences import Facts, Side, arguments_of, compare, distance, facts_of, show
 
 MAX_COMPARED = 64  # a comparison goes through all static values of the model
-MAX_SHOWN = 10  # differences in a message
 
 
 class Trace(NamedTuple):
@@ -81,11 +81,7 @@ class Retrace:
 
 
 class Retraces(tuple[Retrace, ...]):
-    """Why functions were traced and compiled, oldest first; ``print`` shows it.
-
-    Example:
-      See :func:`~nnx_sharding.explain_retraces`.
-    """
+    """Why functions were traced and compiled, oldest first; ``print`` shows it."""
 
     _text: str
 
@@ -211,9 +207,7 @@ def _reshardings(old: Compilation, new: Compilation) -> list[str]:
 
 def shown(differences: Sequence[str], reason: str) -> list[str]:
     """The differences that fit in a message; if there are none, a reason for that."""
-    more = len(differences) - MAX_SHOWN
-    lines = [*differences[:MAX_SHOWN], *[f"… and {more} more"] * (more > 0)]
-    return lines or [f"no visible difference: {reason}"]
+    return shortened(differences) or [f"no visible difference: {reason}"]
 
 
 def nearest(
@@ -225,10 +219,6 @@ def nearest(
         side = trace.pure.signature, trace.pure.structure
         return cache.get(side) or cache.setdefault(side, facts_of(*side))
 
-    def number_of_static_differences(old: Trace) -> int:
-        is_same = old.pure.structure == new.pure.structure
-        return 0 if is_same else distance(facts(old), facts(new))
-
     candidates = earlier[: -MAX_COMPARED - 1 : -1]
     alike = (old for old in candidates if hash(old.pure.structure) == hash(new.pure.structure))
     same = next((old for old in alike if old.key == new.key), None)
@@ -236,7 +226,8 @@ def nearest(
         return same and (same, [])
     old, least = candidates[0], math.inf
     for candidate in candidates:
-        number = number_of_static_differences(candidate)
+        is_same = candidate.pure.structure == new.pure.structure
+        number = 0 if is_same else distance(facts(candidate), facts(new))
         if number < least:
             number += 2 * len(_other_differences(candidate, new))
         if number < least:

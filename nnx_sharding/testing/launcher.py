@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from ..partition.mesh import MOST_DEVICES
 from . import worker
@@ -22,7 +22,7 @@ from . import worker
 # The rank of a process that has ended, and its exit code; no rank for the end of the launch.
 _Ends: TypeAlias = "queue.SimpleQueue[tuple[int | None, int]]"
 _TIMED_OUT = 124  # as for timeout(1)
-DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
 def launch(
@@ -37,8 +37,8 @@ def launch(
     """Runs a Python program in several processes on this machine, and waits for them.
 
     In each of them ``jax.distributed.initialize()`` needs no arguments. Their output is shown line
-    by line, prefixed with the number of the process. The first failure ends all of them, with what
-    they have started in their process groups.
+    by line, after the number of the process. The first failure ends all of them, with what they
+    have started in their process groups.
 
     Args:
       program: a script and its arguments, or ``-m``, a module and its arguments.
@@ -74,51 +74,78 @@ def launch(
         )
     ends: _Ends = queue.SimpleQueue()
     workers: list[subprocess.Popen[str]] = []
-    stderr = [deque[str](maxlen=20) for _ in range(processes)]
     readers: list[threading.Thread] = []
+    stderr = [deque[str](maxlen=20) for _ in range(processes)]
+    failed, code, started = None, 0, time.monotonic()
     with _signals_to(ends), socket.socket() as port:
         # Bound, but not listening: gRPC also sets SO_REUSEPORT, so JAX can listen on it.
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{port.getsockname()[1]}"
-        started = time.monotonic()
         try:
-            for rank in range(processes):
-                sizes = (rank, processes, devices_per_process)
-                process = _start(program, environment_of(*sizes, platform, address, os.environ))
+            for rank, last in enumerate(stderr):
+                process = subprocess.Popen(
+                    [sys.executable, worker.__file__, *program],
+                    env=_environment(rank, processes, devices_per_process, platform, address),
+                    stdin=subprocess.PIPE,  # the worker ends when it is closed
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                    start_new_session=True,  # only the launcher receives Ctrl-C
+                )
                 workers.append(process)
                 _thread(_wait, rank, process, ends)
-                for pipe, shown, last in (
-                    (process.stdout, sys.stdout, deque[str](maxlen=0)),
-                    (process.stderr, sys.stderr, stderr[rank]),
-                ):
-                    readers.append(_thread(_copy, rank, pipe, shown, last, ends))
-            failed, code = _first_failure(ends, processes, timeout)
-            seconds = time.monotonic() - started
+                readers.append(_thread(_copy, rank, process.stdout, sys.stdout, None, ends))
+                readers.append(_thread(_copy, rank, process.stderr, sys.stderr, last, ends))
+            running = processes
+            while running and not code:
+                passed = time.monotonic() - started
+                left = None if timeout is None else max(0.0, timeout - passed)
+                failed, code = ends.get(timeout=left)
+                running -= 1
+        except queue.Empty:
+            failed, code = None, _TIMED_OUT
         finally:
+            seconds = time.monotonic() - started
             _end(workers, grace)
     for reader in readers:
         reader.join(grace)
     if code:
-        how = "timed out" if code == _TIMED_OUT else f"ended by {_cause(code)}"
-        who = how if failed is None else f"process {failed} failed with {_cause(code)}"
+        n = code - 128
+        name = f"signal {n} ({signal.Signals(n).name})" if n in set(signal.Signals) else ""
+        how = "timed out" if code == _TIMED_OUT else f"ended by {name}"
+        who = (
+            how if failed is None else f"process {failed} failed with {name or f'exit code {code}'}"
+        )
         lines = [] if failed is None else [f"  {line}" for line in stderr[failed]]
         message = f"launch: {who}, after {seconds:.1f} s; all processes were ended"
         print("\n".join([message, *lines]), file=sys.stderr)
     return code
 
 
-def _start(program: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, worker.__file__, *program],
-        env=environment,
-        stdin=subprocess.PIPE,  # the worker ends when it is closed, also by the launcher's end
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="backslashreplace",
-        start_new_session=True,  # only the launcher receives Ctrl-C
-    )
+def _environment(
+    rank: int, processes: int, devices: int, platform: str, address: str
+) -> dict[str, str]:
+    """The environment of one process: that of a Slurm step, from which JAX takes rank and size."""
+    # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
+    hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    flags = re.sub(rf"{_DEVICE_COUNT}=\S*", "", kept.get("XLA_FLAGS", ""))
+    return {
+        "SLURM_JOB_ID": "0",
+        **kept,
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else it listens on all interfaces
+        "JAX_LOCAL_DEVICE_IDS": ",".join(str(rank * devices + i) for i in range(devices)),
+        "JAX_PLATFORMS": platform,
+        "PYTHONUNBUFFERED": "1",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": str(processes),
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NODELIST": "localhost",
+        "XLA_FLAGS": f"{flags} {_DEVICE_COUNT}={devices}",
+    }
 
 
 def _thread(function: Any, *args: Any) -> threading.Thread:
@@ -133,18 +160,13 @@ def _wait(rank: int, process: subprocess.Popen[str], ends: _Ends) -> None:
     ends.put((rank, code if code >= 0 else 128 - code))
 
 
-def _cause(code: int) -> str:
-    if code - 128 in set(signal.Signals):
-        return f"signal {code - 128} ({signal.Signals(code - 128).name})"
-    return f"exit code {code}"
-
-
-def _copy(rank: int, pipe: IO[str], shown: Any, last: deque[str], ends: _Ends) -> None:
+def _copy(rank: int, pipe: Any, shown: Any, last: deque[str] | None, ends: _Ends) -> None:
     """Shows each line with the number of its process; very long ones in parts."""
     with pipe:
         for line in iter(lambda: pipe.readline(1 << 20), ""):
             line = line.removesuffix("\n")
-            last.append(line[:2000])
+            if last is not None:
+                last.append(line[:2000])
             try:
                 print(f"[{rank}] {line}\n", end="", file=shown, flush=True)
             except BrokenPipeError:
@@ -152,31 +174,16 @@ def _copy(rank: int, pipe: IO[str], shown: Any, last: deque[str], ends: _Ends) -
                 ends.put((None, 128 + signal.SIGPIPE))
 
 
-def _first_failure(ends: _Ends, running: int, timeout: float | None) -> tuple[int | None, int]:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while running:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            rank, code = ends.get(timeout=left)
-        except queue.Empty:
-            return None, _TIMED_OUT
-        if code:
-            return rank, code
-        running -= 1
-    return None, 0
-
-
 def _end(workers: Sequence[subprocess.Popen[str]], grace: float) -> None:
     """Ends the process groups of the workers: asks them, then kills what is left."""
-    deadline = time.monotonic() + grace
     for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + grace
         for process in workers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
         for process in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-        deadline += grace
     for process in workers:
         assert process.stdin is not None
         process.stdin.close()
@@ -193,32 +200,3 @@ def _signals_to(ends: _Ends) -> Iterator[None]:
     finally:
         for number, old in zip(numbers, before, strict=True):
             signal.signal(number, old)
-
-
-def environment_of(
-    rank: int,
-    processes: int,
-    devices: int,
-    platform: str,
-    address: str,
-    inherited: Mapping[str, str],
-) -> dict[str, str]:
-    """The environment of one process: that of a Slurm step, from which JAX takes rank and size."""
-    # JAX looks for Open MPI first; the other variable competes with XLA_FLAGS.
-    hidden = {name for name in inherited if name.startswith("OMPI_")} | {"JAX_NUM_CPU_DEVICES"}
-    kept = {name: value for name, value in inherited.items() if name not in hidden}
-    flags = re.sub(rf"{DEVICE_COUNT}=\S*", "", kept.get("XLA_FLAGS", "")).split()
-    return {
-        **kept,
-        "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # else it listens on all interfaces
-        "JAX_LOCAL_DEVICE_IDS": ",".join(str(rank * devices + i) for i in range(devices)),
-        "JAX_PLATFORMS": platform,
-        "PYTHONUNBUFFERED": "1",
-        "SLURM_JOB_ID": kept.get("SLURM_JOB_ID", "0"),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NTASKS": str(processes),
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NODELIST": "localhost",
-        "XLA_FLAGS": " ".join([*flags, f"{DEVICE_COUNT}={devices}"]),
-    }

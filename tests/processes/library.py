@@ -183,8 +183,8 @@ def check_constraints():
     assert_holds(model.up.kernel[...], ALONE.up.kernel[...])
     turned = Mesh(MESH.devices[::-1], MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
     assert_holds(placed(P("data"), placed(P("data", "model")), turned), NUMBERS)
-    both = make_shard_and_gather_fns({"x": P("data", "model")}, MESH)
-    gathered = both.gather(both.shard({"x": NUMBERS}))["x"]
+    shard, gather = make_shard_and_gather_fns({"x": P("data", "model")}, MESH)
+    gathered = gather["x"](shard["x"](NUMBERS))
     np.testing.assert_array_equal(np.asarray(gathered), NUMBERS)
 
 
