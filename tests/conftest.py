@@ -27,7 +27,7 @@ settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 import configurations  # noqa: E402
-from nnx_sharding.report.compiling import Compilers  # noqa: E402
+from nnx_sharding.report.compiler_process import CompilerProcess  # noqa: E402
 
 _put = LRUCache.put
 
@@ -75,4 +75,6 @@ def uncached():
 @pytest.fixture
 def compile_here(monkeypatch):
     """Plans compile in this process: starting others takes longer than compiling small programs."""
-    monkeypatch.setattr(Compilers, "_compile", lambda _, lowered, options: lowered.compile(options))
+    monkeypatch.setattr(
+        CompilerProcess, "compile", lambda _, lowered, options: lowered.compile(options)
+    )

@@ -256,6 +256,7 @@ def test_slices():
     assert all(each.in_shardings[2] == P(("replica", "data")) for each in found.candidates.values())
 
 
+@pytest.mark.usefixtures("compile_here")
 def test_axes_have_the_names_of_the_step():
     args = program("mlp")
     options = {"devices": 4, "strategies": ["fsdp", "fsdp + tensor"], "memory_limit": "1 GiB"}
