@@ -212,6 +212,12 @@ class PathGlob(PathPattern):
         super().__init__(pattern, rf"(?s)\A(?=.){regex}\Z" if slash else "")
 
 
+def glob_hint(text: str) -> str:
+    """A hint for a regular expression that matches nothing, if it looks like a glob."""
+    is_glob = re.search(r"\*\*|(^|/)\*(/|$)", text) is not None
+    return f" For globs, pass PathGlob({text!r})." if is_glob else ""
+
+
 _GLOB_PART = re.compile(r"(\*)|\?|\[(!?)(\]?[^\]]*)\]|(.)", re.DOTALL)
 
 
