@@ -27,7 +27,7 @@ from nnx_sharding.activations.intercept import Method, handler_here, with_handle
 
 AUTO = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 X = jnp.ones((8, 4))
-OPTIONS = {"mesh": AUTO, "activation_shardings": {"": P("data")}}
+OPTIONS = {"mesh": AUTO, "activation_shardings": {"^$": P("data")}}
 
 
 class Scale(nnx.Module):

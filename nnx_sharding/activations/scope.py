@@ -18,7 +18,7 @@ from ..core.resharding import apply_shardings, mesh_here, without_unconstrained
 from ..core.retyping import retyped, type_spec, with_reduced
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
-from ..specs.activation_sharding import Activation, ActivationSharding, is_activation_spec
+from ..specs.activation_sharding import ActivationSharding, InOutSharding, is_activation_spec
 from ..specs.fitting import (
     axes_of,
     axes_of_type,
@@ -84,7 +84,7 @@ class Scope:
     @property
     def named_methods(self) -> frozenset[str]:
         """The methods that filters name."""
-        return frozenset(method for source in self._sources for method in source.methods)
+        return frozenset(x.method for source in self._sources for x in source.shardings)
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         pure, built = self._pure, self._built
@@ -143,12 +143,13 @@ class Scope:
             try:
                 out = self._called(tag, frame, module, method, call, args, kwargs)
             except _compat.SHARDING_ERRORS as error:
-                self._refuse_untyped(tag, module, (args, kwargs), error)
+                self._refuse_untyped(tag, module, method, (args, kwargs), error)
             except ValueError as error:
                 if self._is_explicit and _USES_TYPES.search(str(error)):
                     notes = getattr(error, "__notes__", ())
                     if not any(_NOTE in note for note in notes):  # it is the innermost module
-                        entry = {path_string(tag.path): Activation(axis_types=AxisType.Explicit)}
+                        as_written = InOutSharding(method=method, axis_types=AxisType.Explicit)
+                        entry = {_exactly(tag.path): as_written}
                         error.add_note(f"{tag.accessor} {_NOTE} activation_shardings={entry!r}.")
                 raise
             frame.returned(module, method, out)
@@ -225,7 +226,7 @@ class Scope:
         return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
 
     def _auto_axes(
-        self, tag: Tag, chosen: Activation, module: Any, explicit: frozenset[Any], inputs: Any
+        self, tag: Tag, chosen: InOutSharding, module: Any, explicit: frozenset[Any], inputs: Any
     ) -> frozenset[Any]:
         """The Explicit axes that are Auto while a method runs.
 
@@ -238,7 +239,7 @@ class Scope:
         if chosen.axis_types is not None:
             return explicit if chosen.axis_types is AxisType.Auto else frozenset()
         for source in tag.sources:
-            if any(x.axis_types is AxisType.Explicit for x in source.activations):
+            if any(x.axis_types is AxisType.Explicit for x in source.shardings):
                 inside = (((*tag.path, *path), one) for path, one in modules_in(module))
                 if any(source.is_explicit(*one) for one in inside):
                     return frozenset()
@@ -246,7 +247,9 @@ class Scope:
         is_chosen = infers or (chosen.output is not None and is_layer(module))
         return explicit if is_chosen and not reduces_inside(module) else frozenset()
 
-    def _refuse_untyped(self, tag: Tag, module: Any, inputs: Any, error: Exception) -> NoReturn:
+    def _refuse_untyped(
+        self, tag: Tag, module: Any, method: str, inputs: Any, error: Exception
+    ) -> NoReturn:
         """Raises an error that names the innermost module in which JAX cannot type an operation."""
         values = [_compat.get_value(variable) for _, variable in own_variables(module)]
         avals = map(jax.typeof, arrays_in((inputs, values)))
@@ -255,8 +258,10 @@ class Scope:
         count = max((i for i, x in enumerate(spec.partitions[:-1], 1) if x), default=0)
         entry: Any = PartitionSpec(*spec.partitions[:count])
         if not is_layer(module):
-            entry = Activation(entry, axis_types=AxisType.Auto)
-        offender = (tag.accessor, path_string(tag.path), module, error, types, entry)
+            entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
+        elif method != "__call__":
+            entry = InOutSharding(entry, method=method)
+        offender = (tag.accessor, _exactly(tag.path), module, error, types, entry)
         refuse(Problem.CANNOT_BE_TYPED, [offender], name=self._transform.name)
 
     def _root_tag(self, module: Any) -> Tag:
@@ -271,7 +276,7 @@ class Scope:
             known = self._roots[id(module)]
         return known[0]
 
-    def _find(self, tag: Tag, frame: Frame, module: Any, method: str) -> tuple[Activation, bool]:
+    def _find(self, tag: Tag, frame: Frame, module: Any, method: str) -> tuple[InOutSharding, bool]:
         """The choice of the first source that has one, and whether that source is strict."""
         choices = []
         for source in tag.sources:
@@ -369,9 +374,9 @@ class Scope:
                 Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
             )
         unused = [
-            (filter_,)
+            (source.filters[index], sharding.method)
             for number, source in enumerate(self._sources)
-            for index, filter_ in enumerate(source.filters)
+            for index, sharding in enumerate(source.shardings)
             if source.strict and (number, index) not in self.declaration.used
         ]
         if unused:
@@ -383,7 +388,12 @@ _NOTE = (
     "reshard or a mesh itself, pass"
 )
 _USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)
-_NOTHING = Activation()
+_NOTHING = InOutSharding()
+
+
+def _exactly(path: Path) -> str:
+    """The regular expression for one path."""
+    return f"^{re.escape(path_string(path))}$"
 
 
 def _spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
