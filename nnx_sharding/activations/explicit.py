@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
 from ..core.flatten import flatten
 from ..core.resharding import called, rebuilt
 from ..core.retyping import Retyped, Retyping, type_spec
-from ..specs.fitting import axes_of, axes_of_type, only_axes, spec_axes
-from .variables import modules_in, own_variables
+from ..specs.fitting import axes_of_type, only_axes, spec_axes
 
 
 def with_auto_axes(
@@ -41,7 +39,7 @@ def with_auto_axes(
     if retyping is None:
         return call(*args, **kwargs)
     flat = flatten((module, args, kwargs))
-    arrays = Retyped.of(retyping, flat.leaves, summed_axes(module, (args, kwargs)))
+    arrays = Retyped.of(retyping, flat.leaves)
     try:
         after = called(flat, arrays, lambda tree: call(*tree[1], **tree[2]))
     except BaseException:
@@ -80,46 +78,6 @@ def opened(spec: PartitionSpec | None) -> PartitionSpec | None:
 
 
 OPEN = PartitionSpec.UNCONSTRAINED
-
-
-def reduces_inside(module: Any) -> bool:
-    """Whether a module holds modules with a parameter of a reduced type."""
-    _, *inner = modules_in(module)
-    return any(is_reduced(one) for _, one in inner)
-
-
-def is_reduced(module: Any) -> bool:
-    """Whether one of a module's own parameters has a reduced type."""
-    specs = (type_spec(_compat.get_value(variable)) for _, variable in own_variables(module))
-    return any(spec is not None and spec.reduced for spec in specs)
-
-
-# Layers that compute each row independently.
-_BY_ROWS = (
-    nnx.Linear,
-    nnx.LinearGeneral,
-    nnx.Einsum,
-    nnx.Conv,
-    nnx.ConvTranspose,
-    nnx.Embed,
-    nnx.LayerNorm,
-    nnx.RMSNorm,
-    nnx.GroupNorm,
-    nnx.LoRA,
-)
-
-
-def summed_axes(module: Any, inputs: Any) -> frozenset[Any]:
-    """The axes over which the gradients of a layer are sums over rows: those of its first input.
-
-    There, parameters may have a reduced type. Elsewhere JAX may count their gradients once for each
-    device: where axes become Auto, and where an embedding looks up replicated indices.
-    """
-    spec = type_spec(first_typed(inputs))
-    if spec is None or not spec.partitions or not isinstance(module, _BY_ROWS):
-        return frozenset()
-    owner = next((kind for kind in type(module).__mro__ if "__call__" in vars(kind)), None)
-    return frozenset(axes_of(spec.partitions[0])) if owner in _BY_ROWS else frozenset()
 
 
 def first_typed(inputs: Any) -> Any:

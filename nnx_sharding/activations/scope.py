@@ -37,11 +37,8 @@ from .explicit import (
     arrays_in,
     explicit_axes_here,
     first_typed,
-    is_reduced,
     opened,
     output_spec,
-    reduces_inside,
-    summed_axes,
     with_auto_axes,
 )
 from .intercept import handler_here
@@ -170,7 +167,7 @@ class Scope:
             first = self._constrained(args[0], chosen.input, tag, frame, "input", strict)
             args = (first, *args[1:])
         call = with_right_gradient(module, call, self._pure.batch_axes)
-        with Replaced(self._gathered(tag, module, (args, kwargs))):
+        with Replaced(self._gathered(tag, module)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None
             if pair is not None and pair[0].unreduced:  # only Explicit axes can be
@@ -231,8 +228,7 @@ class Scope:
         """The Explicit axes that are Auto while a method runs.
 
         All of them if it is declared so, if a strategy infers, or for a layer with a declared
-        output. None in modules that are declared to be Explicit, and those that hold such modules
-        or layers with reduced parameters, whose gradients JAX counts several times on Auto axes.
+        output. None in modules that are declared to be Explicit, and those that hold such modules.
         """
         if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
             return frozenset()
@@ -243,9 +239,9 @@ class Scope:
                 inside = (((*tag.path, *path), one) for path, one in modules_in(module))
                 if any(source.is_explicit(*one) for one in inside):
                     return frozenset()
-        infers = any(source.infer for source in tag.sources) or is_reduced(module)
+        infers = any(source.infer for source in tag.sources)
         is_chosen = infers or (chosen.output is not None and is_layer(module))
-        return explicit if is_chosen and not reduces_inside(module) else frozenset()
+        return explicit if is_chosen else frozenset()
 
     def _refuse_untyped(
         self, tag: Tag, module: Any, method: str, inputs: Any, error: Exception
@@ -289,7 +285,7 @@ class Scope:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
         return choices[0] if choices else (_NOTHING, False)
 
-    def _gathered(self, tag: Tag, module: Any, inputs: Any) -> list[tuple[Any, Any]]:
+    def _gathered(self, tag: Tag, module: Any) -> list[tuple[Any, Any]]:
         """The module's own Variables, with gathered values."""
         axes = tag.axes
         is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
@@ -305,8 +301,8 @@ class Scope:
                 kept = spec
                 if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
                     kept = with_entries(spec, only_axes(spec, self._axes - axes).partitions)
-                if spec.reduced:  # kept if possible, so that gradients are reduced only once
-                    kept = with_reduced(kept, spec.reduced & summed_axes(module, inputs))
+                if spec.reduced:  # of which JAX counts some gradients several times
+                    kept = with_reduced(kept, ())
                 if kept != spec:
                     goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
                     changes.append((variable, jax.sharding.reshard(value, goal)))
