@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .filters import PathRegex, Predicate, to_predicate
+from .filters import Predicate, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
 
@@ -161,7 +161,7 @@ class ActivationSharding:
 
     @functools.cached_property
     def _predicates(self) -> tuple[Predicate, ...]:
-        return tuple(PathRegex(x) if isinstance(x, str) else to_predicate(x) for x in self.filters)
+        return tuple(map(module_predicate, self.filters))
 
     def extended(
         self, filters: Mapping[Any, Any] | None = None, *, gather: Any = None

@@ -30,6 +30,11 @@ def to_predicate(filter_: Any) -> Predicate:
     return predicate
 
 
+def module_predicate(filter_: Any) -> Predicate:
+    """The predicate for a filter for modules: a string is searched in the path."""
+    return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)
+
+
 def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
     """``; did you mean 'up'?`` for a filter with a key that nearly equals one of ``keys``."""
     names = list(map(str, keys))

@@ -40,6 +40,18 @@ def described(value: Any) -> str:
     return jax.typeof(value).str_short() if is_array(value) else f"a {type(value).__name__}"
 
 
+def of_slots(function: Function, slots: Sequence[int], leaves: Sequence[Any]) -> Function:
+    """A function of the arrays in some slots only; the others are fixed."""
+
+    def call(*arrays: Any) -> Any:
+        every = [*leaves]
+        for slot, array in zip(slots, arrays, strict=True):
+            every[slot] = array
+        return function(*every)
+
+    return call
+
+
 class InnerTransform(Transform):
     """What these transforms decide: no shardings, and anything may be an argument."""
 
