@@ -20,7 +20,7 @@ from ..partition.axis_modes import explicit_axes
 from ..specs.fitting import axes_of, suggestion
 from ..specs.paths import accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
-from ..transforms.differentiation import ValueAndGrad
+from ..transforms.gradients import ValueAndGrad
 from ..transforms.in_trace import described
 from ..transforms.partial_sums import PartialSums, with_sums
 
@@ -110,14 +110,8 @@ def accumulate_gradients(
             def loop(rest: Any, microbatches: Any) -> Any:
                 given.arguments.update(rest)
                 sums = _partial_sums(microbatches)
-                form, partial = gradient.differentiated(given.args, given.kwargs, sums)
-                likes, treedef = jax.tree.flatten(form)
-                totals = [
-                    sums.zeros(like, dtype)
-                    if sums and is_partial
-                    else jnp.zeros_like(like, dtype=dtype)
-                    for like, is_partial in zip(likes, jax.tree.leaves(partial), strict=True)
-                ]
+                likes, zeros = gradient.zeros(given.args, given.kwargs, sums, dtype)
+                likes, treedef = jax.tree.flatten(likes)
 
                 def step(totals: Any, rest: Any, microbatch: Any) -> Any:
                     given.arguments.update(rest | microbatch)
@@ -129,7 +123,7 @@ def accumulate_gradients(
 
                 in_axes = (Carry, None, 1)
                 run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **options)
-                totals, values = run(totals, rest, microbatches)
+                totals, values = run(jax.tree.leaves(zeros), rest, microbatches)
                 means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
                 value = (values[0].mean(), values[1]) if has_aux else values.mean()
                 return value, jax.tree.unflatten(treedef, means)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -40,16 +40,15 @@ def described(value: Any) -> str:
     return jax.typeof(value).str_short() if is_array(value) else f"a {type(value).__name__}"
 
 
+def replaced(leaves: Sequence[Any], slots: Iterable[int], arrays: Iterable[Any]) -> list[Any]:
+    """Arrays with others in some slots."""
+    new = dict(zip(slots, arrays, strict=True))
+    return [new.get(slot, leaf) for slot, leaf in enumerate(leaves)]
+
+
 def of_slots(function: Function, slots: Sequence[int], leaves: Sequence[Any]) -> Function:
     """A function of the arrays in some slots only; the others are fixed."""
-
-    def call(*arrays: Any) -> Any:
-        every = [*leaves]
-        for slot, array in zip(slots, arrays, strict=True):
-            every[slot] = array
-        return function(*every)
-
-    return call
+    return lambda *arrays: function(*replaced(leaves, slots, arrays))
 
 
 class InnerTransform(Transform):
