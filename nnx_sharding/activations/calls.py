@@ -121,14 +121,7 @@ def in_call(path: str, method: str) -> Iterator[Frame]:
 
 
 class Recorder:
-    """Traces a function once more, to record the calls of modules in it. It holds no arrays.
-
-    Args:
-      fun: the function.
-      plan: the plan for its arguments.
-      flat: the arguments.
-      leaves: the arrays to trace with.
-    """
+    """Traces a function once more, to record the calls of modules in it. It holds no arrays."""
 
     def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Sequence[Any]):
         self._fun, self._plan = fun, plan

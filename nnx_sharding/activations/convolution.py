@@ -20,12 +20,8 @@ def with_right_gradient(
     """A method of a module, in which a grouped convolution has the right gradient.
 
     XLA multiplies the gradient of the kernel by the size of each mesh axis over which the rows are
-    not sharded. Over these axes, the convolution is therefore computed in a ``shard_map``.
-
-    Args:
-      module: the module.
-      call: its method.
-      batch_axes: the axes that shard the rows, where no axis is Explicit.
+    not sharded. Over these axes, the convolution is therefore computed in a ``shard_map``. Where no
+    axis is Explicit, ``batch_axes`` are those that shard the rows.
     """
     grouped = isinstance(module, nnx.Conv) and module.feature_group_count > 1
     if not grouped or module.conv_general_dilated is not jax.lax.conv_general_dilated:

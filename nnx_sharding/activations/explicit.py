@@ -24,15 +24,9 @@ def with_auto_axes(
     axes: frozenset[Any],
     leave: Callable[[jax.Array], jax.Array],
 ) -> Any:
-    """Calls a method with Explicit axes Auto.
+    """Calls a method of a module with some Explicit axes Auto.
 
-    Args:
-      module: the module.
-      call: its method.
-      args: its arguments.
-      kwargs: its keyword arguments.
-      axes: the axes that become Auto.
-      leave: gives an array that it returns the type that it has outside.
+    ``leave`` gives an array that the method returns the type that it has outside.
     """
     mesh = jax.sharding.get_abstract_mesh()
     retyping = Retyping.of(mesh, axes, AxisType.Auto, name="activation_shardings")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -42,8 +42,29 @@ from .explicit import (
     with_auto_axes,
 )
 from .intercept import handler_here
-from .tags import DECLARATIONS, Declaration, Shape, Tag
-from .variables import Replaced, is_layer, modules_in, own_variables
+from .variables import is_layer, modules_in, own_variables, replaced_values
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Tag(NamedTuple):
+    """What is known about a module; Flax passes it on with the module."""
+
+    name: str  # of its argument
+    path: Path
+    sources: tuple[ActivationSharding, ...]
+    axes: frozenset[Any]  # over which its own Variables are gathered
+    # The spec of each own Variable while the module runs, its shape outside of loops, and whether
+    # it is gathered.
+    specs: Mapping[Path, tuple[PartitionSpec, Shape, bool]]
+
+    @property
+    def accessor(self) -> str:
+        """The module as an expression, such as ``model.blocks[0].up``."""
+        return accessor(self.name, self.path)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.path))
 
 
 class Scope:
@@ -69,9 +90,8 @@ class Scope:
         self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
+        self._used = set[tuple[int, int]]()  # the filters that matched, by source
         self._tag_arguments(sources)
-        self._key = tuple(self._sources), pure.batch_axes
-        self.declaration = DECLARATIONS.setdefault(self._key, Declaration())
 
     @property
     def is_needed(self) -> bool:
@@ -167,7 +187,7 @@ class Scope:
             first = self._constrained(args[0], chosen.input, tag, frame, "input", strict)
             args = (first, *args[1:])
         call = with_right_gradient(module, call, self._pure.batch_axes)
-        with Replaced(self._gathered(tag, module)):
+        with replaced_values(self._gathered(tag, module)):
             mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
             pair = spec_and_mesh(chosen.output, mesh) if explicit else None
             if pair is not None and pair[0].unreduced:  # only Explicit axes can be
@@ -279,7 +299,7 @@ class Scope:
             index, activation = source.find(tag.path, module, method)
             if activation is not None and index is not None:
                 number = self._sources.index(source)
-                self.declaration.used.add((number, index))
+                self._used.add((number, index))
                 choices.append((activation, source.strict))
                 if len(choices) == 1:
                     frame.chosen_by = "user" if number < self._declared else "strategy"
@@ -350,16 +370,8 @@ class Scope:
         frame.constrained(new, sharding)
         return new
 
-    def forget(self) -> None:
-        """Keeps JAX from reusing traces of inner functions, whose problems would go unnoticed."""
-        DECLARATIONS.pop(self._key, None)
-
     def check(self) -> None:
-        """Checks for specs that did not fit, and unused filters.
-
-        Raises:
-          ValueError: there are any.
-        """
+        """Refuses specs that did not fit, and unused filters."""
         name = self._transform.name
         for source in self._sources:
             if self._mesh is not None and isinstance(source.gather, tuple):
@@ -373,7 +385,7 @@ class Scope:
             (source.filters[index], sharding.method)
             for number, source in enumerate(self._sources)
             for index, sharding in enumerate(source.shardings)
-            if source.strict and (number, index) not in self.declaration.used
+            if source.strict and (number, index) not in self._used
         ]
         if unused:
             refuse(Problem.ACTIVATION_UNUSED, unused, name=name)

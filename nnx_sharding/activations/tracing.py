@@ -21,17 +21,13 @@ from ..errors import see
 from .intercept import original_of, with_handler
 from .scope import Scope
 
-# Makes activation shardings part of the key of JAX's cached traces of inner functions.
+# Keeps JAX from reusing traces of inner functions, in which filters matched or specs did not fit.
 _CONTEXT = jax.make_user_context()
 _TAGS = jax.make_user_context()
 
 
 def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
-    """A context in which JAX reuses no trace made for modules with other declarations.
-
-    Args:
-      objects: the objects of a call within a trace.
-    """
+    """A context in which JAX reuses no trace of a call for modules with other declarations."""
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
     return _TAGS(tags) if any(tags) else contextlib.nullcontext()
 
@@ -43,20 +39,7 @@ def sharded_activations(
     built: Built,
     leaves: Sequence[Any],
 ) -> Iterator[Callable[..., Any]]:
-    """Shards the activations of the modules that are called within the block.
-
-    Args:
-      pure: what is traced.
-      caller: the call in which it is traced.
-      built: the objects of the arguments in the trace.
-      leaves: the arrays in the trace.
-
-    Yields:
-      What to call for the user's function.
-
-    Raises:
-      ValueError: after the call, if a spec did not fit, or a filter matched no module.
-    """
+    """Shards the activations of modules in a trace; yields what to call for the user's function."""
     declared = pure.transform.activation_shardings
     scope = Scope(pure, built, leaves, () if declared is None else (declared,))
     if not scope.is_needed:
@@ -65,12 +48,11 @@ def sharded_activations(
         return
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_CONTEXT(scope.declaration))
+            stack.enter_context(_CONTEXT(object()))
             if (mesh := _type_mesh(leaves)) is not None:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             yield functools.partial(_checked_call, scope, caller.fun)
     except BaseException as error:
-        scope.forget()
         if isinstance(error, _compat.SHARDING_ERRORS):
             if not hasattr(error, "__notes__"):
                 error.add_note(_NOTE)

@@ -18,7 +18,7 @@ from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..specs.paths import Path
 from .lifted_function import LiftedFunction, P, R
-from .partial_sums import PARTIAL_SUMS, PartialSums
+from .partial_sums import PARTIAL_SUMS
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.
 Known: TypeAlias = dict[int, tuple[Path, Any]]
@@ -80,7 +80,12 @@ class InnerTransform(Transform):
 
         def inline(*leaves: Any) -> Any:
             sums = PARTIAL_SUMS.get()
-            found = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
+            partials = [None if sums is None else sums.of(leaf) for leaf in leaves]
+            found = {
+                slot: partial
+                for slot, partial in enumerate(partials)
+                if partial is not None and self.passes_sums(in_specs[slot])
+            }
             if sums is None or not found:
                 return call(*leaves)
 
@@ -95,17 +100,6 @@ class InnerTransform(Transform):
             return more(*leaves, *found.values())
 
         return Program(staged=None, top_level=call, inline=inline)
-
-    def _partial_sums(
-        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
-    ) -> dict[int, Any]:
-        """The partial sums of parameters among the arrays, by slot."""
-        found = ((slot, sums.of(leaf)) for slot, leaf in enumerate(leaves))
-        return {
-            slot: partial
-            for slot, partial in found
-            if partial is not None and self.passes_sums(in_specs[slot])
-        }
 
     def passes_sums(self, spec: Any) -> bool:
         """Whether the partial sums of a parameter go into the function in the same way."""
