@@ -46,6 +46,17 @@ from .variables import is_layer, modules_in, own_variables, replaced_values
 
 Shape: TypeAlias = tuple[int, ...]
 
+# Part of the key of JAX's cached traces of inner functions: they are not reused in another trace,
+# where filters that matched in them would seem to have no effect.
+CONTEXT = jax.make_user_context()
+
+
+class _Used(dict[Any, set[tuple[int, int]]]):
+    """The filters that matched in a trace, by the declarations of which they are."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
 
 class Tag(NamedTuple):
     """What is known about a module; Flax passes it on with the module."""
@@ -90,8 +101,12 @@ class Scope:
         self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
         self._misfits: dict[str, None] = {}
         self._variables = {id(x): i for i, x in enumerate(built.objects)}
-        self._used = set[tuple[int, int]]()  # the filters that matched, by source
         self._tag_arguments(sources)
+        surrounding = CONTEXT.value
+        key = tuple(self._sources), pure.batch_axes
+        used = surrounding[0] if surrounding else _Used()
+        self._used = used.setdefault(key, set())
+        self.context = used, key
 
     @property
     def is_needed(self) -> bool:

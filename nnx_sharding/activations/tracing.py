@@ -19,10 +19,8 @@ from ..core.retyping import type_spec
 from ..core.unflatten import Built
 from ..errors import see
 from .intercept import original_of, with_handler
-from .scope import Scope
+from .scope import CONTEXT, Scope
 
-# Keeps JAX from reusing traces of inner functions, in which filters matched or specs did not fit.
-_CONTEXT = jax.make_user_context()
 _TAGS = jax.make_user_context()
 
 
@@ -48,7 +46,7 @@ def sharded_activations(
         return
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_CONTEXT(object()))
+            stack.enter_context(CONTEXT(scope.context))
             if (mesh := _type_mesh(leaves)) is not None:
                 stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             yield functools.partial(_checked_call, scope, caller.fun)

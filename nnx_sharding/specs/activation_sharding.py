@@ -22,7 +22,7 @@ def is_activation_spec(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class InOutSharding:
-    r"""Shardings of the inputs and outputs of a method of a module.
+    """Shardings of the inputs and outputs of a method of a module.
 
     Args:
       output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a method that
@@ -35,14 +35,6 @@ class InOutSharding:
         ``out_sharding`` itself. By default, they are Auto where a strategy infers shardings, and
         in a layer with an ``output``.
 
-    Raises:
-      TypeError: a leaf of the specs is not a spec, or another argument has a wrong type.
-
-    Example:
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import ActivationSharding, InOutSharding
-      >>> by_sequence = InOutSharding(P("data", "model"), input=P("data", None))
-      >>> activations = ActivationSharding({r"blocks/\d+$": by_sequence, "head": P("data")})
     """
 
     output: Any = None
@@ -106,16 +98,13 @@ class ActivationSharding:
         like the columns of its kernel in the last ones.
       strict: whether a filter that matches no called module is an error.
 
-    Raises:
-      TypeError: a filter or a spec has a wrong type.
-      ValueError: a string is not a regular expression.
-
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import ActivationSharding
+      >>> from nnx_sharding import ActivationSharding, InOutSharding
+      >>> encoded = InOutSharding(P("data"), input=P("data", "model"), method="encode")
       >>> activations = ActivationSharding(
-      ...     {r"blocks/\d+/up$": P("data", "model"), nnx.Conv: P("data")}
+      ...     {r"blocks/\d+/up$": P("data", "model"), nnx.Conv: encoded}
       ... )
       >>> up = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
       >>> activations.find(("blocks", 3, "up"), up)[1].output == P("data", "model")

@@ -73,11 +73,6 @@ def accumulate_gradients(
     Returns:
       A function that returns ``(value, gradient)`` like that of ``value_and_grad``.
 
-    Raises:
-      TypeError: ``steps`` is not a positive integer; at a call, as ``value_and_grad``.
-      ValueError: at a call, no argument is a batch, ``steps`` does not divide it, or ``batch``
-        names an unknown argument.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx

@@ -43,11 +43,6 @@ def offload(
     Returns:
       The shardings.
 
-    Raises:
-      NoMeshError: ``mesh`` is None, and no mesh is set.
-      TypeError: something has a wrong type.
-      ValueError: no Variable matches the filter.
-
     Example:
       >>> import jax, optax
       >>> from flax import nnx

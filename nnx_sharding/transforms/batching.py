@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -29,16 +28,7 @@ from .lifted_function import lift
 
 
 class Carry:
-    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the previous one returned.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import Carry, scan
-      >>> add = scan(lambda total, x: (total + x, total), in_axes=(Carry, 0), out_axes=(Carry, 0))
-      >>> total, before = add(jnp.array(0), jnp.arange(4))
-      >>> int(total), before.tolist()
-      (6, [0, 0, 1, 3])
-    """
+    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the previous one returned."""
 
 
 class StateAxes(StateSharding):
@@ -48,9 +38,6 @@ class StateAxes(StateSharding):
       filter_axes: a mapping from NNX filters to axes, or an iterable of such pairs; the first
         filter that matches a Variable decides. An axis is a dimension, None for one that is not
         mapped, or for ``scan`` :class:`~nnx_sharding.Carry`.
-
-    Raises:
-      TypeError: a filter or an axis has a wrong type.
 
     Example:
       >>> from flax import nnx
@@ -161,32 +148,28 @@ class Mapped(InnerTransform):
             anchor="axes-that-arrays-do-not-have",
         )
 
-    @contextlib.contextmanager
-    def tracing(  # noqa: D102
-        self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
-        with super().tracing(pure, caller, built, leaves) as fun:
-            if not self.metadata:
-                yield fun
-                return
-            settings = dict(self.metadata)
-            mapped = [
-                (built.objects[index], axis.index)
-                for index, (_, axis) in pure.known.items()
-                if axis is not None and axis.index is not None
-            ]
-            change_names(nnx.spmd.remove_axis, mapped, settings)
+    def wrapped(self, pure: Any, caller: Caller, built: Built) -> Function:  # noqa: D102
+        fun = super().wrapped(pure, caller, built)
+        if not self.metadata:
+            return fun
+        settings = dict(self.metadata)
+        mapped = [
+            (built.objects[index], axis.index)
+            for index, (_, axis) in pure.known.items()
+            if axis is not None and axis.index is not None
+        ]
 
-            def named(*args: Any, **kwargs: Any) -> Any:
+        def named(*args: Any, **kwargs: Any) -> Any:
+            change_names(nnx.spmd.remove_axis, mapped, settings)
+            try:
                 out = fun(*args, **kwargs)
                 new = self._new_variables(out, pure, built)
                 change_names(nnx.spmd.add_axis, new, settings)
                 return out
-
-            try:
-                yield named
             finally:
                 change_names(nnx.spmd.add_axis, mapped, settings)
+
+        return named
 
     def _new_variables(self, out: Any, pure: Any, built: Built) -> list[tuple[Any, int]]:
         """The Variables that the function made and returns or attached, each with its axis."""
@@ -325,11 +308,6 @@ def vmap(
 
     Returns:
       A function that maps ``fun``.
-
-    Raises:
-      TypeError: something in ``in_axes`` or ``out_axes`` is not an axis.
-      ValueError: at a call, the axes do not fit the arguments, or a shared Variable has several
-        axes.
 
     Example:
       >>> import jax.numpy as jnp

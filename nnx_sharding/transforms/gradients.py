@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from ..core.unflatten import Built, pytree_of, value_at
 from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
-from .in_trace import InnerTransform, described, is_array, replaced
+from .in_trace import Function, InnerTransform, described, is_array, replaced
 from .lifted_function import LiftedFunction, P, R, lift
 from .partial_sums import PartialSums
 
@@ -50,18 +50,13 @@ class _Differentiation(InnerTransform):
     holomorphic: bool
     allow_int: bool
 
-    @contextlib.contextmanager
-    def tracing(
-        self, pure: Any, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
-        with super().tracing(pure, caller, built, leaves) as fun:
+    def wrapped(self, pure: Any, caller: Caller, built: Built) -> Function:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            out = caller.fun(*args, **kwargs)
+            self._check_output(name_of(caller.fun), out)
+            return out
 
-            def checked(*args: Any, **kwargs: Any) -> Any:
-                out = fun(*args, **kwargs)
-                self._check_output(name_of(caller.fun), out)
-                return out
-
-            yield checked
+        return checked
 
     def _check_output(self, fun_name: str, out: Any) -> None:
         if self.has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
@@ -108,13 +103,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
     def of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
     ) -> Any:
-        """The value and the gradient.
-
-        Args:
-          args: positional arguments, with the object of a bound method.
-          kwargs: keyword arguments.
-          sums: what parameters have that can have partial sums; their gradient is these.
-        """
+        """The value and the gradient; ``sums`` takes part of the gradients until they are added."""
         flat, plan, wanted, slots, partial = self._prepared(args, kwargs, sums)
         transform = self._transform
         if not transform.allow_int:
@@ -181,11 +170,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         return parts[0] if self._transform.is_single else parts
 
     def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[_Wanted]:
-        """What is differentiated in a call.
-
-        Raises:
-          ValueError: an argument does not exist, or no Variable matches the user's filter.
-        """
+        """What is differentiated in a call."""
         name, wrt = self._transform.name, self._transform.wrt
         targets = {target.name: target for target in plan.targets}
         chosen = {self._name_of(which, call): filter_ for which, filter_ in wrt}
@@ -324,11 +309,6 @@ def value_and_grad(
       has the form of the argument, with an ``nnx.State`` of the differentiated Variables, perhaps
       empty, in place of each module, as optimizers expect; for a sequence of ``argnums`` it is a
       tuple.
-
-    Raises:
-      TypeError: at a call, ``fun`` does not return a scalar, or an integer is differentiated.
-      ValueError: at a call, an argument does not exist, or no Variable matches ``wrt``;
-        immediately, for a bound method with ``argnums`` by position.
 
     Example:
       >>> import jax.numpy as jnp

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -57,16 +58,20 @@ class InnerTransform(Transform):
     shards: ClassVar[bool] = False
     takes_any: ClassVar[bool] = True
 
-    @contextlib.contextmanager
     def tracing(  # noqa: D102
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
+    ) -> AbstractContextManager[Function]:
         pass_tags(caller, built)
         for known in KNOWN.get():
             for old, new in zip(caller.objects, built.objects, strict=True):
                 if id(old) in known:
                     known[id(new)] = known[id(old)][0], new
-        yield caller.fun
+        return contextlib.nullcontext(self.wrapped(pure, caller, built))
+
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+        """What is called for the user's function."""
+        fun: Function = caller.fun
+        return fun
 
     def compile(  # noqa: D102
         self,

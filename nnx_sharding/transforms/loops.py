@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -48,20 +47,18 @@ class _Scan(Mapped):
     returned: int | None
     options: tuple[tuple[str, Static], ...]
 
-    @contextlib.contextmanager
-    def tracing(
-        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
-        with super().tracing(pure, caller, built, leaves) as fun:
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+        fun = super().wrapped(pure, caller, built)
+        if self.carried is None:
+            return fun
 
-            def checked(*args: Any, **kwargs: Any) -> Any:
-                out = fun(*args, **kwargs)
-                if self.carried is not None:
-                    given = _argument(caller.fun, self.carried, args, kwargs)
-                    self._check_carry(name_of(caller.fun), given, out)
-                return out
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            given = _argument(caller.fun, self.carried, args, kwargs)
+            self._check_carry(name_of(caller.fun), given, out)
+            return out
 
-            yield checked
+        return checked
 
     def _check_carry(self, fun_name: str, given: Any, out: Any) -> None:
         """Checks that the returned carry has the form of the given one."""
@@ -73,11 +70,9 @@ class _Scan(Mapped):
                 )
                 raise see(error, anchor="carry-of-another-form")
             out = out[self.returned]
-        flattened: Any = [
-            jax.tree_util.tree_flatten_with_path(x, is_leaf=_compat.is_graph_object)
-            for x in (given, out)
-        ]
-        (before, old), (after, new) = flattened
+        is_leaf = _compat.is_graph_object
+        before, old = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_leaf)
+        after, new = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
         if old != new:
             error = TypeError(
                 f"scan: {fun_name} returns a carry of a different structure than it was given:\n"
@@ -86,8 +81,8 @@ class _Scan(Mapped):
             raise see(error, anchor="carry-of-another-form")
         others = [
             f"  carry{accessor('', tuple(map(path_key, path)))}: {type(one).__name__}"
-            for (path, one), (_, other) in zip(before, after, strict=True)
-            if one is not other and (_compat.is_graph_object(one) or _compat.is_graph_object(other))
+            for (path, one), other in zip(before, after, strict=True)
+            if one is not other and (is_leaf(one) or is_leaf(other))
         ]
         head = f"scan: {fun_name} returns different objects in the carry than it was given:"
         remedy = "Change the module that it was given, and return that."
@@ -108,19 +103,13 @@ class _Scan(Mapped):
         return _Loop(self.options, pure, function, in_specs, out_specs)
 
 
-class _Text(str):
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
 def _form(tree: Any) -> str:
     """A pytree with the types of its leaves."""
-    is_leaf = _compat.is_graph_object
-    form = jax.tree.map(lambda x: _Text(described(x)), tree, is_leaf=is_leaf)
-    return textwrap.shorten(repr(form), 300)
+    form = jax.tree.map(described, tree, is_leaf=_compat.is_graph_object)
+    return textwrap.shorten(repr(form).replace("'", ""), 300)
 
 
-def _argument(fun: Any, which: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _argument(fun: Any, which: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One argument of a call, by position or by name."""
     if isinstance(which, int) and which < len(args):
         return args[which]
@@ -195,9 +184,8 @@ class _Loop:
         for target in pure.targets:
             for part in target.parts:
                 paths = structure.paths_to_objects([(part.keys, part.child)])
-                self._fixed.update(
-                    paths.keys() - stacked if part.spec in (None, BROADCAST, CARRY) else ()
-                )
+                if part.spec in (None, BROADCAST, CARRY):
+                    self._fixed |= paths.keys() - stacked
                 self._objects |= {i: accessor(target.name, path) for i, [path] in paths.items()}
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
@@ -210,7 +198,9 @@ class _Loop:
         is_kept = _compat.trace_is_clean() and not self._has_refs
         is_kept = is_kept and all(isinstance(leaves[s], PLAIN) for s, _ in fixed)
         step = (self._kept_step if is_kept else self._step)(fixed)
-        carry = self._labelled([*self._carried, *others], leaves)
+        slots = [*self._carried, *others]
+        names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
+        carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
         mapped = [jnp.moveaxis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
         last, (stacked, outcome) = jax.lax.scan(step, carry, mapped, **self._options)
         final = {
@@ -252,11 +242,6 @@ class _Loop:
 
         return step
 
-    def _labelled(self, slots: Sequence[int], leaves: Sequence[Any]) -> OutputGroup:
-        """The carry, labelled so that JAX's messages name the arrays."""
-        names = tuple(self._names[slot] for slot in slots)
-        return OutputGroup(names, tuple(leaves[slot] for slot in slots))
-
     def _slots_after(self, outcome: Outcome) -> list[int]:
         """The slot of each carried array after a step."""
         after = outcome.structure
@@ -264,11 +249,7 @@ class _Loop:
         return [*root, *(after.slots[index][number] for index, number in self._places.values())]
 
     def _check_lengths(self, leaves: Sequence[Any]) -> None:
-        """Checks that all arrays have the same length along their axes.
-
-        Raises:
-          ValueError: they differ, or one has no such axis.
-        """
+        """Checks that all arrays have the same length along their axes."""
         lengths: dict[Any, list[str]] = {}
         for slot, axis in self._mapped.items():
             shape = jnp.shape(leaves[slot])
@@ -302,11 +283,7 @@ class _Loop:
         raise see(unknown, anchor="number-of-steps")
 
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
-        """Checks that a step did not change the structure of what it passes on.
-
-        Raises:
-          ValueError: it did.
-        """
+        """Checks that a step did not change the structure of what it passes on."""
         own = {index for index, _ in self._places.values()}
         lines = [x for index in sorted(own | self._fixed) for x in self._changes(index, outcome)]
         if not lines:
@@ -384,13 +361,6 @@ def scan(
 
     Returns:
       A function that runs the loop, and returns the last carry and the stacked results.
-
-    Raises:
-      TypeError: something in ``in_axes`` or ``out_axes`` is not an axis; at a call, the returned
-        carry differs in structure from the given one.
-      ValueError: several arguments are the carry, or ``in_axes`` and ``out_axes`` differ in whether
-        there is one; at a call, lengths differ, or a step changes the structure of an object that
-        is not mapped.
 
     Example:
       >>> import jax.numpy as jnp

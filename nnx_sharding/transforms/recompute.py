@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
@@ -121,36 +120,34 @@ class _Remat(InnerTransform):
     policy: Callable[..., Any] | _Rules | None
     prevent_cse: bool
 
-    @contextlib.contextmanager
-    def tracing(
-        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
-        with super().tracing(pure, caller, built, leaves) as fun:
-            if not isinstance(self.policy, _Rules):
-                yield fun
-                return
-            rules, outer = self.policy, handler_here()
-            known: Known = {
-                id(built.objects[index]): (path, built.objects[index])
-                for target in pure.targets
-                for part in target.parts
-                for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
-                if isinstance(pure.structure.entries[index], NodeEntry)
-            }
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+        if not isinstance(self.policy, _Rules):
+            return super().wrapped(pure, caller, built)
+        rules, outer = self.policy, handler_here()
+        known: Known = {
+            id(built.objects[index]): (path, built.objects[index])
+            for target in pure.targets
+            for part in target.parts
+            for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
+            if isinstance(pure.structure.entries[index], NodeEntry)
+        }
 
-            def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
-                if outer is None:
-                    out = call(*args, **kwargs)
-                else:
-                    out = outer(module, method, call, args, kwargs)
-                is_known = method == "__call__" and id(module) in known
-                return rules.named(known[id(module)][0], module, out) if is_known else out
+        def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
+            if outer is None:
+                out = call(*args, **kwargs)
+            else:
+                out = outer(module, method, call, args, kwargs)
+            is_known = method == "__call__" and id(module) in known
+            return rules.named(known[id(module)][0], module, out) if is_known else out
 
+        def call(*args: Any, **kwargs: Any) -> Any:
             token = KNOWN.set((*KNOWN.get(), known))
             try:
-                yield functools.partial(with_handler, named, (), fun)
+                return with_handler(named, (), caller.fun, *args, **kwargs)
             finally:
                 KNOWN.reset(token)
+
+        return call
 
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
@@ -215,11 +212,6 @@ def remat(
 
     Returns:
       A function with the same results.
-
-    Raises:
-      TypeError: ``policy`` is of another type.
-      ValueError: ``jax.checkpoint_policies`` has no such policy; at a call, a filter matches
-        neither a called module nor a name.
 
     Example:
       >>> import jax.numpy as jnp

@@ -48,15 +48,7 @@ class Residual(NamedTuple):
 
 
 class SavedResiduals(tuple[Residual, ...], Pictured):
-    """What a function keeps; ``print`` and notebooks show it as a table, the largest first.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import saved_residuals
-      >>> residuals = saved_residuals(lambda x: jnp.sin(x).sum(), jnp.ones(4))
-      >>> [(r.operation, r.shape, r.bytes) for r in residuals if r.operation != "argument"]
-      [('cos', (4,), 16)]
-    """
+    """What a function keeps; ``print`` and notebooks show it as a table, the largest first."""
 
     __slots__ = ()
 
@@ -100,9 +92,6 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
     Returns:
       The arrays that are kept, each with the module that computes it, its size, and its memory.
       What is kept inside a loop over layers is stacked, and its size is that for all layers.
-
-    Raises:
-      TypeError, ValueError: as :func:`~nnx_sharding.jit` for these arguments.
 
     Example:
       >>> import jax.numpy as jnp

@@ -49,17 +49,6 @@ class Stack(nnx.Module):
       remat: the policy of :func:`~nnx_sharding.remat` for each layer; True to keep only the inputs
         of a layer, False for no recomputation.
 
-    Raises:
-      IndexError: the stack has no such layer.
-      ValueError: a layer that is written back differs in more than the values of its arrays.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from nnx_sharding import stack
-      >>> layers = stack(nnx.Linear, 3, 4, 4, rngs=nnx.Rngs(0))
-      >>> len(layers), layers[1].kernel.shape, layers(jnp.ones((2, 4))).shape
-      (3, (4, 4), (2, 4))
     """
 
     def __init__(
@@ -130,11 +119,7 @@ class Stack(nnx.Module):
         return layers
 
     def __setitem__(self, index: int, layer: Any) -> None:
-        """Writes the values of a module of the same structure to one layer.
-
-        Raises:
-          ValueError: its structure differs.
-        """
+        """Writes the values of a module of the same structure to one layer."""
         number = range(self.length)[operator.index(index)]
         new, old = _flat(layer), _flat(self[number])
         _check_equal([old, new], lambda i: f"[{number}]" if i else "the layers")
@@ -188,18 +173,13 @@ def stack(
       The stack, with copies of the values in the list; what all modules of the list share stays
       shared.
 
-    Raises:
-      TypeError: ``layers`` is neither a list of modules nor a callable with a ``length``.
-      ValueError: the list is empty, ``length`` is not positive, or the modules differ in more than
-        the values of arrays; the message lists the differences.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from nnx_sharding import stack
       >>> layers = stack(nnx.Linear, 3, 4, 4, rngs=nnx.Rngs(0))
-      >>> layers.layers.kernel.shape, layers[0].kernel.shape
-      ((3, 4, 4), (4, 4))
+      >>> len(layers), layers.layers.kernel.shape, layers[0].kernel.shape
+      (3, (3, 4, 4), (4, 4))
       >>> layers(jnp.ones((2, 4))).shape
       (2, 4)
     """
@@ -345,11 +325,7 @@ def layer_dimensions(flat: Flat) -> dict[int, int]:
 
 
 def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
-    """Checks that layers differ only in the values of arrays.
-
-    Raises:
-      ValueError: they differ in anything else.
-    """
+    """Checks that layers differ only in the values of arrays."""
     first, lines = flats[0], list[str]()
     signature = Signature(("layer",), (), *[frozenset[Any]()] * 4)
     for number, flat in enumerate(flats[1:], start=1):
