@@ -305,7 +305,7 @@ def test_an_interrupt_leaves_nothing_behind():
     for wanted in random.Random(0).sample(range(1, total + 1), min(total, 40)):
         with pytest.raises(KeyboardInterrupt):
             lines_of(lambda: traced(1), interrupt, wanted)
-        assert handler_here() is None and record.frame_here() is None
+        assert handler_here() is None and record.FRAME.get() is None
         assert Scale()(X)[0, 0] == 3
     assert jit(call, **OPTIONS).lower(Scale(), X).as_text() == text
 
