@@ -24,27 +24,16 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Call(NamedTuple):
-    """One array that a call of a module returned.
+    """One array that a call of a module returned."""
 
-    Attributes:
-      path: the module as an expression, such as ``model.blocks[0].up``.
-      module: the name of its class.
-      method: the method that was called.
-      output: where the array is in the method's output; empty if it is all of the output.
-      shape: its shape.
-      dtype: its dtype.
-      sharding: how it is sharded, by its type or by choice; None if neither determines it.
-      chosen_by: what decided that.
-    """
-
-    path: str
-    module: str
+    path: str  # the module as an expression, such as ``model.blocks[0].up``
+    module: str  # the name of its class
     method: str
-    output: str
+    output: str  # where the array is in the output; empty if it is all of it
     shape: Shape
     dtype: Any
-    sharding: NamedSharding | None
-    chosen_by: ChosenBy
+    sharding: NamedSharding | None  # by its type or by choice; None if neither determines it
+    chosen_by: ChosenBy  # what decided that
 
 
 class Calls(list[Call]):

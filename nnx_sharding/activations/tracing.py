@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -154,13 +154,15 @@ class Scope:
 
     def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
         pure, built = self._pure, self._built
-        parts = [(target, part) for target in pure.targets for part in target.parts]
-        has_own = any(_own_source(part.spec) is not None for _, part in parts)
-        if not (sources or has_own or self._observes):
+        parts = [
+            (target, part, part.spec.activations if isinstance(part.spec, StateSharding) else None)
+            for target in pure.targets
+            for part in target.parts
+        ]
+        if not (sources or self._observes or any(own is not None for *_, own in parts)):
             return
         tagged = set[int]()
-        for target, part in parts:
-            own = _own_source(part.spec)
+        for target, part, own in parts:
             if own is not None and own not in self._sources:
                 self._sources.append(own)
             chosen = (*sources, *([] if own is None else [own]))
@@ -175,7 +177,9 @@ class Scope:
         self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
     ) -> Tag:
         specs: dict[Path, Any] = {}
-        axes = self._gathered_axes(sources)
+        batch = self._pure.batch_axes
+        named = (batch if source.gather is True else source.gather or () for source in sources)
+        axes = self._axes.intersection(axis for axes in named for axis in axes)
         for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
             index = self._variables.get(id(variable))
             slots = () if index is None else self._pure.structure.slots[index]
@@ -188,12 +192,6 @@ class Scope:
                 is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
                 specs[own_path] = with_entries(kept, entries), shape, is_gathered
         return Tag(name, path, sources, axes, specs)
-
-    def _gathered_axes(self, sources: Iterable[ActivationSharding]) -> frozenset[Any]:
-        """The axes over which the parameters of modules are gathered."""
-        batch = self._pure.batch_axes
-        named = (batch if source.gather is True else source.gather or () for source in sources)
-        return self._axes.intersection(axis for axes in named for axis in axes)
 
     def __call__(
         self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
@@ -449,11 +447,6 @@ def _spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> Partition
     ]
     chosen = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
     return PartitionSpec(*max(chosen, key=lambda entries: sum(map(bool, entries)), default=()))
-
-
-def _own_source(spec: Any) -> ActivationSharding | None:
-    """The activation shardings that come with the spec of an argument."""
-    return spec.activations if isinstance(spec, StateSharding) else None
 
 
 def _mesh_of(pure: Pure) -> Any:

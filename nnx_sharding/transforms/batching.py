@@ -220,11 +220,6 @@ def change_names(
             change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
 
 
-def frozen_metadata(transform_metadata: Mapping[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
-    """The option ``transform_metadata`` in hashable form."""
-    return tuple((transform_metadata or {}).items())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Vmap(Mapped):
     """What ``vmap`` decides, and the options that it passes to ``jax.vmap``."""
@@ -331,7 +326,7 @@ def vmap(
         axis_name=axis_name,
         axis_size=axis_size,
         spmd_axis_name=spmd_axis_name,
-        metadata=frozen_metadata(transform_metadata),
+        metadata=tuple((transform_metadata or {}).items()),
     )
 
     def decorate(fun: Callable[..., Any]) -> Any:

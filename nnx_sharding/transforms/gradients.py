@@ -38,6 +38,7 @@ class _Differentiation(InnerTransform):
       wrt: for each differentiated argument its position or name, and the filter for its Variables.
       is_chosen: whether the user chose a filter, so that something has to match it.
       is_single: whether the gradient is of one argument, not a tuple.
+      returns_value: whether calls return the value, too.
     """
 
     returns_any: ClassVar[bool] = True  # auxiliary data
@@ -46,6 +47,7 @@ class _Differentiation(InnerTransform):
     wrt: tuple[tuple[int | str, Any], ...]
     is_chosen: bool
     is_single: bool
+    returns_value: bool
     has_aux: bool
     holomorphic: bool
     allow_int: bool
@@ -91,14 +93,17 @@ class _Prepared(NamedTuple):
 
 
 class ValueAndGrad(LiftedFunction[P, R]):
-    """A function that returns the value of another one and its gradient."""
+    """A function that returns the gradient of another one, perhaps after its value."""
 
     _transform: _Differentiation
 
     @_compat.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """The value and the gradient; changes are made to the caller's own objects."""
-        return self.of((*self._bound, *args), kwargs)
+        value, gradient = self.of((*self._bound, *args), kwargs)
+        if self._transform.returns_value:
+            return value, gradient
+        return (gradient, value[1]) if self._transform.has_aux else gradient
 
     def of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sums: PartialSums | None = None
@@ -228,16 +233,6 @@ class ValueAndGrad(LiftedFunction[P, R]):
         return names[position]
 
 
-class Grad(ValueAndGrad[P, R]):
-    """A function that returns the gradient of another one."""
-
-    @_compat.api_boundary
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """The gradient, and with ``has_aux`` the auxiliary data."""
-        value, gradient = self.of((*self._bound, *args), kwargs)
-        return (gradient, value[1]) if self._transform.has_aux else gradient
-
-
 def _check_dtypes(
     name: str, names: Sequence[str], leaves: Sequence[Any], slots: Sequence[int]
 ) -> None:
@@ -325,8 +320,8 @@ def value_and_grad(
     The semantics are those of ``jax.value_and_grad`` and ``flax.nnx.value_and_grad``.
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    transform = _transform("value_and_grad", argnums, wrt, options)
-    return _lifted(ValueAndGrad, fun, transform, graph, graph_updates)
+    modes = graph, graph_updates
+    return _lifted("value_and_grad", fun, argnums, wrt, modes, returns_value=True, **options)
 
 
 @_compat.api_boundary
@@ -366,11 +361,18 @@ def grad(
       (2, 1)
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    transform = _transform("grad", argnums, wrt, options)
-    return _lifted(Grad, fun, transform, graph, graph_updates)
+    modes = graph, graph_updates
+    return _lifted("grad", fun, argnums, wrt, modes, returns_value=False, **options)
 
 
-def _transform(name: str, argnums: Any, wrt: Any, options: Mapping[str, bool]) -> _Differentiation:
+def _lifted(
+    name: str,
+    fun: Any,
+    argnums: Any,
+    wrt: Any,
+    modes: tuple[bool | None, bool | None],
+    **options: Any,
+) -> Any:
     to_predicate(wrt)  # raises for what is not a filter
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
     pairs = tuple(
@@ -384,24 +386,16 @@ def _transform(name: str, argnums: Any, wrt: Any, options: Mapping[str, bool]) -
             f"different ones, got {argnums!r}."
         )
     is_chosen = wrt is not nnx.Param
-    return _Differentiation(
+    transform = _Differentiation(
         name=name, wrt=pairs, is_chosen=is_chosen, is_single=is_single, **options
     )
 
-
-def _lifted(
-    kind: type[ValueAndGrad[..., Any]],
-    fun: Any,
-    transform: _Differentiation,
-    graph: bool | None,
-    graph_updates: bool | None,
-) -> Any:
     def decorate(fun: Callable[..., Any]) -> Any:
-        lifted = lift(kind, fun, transform, Roles(), graph, graph_updates)
-        if lifted._bound and any(isinstance(which, int) for which, _ in transform.wrt):
+        lifted = lift(ValueAndGrad, fun, transform, Roles(), *modes)
+        if lifted._bound and any(isinstance(which, int) for which, _ in pairs):
             raise ValueError(
-                f"{transform.name}: positions do not count the object of a bound method. Name what "
-                "is differentiated, for example argnums='self', or pass the object as an argument."
+                f"{name}: positions do not count the object of a bound method. Name what is "
+                "differentiated, for example argnums='self', or pass the object as an argument."
             )
         return lifted
 

@@ -27,7 +27,7 @@ from ..core.unflatten import Built
 from ..errors import raise_listed, see
 from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
-from .batching import Carry, Mapped, axes_specs, captures, frozen_metadata
+from .batching import Carry, Mapped, axes_specs, captures
 from .in_trace import Function, Inner, described
 from .lifted_function import lift, unbind
 
@@ -73,7 +73,7 @@ class _Scan(Mapped):
         is_leaf = _compat.is_graph_object
         before, old = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_leaf)
         after, new = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
-        if old != new:
+        if old != new:  # type: ignore[operator]
             error = TypeError(
                 f"scan: {fun_name} returns a carry of a different structure than it was given:\n"
                 f"  given: {_form(given)}\n  returned: {_form(out)}"
@@ -398,7 +398,7 @@ def scan(
             carried=carried + bound if isinstance(carried, int) else carried,
             returned=returned,
             options=tuple((key, Static.of(x)) for key, x in options.items()),  # 1 is not True
-            metadata=frozen_metadata(transform_metadata),
+            metadata=tuple((transform_metadata or {}).items()),
         )
         return lift(Inner, fun, transform, Roles(), graph, graph_updates)
 

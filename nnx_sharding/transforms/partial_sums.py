@@ -49,17 +49,15 @@ class PartialSums:
     def slots(
         self, objects: Sequence[Any], slots: Sequence[Any], leaves: Sequence[Any]
     ) -> set[int]:
-        """The slots of parameters of layers that compute by rows, replicated over the axes.
-
-        ``slots`` are those of each object.
-        """
+        """The slots of parameters of layers that compute by rows, replicated over the axes."""
         layers = (x for x in objects if _kind_of(x) is not None)
         own = {id(variable) for layer in layers for _, variable in own_variables(layer)}
-        found = (s for x, some in zip(objects, slots, strict=True) if id(x) in own for s in some)
         return {
-            s
-            for s in found
-            if self._is_replicated(leaves[s]) and jnp.issubdtype(leaves[s].dtype, jnp.inexact)
+            slot
+            for x, some in zip(objects, slots, strict=True)
+            if id(x) in own
+            for slot in some
+            if self._is_replicated(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
         }
 
     def _is_replicated(self, x: Any) -> bool:
@@ -268,9 +266,8 @@ def _kind_of(module: Any) -> Any:
     if not isinstance(module, nnx.Module):
         return None
     kinds = type(module).__mro__
-    first = (next((k for k in kinds if name in vars(k)), None) for name in METHODS)
-    kind, *others = {owner for owner in first if owner is not None} or {None}
-    if others or kind not in _DEFAULTS:
+    kind, attend = (next((k for k in kinds if name in vars(k)), None) for name in METHODS)
+    if kind not in _DEFAULTS or attend not in (None, kind):
         return None
     is_default = all(getattr(module, k, x) is x for k, x in _DEFAULTS[kind].items())
     return kind if is_default else None

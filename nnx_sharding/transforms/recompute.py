@@ -63,8 +63,9 @@ class _Rules:
             return out
         self.used.add(index)
         name = self._name(index)
-        is_array = lambda x: isinstance(x, jax.Array)  # noqa: E731
-        return jax.tree.map(lambda x: checkpoint_name(x, name) if is_array(x) else x, out)
+        leaves, treedef = jax.tree.flatten(out)
+        named = [checkpoint_name(x, name) if isinstance(x, jax.Array) else x for x in leaves]
+        return jax.tree.unflatten(treedef, named)
 
     def _name(self, index: int) -> str:
         filter_, keep = self.rules[index]

@@ -234,7 +234,8 @@ def _stacked(blocks: Sequence[Any]) -> tuple[Any, list[Path]]:
     new, shared = dict[int, Any](), list[Path]()
     for x in _locations(first):
         if _is_variable(first, x):
-            same = all(flat.objects[x.entry] is first.objects[x.entry] for flat in others)
+            index: Any = x.entry
+            same = all(flat.objects[index] is first.objects[index] for flat in others)
         else:
             same = all(flat.leaves[s] is first.leaves[s] for flat in others for s in x.slots)
         if same and others and x.slots:
