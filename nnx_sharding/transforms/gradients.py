@@ -111,8 +111,19 @@ class ValueAndGrad(LiftedFunction[P, R]):
         """The value and the gradient; ``sums`` takes part of the gradients until they are added."""
         flat, plan, wanted, slots, partial = self._prepared(args, kwargs, sums)
         transform = self._transform
-        if not transform.allow_int:
-            _check_dtypes(transform.name, plan.names, flat.leaves, slots)
+        wrong = [
+            f"  {plan.names[slot]}: {described(flat.leaves[slot])}"
+            for slot in (() if transform.allow_int else slots)
+            if not _is_inexact(flat.leaves[slot])
+        ]
+        raise_listed(
+            TypeError,
+            f"{transform.name}: these cannot be differentiated, which takes floating-point or "
+            "complex arrays:",
+            wrong,
+            "Leave them out with a filter (wrt=...), or give allow_int=True, with which their "
+            "gradients have dtype float0.",
+        )
         gradients: dict[int, Any] = {}
 
         def execute(*leaves: Any) -> Any:
@@ -233,22 +244,8 @@ class ValueAndGrad(LiftedFunction[P, R]):
         return names[position]
 
 
-def _check_dtypes(
-    name: str, names: Sequence[str], leaves: Sequence[Any], slots: Sequence[int]
-) -> None:
-    wrong = [
-        f"  {names[slot]}: {described(leaves[slot])}"
-        for slot in slots
-        if not _compat.is_array_like(leaves[slot])
-        or not jnp.issubdtype(jax.typeof(leaves[slot]).dtype, jnp.inexact)
-    ]
-    raise_listed(
-        TypeError,
-        f"{name}: these cannot be differentiated, which takes floating-point or complex arrays:",
-        wrong,
-        "Leave them out with a filter (wrt=...), or give allow_int=True, with which their "
-        "gradients have dtype float0.",
-    )
+def _is_inexact(x: Any) -> bool:
+    return _compat.is_array_like(x) and jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
 def _gradient_of(wanted: _Wanted, flat: Flat, gradients: Mapping[int, Any]) -> Any:
