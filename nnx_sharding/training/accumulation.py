@@ -47,10 +47,10 @@ def accumulate_gradients(
     of the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on
     random streams, happen once for each microbatch.
 
-    On Explicit mesh axes, and on Auto axes that ``axis`` names, the gradients of layers that compute
-    each row independently, such as ``nnx.Linear``, are summed on each device and reduced once, after
-    the loop, if the parameter is replicated over the axes of the rows. All others, such as those of
-    ``BatchNorm`` and of modules of your own, are reduced for each microbatch.
+    On Explicit mesh axes, and on Auto axes that ``axis`` names, the gradients of layers that
+    compute each row independently, such as ``nnx.Linear``, are summed on each device and reduced
+    once, after the loop, if the parameter is replicated over the axes of the rows. All others, such
+    as those of ``BatchNorm`` and of your own modules, are reduced for each microbatch.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
