@@ -125,6 +125,16 @@ class TestFilters:
         assert found == constraints(expected, model, X)
         assert len(found) == 1
 
+    def test_two_methods_of_a_module(self):
+        model, by_rows, by_columns = MLP(nnx.Rngs(0)), P("data"), P(None, "model")
+        encode = InOutSharding(by_columns, method="encode")
+        chosen = ActivationSharding([("^$", by_rows), ("^$", encode)])
+        assert chosen.find((), model) == (0, InOutSharding(by_rows))
+        assert chosen.find((), model, "encode") == (1, encode)
+        assert chosen.find(("up",), model.up) == (None, None)
+        found = constraints(lambda m, x: (m(x), m.encode(x)), model, X, activation_shardings=chosen)
+        assert [spec for _, spec in found] == ["{data}, {}", "{}, {model}"]
+
     def test_modules_made_inside_themselves(self):
         fun = lambda x: MLP(nnx.Rngs(0))(x)  # noqa: E731
         found = constraints(fun, X, activation_shardings={"^$": P(None, "model")})
@@ -619,6 +629,8 @@ class TestErrors:
             ActivationSharding({5: P()})
         with pytest.raises(TypeError, match="mapping"):
             ActivationSharding(3)
+        with pytest.raises(TypeError, match="method"):
+            InOutSharding(method=nnx.Linear.__call__)
 
     def test_layer_that_cannot_be_typed_is_named_with_the_remedy(self):
         model = Network(nnx.Rngs(0))

@@ -249,8 +249,7 @@ class Scope:
                 return constrained(*args, **kwargs)
             frame.is_by_strategy = True
             inputs = frame.module, args, kwargs
-            call_again = lambda tree: constrained(*tree[1], **tree[2])  # noqa: E731
-            return with_auto_axes(inputs, call_again, axes, leave)
+            return with_auto_axes(inputs, lambda x: constrained(*x[1], **x[2]), axes, leave)
 
     def _columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
         """The spec of an output whose last dimensions are those of the columns of a kernel."""

@@ -223,22 +223,20 @@ class _Loop:
         slots = [*self._carried, *(slot for slot in self._others if slot not in values)]
 
         def step(carry: OutputGroup, slices: Sequence[Any]) -> tuple[OutputGroup, Any]:
-            given = dict(zip([*slots, *self._mapped], [*carry.arrays, *slices], strict=True))
-            given |= values
-            every = [given[slot] for slot in range(len(given))]
+            given = zip([*slots, *self._mapped], [*carry.arrays, *slices], strict=True)
+            known = {**values, **dict(given)}
+            every = [known[slot] for slot in range(len(known))]
             *groups, outcome = self._function(*every)
             self._check_structure(groups, outcome)
             arrays = outcome.arrays(every, groups)
-            after = dict(zip(self._carried, self._slots_after(outcome), strict=True))
-            new = [arrays[after[slot]] if slot in after else every[slot] for slot in slots]
-            # As elsewhere, a new value in an object has the sharding of the old one.
-            new = [
-                resharded(x, every[slot]) if slot in self._places else x
-                for slot, x in zip(slots, new, strict=True)
-            ]
+            new = {slot: every[slot] for slot in slots}
+            for slot, number in zip(self._carried, self._slots_after(outcome), strict=True):
+                x, is_in_object = arrays[number], slot in self._places
+                # As elsewhere, a new value in an object has the sharding of the old one.
+                new[slot] = resharded(x, every[slot]) if is_in_object else x
             pairs = zip(groups, self._group_axes, strict=True)
-            out = [None if axis is None else group for group, axis in pairs], outcome
-            return OutputGroup(carry.names, tuple(new)), out
+            out = [None if axis is None else group for group, axis in pairs]
+            return OutputGroup(carry.names, tuple(new.values())), (out, outcome)
 
         return step
 
