@@ -23,7 +23,7 @@ _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     """A module's own Variables by path, without those of submodules, random state and caches."""
-    # The last one first: layers make kernels after biases, and are described by their kernels.
+    # In a trace, attributes are sorted: the last one first, so that kernels come before biases.
     for path, value in reversed([*_held(module, nested=False)]):
         if _compat.is_variable(value) and _NO_PARAMETERS.isdisjoint(type(value).__mro__):
             yield path, value
