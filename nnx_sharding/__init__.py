@@ -17,7 +17,7 @@ from .diagnostics import messages as _messages  # installs itself
 from .diagnostics.retraces import explain_retraces
 from .diagnostics.trace_log import limit_traces
 from .specs import filters
-from .specs.activation_sharding import Activation, ActivationSharding
+from .specs.activation_sharding import ActivationSharding, InOutSharding
 from .specs.state_sharding import StateSharding
 from .transforms import (
     Carry,
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from .training.accumulation import accumulate_gradients
 
 __all__ = [
-    "Activation",
     "ActivationSharding",
     "Carry",
+    "InOutSharding",
     "Lifted",
     "Stack",
     "StateAxes",

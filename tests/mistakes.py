@@ -1071,7 +1071,7 @@ def changed_rank_shards(lib: Library) -> Any:
     ActivationError,
     "model.layers[1]: Linear of f32[8,16@model], f32[16@model,4], f32[4]",
     "Contracting dimensions are sharded",
-    "activation_shardings={'layers/1': P()}",
+    "activation_shardings={'^layers/1$': P()}",
     "auto_axes=True), with out_shardings",
 )
 def untyped_layers(lib: Library) -> Any:
@@ -1104,7 +1104,7 @@ def untyped_loss(lib: Library) -> Any:
     "unused-filter-for-activations",
     "filters for activations that match no called module",
     ActivationError,
-    "'blocks/*/upp'",
+    "'blocks/*/upp' For globs, pass PathGlob('blocks/*/upp')",
     "strict=False",
 )
 def unused_activation_filter(lib: Library) -> Any:
@@ -1121,7 +1121,7 @@ def unused_activation_filter(lib: Library) -> Any:
     "3 entries",
 )
 def unfitting_activations(lib: Library) -> Any:
-    chosen = {"blocks/*": P("data", None, "model")}
+    chosen = {r"blocks/\d$": P("data", None, "model")}
     return lib.jit(forward, mesh=grid(), activation_shardings=chosen)(Model(), X)
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from models import MLP, P, mesh_of
-from nnx_sharding import Activation, StateSharding, jit, shard_map
+from nnx_sharding import InOutSharding, StateSharding, jit, shard_map
 from nnx_sharding.activations import calls as record
 from nnx_sharding.analysis import collectives_of
 from nnx_sharding.analysis.hlo import parse
@@ -130,7 +130,7 @@ def test_types_on_explicit_axes_are_those_of_jax():
 
     model = Net(nnx.Rngs(0))
     sharding = fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0)
-    chosen = {"": Activation(axis_types=AxisType.Explicit)}
+    chosen = {"^$": InOutSharding(axis_types=AxisType.Explicit)}
     options = {"in_shardings": (sharding, P("data")), "mesh": mesh}
     fun = jit(lambda model, x: model(x), activation_shardings=chosen, **options)
     up, down, full = fun.trace(model, jnp.ones((32, WIDTH))).activations()
@@ -511,7 +511,7 @@ def test_constraint_is_named_by_its_module():
         lambda net, x: net(x).sum(),
         in_shardings=(StateSharding({...: P()}), P("data")),
         mesh=mesh,
-        activation_shardings={"mlp/up": P(None, "data"), "mlp": P("data")},
+        activation_shardings={"mlp/up": P(None, "data"), "mlp$": P("data")},
     )
     net = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
     program = fun.lower(net, jax.ShapeDtypeStruct((64, WIDTH), "float32")).compile().report()

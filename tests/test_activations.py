@@ -14,14 +14,15 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import Activation, ActivationSharding, StateSharding, jit, shard_map
+from nnx_sharding import ActivationSharding, InOutSharding, StateSharding, jit, shard_map
 from nnx_sharding.errors import ActivationError
 from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel
+from nnx_sharding.specs.filters import PathGlob
 from nnx_sharding.testing import assert_no_collective
 
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 AUTO = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-AS_WRITTEN = Activation(axis_types=AxisType.Explicit)
+AS_WRITTEN = InOutSharding(axis_types=AxisType.Explicit)
 X = jnp.ones((4, 8))
 
 
@@ -76,14 +77,15 @@ class TestFilters:
     @pytest.mark.parametrize(
         ("filter_", "count"),
         [
-            ("blocks/*/up", 2),
+            (r"blocks/\d+/up", 2),
             ("blocks/0/up", 1),
-            ("**/up", 2),
+            ("up$", 2),
+            (PathGlob("blocks/*/up"), 2),
             (nnx.PathContains("up"), 2),
             (lambda path, module: getattr(module, "out_features", 0) == 16, 2),
             (nnx.All(nnx.OfType(nnx.Linear), nnx.PathContains("up")), 2),
         ],
-        ids=["glob", "index", "deep glob", "PathContains", "predicate", "All"],
+        ids=["regex", "index", "end", "PathGlob", "PathContains", "predicate", "All"],
     )
     def test_choose_the_layer(self, network, filter_, count):
         chosen = {filter_: P(None, "model")}
@@ -95,41 +97,51 @@ class TestFilters:
         assert [shape for shape, _ in found] == ["4x16", "4x8"] * 2
 
     def test_first_filter_decides(self, network):
-        chosen = {"blocks/0/up": P("data"), "**/up": P(None, "model")}
+        chosen = {"blocks/0/up": P("data"), "up$": P(None, "model")}
         found = constraints(call, network, X, activation_shardings=chosen)
         assert found == [("4x16", "{data}, {}"), ("4x16", "{}, {model}")]
 
     def test_method(self, network):
-        chosen = {"blocks/0.encode": P(None, "model")}
+        chosen = {"blocks/0": InOutSharding(P(None, "model"), method="encode")}
         found = constraints(
             lambda m, x: m.blocks[0].encode(x), network, X, activation_shardings=chosen
         )
         assert found == [("4x16", "{}, {model}")]
 
     @pytest.mark.parametrize(
-        ("filter_", "expected"),
+        ("method", "expected"),
         [
-            ("", lambda m, x: (of_model(m(x)), m.encode(x))),
-            (".encode", lambda m, x: (m(x), of_model(m.encode(x)))),
+            ("__call__", lambda m, x: (of_model(m(x)), m.encode(x))),
+            ("encode", lambda m, x: (m(x), of_model(m.encode(x)))),
         ],
         ids=["module", "method"],
     )
-    def test_argument_itself(self, filter_, expected):
+    def test_argument_itself(self, method, expected):
         def fun(model, x):
             return model(x), model.encode(x)
 
-        model, chosen = MLP(nnx.Rngs(0)), P(None, "model")
-        found = constraints(fun, model, X, activation_shardings={filter_: chosen})
+        model, chosen = MLP(nnx.Rngs(0)), InOutSharding(P(None, "model"), method=method)
+        found = constraints(fun, model, X, activation_shardings={"^$": chosen})
         assert found == constraints(expected, model, X)
         assert len(found) == 1
 
+    def test_two_methods_of_a_module(self):
+        model, by_rows, by_columns = MLP(nnx.Rngs(0)), P("data"), P(None, "model")
+        encode = InOutSharding(by_columns, method="encode")
+        chosen = ActivationSharding([("^$", by_rows), ("^$", encode)])
+        assert chosen.find((), model) == (0, InOutSharding(by_rows))
+        assert chosen.find((), model, "encode") == (1, encode)
+        assert chosen.find(("up",), model.up) == (None, None)
+        found = constraints(lambda m, x: (m(x), m.encode(x)), model, X, activation_shardings=chosen)
+        assert [spec for _, spec in found] == ["{data}, {}", "{}, {model}"]
+
     def test_modules_made_inside_themselves(self):
         fun = lambda x: MLP(nnx.Rngs(0))(x)  # noqa: E731
-        found = constraints(fun, X, activation_shardings={"": P(None, "model")})
+        found = constraints(fun, X, activation_shardings={"^$": P(None, "model")})
         assert found == [("4x8", "{}, {model}")]
 
     def test_input(self, network):
-        chosen = {"blocks/1": Activation(input=P("data"))}
+        chosen = {"blocks/1$": InOutSharding(input=P("data"))}
         assert constraints(call, network, X, activation_shardings=chosen) == [("4x8", "{data}, {}")]
 
     def test_prefix_of_several_outputs(self):
@@ -142,12 +154,12 @@ class TestFilters:
         assert found == [("4x8", "{data}, {}"), ("4x8", "{}, {model}")]
 
     def test_come_with_the_shardings_of_an_argument(self, network):
-        own = ActivationSharding({"**/up": P("data")})
+        own = ActivationSharding({"up$": P("data")})
         sharding = StateSharding({...: P()}, activations=own)
         options = {"in_shardings": (sharding, None)}
         up = ("4x16", "{data}, {}")
         assert [x for x in constraints(call, network, X, **options) if x == up] == [up] * 2
-        chosen = {"**/up": P(None, "model")}
+        chosen = {"up$": P(None, "model")}
         found = constraints(call, network, X, activation_shardings=chosen, **options)
         assert up not in found
         assert found.count(("4x16", "{}, {model}")) == 2
@@ -214,12 +226,12 @@ class TestReach:
         ],
     )
     def test_through_transformations(self, network, fun):
-        chosen = {"blocks/*/up": P(None, "model")}
+        chosen = {r"blocks/\d/up": P(None, "model")}
         found = constraints(lambda m, x: fun(m, x), network, X, activation_shardings=chosen)
         assert found.count(("4x16", "{}, {model}")) >= 2
 
     def test_in_vmap(self, network):
-        chosen = {"blocks/*/up": P("model")}
+        chosen = {r"blocks/\d/up": P("model")}
         found = constraints(through_vmap, network, X, activation_shardings=chosen)
         assert len(found) == 2
 
@@ -247,13 +259,13 @@ class TestReach:
         def fun(x):
             return Network(nnx.Rngs(0))(x)
 
-        chosen = {"blocks/*/up": P(None, "model")}
+        chosen = {r"blocks/\d/up": P(None, "model")}
         found = constraints(fun, X, activation_shardings=chosen)
         assert found.count(("4x16", "{}, {model}")) == 2
 
     def test_modules_from_outside(self, network):
         graphdef, state = nnx.split(network)
-        chosen = {"blocks/*/up": P(None, "model")}
+        chosen = {r"blocks/\d/up": P(None, "model")}
 
         def fun(state, x):
             return nnx.merge(graphdef, state)(x)
@@ -261,7 +273,7 @@ class TestReach:
         assert len(constraints(fun, state, X, activation_shardings=chosen)) == 2
 
     def test_methods_that_call_layers(self, network):
-        chosen = {"**/up": P(None, "model")}
+        chosen = {"up$": P(None, "model")}
         found = constraints(
             lambda m, x: m.blocks[1].encode(x), network, X, activation_shardings=chosen
         )
@@ -300,7 +312,7 @@ class TestNothingElseChanges:
             jax.tree.map(lambda a, b: a, model, Network(nnx.Rngs(1)))
             return model(x)
 
-        jit(fun, mesh=AUTO, activation_shardings={"**/up": P("data")})(network, X)
+        jit(fun, mesh=AUTO, activation_shardings={"up$": P("data")})(network, X)
         assert all(seen.values()), seen
         assert nnx.graphdef(network) == graphdef
         assert {kind: dict(vars(kind)) for kind in before} == before
@@ -315,14 +327,14 @@ class TestNothingElseChanges:
             model.extra = nnx.data([x])  # so that the structure is written back
             return model(x)
 
-        step = jit(fun, mesh=AUTO, activation_shardings={"**/up": P("data")})
+        step = jit(fun, mesh=AUTO, activation_shardings={"up$": P("data")})
         for _ in range(3):
             step(network, X)
         assert len(traces) == 2  # the second with the attribute
         assert type(network.blocks._pytree__nodes) is nnx.graphlib.HashableMapping
 
     def test_returned_modules_are_plain(self, network):
-        chosen = {"**/up": P("data")}
+        chosen = {"up$": P("data")}
         fun = jit(lambda m, x: (nnx.clone(m), m(x))[0], mesh=AUTO, activation_shardings=chosen)
         new = fun(network, X)
         assert nnx.graphdef(new) == nnx.graphdef(network)
@@ -335,7 +347,7 @@ class TestNothingElseChanges:
             return model(x)
 
         expected = nnx.clone(network)
-        chosen = {"**/up": P("data")}
+        chosen = {"up$": P("data")}
         fun = jit(grow, mesh=AUTO, activation_shardings=chosen)
         fun(network, X)
         grow(expected, X)
@@ -349,7 +361,7 @@ class TestNothingElseChanges:
             optimizer.update(model, nnx.grad(lambda m: m(x).sum())(model))
 
         optimizer = nnx.Optimizer(network, optax.sgd(0.1), wrt=nnx.Param)
-        options = {"activation_shardings": {"**/up": P("data")}, "max_traces": 1}
+        options = {"activation_shardings": {"up$": P("data")}, "max_traces": 1}
         fun = jit(step, mesh=AUTO, in_shardings=(P(), P(), P("data")), **options)
         for _ in range(2):
             fun(network, optimizer, X)
@@ -363,12 +375,12 @@ class TestNothingElseChanges:
             raise RuntimeError("of the user")
 
         with pytest.raises(RuntimeError, match="of the user"):
-            jit(fail, mesh=AUTO, activation_shardings={"**/up": P("data")})(network, X)
+            jit(fail, mesh=AUTO, activation_shardings={"up$": P("data")})(network, X)
         assert nnx.Linear.__call__ is original
 
     def test_capture_inside_and_around(self, network):
         original = nnx.Linear.__call__
-        fun = jit(call, mesh=AUTO, activation_shardings={"**/up": P("data")})
+        fun = jit(call, mesh=AUTO, activation_shardings={"up$": P("data")})
         np.testing.assert_allclose(fun(network, X), network(X), rtol=1e-6)
         assert nnx.Linear.__call__ is original
 
@@ -383,7 +395,7 @@ class TestNothingElseChanges:
                 barrier.wait(timeout=60)
                 return y
 
-            chosen = {"**/up": P(None, axis)}
+            chosen = {"up$": P(None, axis)}
             results[axis] = constraints(fun, Network(nnx.Rngs(0)), X, activation_shardings=chosen)
 
         threads = [threading.Thread(target=work, args=(axis,)) for axis in ("data", "model")]
@@ -400,7 +412,7 @@ class TestNothingElseChanges:
             return inner(model, x)
 
         for spec, text in ((P("data"), "{data}, {}"), (P(None, "model"), "{}, {model}")):
-            found = constraints(fun, network, X, activation_shardings={"**/up": spec})
+            found = constraints(fun, network, X, activation_shardings={"up$": spec})
             assert found == [("4x16", text)] * 2
         assert constraints(fun, network, X) == []
 
@@ -494,7 +506,7 @@ class TestNothingElseChanges:
 
         for _ in range(2):
             for spec in (P("data"), P(None, "model")):
-                options = {"mesh": AUTO, "activation_shardings": {"**/up": spec}}
+                options = {"mesh": AUTO, "activation_shardings": {"up$": spec}}
                 jit(fun, **options)(network, X)
         assert len(traces) == 2
 
@@ -518,11 +530,12 @@ def test_a_cache_stays_where_the_batch_is(mesh):
 
 class TestErrors:
     def test_filters_without_effect(self, network):
-        chosen = {"blocks/*/upp": P("data"), nnx.Conv: P(), "**/up": P()}
+        chosen = {"blocks/*/upp": P("data"), nnx.Conv: P(), "up$": P()}
         with pytest.raises(ValueError, match="upp") as info:
             jit(call, mesh=AUTO, activation_shardings=chosen)(network, X)
+        assert "For globs, pass PathGlob('blocks/*/upp')" in str(info.value)
         assert "Conv" in str(info.value)
-        assert "**/up" not in str(info.value)
+        assert "up$" not in str(info.value)
         lenient = ActivationSharding(chosen, strict=False)
         jit(call, mesh=AUTO, activation_shardings=lenient)(network, X)
 
@@ -552,7 +565,7 @@ class TestErrors:
         spec = P("data", "data")
         with pytest.raises(Exception, match="duplicate entries"):
             NamedSharding(mesh, spec)
-        chosen = {"blocks/0/up": Activation(**{side: spec})}
+        chosen = {"blocks/0/up": InOutSharding(**{side: spec})}
         with pytest.raises(ActivationError, match="do not fit") as info:
             jit(call, mesh=mesh, in_shardings=P(), activation_shardings=chosen)(network, X)
         assert f"{side} of model.blocks[0].up" in str(info.value)
@@ -574,7 +587,7 @@ class TestErrors:
         with pytest.raises(ActivationError, match=r"model\.first: Cached of f32.8@data") as info:
             jit(lambda model, x: model.first(x))(model, x)
         assert "dynamic_update_slice" in str(info.value)
-        assert "activation_shardings={'first': P('data',)}" in str(info.value)
+        assert "activation_shardings={'^first$': P('data',)}" in str(info.value)
 
     def test_operation_that_uses_an_axis_twice(self):
         """Rows of a table by indices, both over one axis: JAX's rule raises another error."""
@@ -603,11 +616,11 @@ class TestErrors:
 
     def test_prefix_that_does_not_match(self, network):
         with pytest.raises(ValueError, match=r"blocks\[0\]\.up"):
-            jit(call, mesh=AUTO, activation_shardings={"**/up": (P(), P())})(network, X)
+            jit(call, mesh=AUTO, activation_shardings={"up$": (P(), P())})(network, X)
 
     def test_no_mesh(self, network):
         with pytest.raises(ValueError, match="mesh"):
-            jit(call, activation_shardings={"**/up": P("data")})(network, X)
+            jit(call, activation_shardings={"up$": P("data")})(network, X)
 
     def test_values_of_other_types(self):
         with pytest.raises(TypeError, match=r"P\('data'\)"):
@@ -616,6 +629,8 @@ class TestErrors:
             ActivationSharding({5: P()})
         with pytest.raises(TypeError, match="mapping"):
             ActivationSharding(3)
+        with pytest.raises(TypeError, match="method"):
+            InOutSharding(method=nnx.Linear.__call__)
 
     def test_layer_that_cannot_be_typed_is_named_with_the_remedy(self):
         model = Network(nnx.Rngs(0))
@@ -631,8 +646,8 @@ class TestErrors:
             fun(model, X)
         message = str(info.value)
         assert "model.blocks[0].down: Linear of f32[4@data,16@model]" in message
-        assert "activation_shardings={'blocks/0/down': P('data',)}" in message
-        chosen = {"blocks/*/down": P("data")}
+        assert "activation_shardings={'^blocks/0/down$': P('data',)}" in message
+        chosen = {r"blocks/\d+/down": P("data")}
         fun = jit(call, mesh=EXPLICIT, in_shardings=(specs, P("data")), activation_shardings=chosen)
         np.testing.assert_allclose(fun(model, X), Network(nnx.Rngs(0))(X), rtol=1e-5)
 
@@ -773,11 +788,11 @@ class TestExplicitAxes:
         model, x = Seen(nnx.Rngs(0)), jnp.ones((4, 8, 8))
         sharding = tensor_parallel(model, EXPLICIT, sequence=True)
         options = {"mesh": EXPLICIT, "in_shardings": (sharding, P("data"))}
-        out = jit(call, activation_shardings={"": AS_WRITTEN}, **options)(model, x)
+        out = jit(call, activation_shardings={"^$": AS_WRITTEN}, **options)(model, x)
         assert seen == [P("data", "model", None)]
         np.testing.assert_allclose(out, MLP(nnx.Rngs(0))(x), rtol=1e-5)
 
-    @pytest.mark.parametrize("chosen", [None, {"": AS_WRITTEN}], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("chosen", [None, {"^$": AS_WRITTEN}], ids=["auto", "explicit"])
     @pytest.mark.parametrize("use_bias", [False, True])
     def test_heads_stay_sharded_where_the_sequence_was(self, use_bias, chosen):
         """Each device computes its heads, of one gathered sequence: no kernel is gathered."""
@@ -839,7 +854,7 @@ def test_shard_map_constrains_its_automatic_axes(network):
         in_specs=(replicated(network), P("data")),
         out_specs=P("data"),
         axis_names={"data"},
-        activation_shardings={"**/up": P(None, "model")},
+        activation_shardings={"up$": P(None, "model")},
     )
     np.testing.assert_allclose(fun(network, X), network(X), rtol=1e-5)
     found = _CONSTRAINT.findall(fun.lower(network, X).as_text())

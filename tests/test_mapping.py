@@ -827,7 +827,7 @@ class ErrorTest(parameterized.TestCase):
     @parameterized.parameters(
         (r"carry\.c has type float32\[\]", lambda c, x: (jnp.ones(3), x)),
         (r"given: float32\[\]\n  returned: \(float32\[\], float32\[\]\)", lambda c, x: ((c, c), x)),
-        (r"returned: \{'a': a Counter, 'b': the class Counter\}", other_carry),
+        (r"returned: \{a: a Counter, b: the class Counter\}", other_carry),
         (r"a tuple whose item 0 is the carry .*, got float32\[\]", lambda c, x: c),
     )
     def test_carry(self, message, step):

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import (
-    Activation,
     ActivationSharding,
+    InOutSharding,
     StateSharding,
     accumulate_gradients,
     jit,
@@ -188,7 +188,7 @@ def test_what_a_failed_operation_left_is_there_once(rows, columns, chosen):
     expected = Raw(nnx.Rngs(0), nnx.Dropout(0.0))(X)
     spec = StateSharding({nnx.PathContains("kernel"): P(columns), ...: P()})
     options = {"in_shardings": (spec, P(None, None, rows)), "mesh": EXPLICIT}
-    activations = {"": Activation(chosen, axis_types=AxisType.Auto)} if chosen else None
+    activations = {"^$": InOutSharding(chosen, axis_types=AxisType.Auto)} if chosen else None
     step = jit(lambda model, x: model(x), activation_shardings=activations, **options)
     if rows == columns and not chosen:
         with pytest.raises(ActivationError, match=r"model: Raw of f32\[8,4,16@data\]"):
@@ -210,7 +210,7 @@ def test_a_program_does_not_depend_on_what_was_traced_before():
     assert [text(seed).as_text() for seed in reversed(seeds)] == first[::-1]
     auto = mesh_of("auto")
     plain = [jit(lambda m, x: m(x), mesh=auto).lower(nested(s), X).as_text() for s in seeds]
-    jit(lambda m, x: m(x), mesh=auto, activation_shardings={"": P("data")}).lower(nested(1), X)
+    jit(lambda m, x: m(x), mesh=auto, activation_shardings={"^$": P("data")}).lower(nested(1), X)
     again = [jit(lambda m, x: m(x), mesh=auto).lower(nested(s), X).as_text() for s in seeds]
     assert plain == again
 
@@ -324,7 +324,7 @@ def test_modules_that_are_declared_to_run_as_written(method):
     [note] = [note for note in info.value.__notes__ if "Auto axes, because" in note]
     assert note.startswith("model.parts[1] runs with Auto axes")
     [entry] = re.findall(r"activation_shardings=(.*)\.$", note)
-    chosen = eval(entry, {"Activation": Activation, "AxisType": AxisType})
+    chosen = eval(entry, {"InOutSharding": InOutSharding, "AxisType": AxisType})
     types.clear()
     step = jit(lambda model, x: model(x), activation_shardings=chosen, **options)
     np.testing.assert_allclose(step(model, X), expected, rtol=1e-5, atol=1e-6)
@@ -389,7 +389,7 @@ def test_modules_in_a_loop_of_the_function():
 
 def test_wrong_axis_types():
     with pytest.raises(TypeError, match="axis_types must be"):
-        Activation(axis_types="auto")
+        InOutSharding(axis_types="auto")
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

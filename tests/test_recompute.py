@@ -131,11 +131,11 @@ POLICIES = (
     None,
     "dots_saveable",
     jax.checkpoint_policies.everything_saveable,
-    {"blocks/*/up": "save"},
+    {r"blocks/\d+/up$": "save"},
     {nnx.Linear: "save"},
-    {"blocks/1/*": "recompute", nnx.Linear: "save"},
+    {"blocks/1/.*": "recompute", nnx.Linear: "save"},
     {"last": "save"},
-    {"blocks/0": "offload", lambda path, module: path[-1:] == ("down",): "save"},
+    {"blocks/0$": "offload", lambda path, module: path[-1:] == ("down",): "save"},
 )
 
 
@@ -197,9 +197,9 @@ class PolicyTest(parameterized.TestCase):
         assert self.kept({nnx.Linear: "recompute"}).bytes() == 0
 
     @parameterized.parameters(
-        ({"blocks/*/up": "save"}, ["m.blocks[0].up", "m.blocks[1].up", "m.blocks[2].up"]),
-        ({"blocks/1/*": "save"}, ["m.blocks[1].down", "m.blocks[1].up"]),
-        ({"blocks/0/up": "recompute", "**/up": "save"}, ["m.blocks[1].up", "m.blocks[2].up"]),
+        ({r"blocks/\d+/up$": "save"}, ["m.blocks[0].up", "m.blocks[1].up", "m.blocks[2].up"]),
+        ({"blocks/1/.*": "save"}, ["m.blocks[1].down", "m.blocks[1].up"]),
+        ({"blocks/0/up": "recompute", "up$": "save"}, ["m.blocks[1].up", "m.blocks[2].up"]),
         ({nnx.PathContains("down"): "save"}, [f"m.blocks[{i}].down" for i in range(3)]),
         ({"last": "save"}, ["m"]),
     )
@@ -225,7 +225,7 @@ class PolicyTest(parameterized.TestCase):
             assert len(kept) == len([x for x in lines if "from a constant" not in x])
 
     def test_offload(self):
-        found = self.kept({"blocks/*/up": "offload"})
+        found = self.kept({r"blocks/\d+/up$": "offload"})
         assert (found.bytes(), found.bytes("host")) == (0, 3 * KEPT_BY_UP)
         assert "on the host" in str(found)
 
@@ -275,8 +275,8 @@ class ErrorTest(parameterized.TestCase):
             OURS.remat(loss, policy=policy)
 
     @parameterized.parameters(
-        ({"block/*/up": "save"}, "'block/\\*/up'; did you mean 'blocks/"),
-        ({"blocks/*/up": "save", nnx.Conv: "save"}, "  <class .*Conv'>"),
+        ({"block/*/up": "save"}, "did you mean 'blocks/.* For globs, pass PathGlob"),
+        ({r"blocks/\d+/up$": "save", nnx.Conv: "save"}, "  <class .*Conv'>"),
         ({"lasts": "save"}, "'lasts'; did you mean 'last'"),
     )
     def test_what_matches_nothing(self, policy, message):

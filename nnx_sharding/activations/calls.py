@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller, called_by
 from ..core.flatten import Flat
 from ..core.plan import Plan, abstract, is_committed
+from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import axes_of_type
+from ..specs.paths import Path, accessor
 
 ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]
+Shape: TypeAlias = tuple[int, ...]
 
 
 class Call(NamedTuple):
-    """One array that a call of a module returned.
+    """One array that a call of a module returned."""
 
-    Attributes:
-      path: the module as an expression, such as ``model.blocks[0].up``.
-      module: the name of its class.
-      method: the method that was called.
-      output: where the array is in the method's output; empty if it is all of the output.
-      shape: its shape.
-      dtype: its dtype.
-      sharding: how it is sharded, by its type or by choice; None if neither determines it.
-      chosen_by: what decided that.
-    """
-
-    path: str
-    module: str
+    path: str  # the module as an expression, such as ``model.blocks[0].up``
+    module: str  # the name of its class
     method: str
-    output: str
-    shape: tuple[int, ...]
+    output: str  # where the array is in the output; empty if it is all of it
+    shape: Shape
     dtype: Any
-    sharding: NamedSharding | None
-    chosen_by: ChosenBy
+    sharding: NamedSharding | None  # by its type or by choice; None if neither determines it
+    chosen_by: ChosenBy  # what decided that
 
 
 class Calls(list[Call]):
@@ -53,19 +45,44 @@ class Calls(list[Call]):
 
 # As part of the keys of JAX's caches it also makes JAX retrace what it has traced before.
 RECORD = jax.make_user_context()
-_FRAME: ContextVar[Frame | None] = ContextVar("frame", default=None)
+# The innermost call of a module that has not returned yet.
+FRAME: ContextVar[Frame | None] = ContextVar("FRAME", default=None)
+
+
+class Tag(NamedTuple):
+    """What is known about a module; Flax passes it on with the module."""
+
+    name: str  # of its argument
+    path: Path
+    sources: tuple[ActivationSharding, ...]
+    axes: frozenset[Any]  # over which its own Variables are gathered
+    # The spec of each own Variable while the module runs, its shape outside of loops, and whether
+    # it is gathered.
+    specs: Mapping[Path, tuple[PartitionSpec, Shape, bool]]
+
+    @property
+    def accessor(self) -> str:
+        """The module as an expression, such as ``model.blocks[0].up``."""
+        return accessor(self.name, self.path)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.path))
 
 
 class Frame:
-    """One call of a module that has not returned yet."""
+    """One call of a module that has not returned yet.
 
-    __slots__ = ("_calls", "_constrained", "chosen_by", "is_by_strategy", "path")
+    Attributes:
+      chosen_by: whose specs are for this call.
+      is_strict: whether it is an error if they do not fit.
+      is_by_strategy: whether a strategy chose the types of the output.
+    """
 
-    def __init__(self, path: str):
-        self.path = path
-        self.chosen_by: ChosenBy = "compiler"  # whose specs are for this call
+    def __init__(self, tag: Tag, module: Any, method: str):
+        self.tag, self.module, self.method = tag, module, method
+        self.chosen_by: ChosenBy = "compiler"
+        self.is_strict = self.is_by_strategy = False
         self._calls: Calls | None = RECORD.value
-        self.is_by_strategy = False  # whether a strategy chose the types of the output
         self._constrained: list[tuple[Any, NamedSharding]] = []
 
     def constrained(self, x: Any, sharding: NamedSharding) -> None:
@@ -76,16 +93,16 @@ class Frame:
         """The sharding that was chosen for an array, or None."""
         return next((sharding for array, sharding in self._constrained if array is x), None)
 
-    def returned(self, module: Any, method: str, out: Any) -> None:
+    def returned(self, out: Any) -> None:
         """Records what the call returns."""
         if self._calls is None:
             return
+        path, name = self.tag.accessor, type(self.module).__name__
         leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
         for keys, x in leaves:
             if isinstance(x, jax.Array):
-                name, output = type(module).__name__, jax.tree_util.keystr(keys)
-                call = Call(self.path, name, method, output, x.shape, x.dtype, *self._sharding(x))
-                self._calls.append(call)
+                where = path, name, self.method, jax.tree_util.keystr(keys)
+                self._calls.append(Call(*where, x.shape, x.dtype, *self._sharding(x)))
 
     def _sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
         if (sharding := self.sharding_of(x)) is not None:
@@ -96,39 +113,26 @@ class Frame:
         return None, "compiler"
 
 
-def frame_here() -> Frame | None:
-    """The innermost call of a module that has not returned yet."""
-    return _FRAME.get()
-
-
 @contextlib.contextmanager
-def in_call(path: str, method: str) -> Iterator[Frame]:
+def in_call(frame: Frame) -> Iterator[Frame]:
     """Adds the path of a module to the names of what is traced within the block.
 
     A call within another one adds only the rest of its path below that one's, or, without one,
     the name of the method.
     """
-    outer = _FRAME.get()
-    inside = path if outer is None else path.removeprefix(outer.path)
-    name = (inside.lstrip(".") or method) if inside[:1] in ("", ".", "[") else path
-    frame = Frame(path)
-    token = _FRAME.set(frame)
+    outer, path = FRAME.get(), frame.tag.accessor
+    inside = path if outer is None else path.removeprefix(outer.tag.accessor)
+    name = (inside.lstrip(".") or frame.method) if inside[:1] in ("", ".", "[") else path
+    token = FRAME.set(frame)
     try:
         with jax.named_scope(name):
             yield frame
     finally:
-        _FRAME.reset(token)
+        FRAME.reset(token)
 
 
 class Recorder:
-    """Traces a function once more, to record the calls of modules in it. It holds no arrays.
-
-    Args:
-      fun: the function.
-      plan: the plan for its arguments.
-      flat: the arguments.
-      leaves: the arrays to trace with.
-    """
+    """Traces a function once more, to record the calls of modules in it. It holds no arrays."""
 
     def __init__(self, fun: Callable[..., Any], plan: Plan, flat: Flat, leaves: Sequence[Any]):
         self._fun, self._plan = fun, plan

@@ -30,11 +30,7 @@ _CURRENT: contextvars.ContextVar[_Current | None] = contextvars.ContextVar("hand
 
 
 class Method:
-    """A method of a module class, in the place of the original one.
-
-    Attributes:
-      original: the method in the class.
-    """
+    """A method of a module class, in the place of the original one."""
 
     __slots__ = ("_name", "_replacement", "original")
 
@@ -94,12 +90,7 @@ def with_handler(
 ) -> Any:
     """Calls a function, and passes the calls of modules in it to a handler, in this thread only.
 
-    Args:
-      handler: gets the module, the name of the method, the bound method and the arguments.
-      named: the methods to intercept besides ``__call__`` and the public ones.
-      fun: the function.
-      args: its arguments.
-      kwargs: its keyword arguments.
+    ``named`` are the methods to intercept besides ``__call__`` and the public ones.
     """
     outer = _CURRENT.get()
     named = frozenset(named) if outer is None else outer.named.union(named)

@@ -5,77 +5,70 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
+from ..core.problems import Problem, refuse
 from ..core.pure import Pure
-from ..core.retyping import type_spec
+from ..core.resharding import apply_shardings, in_context, mesh_here, without_unconstrained
+from ..core.retyping import retyped, type_spec, with_reduced
+from ..core.structure import NodeEntry
 from ..core.unflatten import Built
 from ..errors import see
-from .intercept import original_of, with_handler
-from .scope import Scope
+from ..specs.activation_sharding import ActivationSharding, InOutSharding, is_activation_spec
+from ..specs.fitting import (
+    axes_of,
+    axes_of_type,
+    fit_sharding,
+    only_axes,
+    spec_and_mesh,
+    spec_axes,
+    with_entries,
+)
+from ..specs.paths import Path, accessor, path_string
+from ..specs.state_sharding import StateSharding
+from .axis_types import (
+    OPEN,
+    arrays_in,
+    explicit_axes_here,
+    first_typed,
+    opened,
+    output_spec,
+    with_auto_axes,
+    with_right_gradient,
+)
+from .calls import RECORD, Frame, Shape, Tag, in_call
+from .intercept import handler_here, original_of, with_handler
+from .variables import is_layer, modules_in, own_variables, replaced_values
 
-# Makes activation shardings part of the key of JAX's cached traces of inner functions.
-_CONTEXT = jax.make_user_context()
+# Part of the key of JAX's cached traces of inner functions: they are not reused in another trace,
+# where filters that matched in them would seem to have no effect.
+CONTEXT = jax.make_user_context()
+
+
+class _Used(dict[Any, set[tuple[int, int]]]):
+    """The filters that matched in a trace, by the declarations of which they are."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
 _TAGS = jax.make_user_context()
 
 
 def inherited(objects: Sequence[Any]) -> AbstractContextManager[Any]:
-    """A context in which JAX reuses no trace made for modules with other declarations.
-
-    Args:
-      objects: the objects of a call within a trace.
-    """
+    """A context in which JAX reuses no trace of a call for modules with other declarations."""
     tags = tuple(_compat.tag_of(x) if _compat.is_node(x) else None for x in objects)
     return _TAGS(tags) if any(tags) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def sharded_activations(
-    pure: Pure,
-    caller: Caller,
-    built: Built,
-    leaves: Sequence[Any],
-) -> Iterator[Callable[..., Any]]:
-    """Shards the activations of the modules that are called within the block.
-
-    Args:
-      pure: what is traced.
-      caller: the call in which it is traced.
-      built: the objects of the arguments in the trace.
-      leaves: the arrays in the trace.
-
-    Yields:
-      What to call for the user's function.
-
-    Raises:
-      ValueError: after the call, if a spec did not fit, or a filter matched no module.
-    """
-    declared = pure.transform.activation_shardings
-    scope = Scope(pure, built, leaves, () if declared is None else (declared,))
-    if not scope.is_needed:
-        pass_tags(caller, built)
-        yield caller.fun
-        return
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_CONTEXT(scope.declaration))
-            if (mesh := _type_mesh(leaves)) is not None:
-                stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-            yield functools.partial(_checked_call, scope, caller.fun)
-    except BaseException as error:
-        scope.forget()
-        if isinstance(error, _compat.SHARDING_ERRORS):
-            if not hasattr(error, "__notes__"):
-                error.add_note(_NOTE)
-            see(error, "operation-outside-of-modules")
-        raise
 
 
 def pass_tags(caller: Caller, built: Built) -> None:
@@ -85,35 +78,379 @@ def pass_tags(caller: Caller, built: Built) -> None:
             _compat.tag_node(new, tag)
 
 
-_NOTE = (
-    "The operation is outside of modules, so nothing was inferred for it. Shard its inputs with "
-    "activation_shardings={...} for the module that returns them, give the operation an "
-    "out_sharding, or let the compiler choose with jit(..., auto_axes=True), with out_shardings."
-)
+@contextlib.contextmanager
+def sharded_activations(
+    pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
+) -> Iterator[Callable[..., Any]]:
+    """Shards the activations of modules in a trace; yields what to call for the user's function."""
+    scope = Scope(pure, built, leaves)
+    if not scope.is_needed:
+        pass_tags(caller, built)
+        yield caller.fun
+        return
+    types = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
+    mesh = next(types, None) if jax.sharding.get_abstract_mesh().empty else None
+    try:
+        with CONTEXT(scope.context), in_context(mesh):
+            yield functools.partial(scope.run, caller.fun)
+    except _compat.SHARDING_ERRORS as error:
+        if not hasattr(error, "__notes__"):
+            error.add_note(
+                "The operation is outside of modules, so nothing was inferred for it. Shard its "
+                "inputs with activation_shardings={...} for the module that returns them, give the "
+                "operation an out_sharding, or let the compiler choose with jit(..., "
+                "auto_axes=True), with out_shardings."
+            )
+        see(error, "operation-outside-of-modules")
+        raise
 
 
-def _checked_call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    out = with_handler(scope, scope.named_methods, _call, scope, fun, *args, **kwargs)
-    scope.check()  # here, because an error at the end of the block would show frames of contextlib
-    return out
+class Scope:
+    """The handler of the calls of modules during one trace."""
 
+    def __init__(self, pure: Pure, built: Built, leaves: Sequence[Any]):
+        declared = pure.transform.activation_shardings
+        sources = () if declared is None else (declared,)
+        self._transform, self._pure, self._built = pure.transform, pure, built
+        self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
+        self._mesh = _mesh_of(pure)
+        # Those that are not manual; all of them in `jit`.
+        manual = pure.transform.usable_axes or ()
+        self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
+        self._sources = [*sources]  # those for all arguments, then those of single ones
+        self._declared = len(sources)
+        self._roots: dict[int, tuple[Tag, Any]] = {}
+        # Within another trace, that one explains and records.
+        self._observes = handler_here() is None and (self._is_explicit or RECORD.value is not None)
+        self._misfits: dict[str, None] = {}
+        self._variables = {id(x): i for i, x in enumerate(built.objects)}
+        self._tag_arguments(sources)
+        surrounding = CONTEXT.value
+        key = tuple(self._sources), pure.batch_axes
+        used = surrounding[0] if surrounding else _Used()
+        self._used = used.setdefault(key, set())
+        self.context = used, key
 
-def _call(scope: Scope, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function; a module's method is called as a method."""
-    name = getattr(fun, "__name__", "")
-    if args and isinstance(args[0], nnx.Module):
-        method = original_of(inspect.getattr_static(type(args[0]), name, None))
-        while method is not None and method is not fun:
-            method = original_of(getattr(method, "__wrapped__", None))
-        if method is fun:
-            bound = functools.partial(fun, args[0])
-            return scope(args[0], name, bound, args[1:], kwargs)
-    return fun(*args, **kwargs)
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to apply, explain or record."""
+        return bool(self._sources) or self._observes
 
+    def run(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the user's function; a module's method is called as a method."""
+        named = {x.method for source in self._sources for x in source.shardings}
+        name = getattr(fun, "__name__", "")
+        if args and isinstance(args[0], nnx.Module):
+            method = original_of(inspect.getattr_static(type(args[0]), name, None))
+            while method is not None and method is not fun:
+                method = original_of(getattr(method, "__wrapped__", None))
+            if method is fun:
+                bound = functools.partial(fun, args[0])
+                fun, args = self, (args[0], name, bound, args[1:], kwargs)
+                kwargs = {}
+        out = with_handler(self, named, fun, *args, **kwargs)
+        self._check()  # here, as an error at the end of a block would show frames of contextlib
+        return out
 
-def _type_mesh(leaves: Sequence[Any]) -> Any:
-    """The mesh in the types of arrays on Explicit axes, if none is in context."""
-    if not jax.sharding.get_abstract_mesh().empty:
+    def _tag_arguments(self, sources: Sequence[ActivationSharding]) -> None:
+        pure, built = self._pure, self._built
+        parts = [
+            (target, part, part.spec.activations if isinstance(part.spec, StateSharding) else None)
+            for target in pure.targets
+            for part in target.parts
+        ]
+        if not (sources or self._observes or any(own is not None for *_, own in parts)):
+            return
+        tagged = set[int]()
+        for target, part, own in parts:
+            if own is not None and own not in self._sources:
+                self._sources.append(own)
+            chosen = (*sources, *([] if own is None else [own]))
+            name = accessor(target.name, part.keys)
+            for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items():
+                if isinstance(pure.structure.entries[index], NodeEntry) and index not in tagged:
+                    tagged.add(index)
+                    module = built.objects[index]
+                    _compat.tag_node(module, self._tag(name, path, chosen, module))
+
+    def _tag(
+        self, name: str, path: Path, sources: tuple[ActivationSharding, ...], module: Any
+    ) -> Tag:
+        specs: dict[Path, Any] = {}
+        batch = self._pure.batch_axes
+        named = (batch if source.gather is True else source.gather or () for source in sources)
+        axes = self._axes.intersection(axis for axes in named for axis in axes)
+        for own_path, variable in own_variables(module) if axes or self._is_explicit else ():
+            index = self._variables.get(id(variable))
+            slots = () if index is None else self._pure.structure.slots[index]
+            spec = self._pure.object_specs.get(slots[0]) if len(slots) == 1 else None
+            value = _compat.get_value(variable)
+            pair = spec_and_mesh(type_spec(value) if spec is None else spec, self._mesh)
+            if pair is not None and isinstance(value, jax.Array):
+                shape, kept = jax.typeof(value).shape, only_axes(pair[0], self._axes - axes)
+                entries = [*kept.partitions, *[None] * len(shape)][: len(shape)]
+                is_gathered = not axes.isdisjoint(spec_axes(pair[0]))
+                specs[own_path] = with_entries(kept, entries), shape, is_gathered
+        return Tag(name, path, sources, axes, specs)
+
+    def __call__(
+        self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Calls a method of a module with the shardings chosen for it."""
+        tag = _compat.tag_of(module) or self._root_tag(module)
+        with in_call(Frame(tag, module, method)) as frame:
+            try:
+                out = self._called(frame, call, args, kwargs)
+            except _compat.SHARDING_ERRORS as error:
+                self._refuse_untyped(frame, (args, kwargs), error)
+            except ValueError as error:
+                if self._is_explicit and _USES_TYPES.search(str(error)):
+                    notes = getattr(error, "__notes__", ())
+                    if not any(_NOTE in note for note in notes):  # it is the innermost module
+                        as_written = InOutSharding(method=method, axis_types=AxisType.Explicit)
+                        entry = {_exactly(tag.path): as_written}
+                        error.add_note(f"{tag.accessor} {_NOTE} activation_shardings={entry!r}.")
+                raise
+            frame.returned(out)
+        return out
+
+    def _called(self, frame: Frame, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        chosen = self._find(frame)
+        if chosen.input is not None and args:
+            args = (self._constrained(args[0], chosen.input, frame, "input"), *args[1:])
+        call = with_right_gradient(frame.module, call, self._pure.batch_axes)
+        with replaced_values(self._gathered(frame)):
+            mesh, explicit = jax.sharding.get_abstract_mesh(), explicit_axes_here()
+            pair = spec_and_mesh(chosen.output, mesh) if explicit else None
+            if pair is not None and pair[0].unreduced:  # only Explicit axes can be
+                kwargs = {**kwargs, "out_sharding": only_axes(pair[0], explicit)}
+            axes = self._auto_axes(frame, chosen, explicit, (args, kwargs))
+
+            def constrained(*args: Any, **kwargs: Any) -> Any:
+                out = call(*args, **kwargs)
+                if chosen.output is not None:
+                    return self._constrained(out, chosen.output, frame, "output")
+                if explicit and not axes:
+                    return out
+                columns = functools.partial(self._with_columns, frame)
+                return jax.tree.map(columns, out, is_leaf=_compat.is_graph_object)
+
+            def leave(x: jax.Array) -> jax.Array:
+                known, like = frame.sharding_of(x), first_typed((args, kwargs))
+                spec = opened(type_spec(x)) if known is None else only_axes(known.spec, explicit)
+                if spec is None and frame.tag.path:
+                    spec = self._columns(frame, x)
+                new: jax.Array = retyped(x, mesh, output_spec(x, like, spec))
+                if known is not None:
+                    frame.constrained(new, jax.typeof(new).sharding)
+                return new
+
+            if not axes:
+                return constrained(*args, **kwargs)
+            frame.is_by_strategy = True
+            inputs = frame.module, args, kwargs
+            return with_auto_axes(inputs, lambda x: constrained(*x[1], **x[2]), axes, leave)
+
+    def _columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
+        """The spec of an output whose last dimensions are those of the columns of a kernel."""
+        tag = frame.tag
+        if not self._is_explicit or not any(source.infer for source in tag.sources):
+            return None
+        features = getattr(frame.module, "out_features", None)
+        count = len(features) if isinstance(features, tuple) else 1
+        for path, variable in own_variables(frame.module):
+            shape = getattr(_compat.get_value(variable), "shape", ())
+            is_kernel = len(shape) > count < x.ndim and shape[-count:] == x.shape[-count:]
+            if is_kernel and path in tag.specs:
+                whole = _spec_of_slice(*tag.specs[path][:2], shape)
+                spec = PartitionSpec(*whole.partitions[-count:])
+                free = only_axes(spec, {*spec_axes(spec)}.difference(self._pure.batch_axes))
+                return PartitionSpec(*[OPEN] * (x.ndim - count), *free.partitions)
         return None
-    meshes = (jax.typeof(x).sharding.mesh for x in leaves if type_spec(x) is not None)
-    return next(meshes, None)
+
+    def _with_columns(self, frame: Frame, x: Any) -> Any:
+        """An output, on Auto axes sharded like the columns of a kernel."""
+        spec = self._columns(frame, x) if isinstance(x, jax.Array) else None
+        if spec is None or self._mesh is None or not any(spec_axes(spec)):
+            return x
+        return apply_shardings([x], [NamedSharding(mesh_here(self._mesh), spec)])[0]
+
+    def _auto_axes(
+        self, frame: Frame, chosen: InOutSharding, explicit: frozenset[Any], inputs: Any
+    ) -> frozenset[Any]:
+        """The Explicit axes that are Auto while a method runs.
+
+        All of them if it is declared so, if a strategy infers, or for a layer with a declared
+        output. None in modules that are declared to be Explicit, and those that hold such modules.
+        """
+        if not explicit or first_typed(inputs) is None or inputs[1].get("out_sharding") is not None:
+            return frozenset()
+        if chosen.axis_types is not None:
+            return explicit if chosen.axis_types is AxisType.Auto else frozenset()
+        tag, module = frame.tag, frame.module
+        for source in tag.sources:
+            if any(x.axis_types is AxisType.Explicit for x in source.shardings):
+                inside = (((*tag.path, *path), one) for path, one in modules_in(module))
+                if any(source.is_explicit(*one) for one in inside):
+                    return frozenset()
+        infers = any(source.infer for source in tag.sources)
+        is_chosen = infers or (chosen.output is not None and is_layer(module))
+        return explicit if is_chosen else frozenset()
+
+    def _refuse_untyped(self, frame: Frame, inputs: Any, error: Exception) -> NoReturn:
+        """Raises an error that names the innermost module in which JAX cannot type an operation."""
+        module, method = frame.module, frame.method
+        values = [_compat.get_value(variable) for _, variable in own_variables(module)]
+        avals = map(jax.typeof, arrays_in((inputs, values)))
+        types = tuple(aval.str_short(short_dtypes=True) for aval in avals)
+        spec = type_spec(first_typed(inputs)) or PartitionSpec()
+        count = max((i for i, x in enumerate(spec.partitions[:-1], 1) if x), default=0)
+        entry: Any = PartitionSpec(*spec.partitions[:count])
+        if not is_layer(module):
+            entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
+        elif method != "__call__":
+            entry = InOutSharding(entry, method=method)
+        offender = (frame.tag.accessor, _exactly(frame.tag.path), module, error, types, entry)
+        refuse(Problem.CANNOT_BE_TYPED, [offender], name=self._transform.name)
+
+    def _root_tag(self, module: Any) -> Tag:
+        """Tags a module that is not from the arguments, as the root of a path, and all in it."""
+        known = self._roots.get(id(module))
+        if known is None:
+            sources, name = tuple(self._sources), type(module).__name__
+            for path, inner in modules_in(module):
+                if _compat.tag_of(inner) is None:
+                    tag = self._tag(name, path, sources, inner)
+                    self._roots.setdefault(id(inner), (tag, inner))
+            known = self._roots[id(module)]
+        return known[0]
+
+    def _find(self, frame: Frame) -> InOutSharding:
+        """The choice of the first source that has one."""
+        chosen = None
+        for source in frame.tag.sources:
+            index, sharding = source.find(frame.tag.path, frame.module, frame.method)
+            if sharding is not None and index is not None:
+                number = self._sources.index(source)
+                self._used.add((number, index))
+                if chosen is None:
+                    chosen, frame.is_strict = sharding, source.strict
+                    frame.chosen_by = "user" if number < self._declared else "strategy"
+        return chosen or _NOTHING
+
+    def _gathered(self, frame: Frame) -> list[tuple[Any, Any]]:
+        """The module's own Variables, with gathered values."""
+        tag, axes = frame.tag, frame.tag.axes
+        is_explicit = bool(axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit))
+        if not is_explicit and not axes:
+            return []
+        changes: list[tuple[Any, Any]] = []
+        for path, variable in own_variables(frame.module):
+            value = _compat.get_value(variable)
+            if not isinstance(value, jax.Array):
+                continue
+            spec = type_spec(value)
+            if spec is not None:
+                kept = spec
+                if not axes.isdisjoint(axis for x in spec.partitions for axis in axes_of(x)):
+                    kept = with_entries(spec, only_axes(spec, self._axes - axes).partitions)
+                if spec.reduced:  # of which JAX counts some gradients several times
+                    kept = with_reduced(kept, ())
+                if kept != spec:
+                    goal = NamedSharding(jax.typeof(value).sharding.mesh, kept)
+                    changes.append((variable, jax.sharding.reshard(value, goal)))
+            elif self._mesh is not None and tag.specs.get(path, (None, None, False))[2]:
+                here = _spec_of_slice(*tag.specs[path][:2], value.shape)
+                [value] = apply_shardings([value], [NamedSharding(mesh_here(self._mesh), here)])
+                changes.append((variable, value))
+        return changes
+
+    def _constrained(self, tree: Any, prefix: Any, frame: Frame, side: str) -> Any:
+        """A pytree of activations with the specs of a prefix."""
+        name = f"{side} of {frame.tag.accessor}"
+        specs, treedef = jax.tree_util.tree_flatten(prefix, is_leaf=is_activation_spec)
+        try:
+            parts = treedef.flatten_up_to(tree)  # type: ignore[attr-defined]
+        except ValueError as error:
+            self._misfits[f"{name}: {error}"] = None
+            return tree
+        new = [
+            jax.tree.map(lambda x, spec=spec: self._constrained_array(x, spec, frame, name), part)
+            for part, spec in zip(parts, specs, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(treedef, new)
+
+    def _constrained_array(self, x: Any, spec: Any, frame: Frame, name: str) -> Any:
+        if spec is None or not isinstance(x, jax.Array):
+            return x
+        pair = spec_and_mesh(spec, self._mesh)
+        if pair is None:
+            refuse(Problem.NO_MESH, [], name=self._transform.name)
+        mesh = mesh_here(pair[1])
+        action = self._transform.on_indivisible
+        fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
+        if fit.problems:
+            if frame.is_strict:
+                self._misfits[fit.line(name).strip()] = None
+            return x
+        spec = fit.sharding
+        if AxisType.Auto not in mesh.axis_types:  # there JAX does not support UNCONSTRAINED
+            spec = without_unconstrained(spec, x, mesh)
+        sharding = NamedSharding(mesh, spec)
+        [new] = apply_shardings([x], [sharding])
+        frame.constrained(new, sharding)
+        return new
+
+    def _check(self) -> None:
+        """Refuses specs that did not fit, and unused filters."""
+        name = self._transform.name
+        for source in self._sources:
+            if self._mesh is not None and isinstance(source.gather, tuple):
+                fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
+                if fit.problems:
+                    self._misfits[fit.line("gather").strip()] = None
+        if self._misfits:
+            refuse(Problem.ACTIVATION_DOES_NOT_FIT, [(x,) for x in self._misfits], name=name)
+        unused = [
+            (source.filters[index], sharding.method)
+            for number, source in enumerate(self._sources)
+            for index, sharding in enumerate(source.shardings)
+            if source.strict and (number, index) not in self._used
+        ]
+        if unused:
+            refuse(Problem.ACTIVATION_UNUSED, unused, name=name)
+
+
+_NOTE = (
+    "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
+    "reshard or a mesh itself, pass"
+)
+_USES_TYPES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)
+_NOTHING = InOutSharding()
+
+
+def _exactly(path: Path) -> str:
+    """The regular expression for one path."""
+    return f"^{re.escape(path_string(path))}$"
+
+
+def _spec_of_slice(spec: PartitionSpec, shape: Shape, inner: Shape) -> PartitionSpec:
+    """The spec of an array in a loop over layers, where some dimensions of its shape are gone.
+
+    If several can be, unsharded and first ones are preferred.
+    """
+    choices = [
+        kept
+        for kept in itertools.combinations(range(len(shape)), len(inner))
+        if all(shape[dimension] == size for dimension, size in zip(kept, inner, strict=True))
+    ]
+    chosen = [[spec.partitions[dimension] for dimension in kept] for kept in reversed(choices)]
+    return PartitionSpec(*max(chosen, key=lambda entries: sum(map(bool, entries)), default=()))
+
+
+def _mesh_of(pure: Pure) -> Any:
+    """The mesh of a trace: that of the transform, of a spec, or the one in context."""
+    if pure.transform.context is not None:
+        return pure.transform.context
+    meshes = (spec.mesh for spec in pure.object_specs.values() if isinstance(spec, NamedSharding))
+    return next(meshes, None) or _compat.context_mesh()

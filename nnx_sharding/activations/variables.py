@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,37 +23,44 @@ _NO_PARAMETERS = frozenset({nnx.RngState, nnx.Cache})
 
 def own_variables(module: Any) -> Iterator[tuple[Path, Any]]:
     """A module's own Variables by path, without those of submodules, random state and caches."""
-    stack: list[tuple[Path, Any]] = [((key,), value) for key, value in _items(module)]
-    while stack:
-        path, value = stack.pop()
-        if type(value) in _ATOMS:
-            continue
-        if _compat.is_variable(value):
-            if _NO_PARAMETERS.isdisjoint(type(value).__mro__):
-                yield path, value
-        elif not _CONTAINERS.isdisjoint(type(value).__mro__):
-            stack += [((*path, key), part) for key, part in _items(value)]
+    # In a trace, attributes are sorted: the last one first, so that kernels come before biases.
+    for path, value in reversed([*_held(module, nested=False)]):
+        if _compat.is_variable(value) and _NO_PARAMETERS.isdisjoint(type(value).__mro__):
+            yield path, value
 
 
 def modules_in(root: Any) -> Iterator[tuple[Path, Any]]:
     """A module and those in it, each once, with its first path."""
+    return ((path, value) for path, value in _held(root, nested=True) if _is_node(value))
+
+
+def is_layer(module: Any) -> bool:
+    """Whether a module has no submodules."""
+    return sum(isinstance(inner, nnx.Module) for _, inner in modules_in(module)) == 1
+
+
+def _held(root: Any, *, nested: bool) -> Iterator[tuple[Path, Any]]:
+    """A module and what it holds, by path: in containers and, if nested, in other modules."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((), root)]
     while stack:
         path, value = stack.pop()
-        if type(value) in _ATOMS:
+        if type(value) in _ATOMS or id(value) in seen:
             continue
-        if _compat.is_node(value) and hasattr(value, "__dict__"):
-            if id(value) in seen:
-                continue
+        if _is_node(value):
             seen.add(id(value))
-            yield path, value
-        stack += [((*path, key), part) for key, part in reversed([*_items(value)])]
+        yield path, value
+        if nested or value is root or not _CONTAINERS.isdisjoint(type(value).__mro__):
+            stack += [((*path, key), part) for key, part in reversed([*_items(value)])]
+
+
+def _is_node(value: Any) -> bool:
+    return _compat.is_node(value) and hasattr(value, "__dict__")
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     """What a module or a container holds, by key."""
-    if _compat.is_node(value) and hasattr(value, "__dict__"):
+    if _is_node(value):
         is_list = isinstance(value, nnx.List)
         attributes = vars(value).items()
         return [(int(k) if is_list and k.isdigit() else k, part) for k, part in attributes]
@@ -61,24 +69,19 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
-def is_layer(module: Any) -> bool:
-    """Whether a module has no submodules."""
-    return sum(isinstance(inner, nnx.Module) for _, inner in modules_in(module)) == 1
+@contextlib.contextmanager
+def replaced_values(values: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Replaces values of Variables within the block.
 
-
-class Replaced:
-    """Replaces values of Variables for the duration of a call."""
-
-    def __init__(self, values: list[tuple[Any, Any]]):
-        self._values = [(variable, _compat.get_value(variable), new) for variable, new in values]
-
-    def __enter__(self) -> None:
-        for variable, _, new in self._values:
-            _compat.set_value(variable, new)
-
-    def __exit__(self, *_: Any) -> None:
-        """Restores the old values; values set meanwhile are kept, with the old sharding."""
-        for variable, old, new in self._values:
+    After it they have the old ones; values set meanwhile are kept, with the old sharding.
+    """
+    before = [(variable, _compat.get_value(variable), new) for variable, new in values]
+    for variable, _, new in before:
+        _compat.set_value(variable, new)
+    try:
+        yield
+    finally:
+        for variable, old, new in before:
             value = _compat.get_value(variable)
             _compat.set_value(variable, old if value is new else resharded(value, old))
 

@@ -35,7 +35,7 @@ class Problem(enum.Enum):
     SPEC_CORRECTED = enum.auto()  # path, fit, shape before
     FILTER_UNUSED = enum.auto()  # filter, arguments, suggestion
     CANNOT_BE_TYPED = enum.auto()  # path, key, module, error, types, entry
-    ACTIVATION_UNUSED = enum.auto()  # filter
+    ACTIVATION_UNUSED = enum.auto()  # filter, method
     ACTIVATION_DOES_NOT_FIT = enum.auto()  # line
     NO_MESH = enum.auto()
     NO_DEVICES = enum.auto()  # mesh

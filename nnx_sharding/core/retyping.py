@@ -65,28 +65,24 @@ def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
     return next(found, None) if default is None else default
 
 
-def retyped(
-    x: Any,
-    mesh: AbstractMesh,
-    spec: PartitionSpec | None = None,
-    summed: frozenset[Any] = frozenset(),
-) -> Any:
+def retyped(x: Any, mesh: AbstractMesh, spec: PartitionSpec | None = None) -> Any:
     """An array with the axis types of a mesh.
+
+    Where a reduced axis would become Auto, the array is no longer reduced over it: JAX counts some
+    gradients of what is reduced over Auto axes once per device.
 
     Args:
       x: the array. Without ``spec`` anything else is returned unchanged.
       mesh: the mesh.
       spec: the sharding over its Explicit axes; None for the present one.
-      summed: the axes over which a gradient is a sum of what the devices compute. Where a reduced
-        axis becomes Auto, JAX assumes this, and counts any other gradient once per device.
     """
     here = type_mesh(x)
     if spec is None:
         if here is None or here == mesh or here.axis_names != mesh.axis_names:
             return x
         old, kept = jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
-        if not (kept | summed).issuperset(old.reduced):
-            plain = with_reduced(old, old.reduced & (kept | summed))
+        if not kept.issuperset(old.reduced):
+            plain = with_reduced(old, old.reduced & kept)
             x = jax.sharding.reshard(x, NamedSharding(here, plain))
         spec = only_axes(old, kept)
     elif here == mesh:
@@ -151,16 +147,11 @@ class Retyped(NamedTuple):
     inside: Sequence[Any]
 
     @classmethod
-    def of(
-        cls,
-        retyping: Retyping | None,
-        leaves: Sequence[Any],
-        summed: frozenset[Any] = frozenset(),
-    ) -> Retyped:
+    def of(cls, retyping: Retyping | None, leaves: Sequence[Any]) -> Retyped:
         """Arrays that keep their sharding over the axes that remain Explicit."""
         if retyping is None:
             return cls(None, leaves, leaves)
-        inside = [retyped(leaf, retyping.inner, summed=summed) for leaf in leaves]
+        inside = [retyped(leaf, retyping.inner) for leaf in leaves]
         if (partial := PARTIAL.get()) is not None:
             pairs = ((new, partial.get(id(old))) for old, new in zip(leaves, inside, strict=True))
             partial.update(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..errors import merged, shortened
-from ..specs.filters import subject_text
+from ..specs.filters import glob_hint, subject_text
 from ..specs.fitting import Fit, describe_both
 from .differences import show
 
@@ -59,6 +59,12 @@ def untyped(
     """A module with an operation that JAX cannot type."""
     reason = str(error).partition(". ")[0].partition("\n")[0]
     return f"{path}: {type(module).__name__} of {', '.join(types)}\n    {reason}"
+
+
+def unused(filter_: Any, method: str) -> str:
+    """A filter for modules that matches no call."""
+    of = "" if method == "__call__" else f", method {method!r}"
+    return f"{filter_!r}{of}{glob_hint(filter_) if isinstance(filter_, str) else ''}"
 
 
 def conflict(path: str, spec: Any, other_path: str, other: Any) -> str:

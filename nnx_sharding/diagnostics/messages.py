@@ -135,17 +135,17 @@ MESSAGES: dict[Problem, Message] = {
         "on these Explicit axes JAX cannot know how a module shards the result of an operation:",
         line_of.untyped,
         "Declare its output: jit(..., activation_shardings={entry}); within the module, the "
-        "compiler then chooses. Patterns such as 'blocks/*/up' match several. Strategies such as "
-        "fsdp or from_rules do so for all modules. Or give the operation an out_sharding, or use "
-        "jit(..., auto_axes=True), with out_shardings.",
+        "compiler then chooses. Patterns such as r'blocks/\\d+/up$' match several. Strategies "
+        "such as fsdp or from_rules do so for all modules. Or give the operation an out_sharding, "
+        "or use jit(..., auto_axes=True), with out_shardings.",
         kind=errors.ActivationError,
         anchor="output-that-jax-cannot-shard",
     ),
     Problem.ACTIVATION_UNUSED: Message(
         "these filters of activation_shardings match no called module:",
-        repr,
-        "Paths are those of modules within the argument, such as blocks/*/up. Correct the "
-        "filters, or pass ActivationSharding(..., strict=False).",
+        line_of.unused,
+        "Strings are regular expressions for the paths of modules within the argument, such as "
+        "blocks/3/up. Correct the filters, or pass ActivationSharding(..., strict=False).",
         kind=errors.ActivationError,
         anchor="unused-filter-for-activations",
     ),

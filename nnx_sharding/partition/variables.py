@@ -17,7 +17,7 @@ from ..specs.activation_sharding import ActivationSharding
 from ..specs.filters import Paths
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
-from ..transforms.stack_module import layer_dimensions
+from ..transforms.stacking import layer_dimensions
 
 
 class NamedVariable(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .filters import PathGlob, Paths, is_opaque, to_predicate
+from .filters import Predicate, module_predicate
 from .fitting import axes_of, suggested_spec
 from .paths import Path
 
@@ -19,66 +20,62 @@ def is_activation_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
-class Activation:
-    """Shardings of the inputs and outputs of a module.
+@dataclasses.dataclass(frozen=True, repr=False)
+class InOutSharding:
+    """Shardings of the inputs and outputs of a method of a module.
 
     Args:
-      output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a module that
+      output: a ``PartitionSpec``, a ``NamedSharding``, or a pytree prefix of them for a method that
         returns several arrays. None leaves the output unchanged.
       input: likewise for the first argument.
-      axis_types: the type that the mesh's Explicit axes have while the module runs:
+      method: the name of the method.
+      axis_types: the type that the mesh's Explicit axes have while the method runs:
         ``AxisType.Auto`` leaves the shardings in it to the compiler; with ``AxisType.Explicit`` it
         and the modules that hold it run as they are written, for a method that uses
         ``out_sharding`` itself. By default, they are Auto where a strategy infers shardings, and
         in a layer with an ``output``.
 
-    Raises:
-      TypeError: a leaf of the specs is not a spec, or ``axis_types`` is of another type.
-
-    Example:
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import Activation, ActivationSharding
-      >>> by_sequence = Activation(P("data", "model"), input=P("data", None))
-      >>> activations = ActivationSharding({"blocks/*": by_sequence, "head": P("data")})
     """
 
-    __slots__ = ("_key", "axis_types", "input", "output")
+    output: Any = None
+    _: dataclasses.KW_ONLY
+    input: Any = None
+    method: str = "__call__"
+    axis_types: AxisType | None = None
 
-    def __init__(
-        self, output: Any = None, *, input: Any = None, axis_types: AxisType | None = None
-    ):
-        self.output, self.input, self.axis_types = output, input, axis_types
-        if axis_types not in (None, AxisType.Auto, AxisType.Explicit):
+    def __post_init__(self) -> None:
+        if self.axis_types not in (None, AxisType.Auto, AxisType.Explicit):
             raise TypeError(
-                "Activation: axis_types must be AxisType.Auto, AxisType.Explicit or None, got "
-                f"{axis_types!r}."
+                "InOutSharding: axis_types must be AxisType.Auto, AxisType.Explicit or None, got "
+                f"{self.axis_types!r}."
             )
-        flat = [jax.tree_util.tree_flatten(x, is_leaf=is_activation_spec) for x in (output, input)]
-        wrong = [leaf for leaves, _ in flat for leaf in leaves if not is_activation_spec(leaf)]
-        if wrong:
+        if not isinstance(self.method, str):
+            raise TypeError(f"InOutSharding: method must be a name, got {self.method!r}.")
+        if wrong := [leaf for leaf in self._leaves if not is_activation_spec(leaf)]:
             got = ", ".join(f"{x!r}{suggested_spec(x)}" for x in wrong)
-            raise TypeError(f"Activation: expected partition specs or NamedShardings, got {got}.")
-        self._key = (*((tuple(leaves), treedef) for leaves, treedef in flat), axis_types)
+            raise TypeError(
+                f"InOutSharding: expected partition specs or NamedShardings, got {got}."
+            )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Activation) and self._key == other._key
+    @property
+    def _leaves(self) -> tuple[Any, ...]:
+        prefixes = (self.output, self.input)
+        return tuple(jax.tree_util.tree_leaves(prefixes, is_leaf=is_activation_spec))
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash((self._leaves, self.method, self.axis_types))
 
     def __repr__(self) -> str:
         given = [] if self.output is None else [repr(self.output)]
         given += [] if self.input is None else [f"input={self.input!r}"]
+        given += [] if self.method == "__call__" else [f"method={self.method!r}"]
         given += [f"axis_types=AxisType.{self.axis_types.name}"] if self.axis_types else []
-        return f"Activation({', '.join(given)})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        options = {"input": self.input, "axis_types": self.axis_types}
-        return functools.partial(Activation, **options), (self.output,)
+        return f"InOutSharding({', '.join(given)})"
 
 
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class ActivationSharding:
-    """Shardings of activations, by ordered filters for modules.
+    r"""Shardings of activations, by ordered filters for modules.
 
     The counterpart of :class:`~nnx_sharding.StateSharding` for the inputs and outputs of modules.
     It applies while a function is traced; neither the code of the model nor its objects change. The
@@ -86,13 +83,13 @@ class ActivationSharding:
 
     Args:
       filters: a mapping from filters to specs, or an iterable of such pairs. A filter is a string,
-        which is a :class:`~nnx_sharding.filters.PathGlob` pattern such as ``"blocks/*/up"``; a
-        module class; or any other NNX filter, called with the path of a module and the module. A
-        string that ends with ``.method`` applies to that method instead of ``__call__``. Paths
-        start at the argument of the function; for a module that the function makes, at the
-        outermost module that it calls. The path of that module itself is ``""``, so ``".encode"``
-        is its method ``encode``. A spec is a ``PartitionSpec``, a ``NamedSharding``, a pytree
-        prefix of them, None, or an :class:`Activation`.
+        which is a regular expression that is searched in the path
+        (:class:`~nnx_sharding.filters.PathRegex`), such as ``r"blocks/\d+/up$"``; a
+        :class:`~nnx_sharding.filters.PathGlob`; a module class; or any other NNX filter, called
+        with the path of a module and the module. Paths start at the argument of the function; for a
+        module that the function makes, at the outermost module that it calls. The path of that
+        module itself is empty: ``"^$"``. A spec is a ``PartitionSpec``, a ``NamedSharding``, a
+        pytree prefix of them, None, or an :class:`InOutSharding`.
       gather: mesh axes over which the parameters of a module are gathered while it runs, as FSDP
         does; True for the axes over which the first dimension of the data is sharded.
       infer: whether the modules that the function calls run with all Explicit axes Auto, so that
@@ -101,14 +98,14 @@ class ActivationSharding:
         like the columns of its kernel in the last ones.
       strict: whether a filter that matches no called module is an error.
 
-    Raises:
-      TypeError: a filter or a spec has a wrong type.
-
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import ActivationSharding
-      >>> activations = ActivationSharding({"blocks/*/up": P("data", "model"), nnx.Conv: P("data")})
+      >>> from nnx_sharding import ActivationSharding, InOutSharding
+      >>> encoded = InOutSharding(P("data"), input=P("data", "model"), method="encode")
+      >>> activations = ActivationSharding(
+      ...     {r"blocks/\d+/up$": P("data", "model"), nnx.Conv: encoded}
+      ... )
       >>> up = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
       >>> activations.find(("blocks", 3, "up"), up)[1].output == P("data", "model")
       True
@@ -116,7 +113,11 @@ class ActivationSharding:
     The plans of ``torch.distributed.tensor.parallel.parallelize_module`` are similar.
     """
 
-    __slots__ = ("_filters", "_tests", "activations", "gather", "infer", "strict")
+    filters: tuple[Any, ...]
+    shardings: tuple[InOutSharding, ...]
+    gather: bool | tuple[Any, ...]
+    infer: bool
+    strict: bool
 
     def __init__(
         self,
@@ -135,79 +136,57 @@ class ActivationSharding:
                 "ActivationSharding takes a mapping from filters to specs, or such pairs, not "
                 f"{filters!r}."
             ) from None
-        self._filters = tuple(filter_ for filter_, _ in pairs)
-        self._tests = tuple(map(_test, self._filters))
-        self.activations = tuple(
-            spec if isinstance(spec, Activation) else Activation(spec) for _, spec in pairs
+        self.__dict__.update(
+            filters=tuple(filter_ for filter_, _ in pairs),
+            shardings=tuple(
+                spec if isinstance(spec, InOutSharding) else InOutSharding(spec)
+                for _, spec in pairs
+            ),
+            gather=gather is True or axes_of(gather or None),
+            infer=infer,
+            strict=strict,
         )
-        self.gather: bool | tuple[Any, ...] = gather is True or axes_of(gather or None)
-        self.infer = infer
-        self.strict = strict
+        assert len(self._predicates) == len(pairs)  # made now, to raise for what is no filter
+
+    @functools.cached_property
+    def _predicates(self) -> tuple[Predicate, ...]:
+        return tuple(map(module_predicate, self.filters))
 
     def extended(
         self, filters: Mapping[Any, Any] | None = None, *, gather: Any = None
     ) -> ActivationSharding:
         """A copy with more filters, which come last and need not match, or another ``gather``."""
-        pairs = [*zip(self._filters, self.activations, strict=True), *(filters or {}).items()]
         return ActivationSharding(
-            pairs,
+            [*zip(self.filters, self.shardings, strict=True), *(filters or {}).items()],
             gather=self.gather if gather is None else gather,
             infer=self.infer,
             strict=self.strict and not filters,
         )
 
-    @property
-    def filters(self) -> tuple[Any, ...]:
-        """The filters in the order in which they are tried."""
-        return self._filters
-
-    @property
-    def methods(self) -> frozenset[str]:
-        """The methods that the filters are for."""
-        return frozenset(method for _, method in self._tests)
-
-    @property
-    def depends_on_values(self) -> bool:
-        """Whether a filter is a user's predicate, which may look at shapes and dtypes."""
-        return any(is_opaque(test) for test, _ in self._tests)
-
     def find(
         self, path: Path, module: Any, method: str = "__call__"
-    ) -> tuple[int | None, Activation | None]:
+    ) -> tuple[int | None, InOutSharding | None]:
         """The index of the first filter that matches a call, with its shardings, or Nones."""
-        for index, (predicate, name) in enumerate(self._tests):
-            if name == method and predicate(path, module):
-                return index, self.activations[index]
+        for index, (predicate, sharding) in enumerate(self._pairs):
+            if sharding.method == method and predicate(path, module):
+                return index, sharding
         return None, None
 
     def is_explicit(self, path: Path, module: Any) -> bool:
         """Whether a module is declared to run with Explicit axes."""
         return any(
-            activation.axis_types is AxisType.Explicit and predicate(path, module)
-            for (predicate, _), activation in zip(self._tests, self.activations, strict=True)
+            sharding.axis_types is AxisType.Explicit and predicate(path, module)
+            for predicate, sharding in self._pairs
         )
-
-    def __repr__(self) -> str:
-        pairs = zip(self._filters, self.activations, strict=True)
-        inside = ", ".join(f"{filter_!r}: {x.output!r}" for filter_, x in pairs)
-        return f"ActivationSharding({{{inside}}}, gather={self.gather!r}, infer={self.infer!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ActivationSharding) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
     @property
-    def _key(self) -> tuple[Any, ...]:
-        return self._filters, self.activations, self.gather, self.infer, self.strict
+    def _pairs(self) -> Iterable[tuple[Predicate, InOutSharding]]:
+        return zip(self._predicates, self.shardings, strict=True)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        pairs = tuple(zip(self._filters, self.activations, strict=True))
-        make = functools.partial(
-            ActivationSharding, gather=self.gather, infer=self.infer, strict=self.strict
-        )
-        return make, (pairs,)
+    def __repr__(self) -> str:
+        pairs = zip(self.filters, self.shardings, strict=True)
+        inside = ", ".join(f"{filter_!r}: {x.output!r}" for filter_, x in pairs)
+        return f"ActivationSharding({{{inside}}}, gather={self.gather!r}, infer={self.infer!r})"
 
 
 def activations(shardings: Any) -> ActivationSharding | None:
@@ -215,13 +194,3 @@ def activations(shardings: Any) -> ActivationSharding | None:
     if shardings is None or isinstance(shardings, ActivationSharding):
         return shardings
     return ActivationSharding(shardings)
-
-
-def _test(filter_: Any) -> tuple[Any, str]:
-    """The predicate of a filter, and the method that it is for."""
-    if not isinstance(filter_, str):
-        return to_predicate(filter_), "__call__"
-    pattern, dot, method = filter_.rpartition(".")
-    if not (dot and method.isidentifier()):
-        pattern, method = filter_, "__call__"
-    return PathGlob(pattern) if pattern else Paths([()]), method

@@ -30,6 +30,11 @@ def to_predicate(filter_: Any) -> Predicate:
     return predicate
 
 
+def module_predicate(filter_: Any) -> Predicate:
+    """The predicate for a filter for modules: a string is searched in the path."""
+    return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)
+
+
 def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
     """``; did you mean 'up'?`` for a filter with a key that nearly equals one of ``keys``."""
     names = list(map(str, keys))
@@ -210,6 +215,12 @@ class PathGlob(PathPattern):
                 regex += slash + _GLOB_PART.sub(_part_regex, key)
                 slash = "/"
         super().__init__(pattern, rf"(?s)\A(?=.){regex}\Z" if slash else "")
+
+
+def glob_hint(text: str) -> str:
+    """A hint for a regular expression that matches nothing, if it looks like a glob."""
+    is_glob = re.search(r"\*\*|(^|/)\*(/|$)", text) is not None
+    return f" For globs, pass PathGlob({text!r})." if is_glob else ""
 
 
 _GLOB_PART = re.compile(r"(\*)|\?|\[(!?)(\]?[^\]]*)\]|(.)", re.DOTALL)

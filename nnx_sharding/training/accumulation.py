@@ -20,7 +20,7 @@ from ..partition.axis_modes import explicit_axes
 from ..specs.fitting import axes_of, suggestion
 from ..specs.paths import accessor, path_key
 from ..transforms import Carry, scan, value_and_grad
-from ..transforms.differentiation import ValueAndGrad
+from ..transforms.gradients import ValueAndGrad
 from ..transforms.in_trace import described
 from ..transforms.partial_sums import PartialSums, with_sums
 
@@ -47,11 +47,10 @@ def accumulate_gradients(
     of the full batch. Side effects of the loss, such as on the statistics of BatchNorm and on
     random streams, happen once for each microbatch.
 
-    On Explicit mesh axes, and on Auto axes that ``axis`` names, a parameter that is replicated over
-    the axes of the rows and used by a layer that computes each row independently, such as
-    ``nnx.Linear`` or ``nnx.LayerNorm``, has a gradient that is summed on each device, and reduced
-    once, after the loop. What is used elsewhere, such as in ``BatchNorm``, in a user's module or in
-    the loss itself, and what is sharded over these axes, is reduced for each microbatch.
+    On Explicit mesh axes, and on Auto axes that ``axis`` names, the gradients of layers that
+    compute each row independently, such as ``nnx.Linear``, are summed on each device and reduced
+    once, after the loop, if the parameter is replicated over the axes of the rows. All others, such
+    as those of ``BatchNorm`` and of your own modules, are reduced for each microbatch.
 
     Args:
       loss: the function, as for ``value_and_grad``: the mean over its rows.
@@ -72,11 +71,6 @@ def accumulate_gradients(
 
     Returns:
       A function that returns ``(value, gradient)`` like that of ``value_and_grad``.
-
-    Raises:
-      TypeError: ``steps`` is not a positive integer; at a call, as ``value_and_grad``.
-      ValueError: at a call, no argument is a batch, ``steps`` does not divide it, or ``batch``
-        names an unknown argument.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,14 +104,8 @@ def accumulate_gradients(
             def loop(rest: Any, microbatches: Any) -> Any:
                 given.arguments.update(rest)
                 sums = _partial_sums(microbatches)
-                form, partial = gradient.differentiated(given.args, given.kwargs, sums)
-                likes, treedef = jax.tree.flatten(form)
-                totals = [
-                    sums.zeros(like, dtype)
-                    if sums and is_partial
-                    else jnp.zeros_like(like, dtype=dtype)
-                    for like, is_partial in zip(likes, jax.tree.leaves(partial), strict=True)
-                ]
+                likes, zeros = gradient.zeros(given.args, given.kwargs, sums, dtype)
+                likes, treedef = jax.tree.flatten(likes)
 
                 def step(totals: Any, rest: Any, microbatch: Any) -> Any:
                     given.arguments.update(rest | microbatch)
@@ -129,7 +117,7 @@ def accumulate_gradients(
 
                 in_axes = (Carry, None, 1)
                 run = scan(step, in_axes=in_axes, out_axes=(Carry, 0), length=steps, **options)
-                totals, values = run(totals, rest, microbatches)
+                totals, values = run(jax.tree.leaves(zeros), rest, microbatches)
                 means = [_reduced(x, like) / steps for x, like in zip(totals, likes, strict=True)]
                 value = (values[0].mean(), values[1]) if has_aux else values.mean()
                 return value, jax.tree.unflatten(treedef, means)

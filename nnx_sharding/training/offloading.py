@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -43,11 +43,6 @@ def offload(
     Returns:
       The shardings.
 
-    Raises:
-      NoMeshError: ``mesh`` is None, and no mesh is set.
-      TypeError: something has a wrong type.
-      ValueError: no Variable matches the filter.
-
     Example:
       >>> import jax, optax
       >>> from flax import nnx
@@ -70,19 +65,18 @@ def offload(
     chosen = {}
     for each in variables(tree):
         spec = specs[each.path]
-        if isinstance(spec, NamedSharding):
-            spec = spec.spec
+        spec = spec.spec if isinstance(spec, NamedSharding) else spec
         if predicate(each.path, each.variable) and each.shape and isinstance(spec, PartitionSpec):
             chosen[each.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if not chosen:
         raise ValueError(f"offload: no array of the {type(tree).__name__} matches {filter_!r}.")
-    first = from_paths(chosen)
-    pairs = zip(
-        (*first.filters, *sharding.filters), (*first.shardings, *sharding.shardings), strict=True
+    pairs = (
+        pair
+        for part in (from_paths(chosen), sharding)
+        for pair in zip(part.filters, part.shardings, strict=True)
     )
-    return StateSharding(
-        pairs, on_indivisible=sharding.on_indivisible, activations=sharding.activations
-    )
+    options: Any = {"on_indivisible": sharding.on_indivisible, "activations": sharding.activations}
+    return StateSharding(pairs, **options)
 
 
 @contextlib.contextmanager
@@ -107,27 +101,21 @@ def fetched(*trees: Any) -> Iterator[None]:
       ...     return loss
     """
     variables = [x for x in flatten(trees).objects if _compat.is_variable(x) and _is_on_host(x)]
-    for variable in variables:
-        _move(variable, jax.memory.Space.Device)
+    _move(variables, jax.memory.Space.Device)
     try:
         yield
     finally:
-        for variable in variables:
-            _move(variable, jax.memory.Space.Host)
+        _move(variables, jax.memory.Space.Host)
 
 
 def _is_on_host(variable: Any) -> bool:
-    arrays = jax.tree.leaves(_compat.get_value(variable))
-    spaces = {getattr(jax.typeof(x), "memory_space", None) for x in arrays if _is_array(x)}
-    return jax.memory.Space.Host in spaces
+    leaves = jax.tree.leaves(_compat.get_value(variable))
+    types = (jax.typeof(x) for x in leaves if isinstance(x, jax.Array))
+    return any(getattr(x, "memory_space", None) is jax.memory.Space.Host for x in types)
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)
-
-
-def _move(variable: Any, space: Any) -> None:
-    value = jax.tree.map(
-        lambda x: jax.device_put(x, space) if _is_array(x) else x, _compat.get_value(variable)
-    )
-    _compat.set_value(variable, value)
+def _move(variables: Iterable[Any], space: Any) -> None:
+    for variable in variables:
+        leaves, treedef = jax.tree.flatten(_compat.get_value(variable))
+        moved = [jax.device_put(x, space) if isinstance(x, jax.Array) else x for x in leaves]
+        _compat.set_value(variable, jax.tree.unflatten(treedef, moved))

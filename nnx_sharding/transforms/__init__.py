@@ -1,13 +1,11 @@
 """JAX's transforms for functions that take and return NNX objects, and their stages."""
 
-from .axis_prefixes import Carry, StateAxes
-from .batching import vmap
+from .batching import Carry, StateAxes, vmap
 from .gradients import grad, value_and_grad
 from .loops import scan
 from .recompute import remat
 from .residuals import Residual, SavedResiduals, saved_residuals
-from .stack_module import Stack
-from .stacking import stack
+from .stacking import Stack, stack
 
 __all__ = [
     "Carry",

@@ -1,21 +1,223 @@
-"""``vmap`` for functions that take and return NNX objects."""
+"""``vmap``, prefixes of axes as ``vmap`` and ``scan`` take them, and the base of both."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from .. import _compat
+from ..core.call_context import Caller
+from ..core.flatten import Flat, flatten
 from ..core.pure import Pure
+from ..core.resolve import locate, resolve
 from ..core.signature import Roles
+from ..core.structure import NodeEntry, Structure, atoms
+from ..core.targets import PathFunction, Specs, leaves_by_path, target
+from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.mapped_axis import CARRY
-from .axis_prefixes import Mapped, axes_specs, frozen_metadata
-from .in_trace import Function, Inner, described
+from ..specs.mapped_axis import BROADCAST, CARRY, Axis
+from ..specs.paths import Path, accessor, path_key
+from ..specs.state_sharding import StateSharding
+from .in_trace import Function, Inner, InnerTransform, described
 from .lifted_function import lift
+
+
+class Carry:
+    """In the axes of :func:`~nnx_sharding.scan`: each step gets what the previous one returned."""
+
+
+class StateAxes(StateSharding):
+    """Axes of the Variables of a module, by ordered NNX filters, for ``vmap`` and ``scan``.
+
+    Args:
+      filter_axes: a mapping from NNX filters to axes, or an iterable of such pairs; the first
+        filter that matches a Variable decides. An axis is a dimension, None for one that is not
+        mapped, or for ``scan`` :class:`~nnx_sharding.Carry`.
+
+    Example:
+      >>> from flax import nnx
+      >>> from nnx_sharding import StateAxes
+      >>> StateAxes({nnx.Param: 0, ...: None})
+      StateAxes({Param: 0, ...: None})
+    """
+
+    __slots__ = ()
+
+    def __init__(self, filter_axes: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /):
+        pairs = filter_axes.items() if isinstance(filter_axes, Mapping) else filter_axes
+        super().__init__([(filter_, _axis("StateAxes", axis)) for filter_, axis in pairs])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateAxes, (tuple(zip(self.filters, self.shardings, strict=True)),)
+
+
+def _axis(place: str, x: Any) -> Axis | StateSharding:
+    """One entry of a prefix of axes, as the user wrote it."""
+    if isinstance(x, Axis | StateSharding):
+        return x
+    if x is None or (isinstance(x, int) and not isinstance(x, bool)):
+        return Axis(x)
+    if x is Carry or x is nnx.Carry:
+        return CARRY
+    if isinstance(x, nnx.StateAxes):
+        return StateAxes(zip(x.filters, x.axes, strict=True))
+    if (prefix := _compat.prefix_state(x)) is not None:
+        axes = leaves_by_path(prefix[1], lambda axis: axis is None)
+        axes = {path: _axis(place, axis) for path, axis in axes.items()}
+        return PathFunction(_AxisOf(place, prefix[0]), axes)
+    raise TypeError(
+        f"{place}: expected an axis, got {x!r}. An axis is a dimension, None for what is not "
+        "mapped, Carry (in scan), or StateAxes by NNX filters."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisOf:
+    """The function of path and value in what ``nnx.prefix`` returns, with our own axes."""
+
+    place: str
+    function: Callable[[Path, Any], Any]
+
+    def __call__(self, path: Path, value: Any) -> Axis | StateSharding:
+        return _axis(self.place, self.function(path, value))
+
+
+def axes_specs(option: str, prefix: Any) -> Specs:
+    """A prefix of axes as specs."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        prefix, is_leaf=lambda x: x is None or _compat.prefix_state(x) is not None
+    )
+    axes = [_axis(option + accessor("", tuple(map(path_key, path))), x) for path, x in leaves]
+    return Specs(jax.tree_util.tree_unflatten(treedef, axes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mapped(InnerTransform):
+    """What ``vmap`` and ``scan`` decide: the axes of arrays, and the metadata that names them.
+
+    Attributes:
+      metadata: what to add, for Flax, to the metadata of Variables for a mapped axis.
+    """
+
+    own_specs: ClassVar[tuple[Any, ...]] = (Axis(0),)
+
+    in_name: str = "in_axes"
+    metadata: tuple[tuple[Any, Any], ...] = ()
+
+    def spec_of(self, spec: Any) -> Any:  # noqa: D102
+        return BROADCAST if spec is None else spec
+
+    def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:  # noqa: D102
+        return [*map(self.spec_of, specs)]
+
+    def written_specs(self, pure: Any, after: Flat) -> Mapping[int, Any]:
+        """What is captured in a module that is not mapped is stacked along the first dimension."""
+        return {
+            slot: Axis(0)
+            for index in captures(pure.structure)
+            if (known := pure.known[index][1]) is None or known.index is None
+            for slot in after.structure.slots[index]
+            if self.is_stacked(pure.structure.slots[index], after.leaves[slot])
+        }
+
+    def is_stacked(self, slots: Sequence[int], leaf: Any) -> bool:
+        """Whether an array that is captured is stacked; ``slots`` are those before the call."""
+        return not slots
+
+    def check_outputs(
+        self, fun_name: str, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
+        """Checks that results have the axes along which they are stacked."""
+        lines = [
+            f"  {name}, {described(leaf)}: axis {spec.index}"
+            for name, leaf, spec in zip(names, leaves, specs, strict=True)
+            if spec.index is not None and not _compat.is_ref(leaf)
+            if not -jnp.ndim(leaf) - 1 <= spec.index <= jnp.ndim(leaf)
+        ]
+        raise_listed(
+            ValueError,
+            f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
+            f"{self.out_name} (or {self.in_name}, for modules) gives them:",
+            lines,
+            "An array of n dimensions can be stacked along the axes 0 to n.",
+            anchor="axes-that-arrays-do-not-have",
+        )
+
+    def wrapped(self, pure: Any, caller: Caller, built: Built) -> Function:  # noqa: D102
+        fun = super().wrapped(pure, caller, built)
+        if not self.metadata:
+            return fun
+        settings = dict(self.metadata)
+        mapped = [
+            (built.objects[index], axis.index)
+            for index, (_, axis) in pure.known.items()
+            if axis is not None and axis.index is not None
+        ]
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            change_names(nnx.spmd.remove_axis, mapped, settings)
+            try:
+                out = fun(*args, **kwargs)
+                new = self._new_variables(out, pure, built)
+                change_names(nnx.spmd.add_axis, new, settings)
+                return out
+            finally:
+                change_names(nnx.spmd.add_axis, mapped, settings)
+
+        return named
+
+    def _new_variables(self, out: Any, pure: Any, built: Built) -> list[tuple[Any, int]]:
+        """The Variables that the function made and returns or attached, each with its axis."""
+        flat = flatten(out, known=built.objects)
+        caller = f"{self.name}: {self.out_name}"
+        output = target("output", self.out_specs.tree, out, flat.structure.root, caller)
+        resolved = resolve(
+            locate(flat.structure, [*pure.targets, output]),
+            flat.objects,
+            flat.leaves,
+            self.spec_of,
+            known=pure.known,
+            settled={each.name for each in pure.targets},
+        )
+        return [
+            (flat.objects[index], axis.index)
+            for index, (_, axis) in resolved.variables.items()
+            if index >= len(built.objects) and axis.index is not None
+        ]
+
+
+def captures(structure: Structure) -> set[int]:
+    """The Variables in which ``nnx.capture`` collects what is sown."""
+    entries = structure.entries
+    return {
+        index
+        for entry in entries
+        if isinstance(entry, NodeEntry) and _compat.CAPTURES in entry.keys
+        for index in atoms([entry.children[entry.keys.index(_compat.CAPTURES)]])
+        # A perturbation is an input too, and in a module that is not mapped the same for all.
+        if isinstance(index, int)
+        and not issubclass(getattr(entries[index], "type", object), nnx.Perturbation)
+    }
+
+
+def change_names(
+    change: Callable[..., Any], mapped: Iterable[tuple[Any, int]], settings: Mapping[Any, Any]
+) -> None:
+    """Adds or removes the names of axes in the logical axes of Variables.
+
+    ``change`` is ``nnx.spmd.add_axis`` or ``remove_axis``, which count axes from the front;
+    ``mapped`` has the Variables as they are without the axis, each with the axis.
+    """
+    for variable, axis in mapped:
+        arrays = jax.tree.leaves(variable) if isinstance(variable, nnx.Variable) else []
+        # Flax adds no name to empty logical axes, but removes one.
+        if arrays and variable.get_metadata().get("out_sharding") != ():
+            change(variable, axis % (jnp.ndim(arrays[0]) + 1), settings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,11 +304,6 @@ def vmap(
     Returns:
       A function that maps ``fun``.
 
-    Raises:
-      TypeError: something in ``in_axes`` or ``out_axes`` is not an axis.
-      ValueError: at a call, the axes do not fit the arguments, or a shared Variable has several
-        axes.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -129,7 +326,7 @@ def vmap(
         axis_name=axis_name,
         axis_size=axis_size,
         spmd_axis_name=spmd_axis_name,
-        metadata=frozen_metadata(transform_metadata),
+        metadata=tuple((transform_metadata or {}).items()),
     )
 
     def decorate(fun: Callable[..., Any]) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -18,7 +19,7 @@ from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..specs.paths import Path
 from .lifted_function import LiftedFunction, P, R
-from .partial_sums import PARTIAL_SUMS, PartialSums
+from .partial_sums import PARTIAL_SUMS
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.
 Known: TypeAlias = dict[int, tuple[Path, Any]]
@@ -40,22 +41,37 @@ def described(value: Any) -> str:
     return jax.typeof(value).str_short() if is_array(value) else f"a {type(value).__name__}"
 
 
+def replaced(leaves: Sequence[Any], slots: Iterable[int], arrays: Iterable[Any]) -> list[Any]:
+    """Arrays with others in some slots."""
+    new = dict(zip(slots, arrays, strict=True))
+    return [new.get(slot, leaf) for slot, leaf in enumerate(leaves)]
+
+
+def of_slots(function: Function, slots: Sequence[int], leaves: Sequence[Any]) -> Function:
+    """A function of the arrays in some slots only; the others are fixed."""
+    return lambda *arrays: function(*replaced(leaves, slots, arrays))
+
+
 class InnerTransform(Transform):
     """What these transforms decide: no shardings, and anything may be an argument."""
 
     shards: ClassVar[bool] = False
     takes_any: ClassVar[bool] = True
 
-    @contextlib.contextmanager
     def tracing(  # noqa: D102
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
+    ) -> AbstractContextManager[Function]:
         pass_tags(caller, built)
         for known in KNOWN.get():
             for old, new in zip(caller.objects, built.objects, strict=True):
                 if id(old) in known:
                     known[id(new)] = known[id(old)][0], new
-        yield caller.fun
+        return contextlib.nullcontext(self.wrapped(pure, caller, built))
+
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+        """What is called for the user's function."""
+        fun: Function = caller.fun
+        return fun
 
     def compile(  # noqa: D102
         self,
@@ -69,7 +85,12 @@ class InnerTransform(Transform):
 
         def inline(*leaves: Any) -> Any:
             sums = PARTIAL_SUMS.get()
-            found = {} if sums is None else self._partial_sums(sums, in_specs, leaves)
+            partials = [None if sums is None else sums.of(leaf) for leaf in leaves]
+            found = {
+                slot: partial
+                for slot, partial in enumerate(partials)
+                if partial is not None and self.passes_sums(in_specs[slot])
+            }
             if sums is None or not found:
                 return call(*leaves)
 
@@ -84,17 +105,6 @@ class InnerTransform(Transform):
             return more(*leaves, *found.values())
 
         return Program(staged=None, top_level=call, inline=inline)
-
-    def _partial_sums(
-        self, sums: PartialSums, in_specs: Sequence[Any], leaves: Sequence[Any]
-    ) -> dict[int, Any]:
-        """The partial sums of parameters among the arrays, by slot."""
-        found = ((slot, sums.of(leaf)) for slot, leaf in enumerate(leaves))
-        return {
-            slot: partial
-            for slot, partial in found
-            if partial is not None and self.passes_sums(in_specs[slot])
-        }
 
     def passes_sums(self, spec: Any) -> bool:
         """Whether the partial sums of a parameter go into the function in the same way."""

@@ -191,7 +191,7 @@ def jit(
         ``PartitionSpec`` work. Without any sharding, the program runs on the default device.
       activation_shardings: how the inputs and outputs of modules are sharded: an
         :class:`~nnx_sharding.ActivationSharding`, or a mapping from filters to specs, such as
-        ``{"blocks/*/up": P("data", "model")}``. It has priority over the ``activations`` of an
+        ``{"up$": P("data", "model")}``. It has priority over the ``activations`` of an
         argument's :class:`~nnx_sharding.StateSharding`.
       auto_axes: Explicit axes of the mesh that are Auto while the function runs, so that the
         compiler chooses how values are sharded over them: one or several names, or True for all.

@@ -1,31 +1,35 @@
-"""``scan`` for functions that take and return NNX objects."""
+"""``scan`` for functions that take and return NNX objects, and the loop that it runs."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from .. import _compat
-from ..core.call_context import Caller
+from ..activations.variables import resharded
+from ..core.call_context import CALLER, Caller
 from ..core.naming import name_of
+from ..core.none_specs import PLAIN
+from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.static_equality import Static
+from ..core.structure import NodeEntry, RefEntry, VariableEntry
 from ..core.unflatten import Built
 from ..errors import raise_listed, see
 from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
-from .axis_prefixes import Carry, Mapped, axes_specs, frozen_metadata
+from .batching import Carry, Mapped, axes_specs, captures
 from .in_trace import Function, Inner, described
 from .lifted_function import lift, unbind
-from .scan_loop import Loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,20 +47,18 @@ class _Scan(Mapped):
     returned: int | None
     options: tuple[tuple[str, Static], ...]
 
-    @contextlib.contextmanager
-    def tracing(
-        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
-        with super().tracing(pure, caller, built, leaves) as fun:
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+        fun = super().wrapped(pure, caller, built)
+        if self.carried is None:
+            return fun
 
-            def checked(*args: Any, **kwargs: Any) -> Any:
-                out = fun(*args, **kwargs)
-                if self.carried is not None:
-                    given = _argument(caller.fun, self.carried, args, kwargs)
-                    self._check_carry(name_of(caller.fun), given, out)
-                return out
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            given = _argument(caller.fun, self.carried, args, kwargs)
+            self._check_carry(name_of(caller.fun), given, out)
+            return out
 
-            yield checked
+        return checked
 
     def _check_carry(self, fun_name: str, given: Any, out: Any) -> None:
         """Checks that the returned carry has the form of the given one."""
@@ -68,12 +70,10 @@ class _Scan(Mapped):
                 )
                 raise see(error, anchor="carry-of-another-form")
             out = out[self.returned]
-        flattened: Any = [
-            jax.tree_util.tree_flatten_with_path(x, is_leaf=_compat.is_graph_object)
-            for x in (given, out)
-        ]
-        (before, old), (after, new) = flattened
-        if old != new:
+        is_leaf = _compat.is_graph_object
+        before, old = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_leaf)
+        after, new = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
+        if old != new:  # type: ignore[operator]
             error = TypeError(
                 f"scan: {fun_name} returns a carry of a different structure than it was given:\n"
                 f"  given: {_form(given)}\n  returned: {_form(out)}"
@@ -81,8 +81,8 @@ class _Scan(Mapped):
             raise see(error, anchor="carry-of-another-form")
         others = [
             f"  carry{accessor('', tuple(map(path_key, path)))}: {type(one).__name__}"
-            for (path, one), (_, other) in zip(before, after, strict=True)
-            if one is not other and (_compat.is_graph_object(one) or _compat.is_graph_object(other))
+            for (path, one), other in zip(before, after, strict=True)
+            if one is not other and (is_leaf(one) or is_leaf(other))
         ]
         head = f"scan: {fun_name} returns different objects in the carry than it was given:"
         remedy = "Change the module that it was given, and return that."
@@ -100,22 +100,16 @@ class _Scan(Mapped):
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
-        return Loop(self.options, pure, function, in_specs, out_specs)
-
-
-class _Text(str):
-    __slots__ = ()
-    __repr__ = str.__str__
+        return _Loop(self.options, pure, function, in_specs, out_specs)
 
 
 def _form(tree: Any) -> str:
     """A pytree with the types of its leaves."""
-    is_leaf = _compat.is_graph_object
-    form = jax.tree.map(lambda x: _Text(described(x)), tree, is_leaf=is_leaf)
-    return textwrap.shorten(repr(form), 300)
+    form = jax.tree.map(described, tree, is_leaf=_compat.is_graph_object)
+    return textwrap.shorten(repr(form).replace("'", ""), 300)
 
 
-def _argument(fun: Any, which: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _argument(fun: Any, which: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """One argument of a call, by position or by name."""
     if isinstance(which, int) and which < len(args):
         return args[which]
@@ -135,6 +129,195 @@ def _carry_in(in_axes: Any) -> int | str | None:
 
 def _is_carry(axes: Any) -> bool:
     return axes is Carry or axes is nnx.Carry
+
+
+class _Loop:
+    """A loop over a pure function, itself a function of the same flat arrays.
+
+    Arrays of objects that are not mapped are carried: the next step reads what a step writes to
+    them. JAX turns those that no step writes into constants.
+    """
+
+    def __init__(
+        self,
+        options: Iterable[tuple[str, Static]],
+        pure: Pure,
+        function: Callable[..., Any],
+        in_specs: Sequence[Any],
+        out_specs: Sequence[Any],
+    ):
+        self._options = {key: option.value for key, option in options}
+        self._function, self._structure, self._names = function, pure.structure, pure.names
+        self._signature = pure.signature
+        structure = pure.structure
+        self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
+        self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
+        refs = structure.slots_of(RefEntry)
+        if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
+            raise ValueError(
+                f"scan: a jax.Ref cannot be mapped: {', '.join(sorted(mapped_refs))}. Give it the "
+                "axis None: the next step then reads what a step writes to it."
+            )
+        # Where each other carried array belongs: the index of its object, and its place in that.
+        # Without graph updates only Variables and the carry keep what a step writes.
+        carried = pure.transform.carried_objects(pure)
+        self._places = {
+            slot: (index, number)
+            for index, slots in enumerate(structure.slots)
+            if pure.updates
+            or index in carried
+            or isinstance(structure.entries[index], VariableEntry)
+            for number, slot in enumerate(slots)
+            if slot not in self._mapped and slot not in refs
+        }
+        self._carried = [*self._carry, *self._places]
+        used = {*self._carried, *self._mapped}
+        self._others = [slot for slot in range(len(in_specs)) if slot not in used]
+        self._has_refs = bool(refs)
+        self._kept_step = functools.lru_cache(maxsize=64)(self._step)
+        self._group_axes = [axis.index for axis in out_specs]
+        self._carry_group = out_specs.index(CARRY) if CARRY in out_specs else None
+        # Each step gets the same structure, so none may change the structure of what it passes on.
+        self._fixed: set[int] = set()
+        self._objects: dict[int, str] = {}
+        stacked = {index for index in captures(structure) if not structure.slots[index]}
+        for target in pure.targets:
+            for part in target.parts:
+                paths = structure.paths_to_objects([(part.keys, part.child)])
+                if part.spec in (None, BROADCAST, CARRY):
+                    self._fixed |= paths.keys() - stacked
+                self._objects |= {i: accessor(target.name, path) for i, [path] in paths.items()}
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        """The outputs and the outcome of all steps, in the form that the function has for one."""
+        self._check_lengths(leaves)
+        others = [slot for slot in self._others if _is_carried(leaves[slot])]
+        fixed = tuple((s, Static.of(leaves[s])) for s in self._others if s not in others)
+        # At top level JAX compiles the loop again for each new function, so it is kept, but must
+        # not keep the user's objects alive.
+        is_kept = _compat.trace_is_clean() and not self._has_refs
+        is_kept = is_kept and all(isinstance(leaves[s], PLAIN) for s, _ in fixed)
+        step = (self._kept_step if is_kept else self._step)(fixed)
+        slots = [*self._carried, *others]
+        names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
+        carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
+        mapped = [jnp.moveaxis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
+        last, (stacked, outcome) = jax.lax.scan(step, carry, mapped, **self._options)
+        final = {
+            outcome.sources[slot]: array
+            for slot, array in zip(self._slots_after(outcome), last.arrays, strict=False)
+        }
+        groups = []
+        for number, (group, axis) in enumerate(zip(stacked, self._group_axes, strict=True)):
+            if axis is None:
+                positions = sorted(position for group, position in final if group == number)
+                arrays = [final[number, position] for position in positions]
+            else:
+                arrays = [jnp.moveaxis(array, 0, axis) for array in group.arrays]
+            groups.append(OutputGroup(("",) * len(arrays), arrays))
+        return (*groups, outcome)
+
+    def _step(self, fixed: Sequence[tuple[int, Static]]) -> Callable[..., Any]:
+        """What JAX runs at each step; ``fixed`` has what is not an array, by slot."""
+        values = {slot: static.value for slot, static in fixed}
+        slots = [*self._carried, *(slot for slot in self._others if slot not in values)]
+
+        def step(carry: OutputGroup, slices: Sequence[Any]) -> tuple[OutputGroup, Any]:
+            given = zip([*slots, *self._mapped], [*carry.arrays, *slices], strict=True)
+            known = {**values, **dict(given)}
+            every = [known[slot] for slot in range(len(known))]
+            *groups, outcome = self._function(*every)
+            self._check_structure(groups, outcome)
+            arrays = outcome.arrays(every, groups)
+            new = {slot: every[slot] for slot in slots}
+            for slot, number in zip(self._carried, self._slots_after(outcome), strict=True):
+                x, is_in_object = arrays[number], slot in self._places
+                # As elsewhere, a new value in an object has the sharding of the old one.
+                new[slot] = resharded(x, every[slot]) if is_in_object else x
+            pairs = zip(groups, self._group_axes, strict=True)
+            out = [None if axis is None else group for group, axis in pairs]
+            return OutputGroup(carry.names, tuple(new.values())), (out, outcome)
+
+        return step
+
+    def _slots_after(self, outcome: Outcome) -> list[int]:
+        """The slot of each carried array after a step."""
+        after = outcome.structure
+        root = [s for s in after.root_slots if outcome.sources[s][0] == self._carry_group]
+        return [*root, *(after.slots[index][number] for index, number in self._places.values())]
+
+    def _check_lengths(self, leaves: Sequence[Any]) -> None:
+        """Checks that all arrays have the same length along their axes."""
+        lengths: dict[Any, list[str]] = {}
+        for slot, axis in self._mapped.items():
+            shape = jnp.shape(leaves[slot])
+            has_axis = -len(shape) <= axis < len(shape)
+            length = f"length {shape[axis]}" if has_axis else f"no axis {axis}"
+            lengths.setdefault(length, []).append(f"{self._names[slot]}{shape}")
+        if not lengths and self._options["length"] is None:
+            self._refuse_no_length()
+        if length := self._options["length"]:
+            lengths.setdefault(f"length {length}", []).append("the option length")
+        if len(lengths) > 1 or any(not text.startswith("length") for text in lengths):
+            lines = [
+                f"  {length}: {', '.join(names[:5])}" + ", …" * (len(names) > 5)
+                for length, names in lengths.items()
+            ]
+            head = "scan: everything mapped must have the same length:"
+            raise_listed(ValueError, head, lines)
+
+    def _refuse_no_length(self) -> NoReturn:
+        fun: Any = CALLER.get()[0]  # type: ignore[index]
+        arguments = dict.fromkeys(self._signature.keywords)
+        try:
+            inspect.signature(fun).bind(*self._signature.names, **arguments)
+        except TypeError as error:
+            missing = TypeError(f"scan: {name_of(fun)}: {error}.")
+            raise see(missing, anchor="number-of-steps") from None
+        unknown = ValueError(
+            f"scan: no array is mapped along an axis, so {name_of(fun)} has no number of steps. "
+            "Give length=..., or an axis in in_axes to an argument that is an array."
+        )
+        raise see(unknown, anchor="number-of-steps")
+
+    def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
+        """Checks that a step did not change the structure of what it passes on."""
+        own = {index for index, _ in self._places.values()}
+        lines = [x for index in sorted(own | self._fixed) for x in self._changes(index, outcome)]
+        if not lines:
+            known = {outcome.sources[slot] for slot in self._slots_after(outcome)}
+            lines = [
+                f"  {name}: is new"
+                for number, (group, axis) in enumerate(zip(groups, self._group_axes, strict=True))
+                for position, name in enumerate(group.names)
+                if axis is None and (number, position) not in known
+            ]
+        raise_listed(
+            ValueError,
+            "scan: a step changed the structure of what is the same for all steps, or carried:",
+            lines,
+            "Give it an axis, so that each step has its own, or make the change outside of the "
+            "loop.",
+        )
+
+    def _changes(self, index: int, outcome: Outcome) -> list[str]:
+        """What a step changed in the structure of one object."""
+        before, after = self._structure.entries[index], outcome.structure.entries[index]
+        if after is None or before == after:  # None without graph updates, which do not change it
+            return []
+        if not isinstance(before, NodeEntry) or not isinstance(after, NodeEntry):
+            return [f"  {self._objects[index]}: is changed"]
+        old, new = (dict(zip(x.keys, x.children, strict=True)) for x in (before, after))
+        keys = dict.fromkeys([*old, *new])
+        changed = [key for key in keys if (key in old, old.get(key)) != (key in new, new.get(key))]
+        changed = [key for key in changed if key != _compat.STATUSES] or changed
+        return [f"  {accessor(self._objects[index], (key,))}: is changed" for key in changed]
+
+
+def _is_carried(leaf: Any) -> bool:
+    """Whether JAX can carry something; flags and other settings are not traced."""
+    is_array = _compat.is_array_like(leaf) and not _compat.is_ref(leaf)
+    return is_array and not isinstance(leaf, bool | int)
 
 
 @_compat.api_boundary
@@ -177,13 +360,6 @@ def scan(
     Returns:
       A function that runs the loop, and returns the last carry and the stacked results.
 
-    Raises:
-      TypeError: something in ``in_axes`` or ``out_axes`` is not an axis; at a call, the returned
-        carry differs in structure from the given one.
-      ValueError: several arguments are the carry, or ``in_axes`` and ``out_axes`` differ in whether
-        there is one; at a call, lengths differ, or a step changes the structure of an object that
-        is not mapped.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -220,7 +396,7 @@ def scan(
             carried=carried + bound if isinstance(carried, int) else carried,
             returned=returned,
             options=tuple((key, Static.of(x)) for key, x in options.items()),  # 1 is not True
-            metadata=frozen_metadata(transform_metadata),
+            metadata=tuple((transform_metadata or {}).items()),
         )
         return lift(Inner, fun, transform, Roles(), graph, graph_updates)
 

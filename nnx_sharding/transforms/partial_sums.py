@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..activations.intercept import handler_here, with_handler
-from ..activations.variables import Replaced, own_variables
+from ..activations.variables import own_variables, replaced_values
 from ..core.retyping import PARTIAL, type_spec
 from ..specs.fitting import axes_of, axes_of_type, only_axes, spec_axes
 
@@ -49,17 +49,16 @@ class PartialSums:
     def slots(
         self, objects: Sequence[Any], slots: Sequence[Any], leaves: Sequence[Any]
     ) -> set[int]:
-        """The slots of parameters of layers that compute by rows, replicated over the axes.
-
-        Args:
-          objects: the objects of a call.
-          slots: the slots of each object.
-          leaves: the arrays.
-        """
+        """The slots of parameters of layers that compute by rows, replicated over the axes."""
         layers = (x for x in objects if _kind_of(x) is not None)
         own = {id(variable) for layer in layers for _, variable in own_variables(layer)}
-        found = (s for x, some in zip(objects, slots, strict=True) if id(x) in own for s in some)
-        return {s for s in found if self._is_replicated(leaves[s]) and _is_inexact(leaves[s])}
+        return {
+            slot
+            for x, some in zip(objects, slots, strict=True)
+            if id(x) in own
+            for slot in some
+            if self._is_replicated(leaves[slot]) and jnp.issubdtype(leaves[slot].dtype, jnp.inexact)
+        }
 
     def _is_replicated(self, x: Any) -> bool:
         spec = type_spec(x)
@@ -97,7 +96,7 @@ class PartialSums:
         self, module: Any, method: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Calls a method of a module; layers are mapped over the axes of the rows."""
-        if (kind := _kind_of(module)) is not None and method in ("__call__", *METHODS):
+        if (kind := _kind_of(module)) is not None and method in METHODS:
             by_rows = BY_ROWS[kind] if method == "__call__" else _last_dimension
             call = functools.wraps(call)(functools.partial(self._mapped, module, by_rows, call))
         if self._outer is None:
@@ -121,11 +120,8 @@ class PartialSums:
             kwargs["out_sharding"] = only_axes(getattr(out, "spec", out), self._others)
 
         def on_device(x: Any, values: Sequence[Any], partials: Sequence[Any]) -> Any:
-            new = [
-                value if partial is None else self._local(value, partial)
-                for value, partial in zip(values, partials, strict=True)
-            ]
-            with Replaced([*zip(variables, new, strict=True)]):
+            new = map(functools.partial(_local, tuple(self._axes)), values, partials)
+            with replaced_values(zip(variables, new, strict=True)):
                 return call(x, *args[1:], **kwargs)
 
         rows = PartitionSpec(self.rows)
@@ -140,12 +136,6 @@ class PartialSums:
             out_specs=rows,
             axis_names=self._axes,
         )(args[0], values, partials)
-
-    def _local(self, value: Any, partial: Any) -> jax.Array:
-        """A parameter on one device, whose gradient goes to the device's partial sum."""
-        varying = jax.lax.pcast(value, tuple(self._axes), to="varying")
-        local: jax.Array = _summed_in(jax.lax.stop_gradient(varying), partial)
-        return local
 
     def _takes_rows(
         self, mesh: AbstractMesh, module: Any, by_rows: ByRows, args: Any, kwargs: Any
@@ -162,9 +152,7 @@ class PartialSums:
             spec = type_spec(x) or PartitionSpec()
             rest = {axis for entry in spec.partitions[1:] for axis in axes_of(entry)}
             is_sharded = spec.partitions[:1] == (self.rows,) and self._axes.isdisjoint(rest)
-        if not is_sharded:
-            return False
-        return by_rows(module, x.ndim, others)
+        return is_sharded and by_rows(module, x.ndim, others)
 
 
 # What is known in the trace of a loss whose gradient is accumulated.
@@ -179,9 +167,17 @@ def with_sums(sums: PartialSums | None, fun: Callable[..., Any], /, *args: Any) 
         return fun(*args)
     token = PARTIAL_SUMS.set(sums)
     try:
-        return with_handler(sums, METHODS, fun, *args)
+        return with_handler(sums, (), fun, *args)
     finally:
         PARTIAL_SUMS.reset(token)
+
+
+def _local(axes: tuple[Any, ...], value: Any, partial: Any) -> Any:
+    """A parameter on one device, whose gradient goes to the device's partial sum, if it has one."""
+    if partial is None:
+        return value
+    varying = jax.lax.pcast(value, axes, to="varying")
+    return _summed_in(jax.lax.stop_gradient(varying), partial)
 
 
 @jax.custom_vjp
@@ -193,10 +189,6 @@ _summed_in.defvjp(
     lambda value, partial: (value, None),
     lambda _, gradient: (jnp.zeros_like(gradient), gradient[..., None]),
 )
-
-
-def _is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _last_dimension(module: Any, ndim: int, _: Any) -> bool:
@@ -252,8 +244,8 @@ BY_ROWS: dict[Any, ByRows] = {
     nnx.GroupNorm: _not_the_first,
     nnx.LoRA: lambda module, ndim, _: ndim > 1 and module.base_module is None,
 }
-# Their other methods that use parameters.
-METHODS = ("attend",)
+# Their methods that use parameters.
+METHODS = ("__call__", "attend")
 # A user's own function in their place, such as a quantized product, may mix rows.
 _FUNCTIONS = (
     "conv_general_dilated",
@@ -274,13 +266,8 @@ def _kind_of(module: Any) -> Any:
     if not isinstance(module, nnx.Module):
         return None
     kinds = type(module).__mro__
-    owners = {
-        next(kind for kind in kinds if name in vars(kind))
-        for name in ("__call__", *METHODS)
-        if any(name in vars(kind) for kind in kinds)
-    }
-    kind = next(iter(owners)) if len(owners) == 1 else None
-    if kind not in _DEFAULTS:
+    kind, attend = (next((k for k in kinds if name in vars(k)), None) for name in METHODS)
+    if kind not in _DEFAULTS or attend not in (None, kind):
         return None
     is_default = all(getattr(module, k, x) is x for k, x in _DEFAULTS[kind].items())
     return kind if is_default else None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
@@ -14,26 +13,27 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _compat
 from ..activations.intercept import handler_here, with_handler
 from ..core.call_context import Caller
+from ..core.known_faults import jaxprs_of
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
 from ..errors import raise_listed
-from ..specs.filters import PathGlob, Predicate, to_predicate
+from ..specs.filters import Predicate, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
-from .in_trace import KNOWN, Function, Inner, InnerTransform, Known
+from .in_trace import KNOWN, Function, Inner, InnerTransform, Known, of_slots
 from .lifted_function import lift
-from .residuals import equations
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
 Keep: TypeAlias = Literal["recompute", "save", "offload"]
-_HOST = "pinned_host"
 Policy: TypeAlias = (
     "Callable[..., bool] | str | Mapping[Any, Keep] | Iterable[tuple[Any, Keep]] | None"
 )
+_KEEPS: tuple[Keep, ...] = get_args(Keep)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Rules:
     """A policy by filters for modules, and by the names that ``checkpoint_name`` gives.
 
@@ -41,41 +41,40 @@ class _Rules:
     identifies them.
     """
 
-    def __init__(self, rules: Iterable[tuple[Any, Keep]]):
-        self._rules = tuple(rules)
-        wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self._rules if keep not in _KEEPS]
+    rules: tuple[tuple[Any, Keep], ...]
+    used: set[int] = dataclasses.field(default_factory=set, compare=False)
+    called: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self.rules if keep not in _KEEPS]
         head = f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:"
         raise_listed(ValueError, head, wrong)
-        self._tests: list[Predicate] = [
-            PathGlob(x) if isinstance(x, str) else to_predicate(x) for x, _ in self._rules
-        ]
-        self._used: set[int] = set()
-        self._called: dict[str, None] = {}
+        assert len(self._tests) == len(self.rules)  # made now, to raise for what is no filter
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rules) and self._rules == other._rules
-
-    def __hash__(self) -> int:
-        return hash(self._rules)
+    @functools.cached_property
+    def _tests(self) -> list[Predicate]:
+        return [module_predicate(filter_) for filter_, _ in self.rules]
 
     def named(self, path: Path, module: Any, out: Any) -> Any:
         """The outputs of a module, under the name of the first rule that matches the module."""
-        self._called[path_string(path)] = None
+        self.called[path_string(path)] = None
         index = next((i for i, test in enumerate(self._tests) if test(path, module)), None)
         if index is None:
             return out
-        self._used.add(index)
+        self.used.add(index)
         name = self._name(index)
-        return jax.tree.map(lambda x: checkpoint_name(x, name) if _is_array(x) else x, out)
+        leaves, treedef = jax.tree.flatten(out)
+        named = [checkpoint_name(x, name) if isinstance(x, jax.Array) else x for x in leaves]
+        return jax.tree.unflatten(treedef, named)
 
     def _name(self, index: int) -> str:
-        filter_, keep = self._rules[index]
+        filter_, keep = self.rules[index]
         return f"{keep} {filter_!r}"
 
     def policy(self) -> Callable[..., bool]:
         """The policy in the form of JAX."""
         names: dict[Any, list[str]] = {keep: [] for keep in _KEEPS}
-        for index, (filter_, keep) in enumerate(self._rules):
+        for index, (filter_, keep) in enumerate(self.rules):
             names[keep] += [self._name(index), *([filter_] if isinstance(filter_, str) else [])]
         policies: Any = jax.checkpoint_policies
         if not names["offload"]:
@@ -84,33 +83,31 @@ class _Rules:
             names_which_can_be_saved=names["save"],
             names_which_can_be_offloaded=names["offload"],
             offload_src="device",
-            offload_dst=_HOST,
+            offload_dst="pinned_host",
         )
 
-    def check(self, names: Callable[[], set[str]]) -> None:
-        """Raises an error for filters that match no called module and no name.
-
-        Raises:
-          ValueError: there are such filters.
-        """
-        unused = [i for i in range(len(self._rules)) if i not in self._used]
-        if not unused:
+    def check(self, function: Function, slots: Sequence[int], leaves: Sequence[Any]) -> None:
+        """Raises an error for filters that match no module and no name in the function."""
+        if len(self.used) == len(self.rules):
             return
-        known = names()
-        self._used.update(i for i in unused if self._rules[i][0] in known)
-        unused = [i for i in unused if i not in self._used]
-        if unused:
-            paths = [*filter(None, self._called)]
-            candidates = [*paths, *sorted(known)]
-            lines = [
-                f"  {filter_!r}{suggestion(filter_, candidates)}"
-                for filter_ in (self._rules[i][0] for i in unused)
-            ]
-            head = "remat: these match no called module and no name from checkpoint_name:"
-            raise_listed(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
+        jaxpr = jax.make_jaxpr(of_slots(function, slots, leaves))(*(leaves[s] for s in slots))
+        known = _names_in(jaxpr.jaxpr)
+        self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in known)
+        paths = [*filter(None, self.called)]
+        lines = [
+            f"  {filter_!r}{suggestion(filter_, [*paths, *sorted(known)])}"
+            + (glob_hint(filter_) if isinstance(filter_, str) else "")
+            for i, (filter_, _) in enumerate(self.rules)
+            if i not in self.used
+        ]
+        head = "remat: these match no called module and no name from checkpoint_name:"
+        raise_listed(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
 
 
-_KEEPS: tuple[Keep, ...] = get_args(Keep)
+def _names_in(jaxpr: Any) -> set[str]:
+    """The names that ``checkpoint_name`` gives in a jaxpr."""
+    own = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
+    return own.union(*(_names_in(inner) for eqn in jaxpr.eqns for inner in jaxprs_of(eqn)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,31 +121,34 @@ class _Remat(InnerTransform):
     policy: Callable[..., Any] | _Rules | None
     prevent_cse: bool
 
-    @contextlib.contextmanager
-    def tracing(
-        self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
-    ) -> Iterator[Callable[..., Any]]:
-        with super().tracing(pure, caller, built, leaves) as fun:
-            if not isinstance(self.policy, _Rules):
-                yield fun
-                return
-            rules, outer = self.policy, handler_here()
-            modules = [(path, built.objects[i]) for i, path in _module_paths(pure).items()]
-            known: Known = {id(module): (path, module) for path, module in modules}
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+        if not isinstance(self.policy, _Rules):
+            return super().wrapped(pure, caller, built)
+        rules, outer = self.policy, handler_here()
+        known: Known = {
+            id(built.objects[index]): (path, built.objects[index])
+            for target in pure.targets
+            for part in target.parts
+            for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
+            if isinstance(pure.structure.entries[index], NodeEntry)
+        }
 
-            def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
-                if outer is None:
-                    out = call(*args, **kwargs)
-                else:
-                    out = outer(module, method, call, args, kwargs)
-                is_known = method == "__call__" and id(module) in known
-                return rules.named(known[id(module)][0], module, out) if is_known else out
+        def named(module: Any, method: str, call: Any, args: Any, kwargs: Any) -> Any:
+            if outer is None:
+                out = call(*args, **kwargs)
+            else:
+                out = outer(module, method, call, args, kwargs)
+            is_known = method == "__call__" and id(module) in known
+            return rules.named(known[id(module)][0], module, out) if is_known else out
 
+        def call(*args: Any, **kwargs: Any) -> Any:
             token = KNOWN.set((*KNOWN.get(), known))
             try:
-                yield functools.partial(with_handler, named, (), fun)
+                return with_handler(named, (), caller.fun, *args, **kwargs)
             finally:
                 KNOWN.reset(token)
+
+        return call
 
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
@@ -160,52 +160,21 @@ class _Remat(InnerTransform):
 
         def call(*leaves: Any) -> Any:
             # Flags and other non-arrays stay concrete.
-            fixed = {slot: leaf for slot, leaf in enumerate(leaves) if not _is_traced(leaf)}
-            if fixed:
-                with_fixed = jax.checkpoint(_with(function, fixed, len(leaves)), **options)
-                out = with_fixed(*(leaf for slot, leaf in enumerate(leaves) if slot not in fixed))
+            slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]
+            if len(slots) == len(leaves):
+                out = checkpointed(*leaves)  # which JAX may have traced before
             else:
-                out = checkpointed(*leaves)
+                some = jax.checkpoint(of_slots(function, slots, leaves), **options)
+                out = some(*(leaves[slot] for slot in slots))
             if rules is not None:
-                rules.check(lambda: _names_in(function, leaves))
+                rules.check(function, slots, leaves)
             return out
 
         return call
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)
-
-
 def _is_traced(leaf: Any) -> bool:
     return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
-
-
-def _with(function: Callable[..., Any], fixed: Mapping[int, Any], count: int) -> Callable[..., Any]:
-    def call(*leaves: Any) -> Any:
-        rest = iter(leaves)
-        return function(*(fixed[i] if i in fixed else next(rest) for i in range(count)))
-
-    return call
-
-
-def _module_paths(pure: Pure) -> dict[int, Path]:
-    """The modules of the arguments, each with its path from its argument."""
-    parts = (part for target in pure.targets for part in target.parts)
-    return {
-        index: path
-        for part in parts
-        for index, [path] in pure.structure.paths_to_objects([((), part.child)]).items()
-        if isinstance(pure.structure.entries[index], NodeEntry)
-    }
-
-
-def _names_in(function: Callable[..., Any], leaves: Sequence[Any]) -> set[str]:
-    """The names that ``checkpoint_name`` gives in a function."""
-    fixed = {slot: leaf for slot, leaf in enumerate(leaves) if not _is_traced(leaf)}
-    arrays = [leaf for slot, leaf in enumerate(leaves) if slot not in fixed]
-    jaxpr = jax.make_jaxpr(_with(function, fixed, len(leaves)))(*arrays)
-    return {eqn.params["name"] for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "name"}
 
 
 @_compat.api_boundary
@@ -230,11 +199,11 @@ def remat(
         - ``"save"``: kept on the device;
         - ``"offload"``: kept in host memory (``pinned_host``), if the backend has it.
 
-        A filter is a string, which is a :class:`~nnx_sharding.filters.PathGlob` pattern for the
-        path of a module in its argument, or a name from ``jax.ad_checkpoint.checkpoint_name``; a
-        module class; or any other NNX filter, called with the path of a module and the module. The
-        first one that matches a called module applies to its outputs. Everything else is
-        recomputed.
+        A filter is a string, which is a regular expression that is searched in the path of a module
+        in its argument (:class:`~nnx_sharding.filters.PathRegex`), or a name from
+        ``jax.ad_checkpoint.checkpoint_name``; a module class; or any other NNX filter, called with
+        the path of a module and the module. The first one that matches a called module applies to
+        its outputs. Everything else is recomputed.
       prevent_cse: as in ``jax.checkpoint``; False within a loop, where it is not needed.
       static_argnums: positions of static arguments. Flags (``bool``), strings and None need not be
         declared: they are always static.
@@ -244,11 +213,6 @@ def remat(
 
     Returns:
       A function with the same results.
-
-    Raises:
-      TypeError: ``policy`` is of another type.
-      ValueError: ``jax.checkpoint_policies`` has no such policy; at a call, a filter matches
-        neither a called module nor a name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -267,7 +231,9 @@ def remat(
     """
     chosen: Any = policy
     if isinstance(policy, str):
-        names = [x for x in dir(jax.checkpoint_policies) if x not in _FACTORIES and x[0] != "_"]
+        # Without those that make policies from their arguments.
+        prefixes = ("_", "save_", "offload_")
+        names = [x for x in dir(jax.checkpoint_policies) if not x.startswith(prefixes)]
         if policy not in names:
             raise ValueError(
                 f"remat: jax.checkpoint_policies has no policy {policy!r}"
@@ -275,8 +241,7 @@ def remat(
             )
         chosen = getattr(jax.checkpoint_policies, policy)
     elif isinstance(policy, Iterable):
-        pairs: Any = policy.items() if isinstance(policy, Mapping) else policy
-        chosen = _Rules(pairs)
+        chosen = _Rules(tuple(policy.items() if isinstance(policy, Mapping) else policy))
     elif policy is not None and not callable(policy):
         raise TypeError(f"remat: policy must be a name, a callable or a mapping, got {policy!r}.")
     transform = _Remat(policy=chosen, prevent_cse=prevent_cse)
@@ -286,16 +251,3 @@ def remat(
         return lift(Inner, fun, transform, roles, graph, graph_updates)
 
     return decorate if fun is None else decorate(fun)
-
-
-# These make policies from their arguments.
-_FACTORIES = frozenset(
-    {
-        "offload_dot_with_no_batch_dims",
-        "save_and_offload_only_these_names",
-        "save_any_names_but_these",
-        "save_anything_except_these_names",
-        "save_from_both_policies",
-        "save_only_these_names",
-    }
-)

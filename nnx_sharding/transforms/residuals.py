@@ -17,6 +17,7 @@ from ..analysis.units import bytes_text
 from ..core.call_context import Caller, called_by
 from ..core.known_faults import jaxprs_of, path_of
 from ..core.plan import abstract
+from .in_trace import of_slots
 from .jit import jit
 from .lifted import Lifted
 
@@ -47,15 +48,7 @@ class Residual(NamedTuple):
 
 
 class SavedResiduals(tuple[Residual, ...], Pictured):
-    """What a function keeps; ``print`` and notebooks show it as a table, the largest first.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from nnx_sharding import saved_residuals
-      >>> residuals = saved_residuals(lambda x: jnp.sin(x).sum(), jnp.ones(4))
-      >>> [(r.operation, r.shape, r.bytes) for r in residuals if r.operation != "argument"]
-      [('cos', (4,), 16)]
-    """
+    """What a function keeps; ``print`` and notebooks show it as a table, the largest first."""
 
     __slots__ = ()
 
@@ -100,9 +93,6 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
       The arrays that are kept, each with the module that computes it, its size, and its memory.
       What is kept inside a loop over layers is stacked, and its size is that for all layers.
 
-    Raises:
-      TypeError, ValueError: as :func:`~nnx_sharding.jit` for these arguments.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -120,17 +110,15 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Sa
     _, plan, flat = lifted._planned(args, kwargs)
     program = plan.program.staged
 
+    def inexact(*leaves: Any) -> list[Any]:
+        *groups, _ = program(*leaves)
+        return [x for group in groups for x in group.arrays if _is_inexact(x)]
+
     def forward(*leaves: Any) -> list[Any]:
         slots = [slot for slot, leaf in enumerate(leaves) if _is_inexact(leaf)]
 
-        def of_some(*arrays: Any) -> list[Any]:
-            every = [*leaves]
-            for slot, array in zip(slots, arrays, strict=True):
-                every[slot] = array
-            *groups, _ = program(*every)
-            return [x for group in groups for x in group.arrays if _is_inexact(x)]
-
-        return jax.tree.leaves(jax.vjp(of_some, *(leaves[slot] for slot in slots))[1])
+        _, pullback = jax.vjp(of_slots(inexact, slots, leaves), *(leaves[slot] for slot in slots))
+        return jax.tree.leaves(pullback)
 
     with RECORD(Calls()), called_by(Caller(lifted._fun, flat.objects)):
         jaxpr = jax.make_jaxpr(forward)(*map(abstract, flat.leaves)).jaxpr
@@ -147,46 +135,36 @@ def _residual(var: Any, jaxpr: Any, names: Sequence[str], fun_name: str) -> Resi
     """What is known of a variable of a jaxpr; None for a constant."""
     aval = var.aval
     memory = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
-    shape, dtype = aval.shape, aval.dtype
     calls: list[tuple[Any, Any]] = []  # the equations that lead inside, each with its jaxpr
+
+    def found(operation: str, *eqns: Any, source: str = "") -> Residual:
+        source = source or path_of([*(eqn for _, eqn in calls), *eqns]) or fun_name
+        return Residual(source, operation, aval.shape, aval.dtype, memory)
+
     while not isinstance(var, Literal):
         if var in jaxpr.invars:
             position = jaxpr.invars.index(var)
             if not calls:
-                return Residual(names[position], "argument", shape, dtype, memory)
+                return found("argument", source=names[position])
             outer, eqn = calls[-1]
             given = eqn.invars[len(eqn.invars) - len(jaxpr.invars) + position]
-            if given.aval.shape != shape:  # the carry of each step of a loop, stacked
-                return Residual(
-                    path_of([e for _, e in calls]) or fun_name, "carry", shape, dtype, memory
-                )
+            if given.aval.shape != aval.shape:  # the carry of each step of a loop, stacked
+                return found("carry")
             jaxpr, var = outer, given
             calls.pop()
             continue
         eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
         if eqn is None:
             return None
-        number = eqn.outvars.index(var)
-        inside = [x for x in jaxprs_of(eqn) if len(x.outvars) == len(eqn.outvars)]
-        if inside:
+        if inside := [x for x in jaxprs_of(eqn) if len(x.outvars) == len(eqn.outvars)]:
             calls.append((jaxpr, eqn))
-            jaxpr = inside[0]
-            var = jaxpr.outvars[number]
+            jaxpr, var = inside[0], inside[0].outvars[eqn.outvars.index(var)]
         elif eqn.primitive.name in _MARKS:
             var = eqn.invars[0]
         else:
-            source = path_of([*(e for _, e in calls), eqn]) or fun_name
-            return Residual(source, eqn.primitive.name, shape, dtype, memory)
+            return found(eqn.primitive.name, eqn)
     return None
 
 
 # Primitives by which JAX marks what a policy keeps.
 _MARKS = frozenset({"name", "reduce_precision", "device_put"})
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, and of those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_of(eqn):
-            yield from equations(inner)

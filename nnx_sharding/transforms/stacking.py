@@ -1,29 +1,145 @@
-"""``stack``: makes a ``Stack`` of a list of modules, or of layers that it makes together."""
+"""``stack``: modules of equal structure as one, with stacked Variables, run in a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.structure import VariableEntry
+from ..core.flatten import Flat, flatten
+from ..core.signature import Signature
+from ..core.structure import Location, NodeEntry, VariableEntry
+from ..core.unflatten import perform, unflatten, update
+from ..diagnostics.differences import differences
 from ..errors import raise_listed
-from ..specs.paths import Path
-from .axis_prefixes import StateAxes, change_names
-from .batching import vmap
-from .stack_module import (
-    METADATA,
-    OPTIONS,
-    Stack,
-    built_layer,
-    check_equal,
-    flat_layer,
-    slots_by_path,
-    stacked_variables,
-)
+from ..specs.filters import Paths
+from ..specs.paths import Path, accessor
+from .batching import Carry, StateAxes, change_names, vmap
+from .in_trace import replaced
+from .loops import scan
+from .recompute import remat as remat_
+
+# Layers may share Variables, whatever the mode of Flax.
+_METADATA = {nnx.PARTITION_NAME: None}
+_OPTIONS: Any = {"transform_metadata": _METADATA, "graph": True, "graph_updates": True}
+
+
+class Stack(nnx.Module):
+    """Modules of equal structure as one: a list of layers that compiles as a single layer.
+
+    Made by :func:`stack`. Each Variable has a leading dimension for the layers. A call runs the
+    layers one after the other by ``jax.lax.scan``, so that tracing and compiling take the same time
+    for any number of them. Paths into it have ``layers`` where paths into a list have the index of
+    a layer: ``blocks/layers/up/kernel``.
+
+    It is indexed and iterated like a list. ``blocks[3]`` is a new module with the values of the
+    fourth layer; ``blocks[3] = layer`` writes them back.
+
+    Attributes:
+      layers: the module with stacked Variables.
+      length: the number of layers.
+      shared: the paths in ``layers`` of what all layers share, without a dimension for them:
+        Variables that are the same object in all of them, and arrays outside of Variables.
+      unroll: how many layers one iteration of the loop runs.
+      remat: the policy of :func:`~nnx_sharding.remat` for each layer; True to keep only the inputs
+        of a layer, False for no recomputation.
+
+    """
+
+    def __init__(
+        self,
+        layers: Any,
+        length: int,
+        shared: Iterable[Path] = (),
+        *,
+        unroll: int | bool = 1,
+        remat: Any = False,
+    ):
+        self.layers = layers
+        self.length = length
+        self.shared = frozenset(shared)
+        self.unroll = unroll
+        if isinstance(remat, Iterable) and not isinstance(remat, str):  # in hashable form
+            remat = tuple(map(tuple, remat.items() if isinstance(remat, Mapping) else remat))
+        self.remat = remat
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layers one after the other.
+
+        Args:
+          x: what the first layer gets; every other layer gets what the previous one returned, which
+            has to have the same structure, shapes and dtypes.
+          *args: further arguments, the same for all layers.
+          **kwargs: likewise. Values other than arrays, such as flags, are not traced.
+
+        Returns:
+          What the last layer returned.
+        """
+        options = (self._axes, self.length, self.unroll, self.remat)
+        return _loop_of_calls(*options)(self.layers, x, args, kwargs)
+
+    def scan(self, step: Callable[..., Any], carry: Any, /, *xs: Any) -> tuple[Any, Any]:
+        """Runs a function of each layer, a carry and slices of arrays.
+
+        Args:
+          step: called as ``step(layer, carry, *slices)``; returns ``(carry, y)``.
+          carry: what the first step gets.
+          *xs: pytrees of arrays whose first dimension is the layers.
+
+        Returns:
+          The last carry, and all ``y``, stacked.
+        """
+        in_axes = (self._axes, Carry, *[0] * len(xs))
+        run = _loop(step, in_axes, (Carry, 0), self.length, self.unroll, self.remat)
+        return run(self.layers, carry, *xs)  # type: ignore[no-any-return]
+
+    @property
+    def _axes(self) -> StateAxes:
+        return StateAxes({Paths(self.shared): None, ...: 0})
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        """One layer as a new module; for a slice, a new ``Stack``."""
+        numbers = range(self.length)[index if isinstance(index, slice) else operator.index(index)]
+        flat = _flat(self.layers)
+        slots = self._stacked_slots(flat)
+        key = numbers if isinstance(numbers, int) else index
+        layers = _built(flat, {slot: _sliced(flat.leaves[slot], key) for slot in slots})
+        if not isinstance(numbers, int):
+            options: Any = {"unroll": self.unroll, "remat": self.remat}
+            return Stack(layers, len(numbers), self.shared, **options)
+        _name_axis(nnx.spmd.remove_axis, layers, self.shared)
+        return layers
+
+    def __setitem__(self, index: int, layer: Any) -> None:
+        """Writes the values of a module of the same structure to one layer."""
+        number = range(self.length)[operator.index(index)]
+        new, old = _flat(layer), _flat(self[number])
+        _check_equal([old, new], lambda i: f"[{number}]" if i else "the layers")
+        flat = _flat(self.layers)
+        slots = self._stacked_slots(flat)
+        arrays = (flat.leaves[slot].at[number].set(new.leaves[slot]) for slot in slots)
+        entries = enumerate(flat.structure.entries)
+        variables = [i for i, entry in entries if isinstance(entry, VariableEntry)]
+        leaves = replaced(flat.leaves, slots, arrays)
+        perform(update(flat.structure, leaves, flat.objects, variables))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(self.length))
+
+    def unstack(self) -> list[Any]:
+        """The layers as separate modules; what they share stays shared."""
+        return [*self]
+
+    def _stacked_slots(self, flat: Flat) -> list[int]:
+        return [s for x in _locations(flat) if x.path not in self.shared for s in x.slots]
 
 
 def stack(
@@ -57,18 +173,13 @@ def stack(
       The stack, with copies of the values in the list; what all modules of the list share stays
       shared.
 
-    Raises:
-      TypeError: ``layers`` is neither a list of modules nor a callable with a ``length``.
-      ValueError: the list is empty, ``length`` is not positive, or the modules differ in more than
-        the values of arrays; the message lists the differences.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from nnx_sharding import stack
       >>> layers = stack(nnx.Linear, 3, 4, 4, rngs=nnx.Rngs(0))
-      >>> layers.layers.kernel.shape, layers[0].kernel.shape
-      ((3, 4, 4), (4, 4))
+      >>> len(layers), layers.layers.kernel.shape, layers[0].kernel.shape
+      (3, (3, 4, 4), (4, 4))
       >>> layers(jnp.ones((2, 4))).shape
       (2, 4)
     """
@@ -88,39 +199,13 @@ def stack(
     raise_listed(TypeError, "stack: expected modules, got:", wrong)
     if not blocks:
         raise ValueError("stack: expected at least one module, got an empty list.")
-    flats = [flat_layer(block) for block in blocks]
-    check_equal(flats, lambda i: f"layer {i}")
-    first = flats[0]
-    leaves, stacked, shared = [*first.leaves], set[int](), list[Path]()
-    entries = first.structure.entries
-    same = {
-        slot
-        for index, slots in enumerate(first.structure.slots)
-        for slot in slots
-        if all(
-            flat.objects[index] is first.objects[index]
-            if isinstance(entries[index], VariableEntry)
-            else flat.leaves[slot] is first.leaves[slot]
-            for flat in flats[1:]
-        )
-    }
-    if len(flats) == 1:
-        same = set()
-    for path, slots in slots_by_path(first):
-        if slots and same.issuperset(slots):
-            shared.append(path)
-            continue
-        stacked.update(slots)
-        for slot in slots:
-            leaves[slot] = _stacked([flat.leaves[slot] for flat in flats])
-    layer = built_layer(first, leaves, stacked)
-    change_names(nnx.spmd.add_axis, ((x, 0) for x in stacked_variables(layer, shared)), METADATA)
+    layer, shared = _stacked(blocks)
     return Stack(layer, len(blocks), shared, unroll=unroll, remat=remat)
 
 
 def _made(
     make: Callable[..., Any], length: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Sequence[Path]]:
+) -> tuple[Any, list[Path]]:
     """Layers that are made together, and the paths of what they share."""
     given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
     streams = {name: x for name, x in given.items() if isinstance(x, nnx.Rngs | nnx.RngStream)}
@@ -131,26 +216,134 @@ def _made(
 
     # Masks and other arrays outside of Variables are the same in all layers.
     out_axes = StateAxes({_is_array: None, ...: 0})
-    run = vmap(make_one, out_axes=out_axes, axis_size=length, **OPTIONS)
+    run = vmap(make_one, out_axes=out_axes, axis_size=length, **_OPTIONS)
     layer = run({name: x.split(length) for name, x in streams.items()})
-    flat = flat_layer(layer)
-    entries, owners = flat.structure.entries, flat.structure.slots
-    arrays = {
-        slot
-        for entry, slots in zip(entries, owners, strict=True)
-        if not isinstance(entry, VariableEntry)
-        for slot in slots
-    }
-    paths = slots_by_path(flat)
-    return layer, [path for path, slots in paths if slots and arrays.issuperset(slots)]
+    flat = _flat(layer)
+    return layer, [x.path for x in _locations(flat) if x.slots and not _is_variable(flat, x)]
 
 
 def _is_array(path: Path, value: Any) -> bool:
     return not isinstance(value, nnx.Variable)
 
 
-def _stacked(arrays: Sequence[Any]) -> Any:
+def _stacked(blocks: Sequence[Any]) -> tuple[Any, list[Path]]:
+    """One layer with the arrays of all, and the paths of what they share."""
+    flats = [_flat(block) for block in blocks]
+    _check_equal(flats, lambda i: f"layer {i}")
+    first, *others = flats
+    new, shared = dict[int, Any](), list[Path]()
+    for x in _locations(first):
+        if _is_variable(first, x):
+            index: Any = x.entry
+            same = all(flat.objects[index] is first.objects[index] for flat in others)
+        else:
+            same = all(flat.leaves[s] is first.leaves[s] for flat in others for s in x.slots)
+        if same and others and x.slots:
+            shared.append(x.path)
+        else:
+            new |= {slot: _joined([flat.leaves[slot] for flat in flats]) for slot in x.slots}
+    layer = _built(first, new)
+    _name_axis(nnx.spmd.add_axis, layer, shared)
+    return layer, shared
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
     first = arrays[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(arrays), *first.shape), first.dtype)
     return jnp.stack(arrays)
+
+
+def _sliced(array: Any, index: int | slice) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        shape = (len(range(array.shape[0])[index]),) if isinstance(index, slice) else ()
+        return jax.ShapeDtypeStruct((*shape, *array.shape[1:]), array.dtype)
+    return array[index]
+
+
+def _call(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return layer(x, *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # so that JAX finds what it traced before
+def _loop_of_calls(axes: StateAxes, length: int, unroll: Any, policy: Any) -> Any:
+    return _loop(_call, (axes, Carry, None, None), Carry, length, unroll, policy)
+
+
+def _loop(
+    step: Callable[..., Any], in_axes: Any, out_axes: Any, length: int, unroll: Any, policy: Any
+) -> Any:
+    if policy is not False:
+        step = remat_(step, policy=None if policy is True else policy, prevent_cse=False)
+    return scan(step, in_axes=in_axes, out_axes=out_axes, length=length, unroll=unroll, **_OPTIONS)
+
+
+def _flat(layer: Any) -> Flat:
+    """A layer, flattened like the only argument of a call."""
+    return flatten(((layer,), {}))
+
+
+def _locations(flat: Flat) -> list[Location]:
+    """Where the arrays of a flattened layer are."""
+    root: Any = flat.structure.root
+    return [*flat.structure.walk(root.children[0], iter(()))]
+
+
+def _is_variable(flat: Flat, x: Location) -> bool:
+    return x.entry is not None and isinstance(flat.structure.entries[x.entry], VariableEntry)
+
+
+def _built(flat: Flat, new: Mapping[int, Any]) -> Any:
+    """A layer with other arrays in some slots, and the same Variables without these."""
+    same = {
+        index: flat.objects[index]
+        for index, slots in enumerate(flat.structure.slots)
+        if isinstance(flat.structure.entries[index], VariableEntry)
+        if slots and new.keys().isdisjoint(slots)
+    }
+    leaves = replaced(flat.leaves, new, new.values())
+    (layer,), _ = unflatten(flat.structure, leaves, same, share=True).root
+    return layer
+
+
+def _name_axis(change: Callable[..., Any], layer: Any, shared: Iterable[Path]) -> None:
+    """Adds the axis of the layers to the logical axes of what is not shared, or removes it."""
+    flat = _flat(layer)
+    own = (x.entry for x in _locations(flat) if x.entry is not None and x.path not in shared)
+    change_names(change, ((flat.objects[index], 0) for index in own), _METADATA)
+
+
+def layer_dimensions(flat: Flat) -> dict[int, int]:
+    """The number of leading dimensions for the layers of a ``Stack``, by slot."""
+    structure, counts = flat.structure, dict[int, int]()
+    for index, entry in enumerate(structure.entries):
+        if isinstance(entry, NodeEntry) and issubclass(entry.type, Stack):
+            child = entry.children[entry.keys.index("layers")]
+            for path, _, slots in structure.walk(child, iter(())):
+                for slot in slots if path not in flat.objects[index].shared else ():
+                    counts[slot] = counts.get(slot, 0) + 1
+    return counts
+
+
+def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
+    """Checks that layers differ only in the values of arrays."""
+    first, lines = flats[0], list[str]()
+    signature = Signature(("layer",), (), *[frozenset[Any]()] * 4)
+    for number, flat in enumerate(flats[1:], start=1):
+        if flat.structure != first.structure:
+            changes = differences((signature, first.structure), (signature, flat.structure))
+            lines += [f"  {name_of(number)}: {change}" for change in changes]
+            continue
+        types = [[jax.typeof(x).str_short() for x in each.leaves] for each in (first, flat)]
+        lines += [
+            f"  {name_of(number)}: {accessor('layer', x.path)}: {types[0][slot]} → {types[1][slot]}"
+            for x in _locations(flat)
+            for slot in x.slots
+            if types[0][slot] != types[1][slot]
+        ]
+    raise_listed(
+        ValueError,
+        f"stack: layers may differ only in the values of arrays; compared with {name_of(0)}:",
+        lines,
+        "Make one layer of each repeating group, or use a list.",
+    )
