@@ -269,7 +269,7 @@ def test_lists_and_stacks(tmp_path, stacked, nested):
     assert contents_of(restore(tmp_path / "a", make[not stacked](1))) == want
     mesh = jax.make_mesh((8,), ("data",))
     target = nnx.eval_shape(lambda: make[not stacked](1))
-    sharding = (fsdp(target[0], mesh, min_size=0), P())
+    sharding = (fsdp(target[0], mesh=mesh, min_size=0), P())
     restore(tmp_path / "a", target, sharding, mesh)
     assert contents_of(target) == want
     assert target[0].head.kernel.get_raw_value().sharding.mesh == mesh

@@ -85,9 +85,7 @@ def _shardings(
     """The sharding of each slot; None for the default device, and for what stays on the host."""
     declared: list[Any] = [None] * len(flat.leaves)
     if sharding is not None:
-        options: Any = {"strict": False, "caller": "restore", "needs_mesh": True}
-        assigned = assign(tree, flat, sharding, mesh=mesh, **options)
-        declared = [assignment.sharding for assignment in assigned]
+        _, declared = assign(tree, flat, sharding, mesh=mesh, caller="restore")
     result: dict[int, Any] = {}
     problems = []
     for slot, leaf, *_, path, _, _ in arrays:

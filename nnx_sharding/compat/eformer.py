@@ -6,6 +6,7 @@ Functions that need one raise a :class:`NoContextMeshError` without one.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -21,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from .. import _compat
 from ..analysis.parameters import device_bytes, parameter_table
 from ..core.flatten import flatten
-from ..core.resharding import apply_shardings, mesh_here, sharding_of
+from ..core.resharding import apply_shardings, mesh_here, rebuilt, sharding_of
 from ..core.targets import Specs, check_specs
 from ..errors import (
     NoMeshError,
@@ -31,12 +32,18 @@ from ..errors import (
     raise_listed,
     report,
 )
-from ..partition.constrain import assign, is_array, report_corrections, with_sharding_constraint
-from ..partition.patterns import read_patterns
-from ..partition.rules import from_rules
+from ..partition.constrain import assign, is_array, report_corrections
+from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables
 from ..specs.filters import shadowed
-from ..specs.fitting import fit_sharding, spec_axes, suggested_spec, suggestion, with_entries
+from ..specs.fitting import (
+    describe,
+    fit_sharding,
+    spec_axes,
+    suggested_spec,
+    suggestion,
+    with_entries,
+)
 from ..specs.state_sharding import StateSharding, is_single_spec
 
 __all__ = [
@@ -140,6 +147,44 @@ def get_corrected_named_sharding(
     return NamedSharding(mesh, fit.sharding)
 
 
+@_compat.api_boundary
+def with_sharding_constraint(
+    tree: Any,
+    sharding: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    rules: Any = None,
+    strict: bool = False,
+    log: bool | None = None,
+) -> Any:
+    """Like :func:`nnx_sharding.with_sharding_constraint`, but corrects specs that do not fit.
+
+    A spec is padded or truncated to the rank of its array; axes that the mesh does not have, over
+    which an enclosing ``shard_map`` is mapped, or that do not divide their dimension are dropped.
+    One warning lists all corrections, or with ``strict`` an error. Without a mesh, arrays with a
+    ``PartitionSpec`` are not changed. ``log``, or else the environment variable
+    ``LOG_SHARDING_MOVE``, requests that moves of arrays are logged.
+    """
+    flat = flatten(tree)
+    options: Any = {"mesh": mesh, "rules": rules, "strict": strict, "lenient": True}
+    names, shardings = assign(tree, flat, sharding, **options)
+    if os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES if log is None else log:
+        _log_moves(names, flat.leaves, shardings)
+    return rebuilt(flat, apply_shardings(flat.leaves, shardings))
+
+
+_YES = ("1", "true", "yes", "on")
+
+
+def _log_moves(names: Sequence[str], leaves: Sequence[Any], shardings: Sequence[Any]) -> None:
+    """Logs which arrays get another sharding, at level WARNING so that it is shown by default."""
+    for name, leaf, sharding in zip(names, leaves, shardings, strict=True):
+        old = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if sharding is not None and old != sharding:
+            was = type(leaf).__name__ if old is None else describe(old)
+            logging.getLogger("nnx_sharding").warning("%s: %s → %s", name, was, describe(sharding))
+
+
 def match_partition_rules(
     rules: Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]],
     tree: Any,
@@ -168,7 +213,7 @@ def match_partition_rules(
       A prefix of specs, with an ``nnx.State`` for a module, a spec for an array or a Variable.
     """
     name = "match_partition_rules"
-    pairs = read_patterns(name, rules, "regex")
+    pairs = read_patterns(name, rules)
     patterns = [repr(getattr(filter_, "text", filter_)) for filter_, _ in pairs]
     wrong = [
         f"  {pattern}: {spec!r}{suggested_spec(spec)}"
@@ -243,7 +288,7 @@ def create_pattern_based_partition_spec(
             None if axes == ("None",) else axes if axes[1:] else axes[0] for axes in entries
         )
     specs = [(regex, PartitionSpec(*entries)) for regex, entries in rules]
-    pairs = read_patterns("create_pattern_based_partition_spec", [*specs], "regex")
+    pairs = read_patterns("create_pattern_based_partition_spec", [*specs])
     pairs.append((lambda *_: True, default_spec or PartitionSpec()))
     problems = [str(p) for _, spec in pairs for p in fit_sharding(spec, mesh).problems]
     if problems:
@@ -339,9 +384,9 @@ def analyze_sharding_strategy(
     flat = flatten(pytree)
     leaves = [_abstract(leaf) for leaf in flat.leaves]
     abstract = flat._replace(leaves=leaves)
-    assigned = assign(pytree, abstract, partition_specs, mesh=mesh, strict=False)
+    _, shardings = assign(pytree, abstract, partition_specs, mesh=mesh, lenient=True)
     ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size if mesh else 0)
-    rows = parameter_table(apply_shardings(leaves, [each.sharding for each in assigned]))
+    rows = parameter_table(apply_shardings(leaves, shardings))
     held = dict.fromkeys(ids, 0) | device_bytes(rows)
     stats: dict[Any, Counter[str]] = {}
     for row in rows:

@@ -178,8 +178,8 @@ class _Lifted:
         """The name of each array, and its spec or None."""
         names = slot_names(len(flat.leaves), locations)
         resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
-        assigned = fitted(self.name, names, flat.leaves, resolved, mesh)
-        return names, [_as_spec(each.sharding) for each in assigned]
+        shardings = fitted(self.name, names, flat.leaves, resolved, mesh, explicit=True)
+        return names, [_as_spec(each) for each in shardings]
 
 
 class _Saved:

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import UnusedFilterWarning, report, shortened
-from ..specs.filters import to_predicate
-from ..specs.fitting import axes_of, suggested_spec, suggestion, with_entries
+from ..specs.filters import PathRegex, glob_hint, to_predicate
+from ..specs.fitting import axes_of, padded, suggested_spec, suggestion, with_entries
 from ..specs.state_sharding import StateSharding
-from .patterns import PatternKind, read_pairs, read_patterns
+from .rules import read_pairs, read_patterns
 from .variables import NamedVariable, from_variables
-
-
-class Unsharded(NamedTuple):
-    """A dimension without a mesh axis, its logical name, and why no rule could be used.
-
-    Attributes:
-      dimension: the number of the dimension.
-      name: its logical name.
-      reason: why it is replicated.
-    """
-
-    dimension: int
-    name: str
-    reason: str
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -113,28 +102,7 @@ class LogicalRules:
         start = names if isinstance(names, PartitionSpec) else PartitionSpec()
         return with_entries(start, entries)
 
-    def unsharded(
-        self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
-    ) -> list[Unsharded]:
-        """The names that :meth:`spec` replicates although a rule maps them to axes, and why.
-
-        The arguments are those of :meth:`spec`.
-
-        Raises:
-          ValueError: a name has no rule.
-
-        Example:
-          >>> from nnx_sharding.partition import LogicalRules
-          >>> LogicalRules([("mlp", "model"), ("embed", "model")]).unsharded(("embed", "mlp"))
-          [Unsharded(dimension=0, name='embed', reason="'model' is taken by 'mlp'")]
-        """
-        return [
-            Unsharded(name.dimension, name.name, "; ".join(name.refusals))
-            for name in self._resolve(names, shape, mesh)
-            if name.refusals and name.entry is None
-        ]
-
-    def check(self, names: Any, shape: Sequence[int] | None = None) -> None:
+    def _check(self, names: Any, shape: Sequence[int] | None = None) -> None:
         """Raises a ``ValueError`` that says what is wrong with logical names, if anything is."""
         if not isinstance(names, PartitionSpec | tuple | list):
             raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
@@ -150,12 +118,11 @@ class LogicalRules:
 
     def _resolve(self, names: Any, shape: Any, mesh: Any) -> list[_Name]:
         try:
-            self.check(names, shape)
+            self._check(names, shape)
         except ValueError as error:
             raise ValueError(f"LogicalRules: {names!r}: {error}. {self._hint}") from None
-        resolved = [
-            _Name(d, name) for d, entry in enumerate(_entries(names)) for name in axes_of(entry)
-        ]
+        entries = enumerate(_entries(names))
+        resolved = [_Name(d, name) for d, entry in entries for name in axes_of(entry)]
         for logical, entry in self.rules:
             for name in resolved:
                 if name.name == logical and name.is_open:
@@ -176,26 +143,20 @@ class _Name:
     name: str
     entry: Any = None
     is_open: bool = True
-    refusals: list[str] = dataclasses.field(default_factory=list)
 
     def apply(self, entry: Any, names: list[_Name], shape: Any, mesh: Any) -> None:
-        """Uses the mesh axes of a rule, or notes why they cannot be used."""
+        """Uses the mesh axes of a rule, if the mesh has them, and they are free and divide."""
         axes = axes_of(entry)
-        present = [axis for axis in axes if mesh is None or axis in mesh.axis_names]
-        taken = {axis: other.name for other in names for axis in axes_of(other.entry)}
-        refusals = [f"{axis!r} is taken by {taken[axis]!r}" for axis in present if axis in taken]
-        if axes and not present:
-            refusals = [f"the mesh has no axis {', '.join(map(repr, axes))}"]
-        elif not refusals and present and shape is not None and mesh is not None:
-            beside = (axes_of(x.entry) for x in names if x.dimension == self.dimension)
-            together = (*(axis for some in beside for axis in some), *present)
-            size, parts = shape[self.dimension], math.prod(mesh.shape[axis] for axis in together)
-            if size % parts:
-                product = " × ".join(map(repr, together))
-                refusals = [f"{size} is not divisible by {product} ({parts})"]
-        self.refusals += refusals
-        if not refusals:
-            self.entry, self.is_open = tuple(present) if present else entry, False
+        present = tuple(axis for axis in axes if mesh is None or axis in mesh.axis_names)
+        taken = {axis for other in names for axis in axes_of(other.entry)}
+        if (axes and not present) or not taken.isdisjoint(present):
+            return
+        if present and shape is not None and mesh is not None:
+            beside = [axes_of(x.entry) for x in names if x.dimension == self.dimension]
+            together = (*itertools.chain.from_iterable(beside), *present)
+            if shape[self.dimension] % math.prod(mesh.shape[axis] for axis in together):
+                return
+        self.entry, self.is_open = present or entry, False
 
 
 def _entries(names: Any) -> Sequence[Any]:
@@ -214,7 +175,6 @@ def from_logical(
     rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]],
     names: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
     *,
-    kind: PatternKind = "regex",
     mesh: Any = None,
     strict: bool = False,
 ) -> StateSharding:
@@ -224,9 +184,8 @@ def from_logical(
       model: a model, an optimizer or a pytree of them, placed or abstract.
       rules: the mesh axes for each logical name: :class:`LogicalRules` or its argument.
       names: names by path, which have priority over those in the metadata (``out_sharding``):
-        pairs, or a mapping, of a pattern for paths, or an NNX filter, and one name for each
+        pairs, or a mapping, of a pattern as in :func:`from_rules`, and one name for each
         dimension, or None to replicate the array. The first pattern that matches decides.
-      kind: how patterns that are strings are read: ``"regex"`` or ``"glob"``.
       mesh: as in :meth:`LogicalRules.spec`.
       strict: whether an entry of ``names`` that applies to no Variable is an error, not an
         :class:`~nnx_sharding.errors.UnusedFilterWarning`.
@@ -250,7 +209,7 @@ def from_logical(
       P(None, 'model')
     """
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    pairs = read_patterns("from_logical", names, kind)
+    pairs = read_patterns("from_logical", names)
     predicates = [to_predicate(filter_) for filter_, _ in pairs]
     used = set()
 
@@ -264,13 +223,95 @@ def from_logical(
         names = names_of(each)
         if names is None or isinstance(names, Sharding | Format):
             return PartitionSpec() if names is None else names
-        rules.check(names, each.shape)
+        rules._check(names, each.shape)
         return rules.spec(names, each.shape, mesh)
 
     title = "from_logical: these names give no spec:"
     sharding = from_variables(title, model, spec_of, names_of, rules._hint)
-    unused = [repr(filter_) for i, (filter_, _) in enumerate(pairs) if i not in used]
+    unused = [filter_ for i, (filter_, _) in enumerate(pairs) if i not in used]
     if unused:
-        text = f"from_logical: these names are for no Variable: {', '.join(shortened(unused))}."
+        hints = (glob_hint(x.text) for x in unused if isinstance(x, PathRegex))
+        listed = ", ".join(shortened(map(repr, unused)))
+        text = f"from_logical: these names are for no Variable: {listed}.{max(hints, default='')}"
         report(UnusedFilterWarning, text, strict=strict)
     return sharding
+
+
+@_compat.api_boundary
+def from_metadata(
+    model: Any,
+    rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+    *,
+    mesh: Any = None,
+) -> StateSharding:
+    """The shardings in the metadata of the Variables.
+
+    Args:
+      model: a model, an optimizer or a pytree of them, placed or abstract. The metadata is
+        ``out_sharding`` (in older models ``sharding`` or ``sharding_names``): names, a
+        ``PartitionSpec`` or a sharding.
+      rules: mesh axes for logical names: :class:`~nnx_sharding.partition.LogicalRules` or its
+        argument. None for those of ``nnx.logical_axis_rules``. The ``sharding_rules`` of
+        the Variable itself have priority. A name without a rule is a mesh axis.
+      mesh: as in :meth:`LogicalRules.spec <nnx_sharding.partition.LogicalRules.spec>`; names
+        without a rule have to be axes of it.
+
+    Returns:
+      The sharding of each path; ``PartitionSpec()`` where the metadata has none. Without rules
+      they are those of ``nnx.get_partition_spec``; with rules no axis is used twice.
+
+    Raises:
+      TypeError: ``rules`` are not pairs.
+      ValueError: metadata is not a sharding, or does not fit the array or the mesh; all paths are
+        listed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from nnx_sharding.partition import from_metadata
+      >>> with nnx.use_eager_sharding(False):
+      ...     kernel = nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", "mlp"))
+      >>> sharding = from_metadata({"kernel": kernel}, {"embed": None, "mlp": "model"})
+      >>> sharding.map_prefix(("kernel",), kernel)
+      P(None, 'model')
+    """
+    rules = get_logical_axis_rules() if rules is None else rules
+    rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
+    return from_variables(
+        "from_metadata: this metadata gives no sharding:",
+        model,
+        lambda each: _annotated(each, rules, mesh),
+        lambda each: each.annotation,
+    )
+
+
+def _annotated(each: NamedVariable, rules: LogicalRules, mesh: Any) -> Any:
+    """The sharding in the metadata of a Variable."""
+    annotation, shape = each.annotation, each.shape
+    if annotation is None or isinstance(annotation, Sharding | Format):
+        return PartitionSpec() if annotation is None else annotation
+    if not isinstance(annotation, PartitionSpec | tuple | list):
+        raise TypeError(f"expected a tuple of names{suggested_spec(annotation)}")
+    named = annotation if isinstance(annotation, PartitionSpec) else PartitionSpec(*annotation)
+    if shape is not None and len(named) > len(shape):
+        raise ValueError(f"{len(named)} names for {len(shape)} dimensions")
+    local = read_pairs("sharding_rules", each.metadata.get("sharding_rules") or ())
+    rules = LogicalRules((*local, *rules.rules))
+    # Names without a rule are mesh axes.
+    names = [name for entry in named.partitions for name in axes_of(entry)]
+    axes = [name for name in names if name not in rules.names]
+    problems = [f"{axis!r} shards {n} dimensions" for axis, n in Counter(axes).items() if n > 1]
+    for axis in axes:
+        if not isinstance(axis, str):
+            problems.append(f"{axis!r} is not a name")
+        elif mesh is not None and axis not in mesh.axis_names:
+            near = suggestion(axis, (*rules.names, *mesh.axis_names))
+            problems.append(f"{axis!r} has no rule and is not an axis of the mesh{near}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    if not rules.rules:
+        return named
+    with_axes = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
+    rank = len(named) if shape is None else len(shape)
+    entries = with_axes.spec(tuple(padded(named, rank)), shape, mesh).partitions
+    return with_entries(named, entries)

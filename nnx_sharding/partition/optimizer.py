@@ -14,16 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..errors import raise_listed
 from ..specs.activation_sharding import ActivationSharding
-from ..specs.fitting import describe, like
+from ..specs.fitting import describe, like, padded
 from ..specs.paths import Path, path_string
 from ..specs.state_sharding import StateSharding
-from .inputs import override_specs
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 
 @_compat.api_boundary
 def optimizer_sharding(
-    optimizer: Any, sharding: StateSharding, *, model: Any = None, overrides: Any = None
+    optimizer: Any, sharding: StateSharding, *, model: Any = None
 ) -> StateSharding:
     """Shards the state of an optimizer like its parameters.
 
@@ -46,8 +45,6 @@ def optimizer_sharding(
       sharding: the shardings of the model; a parameter without one counts as ``P()``.
       model: the model of the optimizer, abstract or not; not needed for an
         ``nnx.ModelAndOptimizer``.
-      overrides: as for :func:`~nnx_sharding.partition.tensor_parallel`, for Variables of the
-        optimizer.
 
     Returns:
       The spec of each path of the optimizer. It divides the shape of the state if the parameter's
@@ -69,10 +66,7 @@ def optimizer_sharding(
       >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None)
       P(None, 'model')
     """
-    specs = optimizer_specs(optimizer, sharding, model)
-    return from_paths(
-        override_specs("optimizer_sharding", "optimizer", optimizer, specs, overrides)
-    )
+    return from_paths(optimizer_specs(optimizer, sharding, model))
 
 
 def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict[Path, Any]:
@@ -117,7 +111,7 @@ def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) ->
         return like(sharding, PartitionSpec(*spec.partitions)) if is_summed else sharding
     if not isinstance(spec, PartitionSpec) or full is None or len(spec) > len(full):
         return PartitionSpec()
-    entries = (*spec.partitions, *[None] * (len(full) - len(spec)))
+    entries = tuple(padded(spec, len(full)))
     choices = {_entries(shape, full, entries, state.path) for shape in state.shapes}
     common = choices.pop() if len(choices) == 1 else ()
     return like(sharding, PartitionSpec(*(common if any(common) else ())))

@@ -15,10 +15,9 @@ from .. import _compat
 from ..specs.filters import Paths
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
-from .inputs import base_specs, mesh_and_axes, override_specs
 from .optimizer import with_optimizer
-from .strategies import shard_dimension
-from .variables import NamedVariable, activations_of, variables
+from .strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
+from .variables import NamedVariable, variables
 
 # The sharded dimension of each parameter of a layer, counted from the end because layers may be
 # stacked; None for none. The first parameter decides whether the style can be used.
@@ -165,12 +164,11 @@ _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
 @_compat.api_boundary
 def tensor_parallel(
     model: Any,
-    mesh: Mesh | AbstractMesh | None = None,
     *,
-    axis: Any = "model",
-    base: StateSharding | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     optimizer: Any = None,
-    overrides: Any = None,
+    base: StateSharding | None = None,
+    axis: Any = "model",
     sequence: bool = False,
 ) -> StateSharding:
     """Shards the parameters of the usual layers over the model axis.
@@ -201,12 +199,10 @@ def tensor_parallel(
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
-      axis: as for :func:`fsdp`.
+      optimizer: as for :func:`fsdp`.
       base: shardings to start from. Its specs are kept, and the axis comes after those that shard
         the same dimension.
-      optimizer: as for :func:`fsdp`.
-      overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, that have
-        priority. One that matches nothing is an ``UnusedFilterWarning``.
+      axis: as for :func:`fsdp`.
       sequence: whether three-dimensional outputs of layers whose inputs are sharded are sharded
         over the axis along their second dimension: Megatron's sequence parallelism. Residuals and
         norms then take a fraction of the memory, and a reduce-scatter and an all-gather replace
@@ -217,8 +213,7 @@ def tensor_parallel(
 
     Raises:
       NoMeshError, TypeError: as :func:`fsdp`.
-      ValueError: the mesh has no such axis, or ``base`` or ``overrides`` do not fit it or the
-        shapes.
+      ValueError: the mesh has no such axis, or ``base`` does not fit it or the shapes.
 
     Example:
       >>> from flax import nnx
@@ -226,7 +221,7 @@ def tensor_parallel(
       >>> from nnx_sharding.partition import tensor_parallel
       >>> make = lambda: nnx.Dict(up=nnx.Linear(64, 256, rngs=nnx.Rngs(0)))
       >>> model = nnx.eval_shape(make)
-      >>> sharding = tensor_parallel(model, AbstractMesh((4,), ("model",)))
+      >>> sharding = tensor_parallel(model, mesh=AbstractMesh((4,), ("model",)))
       >>> sharding.map_prefix(("up", "kernel"), model.up.kernel)
       P(None, 'model')
 
@@ -248,7 +243,6 @@ def tensor_parallel(
         specs.update(styled)
         summed = (name for name, d in style.items() if name.endswith("bias") and d is None)
         rows += [(*path, *name.split("/")[:-1]) for name in summed]
-    specs = override_specs("tensor_parallel", "model", model, specs, overrides, mesh)
     activations = activations_of(base)
     if sequence:
         if isinstance(optimizer, nnx.ModelAndOptimizer):

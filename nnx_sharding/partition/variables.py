@@ -74,13 +74,6 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
 
     Args:
       tree: the model, optimizer or pytree; abstract (``nnx.eval_shape``) or not.
-
-    Example:
-      >>> from flax import nnx
-      >>> from nnx_sharding.partition import variables
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
-      >>> [(v.name, v.shape) for v in variables(model)]
-      [('bias', (8,)), ('kernel', (4, 8))]
     """
     flat = flatten(tree, graph=True)
     structure = flat.structure
@@ -93,11 +86,9 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
             is_buffer = parameters.isdisjoint(location.slots)
             is_buffer &= not isinstance(subject, nnx.Variable)
-            path, num_stacked = (
-                tuple(map(plain_key, location.path)),
-                stacked.get(location.slots[0], 0),
-            )
-            yield NamedVariable(path, subject, arrays, is_buffer, num_stacked)
+            path = tuple(map(plain_key, location.path))
+            layers = stacked.get(location.slots[0], 0)
+            yield NamedVariable(path, subject, arrays, is_buffer, layers)
 
 
 def _plain_parameters(structure: Structure) -> Set[int]:
@@ -134,11 +125,6 @@ def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
 FOLLOWING = ActivationSharding(gather=True, infer=True)
 
 
-def activations_of(base: StateSharding | None) -> ActivationSharding:
-    """The shardings of activations that a strategy starts from."""
-    return (base and base.activations) or FOLLOWING
-
-
 def from_paths(
     specs: Mapping[Path, Any],
     activations: ActivationSharding = FOLLOWING,
@@ -153,13 +139,6 @@ def from_paths(
 
     Raises:
       TypeError: one of ``specs`` is not a sharding.
-
-    Example:
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition import from_paths
-      >>> sharding = from_paths({("up", "kernel"): P(None, "model"), ("up", "bias"): P()})
-      >>> sharding.map_prefix(("up", "kernel"), None)
-      P(None, 'model')
     """
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():

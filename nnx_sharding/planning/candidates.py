@@ -130,12 +130,12 @@ def _sharding_of(
     data, _, style = strategy.partition(" + ")
     base = None
     if style:
-        base = tensor_parallel(model, mesh, optimizer=optimizer, sequence=style == "sequence")
+        base = tensor_parallel(model, mesh=mesh, optimizer=optimizer, sequence=style == "sequence")
     if data in ("fsdp", "hsdp"):
         over = DATA if data == "hsdp" else axes
-        return fsdp(model, mesh, axis=over, base=base, optimizer=optimizer)
+        return fsdp(model, mesh=mesh, axis=over, base=base, optimizer=optimizer)
     if data == "zero1" and optimizer is not None:
-        return zero1(model, optimizer, mesh, axis=axes, base=base)
+        return zero1(model, optimizer=optimizer, mesh=mesh, axis=axes, base=base)
     return base or replicated(model, optimizer=optimizer)
 
 

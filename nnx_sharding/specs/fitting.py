@@ -146,13 +146,10 @@ def fit_sharding(
     misfit = functools.partial(Misfit, mesh=mesh, shape=of_shape)
     corrections: list[Misfit] = []
     if lenient and of_shape is not None:
-        rank = len(of_shape)
-        if any(map(axes_of, spec.partitions[rank:])):
+        if any(map(axes_of, spec.partitions[len(of_shape) :])):
             corrections.append(misfit("rank", spec))
-        spec = with_entries(spec, (*spec.partitions[:rank], *[None] * (rank - len(spec))))
-    problems = [
-        misfit(kind, spec, axes=(axis,)) for kind, axis in _unusable(spec, mesh, usable, lenient)
-    ]
+        spec = with_entries(spec, padded(spec, len(of_shape)))
+    problems = [misfit(kind, spec, axes=(axis,)) for kind, axis in _unusable(spec, mesh, usable)]
     if lenient:
         corrections += [problem for problem in problems if problem.kind != "repeated"]
         dropped = {axis for correction in corrections for axis in correction.axes}
@@ -181,10 +178,10 @@ def fit_sharding(
 
 
 def _unusable(
-    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None, lenient: bool
+    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None
 ) -> Iterable[tuple[MisfitKind, Any]]:
     """The axes that a spec cannot use, with the reasons."""
-    mapped = axes_of_type(mesh, AxisType.Manual) if lenient else ()
+    mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
     auto = axes_of_type(mesh, AxisType.Auto) & (spec.unreduced | spec.reduced)
     for axis, times in Counter(spec_axes(spec)).items():
         if axis not in mesh.axis_names:
@@ -261,6 +258,11 @@ def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
         return PartitionSpec(*entries, reduced=reduced)
     part: PartitionSpec = spec.update(partitions=entries, unreduced=unreduced, reduced=reduced)
     return part
+
+
+def padded(spec: PartitionSpec, rank: int) -> list[Any]:
+    """The entries of a spec, cut or filled with None to this number of dimensions."""
+    return [*spec.partitions[:rank], *[None] * (rank - len(spec))]
 
 
 def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec, Sharding
 from .. import _compat
 from ..errors import raise_listed, shortened
 from .activation_sharding import ActivationSharding
-from .filters import PathPattern, Paths, is_opaque, path_name, subject_text, to_predicate
+from .filters import PathPattern, Paths, is_opaque, subject_text, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .mapped_axis import Axis
 from .paths import Path, path_string
@@ -38,6 +38,11 @@ class StateSharding:
         the transform.
       activations: how the activations of the modules in the argument are sharded.
 
+    Attributes:
+      filters: the filters in the order in which they are tried. A string is a tag, as everywhere
+        in Flax; for paths, use :class:`~nnx_sharding.filters.PathRegex`.
+      shardings: the sharding of each filter.
+
     Raises:
       TypeError: a filter or a sharding has a wrong type.
       ValueError: ``on_indivisible`` has another value.
@@ -55,15 +60,6 @@ class StateSharding:
 
     Names and matching rules are those of ``flax.nnx.StateSharding``.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_filters",
-        "_on_indivisible",
-        "_shardings",
-        "_tests",
-        "activations",
-    )
 
     @_compat.api_boundary
     def __init__(
@@ -87,40 +83,25 @@ class StateSharding:
         head = "StateSharding: expected shardings, got:"
         remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
         raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
-        self._filters = tuple(filter_ for filter_, _ in pairs)
-        self._shardings = tuple(sharding for _, sharding in pairs)
+        self.filters = tuple(filter_ for filter_, _ in pairs)
+        self.shardings = tuple(sharding for _, sharding in pairs)
         # The search of a pattern is called directly, for speed: there may be many patterns.
         self._tests = tuple(
             (p, p.search if isinstance(p, PathPattern) else None)
-            for p in map(to_predicate, self._filters)
+            for p in map(to_predicate, self.filters)
         )
-        self._on_indivisible = on_indivisible
+        self.on_indivisible = on_indivisible
         self.activations = activations
-
-    @property
-    def filters(self) -> tuple[Any, ...]:
-        """The filters in the order in which they are tried."""
-        return self._filters
 
     @property
     def names(self) -> tuple[str, ...]:
         """The filters as text."""
-        return tuple(map(_show, self._filters))
-
-    @property
-    def shardings(self) -> tuple[Any, ...]:
-        """The sharding of each filter."""
-        return self._shardings
-
-    @property
-    def on_indivisible(self) -> OnIndivisible | None:
-        """The action where a sharding does not divide a shape; None if the transform decides."""
-        return self._on_indivisible
+        return tuple(map(_show, self.filters))
 
     @property
     def depends_on_values(self) -> bool:
         """Whether shapes or dtypes matter, to a user's predicates or for corrections."""
-        action = self._on_indivisible
+        action = self.on_indivisible
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
@@ -144,10 +125,10 @@ class StateSharding:
 
     def find(self, path: tuple[Any, ...], variable: Any) -> tuple[int | None, Any]:
         """The index of the first filter that matches, and its sharding; None if none does."""
-        name = path_name(path)
+        name = path_string(path)
         for index, (predicate, search) in enumerate(self._tests):
             if predicate(path, variable) if search is None else search(name):
-                return index, self._shardings[index]
+                return index, self.shardings[index]
         return None, None
 
     def find_below(self, start: Path, path: Path, variable: Any) -> tuple[Path, int | None, Any]:
@@ -159,9 +140,9 @@ class StateSharding:
         return candidate, index, sharding
 
     def __repr__(self) -> str:
-        pairs = zip(self.names, self._shardings, strict=True)
+        pairs = zip(self.names, self.shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
-        action = self._on_indivisible
+        action = self.on_indivisible
         option = "" if action is None else f", on_indivisible={action!r}"
         return f"{type(self).__name__}({{{inside}}}{option})"
 
@@ -173,16 +154,16 @@ class StateSharding:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self._filters, self._shardings, self._on_indivisible, self.activations
+        return self.filters, self.shardings, self.on_indivisible, self.activations
 
     def with_activations(self, activations: ActivationSharding | None) -> StateSharding:
         """A copy with other shardings of activations."""
-        pairs = zip(self._filters, self._shardings, strict=True)
-        return StateSharding(pairs, on_indivisible=self._on_indivisible, activations=activations)
+        pairs = zip(self.filters, self.shardings, strict=True)
+        return StateSharding(pairs, on_indivisible=self.on_indivisible, activations=activations)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        pairs = tuple(zip(self._filters, self._shardings, strict=True))
-        action, activations = self._on_indivisible, self.activations
+        pairs = tuple(zip(self.filters, self.shardings, strict=True))
+        action, activations = self.on_indivisible, self.activations
         make = functools.partial(StateSharding, on_indivisible=action, activations=activations)
         return make, (pairs,)
 

@@ -334,7 +334,7 @@ def assert_gathers_weights(
       >>> mesh = make_mesh({"data": 8})
       >>> model = nnx.eval_shape(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
       >>> x = jax.ShapeDtypeStruct((64, 256), "float32")
-      >>> specs = (fsdp(model, mesh), P("data"))
+      >>> specs = (fsdp(model, mesh=mesh), P("data"))
       >>> fun = jit(lambda model, x: model(x), in_shardings=specs, mesh=mesh)
       >>> assert_gathers_weights(fun.lower(model, x).compile(), "data")
     """
