@@ -105,8 +105,8 @@ __all__ = [
     "zero1",
 ]
 
-# Imported on first use: most programs need one or two of them. The other names in `__all__` that are
-# not imported above are in `partition`.
+# Imported on first use: most programs need one or two of them. Other names in `__all__` that are not
+# imported above are in `partition`.
 _MODULES = frozenset(
     {
         "analysis",
