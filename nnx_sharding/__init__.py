@@ -105,7 +105,7 @@ __all__ = [
     "zero1",
 ]
 
-# Imported on first use: most programs need one or two of them. Other names in `__all__` that are not
+# Imported on first use: most programs need one or two of them. Names in `__all__` that are not
 # imported above are in `partition`.
 _MODULES = frozenset(
     {

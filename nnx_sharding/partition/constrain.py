@@ -24,6 +24,7 @@ from ..core.resharding import (
 from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from ..core.targets import PathFunction, Specs, check_specs, is_spec, target
 from ..core.transfer import obstacle
+from ..core.transform import check_options
 from ..errors import CorrectedSpecWarning, message, raise_listed, report
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, fit_sharding, spec_and_mesh, spec_axes
 
@@ -75,8 +76,7 @@ def with_sharding_constraint(
       >>> with_sharding_constraint(np.ones((8, 16)), P("data"), mesh=mesh).sharding.spec
       P('data',)
     """
-    if on_indivisible not in ON_INDIVISIBLE:
-        raise ValueError(f"on_indivisible must be one of {ON_INDIVISIBLE}, got {on_indivisible!r}.")
+    check_options("with_sharding_constraint", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
     options: Any = {"rules": rules, "on_indivisible": on_indivisible}
     _, shardings = assign(tree, flat, sharding, mesh=mesh, **options)
