@@ -45,11 +45,6 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
     Returns:
       The function with these axes Auto in it.
 
-    Raises:
-      TypeError: something is not a spec; at a call, ``out_sharding`` is missing.
-      ValueError: at a call, the mesh has no such axis, specs do not fit the results, or there is
-        none for a result.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from flax import nnx
@@ -85,27 +80,6 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
     Returns:
       The function with these axes Explicit in it. Its results have the axis types of the outer
       mesh.
-
-    Raises:
-      TypeError: something is not a spec; at a call, ``in_sharding`` is missing.
-      ValueError: at a call, the mesh has no such axis, specs do not fit the arguments, or there is
-        none for an argument.
-      NoMeshError: at a call, no mesh is given or in context.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import explicit_axes, make_mesh
-      >>> @explicit_axes(in_sharding=(P(None, "model"), P("data")))
-      ... def call(kernel, x):
-      ...     print(jax.typeof(x @ kernel[...]))
-      ...     return x @ kernel[...]
-      >>> auto = make_mesh({"data": 2, "model": 4}, axis_types=jax.sharding.AxisType.Auto)
-      >>> with jax.set_mesh(auto):
-      ...     print(jax.typeof(call(nnx.Param(jnp.ones((16, 8))), jnp.ones((4, 16)))))
-      float32[4@data,8@model]
-      float32[4,8]
     """
     if fun is None:
         return functools.partial(explicit_axes, axes=axes, in_sharding=in_sharding)

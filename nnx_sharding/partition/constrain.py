@@ -61,12 +61,9 @@ def with_sharding_constraint(
       ``tree`` with its arrays sharded.
 
     Raises:
-      TypeError: a leaf of ``sharding`` is not a sharding, or ``rules`` has no method ``spec``.
-      ValueError: the shardings are not a prefix of ``tree``, no filter matches a Variable, or specs
-        do not fit the mesh or the shapes, or name an axis over which an enclosing ``shard_map`` is
-        mapped; all of them are listed.
+      ValueError: specs do not fit the mesh or the shapes, or name an axis over which an enclosing
+        ``shard_map`` is mapped; all of them are listed.
       NoMeshError: a ``PartitionSpec`` has no mesh.
-      TraceContextError: a Variable belongs to another trace.
 
     Example:
       >>> import numpy as np
@@ -97,13 +94,6 @@ def reshard(tree: Any, out_shardings: Any) -> Any:
 
     Returns:
       ``tree`` with its arrays sharded.
-
-    Raises:
-      TypeError: a leaf of ``out_shardings`` is not a spec.
-      ValueError: the specs are not a prefix of ``tree``, do not fit the mesh or the shapes, name an
-        axis that is not Explicit, or no filter matches a Variable.
-      NoMeshError: a ``PartitionSpec`` has no mesh.
-      TraceContextError: a Variable belongs to another trace.
 
     Example:
       >>> import jax

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,12 +51,6 @@ def sharded_init(
     Returns:
       The result of ``make_model``.
 
-    Raises:
-      NoMeshError: partition specs have no mesh.
-      ValueError: no filter matches some Variables, specs do not fit the mesh or the shapes, or
-        the mesh is abstract.
-      TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
-
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
@@ -90,17 +83,6 @@ def abstract_init(
 
     Returns:
       The model, with a sharded ``jax.ShapeDtypeStruct`` for each array.
-
-    Example:
-      >>> from flax import nnx
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import abstract_init
-      >>> mesh = AbstractMesh((256,), ("model",))
-      >>> rules = StateSharding({...: P("model")})
-      >>> model = abstract_init(nnx.Linear, rules, mesh, 1024, 256, rngs=nnx.Rngs(0))
-      >>> model.kernel.shape, model.kernel.sharding.shard_shape(model.kernel.shape)
-      ((1024, 256), (4, 256))
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
     return _make("abstract_init", make_model, sharding, mesh, (args, kwargs))
@@ -108,24 +90,18 @@ def abstract_init(
 
 def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) -> Any:
     build, arrays = _closed(make_model, arguments)
-    with _explaining_names(), in_context(_mesh_inside(build, arrays, mesh)):
-        if sharding is None or callable(sharding):
-            abstract = jit(build).eval_shape(*arrays)
-            sharding = _from_metadata(abstract) if sharding is None else sharding(abstract)
-        specs = Specs(sharding)
-        check_specs(name, sharding=specs)
-        transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
-        make = lift(Lifted, build, transform, Roles(), None, None)
-        return make.eval_shape(*arrays) if name == "abstract_init" else make(*arrays)
-
-
-@contextlib.contextmanager
-def _explaining_names() -> Iterator[None]:
-    """Explains JAX's error for a Variable that Flax shards when it is created."""
     try:
-        yield
+        with in_context(_mesh_inside(build, arrays, mesh)):
+            if sharding is None or callable(sharding):
+                abstract = jit(build).eval_shape(*arrays)
+                sharding = _from_metadata(abstract) if sharding is None else sharding(abstract)
+            specs = Specs(sharding)
+            check_specs(name, sharding=specs)
+            transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
+            make = lift(Lifted, build, transform, Roles(), None, None)
+            return make.eval_shape(*arrays) if name == "abstract_init" else make(*arrays)
     except ValueError as error:
-        if "is not found in mesh" in str(error):
+        if "is not found in mesh" in str(error):  # JAX's, for what Flax shards when it is created
             error.add_note(
                 "If the metadata of Variables has logical names, Flax needs the rules for them "
                 "while the model is created: `with nnx.logical_axis_rules(rules):`."

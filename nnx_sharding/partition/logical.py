@@ -22,7 +22,7 @@ from .rules import read_pairs, read_patterns
 from .variables import NamedVariable, from_variables
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class LogicalRules:
     """Ordered rules for the mesh axes that shard a dimension with a logical name.
 
@@ -35,14 +35,6 @@ class LogicalRules:
         several rules: where another dimension of the array already has the axes of the first, the
         next one is used.
 
-    Attributes:
-      rules: the pairs in the order in which they are tried.
-
-    Raises:
-      TypeError: it is neither a mapping nor a sequence of pairs.
-      ValueError: names or axes are not strings, or a rule has an axis twice; all such rules are
-        listed.
-
     Example:
       >>> from nnx_sharding.partition import LogicalRules
       >>> rules = LogicalRules([("mlp", "model"), ("embed", "model"), ("embed", "data")])
@@ -50,10 +42,10 @@ class LogicalRules:
       P('data', 'model')
     """
 
-    rules: tuple[tuple[str, Any], ...]
+    rules: Any
 
-    def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]):
-        pairs = read_pairs("LogicalRules", rules)
+    def __post_init__(self) -> None:
+        pairs = read_pairs("LogicalRules", self.rules)
         pairs = [(name, tuple(axes) if type(axes) is list else axes) for name, axes in pairs]
         wrong = [repr(pair) for pair in pairs if not _is_rule(*pair)]
         if wrong:
@@ -79,55 +71,47 @@ class LogicalRules:
           shape: the shape of the array; with a mesh, rules whose axes do not divide the dimension
             are skipped.
           mesh: the mesh; axes that it does not have are left out of the rules.
-
-        Raises:
-          ValueError: names have no rule, are not strings, or differ in number from the dimensions.
-
-        Example:
-          >>> from jax.sharding import AbstractMesh
-          >>> from nnx_sharding.partition import LogicalRules
-          >>> rules = LogicalRules([("heads", "model"), ("batch", ("pod", "data"))])
-          >>> mesh = AbstractMesh((2, 4), ("data", "model"))
-          >>> rules.spec(("batch", "heads"), (8, 6), mesh)
-          P('data', None)
         """
-        resolved = self._resolve(names, shape, mesh)
-        entries = list(_entries(names))
-        for dimension, entry in enumerate(entries):
-            axes = [name.entry for name in resolved if name.dimension == dimension]
-            if isinstance(entry, tuple) and len(axes) != 1:
-                entries[dimension] = tuple(axis for some in axes for axis in axes_of(some))
-            elif axes:
-                entries[dimension] = axes[0]
-        start = names if isinstance(names, PartitionSpec) else PartitionSpec()
-        return with_entries(start, entries)
-
-    def _check(self, names: Any, shape: Sequence[int] | None = None) -> None:
-        """Raises a ``ValueError`` that says what is wrong with logical names, if anything is."""
-        if not isinstance(names, PartitionSpec | tuple | list):
-            raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
-        flat = [name for entry in _entries(names) for name in axes_of(entry)]
-        if not all(isinstance(name, str) for name in flat):
-            raise ValueError("a dimension has a name, None, or a tuple of names")
-        unknown = [name for name in dict.fromkeys(flat) if name not in self.names]
-        problems = [f"no rule for {name!r}{suggestion(name, self.names)}" for name in unknown]
-        if shape is not None and len(names) != len(shape):
-            problems.append(f"{len(names)} names for {len(shape)} dimensions")
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    def _resolve(self, names: Any, shape: Any, mesh: Any) -> list[_Name]:
         try:
-            self._check(names, shape)
+            return self._spec(names, shape, mesh)
         except ValueError as error:
             raise ValueError(f"LogicalRules: {names!r}: {error}. {self._hint}") from None
-        entries = enumerate(_entries(names))
-        resolved = [_Name(d, name) for d, entry in entries for name in axes_of(entry)]
+
+    def _spec(self, names: Any, shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
+        if not isinstance(names, PartitionSpec | tuple | list):
+            raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
+        start = names if isinstance(names, PartitionSpec) else PartitionSpec()
+        entries = list(start.partitions if isinstance(names, PartitionSpec) else names)
+        slots = [(d, name) for d, entry in enumerate(entries) for name in axes_of(entry)]
+        self._check([name for _, name in slots], len(entries), shape)
+        found: dict[int, tuple[str, ...]] = {}  # the mesh axes of each slot
         for logical, entry in self.rules:
-            for name in resolved:
-                if name.name == logical and name.is_open:
-                    name.apply(entry, resolved, shape, mesh)
-        return resolved
+            axes = axes_of(entry)
+            present = tuple(axis for axis in axes if mesh is None or axis in mesh.axis_names)
+            for slot, (dimension, name) in enumerate(slots):
+                taken = itertools.chain.from_iterable(found.values())
+                is_open = name == logical and slot not in found and not set(taken) & set(present)
+                if not is_open or (axes and not present):
+                    continue
+                beside = [found.get(i, ()) for i, (d, _) in enumerate(slots) if d == dimension]
+                together = itertools.chain(*beside, present)
+                if shape is None or mesh is None or not shape[dimension] % _size(mesh, together):
+                    found[slot] = present
+        for dimension, entry in enumerate(entries):
+            if axes_of(entry):
+                parts = [found.get(i, ()) for i, (d, _) in enumerate(slots) if d == dimension]
+                entries[dimension] = tuple(itertools.chain(*parts))
+        return with_entries(start, entries)
+
+    def _check(self, names: list[Any], rank: int, shape: Sequence[int] | None) -> None:
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a dimension has a name, None, or a tuple of names")
+        unknown = [name for name in dict.fromkeys(names) if name not in self.names]
+        problems = [f"no rule for {name!r}{suggestion(name, self.names)}" for name in unknown]
+        if shape is not None and rank != len(shape):
+            problems.append(f"{rank} names for {len(shape)} dimensions")
+        if problems:
+            raise ValueError("; ".join(problems))
 
     @property
     def _hint(self) -> str:
@@ -135,33 +119,8 @@ class LogicalRules:
         return f"The names with rules are {names}; None replicates a dimension."
 
 
-@dataclasses.dataclass(eq=False)
-class _Name:
-    """A logical name of a dimension, and the mesh axes that the rules map it to."""
-
-    dimension: int
-    name: str
-    entry: Any = None
-    is_open: bool = True
-
-    def apply(self, entry: Any, names: list[_Name], shape: Any, mesh: Any) -> None:
-        """Uses the mesh axes of a rule, if the mesh has them, and they are free and divide."""
-        axes = axes_of(entry)
-        present = tuple(axis for axis in axes if mesh is None or axis in mesh.axis_names)
-        taken = {axis for other in names for axis in axes_of(other.entry)}
-        if (axes and not present) or not taken.isdisjoint(present):
-            return
-        if present and shape is not None and mesh is not None:
-            beside = [axes_of(x.entry) for x in names if x.dimension == self.dimension]
-            together = (*itertools.chain.from_iterable(beside), *present)
-            if shape[self.dimension] % math.prod(mesh.shape[axis] for axis in together):
-                return
-        self.entry, self.is_open = present or entry, False
-
-
-def _entries(names: Any) -> Sequence[Any]:
-    entries: Sequence[Any] = names.partitions if isinstance(names, PartitionSpec) else names
-    return entries
+def _size(mesh: Any, axes: Iterable[Any]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _is_rule(name: Any, entry: Any) -> bool:
@@ -193,12 +152,6 @@ def from_logical(
     Returns:
       The spec of each path; ``PartitionSpec()`` for an array without names.
 
-    Raises:
-      TypeError: ``rules`` or ``names`` are not pairs, or a filter is invalid.
-      ValueError: names have no rule or differ in number from the dimensions (all paths are
-        listed); or a pattern is invalid.
-      StrictError: ``strict``, and an entry of ``names`` applies to no Variable.
-
     Example:
       >>> from flax import nnx
       >>> from nnx_sharding.partition import from_logical
@@ -223,8 +176,7 @@ def from_logical(
         names = names_of(each)
         if names is None or isinstance(names, Sharding | Format):
             return PartitionSpec() if names is None else names
-        rules._check(names, each.shape)
-        return rules.spec(names, each.shape, mesh)
+        return rules._spec(names, each.shape, mesh)
 
     title = "from_logical: these names give no spec:"
     sharding = from_variables(title, model, spec_of, names_of, rules._hint)
@@ -259,21 +211,6 @@ def from_metadata(
     Returns:
       The sharding of each path; ``PartitionSpec()`` where the metadata has none. Without rules
       they are those of ``nnx.get_partition_spec``; with rules no axis is used twice.
-
-    Raises:
-      TypeError: ``rules`` are not pairs.
-      ValueError: metadata is not a sharding, or does not fit the array or the mesh; all paths are
-        listed.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from nnx_sharding.partition import from_metadata
-      >>> with nnx.use_eager_sharding(False):
-      ...     kernel = nnx.Param(jnp.ones((4, 8)), out_sharding=("embed", "mlp"))
-      >>> sharding = from_metadata({"kernel": kernel}, {"embed": None, "mlp": "model"})
-      >>> sharding.map_prefix(("kernel",), kernel)
-      P(None, 'model')
     """
     rules = get_logical_axis_rules() if rules is None else rules
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)

@@ -33,10 +33,6 @@ def make_mesh(
         ``jit(..., auto_axes=True)`` makes axes Auto for one function.
       devices: the devices, all of which are used; None for all devices.
 
-    Raises:
-      ValueError: the product of the sizes is not the number of devices; or as ``jax.make_mesh``.
-      TypeError: ``axes`` is not a mapping.
-
     Example:
       >>> from nnx_sharding.partition import make_mesh
       >>> dict(make_mesh({"data": -1, "model": 4}).shape)
@@ -100,12 +96,8 @@ def planning_mesh(
         connects them. The slices are along the first axes.
 
     Raises:
-      TypeError: ``mesh`` or ``axes`` is something else, or one of topology and ``axes`` is given
-        without the other.
-      ValueError: the sizes, of which one may be -1, are not those of a mesh; the mesh
-        has more than 10,000 virtual devices; the topology is unknown, or the axes do not fit it.
-      ImportError: the TPU compiler is not installed.
-      RuntimeError: there are too few devices, and this release of JAX cannot make virtual ones.
+      ValueError: also if the mesh has more than 10,000 virtual devices.
+      RuntimeError: this release of JAX cannot make virtual devices.
 
     Example:
       >>> import jax

@@ -50,10 +50,6 @@ def optimizer_sharding(
       The spec of each path of the optimizer. It divides the shape of the state if the parameter's
       spec divides the parameter.
 
-    Raises:
-      TypeError: ``sharding`` is not a ``StateSharding``, or ``optimizer`` holds no state.
-      ValueError: ``model`` is needed.
-
     Example:
       >>> import optax
       >>> from flax import nnx

@@ -60,10 +60,6 @@ def from_rules(
         the rules are used; a last rule ``(..., None)`` leaves the rest to JAX.
       on_indivisible: as in :class:`~nnx_sharding.StateSharding`.
 
-    Raises:
-      TypeError: ``rules`` are not pairs, or a filter or sharding is invalid.
-      ValueError: patterns are invalid; all of them are listed.
-
     Example:
       >>> from jax.sharding import PartitionSpec as P
       >>> from nnx_sharding.partition import from_rules
@@ -87,10 +83,6 @@ def override(sharding: StateSharding, rules: Pairs) -> StateSharding:
     Args:
       sharding: what to change; its ``on_indivisible`` and ``activations`` are kept.
       rules: what has priority, in the form of ``rules`` of :func:`from_rules`.
-
-    Raises:
-      TypeError: ``sharding`` is not a ``StateSharding``; or as :func:`from_rules`.
-      ValueError: as :func:`from_rules`.
 
     Example:
       >>> from jax.sharding import PartitionSpec as P

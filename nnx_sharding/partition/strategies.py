@@ -38,13 +38,6 @@ def replicated(
 
     Returns:
       For each path the spec of ``base``, else ``P()``.
-
-    Example:
-      >>> from flax import nnx
-      >>> from nnx_sharding.partition import replicated
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-      >>> replicated(model).map_prefix(("kernel",), model.kernel)
-      P()
     """
     specs = base_specs("replicated", model, base, given_mesh("replicated", mesh))
     return with_optimizer(specs, model, optimizer, activations_of(base))
@@ -86,11 +79,6 @@ def fsdp(
 
     Returns:
       The spec of each path. All of them divide the shapes.
-
-    Raises:
-      NoMeshError: no mesh is given or in context.
-      TypeError: ``mesh`` or ``base`` has a wrong type.
-      ValueError: the mesh has no such axis, or ``base`` does not fit the mesh or the model.
 
     Example:
       >>> from flax import nnx
@@ -137,9 +125,6 @@ def zero1(
 
     Returns:
       The spec of each path of both. All of them divide the shapes.
-
-    Raises:
-      NoMeshError, TypeError, ValueError: as :func:`fsdp`.
 
     Example:
       >>> import optax

@@ -211,10 +211,6 @@ def tensor_parallel(
     Returns:
       The spec of each path. All of them divide the shapes.
 
-    Raises:
-      NoMeshError, TypeError: as :func:`fsdp`.
-      ValueError: the mesh has no such axis, or ``base`` does not fit it or the shapes.
-
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh

@@ -136,9 +136,6 @@ def from_paths(
       specs: the sharding of each path; a path is a tuple of keys.
       activations: how the activations of modules are sharded.
       notes: why a path has its sharding, for reports.
-
-    Raises:
-      TypeError: one of ``specs`` is not a sharding.
     """
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():

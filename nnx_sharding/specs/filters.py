@@ -162,9 +162,6 @@ class PathRegex(PathPattern):
       pattern: a string or a compiled regular expression, for paths such as
         ``blocks/3/up/kernel``. They end at the Variable, so ``kernel$`` matches that name.
 
-    Raises:
-      ValueError: it is not a valid regular expression.
-
     Example:
       >>> from nnx_sharding import filters
       >>> filters.PathRegex(r"blocks/\d+/up/")(("blocks", 3, "up", "kernel"), None)
@@ -179,9 +176,6 @@ class PathGlob(PathPattern):
       pattern: keys with ``/`` between them. ``*``, ``?`` and ``[...]`` work as in ``fnmatch``
         within one key; ``**`` matches any number of keys, including none, as in ``gitignore``. A
         ``$`` at the end is ignored; ``[$]`` matches the character.
-
-    Raises:
-      ValueError: it has an empty key, ``**`` next to other characters, or an open ``[``.
 
     Example:
       >>> from nnx_sharding import filters

@@ -43,10 +43,6 @@ class StateSharding:
         in Flax; for paths, use :class:`~nnx_sharding.filters.PathRegex`.
       shardings: the sharding of each filter.
 
-    Raises:
-      TypeError: a filter or a sharding has a wrong type.
-      ValueError: ``on_indivisible`` has another value.
-
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
