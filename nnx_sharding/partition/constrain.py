@@ -124,11 +124,7 @@ def assign(
     caller: str = "with_sharding_constraint",
     **options: Any,
 ) -> tuple[list[str], list[Any]]:
-    """The name and the sharding of each array of a tree; the options are those of :func:`fitted`.
-
-    With ``lenient=True``, specs are corrected where they do not fit (logged in one warning, or
-    refused with ``strict=True``), and without a mesh they change nothing.
-    """
+    """The name and the sharding of each array of a tree; options are those of :func:`fitted`."""
     mesh = given_mesh(caller, mesh)
     specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
     names, resolved, _ = resolved_prefix(caller, "tree", tree, flat, specs)
@@ -151,17 +147,16 @@ def fitted(
     """The sharding of each array, from its resolved spec; None to change nothing.
 
     Args:
-      caller: the name of the caller, for messages.
+      caller: the name of the function, for messages.
       names: the expression for each array.
       leaves: the arrays.
       resolved: their specs.
-      mesh: the mesh of a ``PartitionSpec``; None for none.
+      mesh: the mesh of a ``PartitionSpec``.
       on_indivisible: as for :func:`with_sharding_constraint`.
       explicit: whether specs may name Explicit axes only.
-      places: whether arrays get these shardings in the present context: outside of a trace, by
-        moving them.
-      lenient: whether specs are corrected; see :func:`assign`.
-      strict: whether a warning is an error.
+      places: whether the arrays get these shardings here; outside of a trace, by moving them.
+      lenient: whether to correct specs, and without a mesh to change nothing.
+      strict: whether warnings are errors.
     """
     shardings: list[Any] = []
     corrected, refused = [], []

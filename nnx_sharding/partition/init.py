@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
@@ -19,7 +18,7 @@ from ..specs.fitting import axes_of_type
 from ..transforms.jit import Jit, jit
 from ..transforms.lifted import Lifted
 from ..transforms.lifted_function import lift
-from .variables import NamedVariable, map_variables
+from .logical import from_metadata
 
 
 @_compat.api_boundary
@@ -94,7 +93,7 @@ def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) 
         with in_context(_mesh_inside(build, arrays, mesh)):
             if sharding is None or callable(sharding):
                 abstract = jit(build).eval_shape(*arrays)
-                sharding = _from_metadata(abstract) if sharding is None else sharding(abstract)
+                sharding = (from_metadata if sharding is None else sharding)(abstract)
             specs = Specs(sharding)
             check_specs(name, sharding=specs)
             transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
@@ -107,16 +106,6 @@ def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) 
                 "while the model is created: `with nnx.logical_axis_rules(rules):`."
             )
         raise
-
-
-def _from_metadata(abstract: Any) -> Any:
-    """The specs in the metadata of Variables, for each object of a pytree."""
-
-    def spec(each: NamedVariable) -> Any:
-        found = nnx.get_partition_spec(each.variable)
-        return found.get_raw_value() if isinstance(found, nnx.Variable) else found
-
-    return map_variables(abstract, spec)
 
 
 def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -78,13 +78,9 @@ def planning_mesh(
 
     For a TPU topology, as in ``planning_mesh("v5e:4x4", {"data": 4, "model": 4})``, programs are
     compiled by the TPU compiler, which needs ``pip install 'nnx_sharding[tpu]'`` but no TPU. The
-    mesh follows the links between the devices. Equal topologies and axes make equal meshes.
-
-    From sizes alone, the mesh consists of the devices of this machine if there are enough of them,
-    and of virtual CPU devices otherwise: XLA partitions a program for them as for any other
-    devices, and reports the memory that its CPU compiler needs.
-
-    Devices that this machine does not have cannot hold arrays or run programs.
+    mesh follows the links between the devices. Sizes alone give devices of this machine, or virtual
+    CPU devices if there are too few: XLA partitions a program for them as for any others, and
+    reports the memory that its CPU compiler needs. Equal arguments make equal meshes.
 
     Args:
       mesh: the sizes of the axes by name, major first, which makes Explicit axes, as in

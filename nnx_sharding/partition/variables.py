@@ -21,22 +21,13 @@ from ..transforms.stack_module import layer_dimensions
 
 
 class NamedVariable(NamedTuple):
-    """A Variable of a model, or an array outside of any, with its path.
-
-    Attributes:
-      path: the keys from the model to it, as NNX filters see them.
-      variable: the Variable, or the array.
-      arrays: its arrays: one, or those of its pytree; abstract ones have no data.
-      is_buffer: whether it is an array that a model holds outside its Variables, such as a mask.
-        In a model without Variables, arrays are its parameters.
-      num_stacked: the number of leading dimensions for the layers of a ``Stack``.
-    """
+    """A Variable of a model, or an array outside of any, with its path."""
 
     path: Path
     variable: Any
     arrays: tuple[Any, ...]
-    is_buffer: bool = False
-    num_stacked: int = 0
+    is_buffer: bool = False  # an array that a model with Variables holds outside of them
+    num_stacked: int = 0  # leading dimensions for the layers of a `Stack`
 
     @property
     def name(self) -> str:
@@ -45,7 +36,7 @@ class NamedVariable(NamedTuple):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of its arrays; a number has the shape of a scalar."""
+        """The shapes of its arrays; a number has that of a scalar."""
         return [tuple(getattr(array, "shape", ())) for array in self.arrays]
 
     @property
@@ -68,13 +59,7 @@ class NamedVariable(NamedTuple):
 
 
 def variables(tree: Any) -> Iterator[NamedVariable]:
-    """Iterates over all Variables and arrays of a model, an optimizer or a pytree of them.
-
-    Only types are read. A Variable with several paths is yielded once, under the first one.
-
-    Args:
-      tree: the model, optimizer or pytree; abstract (``nnx.eval_shape``) or not.
-    """
+    """All Variables and arrays of a model, an optimizer or a pytree, each under its first path."""
     flat = flatten(tree, graph=True)
     structure = flat.structure
     parameters, stacked = _plain_parameters(structure), layer_dimensions(flat)
@@ -84,11 +69,9 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
             index = location.entry
             is_array = index is None or not _is_variable(structure.entries[index])
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
-            is_buffer = parameters.isdisjoint(location.slots)
-            is_buffer &= not isinstance(subject, nnx.Variable)
+            is_buffer = is_array and parameters.isdisjoint(location.slots)
             path = tuple(map(plain_key, location.path))
-            layers = stacked.get(location.slots[0], 0)
-            yield NamedVariable(path, subject, arrays, is_buffer, layers)
+            yield NamedVariable(path, subject, arrays, is_buffer, stacked.get(location.slots[0], 0))
 
 
 def _plain_parameters(structure: Structure) -> Set[int]:
@@ -130,13 +113,7 @@ def from_paths(
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
-    """A ``StateSharding`` with one sharding for each path, which matches no other path.
-
-    Args:
-      specs: the sharding of each path; a path is a tuple of keys.
-      activations: how the activations of modules are sharded.
-      notes: why a path has its sharding, for reports.
-    """
+    """A ``StateSharding`` with one sharding, and perhaps a note why, for each path."""
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():
         groups.setdefault((spec, notes.get(path, "")), []).append(path)

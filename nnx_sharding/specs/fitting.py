@@ -32,7 +32,7 @@ class Misfit(NamedTuple):
 class Fit(NamedTuple):
     """How a sharding fits a mesh and a shape."""
 
-    declared: Any  # the sharding as it was declared
+    declared: Any
     shape: tuple[int, ...] | None  # None if only the mesh was considered
     sharding: Any  # without problems, the part that fits: a spec or a NamedSharding
     corrections: tuple[Misfit, ...]

@@ -190,10 +190,6 @@ def candidates(start: Path, path: Path) -> Sequence[Path]:
     """The paths under which filters find a Variable in a pytree of modules, in the order tried.
 
     As in Flax, they start at the module; strategies for the pytree give paths from its root.
-
-    Args:
-      start: the keys from the pytree to the module, or to a bare array.
-      path: the keys from there to the Variable.
     """
     return (path, (*start, *path)) if start and path else (path or start,)
 
