@@ -58,11 +58,11 @@ if TYPE_CHECKING:
         replicated,
         reshard,
         sharded_init,
-        tensor_parallel,
         with_sharding_constraint,
         zero1,
     )
-    from .placement import place
+    from .partition.tensor_parallel import tensor_parallel
+    from .placement.place import place
     from .training import accumulate_gradients
 
 __all__ = [

@@ -55,7 +55,8 @@ def _words(filter_: Any) -> list[str]:
     if isinstance(filter_, nnx.PathContains):
         return [str(filter_.key)]
     if isinstance(filter_, str | PathPattern):
-        return re.findall(r"[A-Za-z_]\w+", getattr(filter_, "text", filter_))
+        text = filter_ if isinstance(filter_, str) else filter_.text
+        return re.findall(r"[A-Za-z_]\w+", text)
     parts = filter_ if isinstance(filter_, tuple | list) else getattr(filter_, "predicates", ())
     return [word for part in parts for word in _words(part)]
 

@@ -22,7 +22,7 @@ class Misfit(NamedTuple):
     """One reason why a spec does not fit a mesh or a shape, and the axes that it is about."""
 
     reason: str
-    kind: Literal["axis", "repeated", "indivisible", "other"] = "other"
+    kind: Literal["axis", "repeated", "rank", "indivisible", "other"] = "other"
     axes: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
@@ -151,9 +151,9 @@ def _unusable(spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None) ->
 
 def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Misfit:
     if not shape:
-        return Misfit("a scalar has no dimension to shard; its spec is P()")
+        return Misfit("a scalar has no dimension to shard; its spec is P()", "rank")
     rank = f"{len(shape)} dimension{'s' * (len(shape) > 1)}"
-    return Misfit(f"the spec has {len(spec)} entries, the array {rank}")
+    return Misfit(f"the spec has {len(spec)} entries, the array {rank}", "rank")
 
 
 def _indivisible(

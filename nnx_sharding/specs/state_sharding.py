@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -156,12 +155,6 @@ class StateSharding:
         """A copy with other shardings of activations."""
         pairs = zip(self.filters, self.shardings, strict=True)
         return StateSharding(pairs, on_indivisible=self.on_indivisible, activations=activations)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        pairs = tuple(zip(self.filters, self.shardings, strict=True))
-        action, activations = self.on_indivisible, self.activations
-        make = functools.partial(StateSharding, on_indivisible=action, activations=activations)
-        return make, (pairs,)
 
 
 def filters_text(rules: StateSharding) -> str:
