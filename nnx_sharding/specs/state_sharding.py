@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -12,12 +13,13 @@ from jax.sharding import PartitionSpec, Sharding
 from .. import _compat
 from ..errors import raise_listed, shortened
 from .activation_sharding import ActivationSharding
-from .filters import PathPattern, Paths, is_opaque, subject_text, to_predicate
+from .filters import PathPattern, Paths, Predicate, is_opaque, subject_text, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .mapped_axis import Axis
 from .paths import Path, path_string
 
 
+@dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
 class StateSharding:
     """Shardings of the Variables of an argument, by ordered NNX filters.
 
@@ -56,6 +58,12 @@ class StateSharding:
     Names and matching rules are those of ``flax.nnx.StateSharding``.
     """
 
+    filters: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+    on_indivisible: OnIndivisible | None
+    activations: ActivationSharding | None
+    _tests: list[tuple[Predicate, Callable[[str], Any] | None]]
+
     @_compat.api_boundary
     def __init__(
         self,
@@ -78,15 +86,15 @@ class StateSharding:
         head = "StateSharding: expected shardings, got:"
         remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
         raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
-        self.filters = tuple(filter_ for filter_, _ in pairs)
-        self.shardings = tuple(sharding for _, sharding in pairs)
         # The search of a pattern is called directly, for speed: there may be many patterns.
-        self._tests = tuple(
-            (p, p.search if isinstance(p, PathPattern) else None)
-            for p in map(to_predicate, self.filters)
+        predicates = [to_predicate(filter_) for filter_, _ in pairs]
+        vars(self).update(
+            filters=tuple(filter_ for filter_, _ in pairs),
+            shardings=tuple(sharding for _, sharding in pairs),
+            on_indivisible=on_indivisible,
+            activations=activations,
+            _tests=[(p, p.search if isinstance(p, PathPattern) else None) for p in predicates],
         )
-        self.on_indivisible = on_indivisible
-        self.activations = activations
 
     @property
     def names(self) -> tuple[str, ...]:
