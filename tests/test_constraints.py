@@ -25,7 +25,7 @@ from nnx_sharding.compat import eformer as c
 from nnx_sharding.compat.eformer import NoContextMeshError
 from nnx_sharding.compat.eformer import with_sharding_constraint as constrain
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
-from nnx_sharding.partition import LogicalRules, make_mesh
+from nnx_sharding.partition import make_mesh
 
 U = P.UNCONSTRAINED
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -426,19 +426,6 @@ class ModuleTest(parameterized.TestCase):
         with pytest.warns(UnusedFilterWarning, match="'y'"):
             rules = {...: P(), nnx.PathContains("y"): P("a")}
             constrain(model, StateSharding(rules), mesh=MESH)
-
-    def test_logical_names(self):
-        rules, tree = LogicalRules({"batch": "a", "embed": "b"}), {"x": ones(8, 8), "y": ones(8)}
-        names = {"x": ("batch", "embed"), "y": ("embed",)}
-        got = constrain(tree, names, mesh=MESH, rules=rules)
-        assert placed(got["x"], P("a", "b")) and placed(got["y"], P("b"))
-        assert placed(constrain(tree, P("a"), mesh=MESH, rules=rules)["x"], P("a"))
-        with fails(ValueError, "btach"):
-            constrain(ones(8), ("btach",), mesh=MESH, rules=rules)
-        with fails(TypeError, "write P"):
-            constrain(tree, names, mesh=MESH)
-        with fails(TypeError, "method spec"):
-            constrain(tree, names, mesh=MESH, rules={"batch": "a"})
 
     def test_in_traces(self):
         model = MLP()

@@ -153,7 +153,6 @@ def with_sharding_constraint(
     sharding: Any,
     *,
     mesh: AnyMesh | None = None,
-    rules: Any = None,
     strict: bool = False,
     log: bool | None = None,
 ) -> Any:
@@ -166,8 +165,7 @@ def with_sharding_constraint(
     ``LOG_SHARDING_MOVE``, requests that moves of arrays are logged.
     """
     flat = flatten(tree)
-    options: Any = {"mesh": mesh, "rules": rules, "strict": strict, "lenient": True}
-    names, shardings = assign(tree, flat, sharding, **options)
+    names, shardings = assign(tree, flat, sharding, mesh=mesh, strict=strict, lenient=True)
     if os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES if log is None else log:
         _log_moves(names, flat.leaves, shardings)
     return rebuilt(flat, apply_shardings(flat.leaves, shardings))

@@ -29,9 +29,8 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
     ``jax.sharding.auto_axes``, for functions and methods whose arguments and results may hold
     modules. The compiler then chooses how values are sharded in the function, for example where JAX
     cannot type an operation. Variables of modules among the arguments are converted like arrays.
-    After the call they have their previous types, with new values where the function changed them;
-    an exception leaves all of them unchanged. What the function captures is not converted: pass it
-    as an argument.
+    After the call they have their previous types; an exception leaves all of them unchanged. What
+    the function captures is not converted: pass it as an argument.
 
     Args:
       fun: the function. Without it, the result is a decorator.
@@ -41,9 +40,6 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
         :class:`~nnx_sharding.StateSharding`, or a prefix of the result with these as leaves. It has
         to cover all but scalars, which are replicated, and the Variables of arguments. It may also
         be a keyword argument of each call.
-
-    Returns:
-      The function with these axes Auto in it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -78,8 +74,7 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
         replicated. It may also be a keyword argument of each call.
 
     Returns:
-      The function with these axes Explicit in it. Its results have the axis types of the outer
-      mesh.
+      The function, whose results have the axis types of the outer mesh.
     """
     if fun is None:
         return functools.partial(explicit_axes, axes=axes, in_sharding=in_sharding)

@@ -22,7 +22,7 @@ from ..core.resharding import (
     without_unconstrained,
 )
 from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
-from ..core.targets import PathFunction, Specs, check_specs, is_spec, target
+from ..core.targets import Specs, check_specs, target
 from ..core.transfer import obstacle
 from ..core.transform import check_options
 from ..errors import CorrectedSpecWarning, message, raise_listed, report
@@ -35,7 +35,6 @@ def with_sharding_constraint(
     sharding: Any,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    rules: Any = None,
     on_indivisible: OnIndivisible = "error",
 ) -> Any:
     """Shards arrays: by a constraint in a trace, elsewhere by moving them.
@@ -49,16 +48,12 @@ def with_sharding_constraint(
         place, within the trace that they belong to. Leaves that are not arrays are kept, as are
         references (``jax.Ref``, hijax Variables).
       sharding: a ``PartitionSpec``, a ``Sharding``, a :class:`~nnx_sharding.StateSharding`, None
-        to change nothing, the logical names of the dimensions (``("batch", None, "embed")``), or
-        a prefix of ``tree`` with these as leaves.
+        to change nothing, or a prefix of ``tree`` with these as leaves. For logical names, use
+        :meth:`LogicalRules.spec <nnx_sharding.partition.LogicalRules.spec>`.
       mesh: the mesh of a ``PartitionSpec``; None for the mesh in context.
-      rules: turns logical names into specs: an object with ``spec(names, shape=…, mesh=…)``.
       on_indivisible: what to do where a spec does not divide its array, as in
         :class:`~nnx_sharding.StateSharding`, whose own option has priority. One warning lists all
         corrections.
-
-    Returns:
-      ``tree`` with its arrays sharded.
 
     Raises:
       ValueError: specs do not fit the mesh or the shapes, or name an axis over which an enclosing
@@ -75,8 +70,7 @@ def with_sharding_constraint(
     """
     check_options("with_sharding_constraint", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
-    options: Any = {"rules": rules, "on_indivisible": on_indivisible}
-    _, shardings = assign(tree, flat, sharding, mesh=mesh, **options)
+    _, shardings = assign(tree, flat, sharding, mesh=mesh, on_indivisible=on_indivisible)
     return rebuilt(flat, apply_shardings(flat.leaves, shardings))
 
 
@@ -91,9 +85,6 @@ def reshard(tree: Any, out_shardings: Any) -> Any:
       out_shardings: a ``PartitionSpec`` for the mesh in context, a ``NamedSharding``, a
         :class:`~nnx_sharding.StateSharding`, None to change nothing, or a prefix of ``tree`` with
         these as leaves.
-
-    Returns:
-      ``tree`` with its arrays sharded.
 
     Example:
       >>> import jax
@@ -120,14 +111,12 @@ def assign(
     sharding: Any,
     *,
     mesh: Any = None,
-    rules: Any = None,
     caller: str = "with_sharding_constraint",
     **options: Any,
 ) -> tuple[list[str], list[Any]]:
     """The name and the sharding of each array of a tree; options are those of :func:`fitted`."""
     mesh = given_mesh(caller, mesh)
-    specs = Specs(_without_logical_names(sharding, rules, mesh, caller))
-    names, resolved, _ = resolved_prefix(caller, "tree", tree, flat, specs)
+    names, resolved, _ = resolved_prefix(caller, "tree", tree, flat, Specs(sharding))
     return names, fitted(caller, names, flat.leaves, resolved, mesh, places=True, **options)
 
 
@@ -216,32 +205,6 @@ def report_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None
     if lines:
         text = message(f"{name}: these specs do not fit, and were corrected:", lines)
         report(CorrectedSpecWarning, text, strict=strict)
-
-
-def _without_logical_names(sharding: Any, rules: Any, mesh: Any, caller: str) -> Any:
-    """The prefix, with each tuple of logical names replaced by a function of the array."""
-    if rules is None:
-        return sharding
-    if not callable(getattr(rules, "spec", None)):
-        raise TypeError(
-            f"{caller}: rules must have a method spec(names, shape=…, mesh=…), got {rules!r}."
-        )
-
-    def resolved(names: Any) -> Any:
-        if not _is_logical(names):
-            return names
-        return PathFunction(
-            lambda path, x: rules.spec(names, shape=getattr(x, "shape", None), mesh=mesh), {}
-        )
-
-    return jax.tree.map(resolved, sharding, is_leaf=lambda x: is_spec(x) or _is_logical(x))
-
-
-def _is_logical(x: Any) -> bool:
-    """Whether ``x`` names dimensions: a tuple of strings and None, or of tuples for several."""
-    if type(x) is not tuple or not any(isinstance(name, str) for name in x):
-        return False
-    return all(name is None or isinstance(name, str | tuple) for name in x)
 
 
 def is_array(x: Any) -> bool:

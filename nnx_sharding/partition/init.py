@@ -39,16 +39,12 @@ def sharded_init(
       make_model: a class or function that makes the model, or any pytree, such as ``(model,
         optimizer)``; references shared between its parts stay shared.
       sharding: as ``out_shardings`` of :func:`~nnx_sharding.jit`; or a function from the abstract
-        model to them; or None to use the metadata of each Variable, as ``nnx.get_partition_spec``
-        does.
+        model to them, by default :func:`~nnx_sharding.partition.from_metadata`.
       mesh: the mesh of partition specs, in context while the constructor runs; None for the mesh
         in context.
       *args: passed to ``make_model``: arrays and NNX objects (``nnx.Rngs``) as traced values;
         everything else, such as sizes and configurations, unchanged.
       **kwargs: likewise.
-
-    Returns:
-      The result of ``make_model``.
 
     Example:
       >>> from flax import nnx

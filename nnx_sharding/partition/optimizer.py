@@ -26,9 +26,8 @@ def optimizer_sharding(
 ) -> StateSharding:
     """Shards the state of an optimizer like its parameters.
 
-    A Variable of the optimizer belongs to the parameter whose path is the longest one that its
-    path ends with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. That holds for any composition
-    of Optax transformations. The spec depends on the shape of the state:
+    A Variable of the optimizer belongs to the parameter with the longest path that its own ends
+    with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. The spec depends on the shape of the state:
 
     * that of the parameter (moments, traces, averages, gradients): the same spec;
     * that shape with some dimensions of size 1 or left out (the factors of ``adafactor``): the
@@ -47,8 +46,7 @@ def optimizer_sharding(
         ``nnx.ModelAndOptimizer``.
 
     Returns:
-      The spec of each path of the optimizer. It divides the shape of the state if the parameter's
-      spec divides the parameter.
+      The spec of each path of the optimizer, which divides the shape if the parameter's spec does.
 
     Example:
       >>> import optax

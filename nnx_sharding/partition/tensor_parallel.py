@@ -179,22 +179,18 @@ def tensor_parallel(
       ``gate``, ``fc1``, ``wi``, ``query`` …), or the input features with a replicated bias
       (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the axis.
       In a layer with another name, the inputs are sharded if they outnumber the outputs, or if both
-      are as many and it is called ``proj`` or ``output``; else the outputs.
-    * Modules of other classes with the subscripts of an einsum as an attribute, and one parameter,
-      which is the second operand: like ``Einsum``.
+      are as many and it is called ``proj`` or ``output``; else the outputs. Modules of other
+      classes with one parameter, and the subscripts of an einsum as an attribute, count as
+      ``Einsum``; ``LoRA`` and ``LoRALinear`` as the adapted layer.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``. Other layers of
       these names (``q_proj``, ``kv_einsum`` …) with several dimensions of outputs: the heads, the
       first of them, or nothing if the axis does not divide it, as for few heads of keys and values.
-    * ``Embed``: the vocabulary, then the features.
-    * ``Conv``, ``ConvTranspose``: the output features, then the input features.
-    * ``LSTMCell``, ``OptimizedLSTMCell``, ``GRUCell``, ``SimpleCell``: the hidden features of all
-      gates.
-    * ``LoRA``, ``LoRALinear``: like the adapted layer.
+    * ``Embed``: the vocabulary, then the features. ``Conv``, ``ConvTranspose``: the output
+      features, then the input features. Recurrent cells: the hidden features of all gates.
 
-    Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
-    layer follow the rule of the layer. Where the inputs of a layer are sharded, its output is a sum
-    over the axis, which the compiler adds on Auto axes and the layer on Explicit ones. On Explicit
-    axes, what the model returns is not sharded over the axis.
+    All else is replicated; subclasses of a layer follow its rule. Where the inputs of a layer are
+    sharded, its output is a sum over the axis, which the compiler adds on Auto axes and the layer
+    on Explicit ones. On Explicit axes, what the model returns is not sharded over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
@@ -204,9 +200,8 @@ def tensor_parallel(
         the same dimension.
       axis: as for :func:`fsdp`.
       sequence: whether three-dimensional outputs of layers whose inputs are sharded are sharded
-        over the axis along their second dimension: Megatron's sequence parallelism. Residuals and
-        norms then take a fraction of the memory, and a reduce-scatter and an all-gather replace
-        each sum.
+        over the axis along their second dimension: Megatron's sequence parallelism. It takes less
+        memory, and replaces each sum by a reduce-scatter and an all-gather.
 
     Returns:
       The spec of each path. All of them divide the shapes.
@@ -215,8 +210,7 @@ def tensor_parallel(
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh
       >>> from nnx_sharding.partition import tensor_parallel
-      >>> make = lambda: nnx.Dict(up=nnx.Linear(64, 256, rngs=nnx.Rngs(0)))
-      >>> model = nnx.eval_shape(make)
+      >>> model = nnx.eval_shape(lambda: nnx.Dict(up=nnx.Linear(64, 256, rngs=nnx.Rngs(0))))
       >>> sharding = tensor_parallel(model, mesh=AbstractMesh((4,), ("model",)))
       >>> sharding.map_prefix(("up", "kernel"), model.up.kernel)
       P(None, 'model')

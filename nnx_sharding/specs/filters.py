@@ -114,10 +114,6 @@ class Paths(nnx.filterlib.PathIn):
         super().__init__(*map(tuple, paths))
         object.__setattr__(self, "note", note)  # PathIn is frozen
 
-    def __call__(self, path: Path, value: Any) -> bool:
-        """Whether ``path`` is one of them."""
-        return tuple(path) in self.paths
-
     def __repr__(self) -> str:
         names = sorted(map(path_string, self.paths))
         more = f", … {len(names) - 3} more" if len(names) > 3 else ""

@@ -284,8 +284,7 @@ def _typed(sharding: Any, ndim: int) -> Any:
     part = in_type(sharding)
     if part is None:
         return None
-    entries = tuple(map(axes_of, part.spec.partitions))
-    entries += ((),) * (ndim - len(entries))
+    entries = tuple(map(axes_of, padded(part.spec, ndim)))
     return part.mesh.abstract_mesh, entries, part.spec.unreduced, part.spec.reduced
 
 
