@@ -85,22 +85,26 @@ class LogicalRules:
         slots = [(d, name) for d, entry in enumerate(entries) for name in axes_of(entry)]
         self._check([name for _, name in slots], len(entries), shape)
         found: dict[int, tuple[str, ...]] = {}  # the mesh axes of each slot
+
+        def axes_at(dimension: int) -> list[str]:
+            parts = (found.get(slot, ()) for slot, (d, _) in enumerate(slots) if d == dimension)
+            return list(itertools.chain.from_iterable(parts))
+
         for logical, entry in self.rules:
             axes = axes_of(entry)
             present = tuple(axis for axis in axes if mesh is None or axis in mesh.axis_names)
-            for slot, (dimension, name) in enumerate(slots):
-                taken = itertools.chain.from_iterable(found.values())
-                is_open = name == logical and slot not in found and not set(taken) & set(present)
-                if not is_open or (axes and not present):
+            for slot, (d, name) in enumerate(slots):
+                taken = set(itertools.chain.from_iterable(found.values()))
+                is_usable = taken.isdisjoint(present) and (present or not axes)
+                if name != logical or slot in found or not is_usable:
                     continue
-                beside = [found.get(i, ()) for i, (d, _) in enumerate(slots) if d == dimension]
-                together = itertools.chain(*beside, present)
-                if shape is None or mesh is None or not shape[dimension] % _size(mesh, together):
+                sizes = {} if mesh is None or shape is None else mesh.shape
+                parts = math.prod(sizes.get(axis, 1) for axis in (*axes_at(d), *present))
+                if shape is None or shape[d] % parts == 0:
                     found[slot] = present
-        for dimension, entry in enumerate(entries):
+        for d, entry in enumerate(entries):
             if axes_of(entry):
-                parts = [found.get(i, ()) for i, (d, _) in enumerate(slots) if d == dimension]
-                entries[dimension] = tuple(itertools.chain(*parts))
+                entries[d] = tuple(axes_at(d))
         return with_entries(start, entries)
 
     def _check(self, names: list[Any], rank: int, shape: Sequence[int] | None) -> None:
@@ -117,10 +121,6 @@ class LogicalRules:
     def _hint(self) -> str:
         names = ", ".join(map(repr, self.names)) or "none"
         return f"The names with rules are {names}; None replicates a dimension."
-
-
-def _size(mesh: Any, axes: Iterable[Any]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _is_rule(name: Any, entry: Any) -> bool:
