@@ -236,7 +236,7 @@ class RulesTest(parameterized.TestCase):
                 from_rules(rules)
 
     def test_filters_that_match_nothing(self):
-        mesh, glob = mesh24(), r"PathRegex\('blocks/\*/kernel'\).*For globs, pass PathGlob\(...\)"
+        mesh, glob = mesh24(), r"PathRegex\('blocks/\*/kernel'\).*For globs, pass PathGlob\("
         expected = {"blocks/*/kernel": glob, "up/kernl": "did you mean 'kernel'"}
         for text, hint in expected.items():
             with pytest.warns(UnusedFilterWarning, match=hint):
@@ -511,7 +511,7 @@ class FromLogicalTest(parameterized.TestCase):
     def test_names_for_nothing(self):
         with pytest.warns(UnusedFilterWarning, match="PathRegex.'upp'"):
             from_logical(MLP(), self.RULES, {"upp": ("embed", "mlp")})
-        with pytest.warns(UnusedFilterWarning, match=r"For globs, pass PathGlob\(...\)"):
+        with pytest.warns(UnusedFilterWarning, match=r"For globs, pass PathGlob\("):
             from_logical(MLP(), self.RULES, {"blocks/*/up": ("embed", "mlp")})
         with self.assertRaisesRegex(StrictError, "upp"):
             from_logical(MLP(), self.RULES, {"upp": (), "up": ("embed", "mlp")}, strict=True)

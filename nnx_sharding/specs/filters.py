@@ -44,12 +44,6 @@ def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
     return near
 
 
-def glob_hint(text: str) -> str:
-    """A sentence about a regular expression that looks like a glob, or nothing."""
-    is_glob = "/*/" in text or "**" in text or text.startswith("*/") or text.endswith("/*")
-    return " For globs, pass PathGlob(...)." if is_glob else ""
-
-
 def _words(filter_: Any) -> list[str]:
     """The keys that a filter for paths names."""
     if isinstance(filter_, nnx.PathContains):
@@ -195,6 +189,12 @@ class PathGlob(PathPattern):
                 regex += slash + _GLOB_PART.sub(_part_regex, key)
                 slash = "/"
         return rf"(?s)\A(?=.){regex}\Z" if slash else ""
+
+
+def glob_hint(text: str) -> str:
+    """A hint for a regular expression that matches nothing, if it looks like a glob."""
+    is_glob = re.search(r"\*\*|(^|/)\*(/|$)", text) is not None
+    return f" For globs, pass PathGlob({text!r})." if is_glob else ""
 
 
 _GLOB_PART = re.compile(r"(\*)|\?|\[(!?)(\]?[^\]]*)\]|(.)", re.DOTALL)
