@@ -184,7 +184,7 @@ def restore(
       >>> save(folder, nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
       >>> model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
       >>> restore(folder, model, P("model"), make_mesh({"model": -1})).kernel.sharding.spec
-      P('model', None)
+      P('model',)
     """
     folder = item_folder("restore", path)
     args = ModelRestore(tree, sharding, mesh, only, cast, rename)
