@@ -98,7 +98,7 @@ def ways(mesh: Mesh) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
         model = Transformer(mesh if by_hand else None, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         graphs = model, optimizer
-        return place(graphs, tensor_parallel(model, mesh, optimizer=optimizer), mesh=mesh)
+        return place(graphs, tensor_parallel(model, mesh=mesh, optimizer=optimizer), mesh=mesh)
 
     data = NamedSharding(mesh, PartitionSpec("data"))
     tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
@@ -106,7 +106,7 @@ def ways(mesh: Mesh) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
 
     def ours(by_hand: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
         graphs = make(by_hand)
-        sharding = tensor_parallel(graphs[0], mesh, optimizer=graphs[1])
+        sharding = tensor_parallel(graphs[0], mesh=mesh, optimizer=graphs[1])
         if by_hand:
             sharding = StateSharding(zip(sharding.filters, sharding.shardings, strict=True))
         specs = sharding, sharding, data

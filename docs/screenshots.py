@@ -42,13 +42,13 @@ PICTURES = {
 
 def shardings(model: Any, optimizer: Any, mesh: Mesh) -> dict[str, StateSharding]:
     """Four ways to shard the same model."""
-    tensor = tensor_parallel(model, mesh)
+    tensor = tensor_parallel(model, mesh=mesh)
     options = {"min_size": 0, "optimizer": optimizer}
     return {
         "data parallel": replicated(model, optimizer=optimizer),
-        "fsdp": fsdp(model, mesh, **options),
-        "tensor parallel": tensor_parallel(model, mesh, optimizer=optimizer),
-        "fsdp + tensor parallel": fsdp(model, mesh, base=tensor, **options),
+        "fsdp": fsdp(model, mesh=mesh, **options),
+        "tensor parallel": tensor_parallel(model, mesh=mesh, optimizer=optimizer),
+        "fsdp + tensor parallel": fsdp(model, mesh=mesh, base=tensor, **options),
     }
 
 

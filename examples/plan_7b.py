@@ -125,7 +125,7 @@ def strategies(data: Mapping[str, int], both: Mapping[str, int]) -> dict[str, St
         return sharding, sharding, P("data")
 
     def sharded_moments(model: Any, optimizer: Any, tokens: Any) -> Any:
-        sharding = zero1(model, optimizer)
+        sharding = zero1(model, optimizer=optimizer)
         return sharding, sharding, P("data")
 
     def sharded_state(model: Any, optimizer: Any, tokens: Any) -> Any:

@@ -127,7 +127,7 @@ def make(config: Config) -> tuple[Model, nnx.Optimizer[Model]]:
 
 def sharding_of(model: Any, optimizer: Any, mesh: Mesh) -> Any:
     """The sharding of the model and its optimizer."""
-    return fsdp(model, mesh, base=tensor_parallel(model, mesh), optimizer=optimizer)
+    return fsdp(model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), optimizer=optimizer)
 
 
 def losses_of(model: Any, tokens: jax.Array) -> jax.Array:

@@ -117,7 +117,9 @@ def make(config: Config) -> tuple[Transformer, nnx.Optimizer[Transformer]]:
 
 def sharding_of(model: Any, optimizer: Any, mesh: Mesh) -> StateSharding:
     """The sharding of the model and its optimizer."""
-    return fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0, optimizer=optimizer)
+    return fsdp(
+        model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), min_size=0, optimizer=optimizer
+    )
 
 
 def loss_of(model: Any, tokens: jax.Array) -> jax.Array:

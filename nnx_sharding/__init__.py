@@ -50,14 +50,20 @@ if TYPE_CHECKING:
         testing,
         training,
     )
-    from .partition.axis_modes import auto_axes, explicit_axes
-    from .partition.constrain import reshard, with_sharding_constraint
-    from .partition.init import sharded_init
-    from .partition.mesh import make_mesh
-    from .partition.strategies import fsdp
+    from .partition import (
+        auto_axes,
+        explicit_axes,
+        fsdp,
+        make_mesh,
+        replicated,
+        reshard,
+        sharded_init,
+        with_sharding_constraint,
+        zero1,
+    )
     from .partition.tensor_parallel import tensor_parallel
     from .placement.place import place
-    from .training.accumulation import accumulate_gradients
+    from .training import accumulate_gradients
 
 __all__ = [
     "ActivationSharding",
@@ -83,6 +89,7 @@ __all__ = [
     "merge",
     "place",
     "remat",
+    "replicated",
     "reshard",
     "saved_residuals",
     "scan",
@@ -95,9 +102,11 @@ __all__ = [
     "value_and_grad",
     "vmap",
     "with_sharding_constraint",
+    "zero1",
 ]
 
-# Imported on first use: most programs need one or two of them.
+# Imported on first use: most programs need one or two of them. Names in `__all__` that are not
+# imported above are in `partition`.
 _MODULES = frozenset(
     {
         "analysis",
@@ -112,27 +121,17 @@ _MODULES = frozenset(
         "training",
     }
 )
-_NAMES = {
-    "accumulate_gradients": "training",
-    "auto_axes": "partition",
-    "explicit_axes": "partition",
-    "fsdp": "partition",
-    "make_mesh": "partition",
-    "place": "placement",
-    "reshard": "partition",
-    "sharded_init": "partition",
-    "tensor_parallel": "partition",
-    "with_sharding_constraint": "partition",
-}
+_ELSEWHERE = {"accumulate_gradients": "training", "place": "placement"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    if name in __all__:
+        module = _ELSEWHERE.get(name, "partition")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_NAMES})
+    return sorted({*globals(), *_MODULES, *__all__})

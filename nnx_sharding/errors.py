@@ -6,6 +6,7 @@ that type keeps working.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
@@ -16,8 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
-
-_PACKAGE = str(Path(__file__).parent)
 
 
 class NoMeshError(RuntimeError, ValueError):
@@ -92,11 +91,7 @@ def is_explained(error: BaseException) -> bool:
 def report(
     category: type[ShardingWarning], message: str, *, strict: bool, anchor: str = ""
 ) -> None:
-    """Issues a warning that points at the user code that led here.
-
-    Raises:
-      StrictError: ``strict`` is true.
-    """
+    """Issues a warning that points at the user code that led here, or raises a StrictError."""
     if strict:
         raise see(StrictError(message), anchor)
     warnings.warn(message, category, stacklevel=_users_level())
@@ -112,7 +107,6 @@ def shortened(items: Iterable[str], indent: str = "") -> list[str]:
 MAX_LINES = 24  # of a message, below which a note may follow
 MAX_LISTED = 16  # lines of a list in it
 MAX_WIDTH = 200  # characters of a line, unless a path is longer
-_MAX_WRAPPED = 3  # lines that one line may become
 
 
 def message(head: str, items: Iterable[str], remedy: str = "") -> str:
@@ -169,22 +163,21 @@ _PATH = re.compile(r"([^:,]*)(.*)", re.DOTALL)  # what an item is about, and the
 
 def _wrapped(text: str) -> list[str]:
     """The lines of a text, those that are too long in several."""
-    return [part for line in text.split("\n") for part in _wrapped_line(line)]
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += [line] if len(line) <= MAX_WIDTH else _WRAPPER(line, subsequent_indent=indent)
+    return lines
 
 
-def _wrapped_line(line: str) -> list[str]:
-    if len(line) <= MAX_WIDTH:
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    wrapper = textwrap.TextWrapper(
-        MAX_WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        max_lines=_MAX_WRAPPED,
-        placeholder=" …",
-    )
-    return wrapper.wrap(line)
+_WRAPPER = functools.partial(
+    textwrap.wrap,
+    width=MAX_WIDTH,
+    break_long_words=False,
+    break_on_hyphens=False,
+    max_lines=3,
+    placeholder=" …",
+)
 
 
 def _sentences(text: str) -> list[str]:
@@ -211,14 +204,12 @@ def _users_level() -> int:
     return level
 
 
+_FILES = (
+    getattr(sys.modules.get(x), "__file__", "") for x in (__package__, "jax", "jaxlib", "flax")
+)
+_LIBRARIES = tuple(str(Path(file).parent) for file in _FILES if file)
+
+
 def is_library(filename: str) -> bool:
     """Whether a file belongs to this package, JAX or Flax."""
     return filename.startswith(_LIBRARIES)
-
-
-def _folders(names: Iterable[str]) -> tuple[str, ...]:
-    found = (getattr(sys.modules.get(name), "__file__", None) for name in names)
-    return tuple(str(Path(file).parent) for file in found if file)
-
-
-_LIBRARIES = (_PACKAGE, *_folders(("jax", "jaxlib", "flax")))

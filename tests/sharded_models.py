@@ -10,9 +10,10 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from nnx_sharding.partition import specs_by_path, variables
+from nnx_sharding.partition import specs_by_path
 from nnx_sharding.partition.strategies import fsdp, replicated, zero1
 from nnx_sharding.partition.tensor_parallel import tensor_parallel
+from nnx_sharding.partition.variables import variables
 from nnx_sharding.specs.fitting import fit_sharding
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
@@ -145,12 +146,12 @@ def strategy(name, model, optimizer, mesh):
     if name == "replicated":
         return replicated(model, **both)
     if name == "tensor":
-        return tensor_parallel(model, mesh, **both)
-    base = tensor_parallel(model, mesh) if name in ("2d", "zero1 tensor") else None
+        return tensor_parallel(model, mesh=mesh, **both)
+    base = tensor_parallel(model, mesh=mesh) if name in ("2d", "zero1 tensor") else None
     if name.startswith("zero1"):
-        return zero1(model, optimizer, mesh, base=base, **small)
+        return zero1(model, optimizer=optimizer, mesh=mesh, base=base, **small)
     axis = ("data", "model") if name == "fsdp both" else "data"
-    return fsdp(model, mesh, axis=axis, base=base, **small, **both)
+    return fsdp(model, mesh=mesh, axis=axis, base=base, **small, **both)
 
 
 def misfits(tree, sharding, mesh):

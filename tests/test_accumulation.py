@@ -209,7 +209,7 @@ def test_rows_over_more_axes_than_parameters(rows, shards):
     """Hybrid FSDP: parameters are sharded over some of the axes of the rows."""
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
     model = MLP(rngs=nnx.Rngs(0))
-    sharding = fsdp(model, mesh, axis=shards, min_size=0)
+    sharding = fsdp(model, mesh=mesh, axis=shards, min_size=0)
     step = jit(accumulate_gradients(loss, steps=2), in_shardings=(sharding, P(rows)), mesh=mesh)
     assert_close(step(model, batch()), value_and_grad(loss)(MLP(rngs=nnx.Rngs(0)), batch()), 1e-4)
 

@@ -239,10 +239,10 @@ def sharding_of(case, model, optimizer, mesh):
     by_name = {
         "replicated": lambda: replicated(model),
         "zero1": lambda: zero1(model, mesh=mesh, axis=case.rows, min_size=0, optimizer=optimizer),
-        "fsdp first": lambda: fsdp(model, mesh, axis=case.rows[0], min_size=0),
-        "fsdp last": lambda: fsdp(model, mesh, axis=names[-1], min_size=0),
-        "fsdp both": lambda: fsdp(model, mesh, axis=case.rows, min_size=0),
-        "tp": lambda: tensor_parallel(model, mesh, axis=names[-1]),
+        "fsdp first": lambda: fsdp(model, mesh=mesh, axis=case.rows[0], min_size=0),
+        "fsdp last": lambda: fsdp(model, mesh=mesh, axis=names[-1], min_size=0),
+        "fsdp both": lambda: fsdp(model, mesh=mesh, axis=case.rows, min_size=0),
+        "tp": lambda: tensor_parallel(model, mesh=mesh, axis=names[-1]),
         "own": lambda: own_specs(case, model, mesh),
         "one spec": lambda: P(),
     }

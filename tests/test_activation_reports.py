@@ -56,7 +56,7 @@ STRATEGIES = {
         (2, 4),
         ("data", "model"),
         lambda model, mesh, **options: fsdp(
-            model, mesh, base=tensor_parallel(model, mesh), **options
+            model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), **options
         ),
     ),
 }
@@ -70,7 +70,7 @@ def compiled(kind, strategy, axis_types, **options):
     model = nnx.eval_shape(lambda: kind(nnx.Rngs(0), WIDTH, HIDDEN))
     optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
     more = {"min_size": 0} if choose is not tensor_parallel else {}
-    sharding = choose(model, mesh, optimizer=optimizer, **more)
+    sharding = choose(model, mesh=mesh, optimizer=optimizer, **more)
     batch = P("data") if "data" in names else P()
     x = jax.ShapeDtypeStruct((512, WIDTH) if kind is MLP else (64, 16, WIDTH), "float32")
     step = jit(train_step, in_shardings=(sharding, sharding, batch), mesh=mesh, **options)
@@ -129,7 +129,7 @@ def test_types_on_explicit_axes_are_those_of_jax():
             return out
 
     model = Net(nnx.Rngs(0))
-    sharding = fsdp(model, mesh, base=tensor_parallel(model, mesh), min_size=0)
+    sharding = fsdp(model, mesh=mesh, base=tensor_parallel(model, mesh=mesh), min_size=0)
     chosen = {"^$": InOutSharding(axis_types=AxisType.Explicit)}
     options = {"in_shardings": (sharding, P("data")), "mesh": mesh}
     fun = jit(lambda model, x: model(x), activation_shardings=chosen, **options)
@@ -147,7 +147,7 @@ def test_types_on_explicit_axes_are_those_of_jax():
 def test_who_chose(axis_types):
     mesh = mesh_of((2, 4), ("data", "model"), axis_types)
     model = Block(nnx.Rngs(0), WIDTH, HIDDEN)
-    sharding = tensor_parallel(model, mesh)
+    sharding = tensor_parallel(model, mesh=mesh)
     both = sharding.with_activations(
         type(sharding.activations)({"mlp/up": P("data", None, "model")}, infer=True)
     )
@@ -469,7 +469,7 @@ def test_zero1_gathers_results():
     mesh = mesh_of((8,), ("data",))
     model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0), WIDTH, HIDDEN))
     optimizer = nnx.eval_shape(lambda: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
-    sharding = zero1(model, optimizer, mesh, min_size=0)
+    sharding = zero1(model, optimizer=optimizer, mesh=mesh, min_size=0)
     step = jit(train_step, in_shardings=(sharding, sharding, P("data")), mesh=mesh)
     x = jax.ShapeDtypeStruct((512, WIDTH), "float32")
     found = step.lower(model, optimizer, x).compile().collectives()
@@ -481,7 +481,7 @@ def test_zero1_gathers_results():
 def test_activations_that_the_compiler_moves():
     mesh = mesh_of((8,), ("data",))
     model = nnx.eval_shape(lambda: MLP(nnx.Rngs(0), WIDTH, HIDDEN))
-    sharding = fsdp(model, mesh, min_size=0).with_activations(None)
+    sharding = fsdp(model, mesh=mesh, min_size=0).with_activations(None)
     fun = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
     program = fun.lower(model, jax.ShapeDtypeStruct((8, WIDTH), "float32")).compile().report()
     # Of 8 rows the input is smaller than a kernel, and so the compiler gathers that.

@@ -468,7 +468,7 @@ class TestNothingElseChanges:
             return jax.tree.map(lambda y: seen.append(jax.typeof(y).sharding.spec) or y, layer(x))
 
         inner, network = jit(show), Network(nnx.Rngs(0))
-        sharding = fsdp(network, EXPLICIT, min_size=0)
+        sharding = fsdp(network, mesh=EXPLICIT, min_size=0)
 
         def fun(model, x):
             return inner(model.blocks[1].up, inner(model.blocks[0], x))
@@ -519,7 +519,7 @@ def test_a_cache_stays_where_the_batch_is(mesh):
         return attention
 
     model, reference, x = decoder(), decoder(), jnp.ones((8, 1, 32))
-    heads = tensor_parallel(model, mesh)
+    heads = tensor_parallel(model, mesh=mesh)
     sharding = override(heads, {"cached_(key|value)$": P("data", None, "model")})
     step = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
     np.testing.assert_allclose(step(model, x), reference(x), rtol=1e-5)
@@ -708,7 +708,7 @@ class TestExplicitAxes:
 
         expected, model = Layer(), Layer()
         y = expected(X)
-        sharding = tensor_parallel(model, EXPLICIT)
+        sharding = tensor_parallel(model, mesh=EXPLICIT)
         sharding = StateSharding(
             {nnx.Param: P("model"), ...: P()}, activations=sharding.activations
         )
@@ -741,7 +741,7 @@ class TestExplicitAxes:
             )
         )
         assert set(re.findall(r"all-\w+(?=\()", plain.compile().as_text())) == {"all-reduce"}
-        options = {"in_shardings": (tensor_parallel(model, EXPLICIT), P("data"))}
+        options = {"in_shardings": (tensor_parallel(model, mesh=EXPLICIT), P("data"))}
         step = jit(fun, mesh=EXPLICIT, **options)
         compiled = step.lower(model, X).compile()
         assert [c.kind for c in compiled.collectives()] == ["all-reduce"]
@@ -786,7 +786,7 @@ class TestExplicitAxes:
                 return y
 
         model, x = Seen(nnx.Rngs(0)), jnp.ones((4, 8, 8))
-        sharding = tensor_parallel(model, EXPLICIT, sequence=True)
+        sharding = tensor_parallel(model, mesh=EXPLICIT, sequence=True)
         options = {"mesh": EXPLICIT, "in_shardings": (sharding, P("data"))}
         out = jit(call, activation_shardings={"^$": AS_WRITTEN}, **options)(model, x)
         assert seen == [P("data", "model", None)]
@@ -802,7 +802,7 @@ class TestExplicitAxes:
 
         model, rows = attention(), P("data", "model")
         x = jax.random.normal(jax.random.key(0), (8, 32, 64))
-        sharding = tensor_parallel(model, EXPLICIT, sequence=True)
+        sharding = tensor_parallel(model, mesh=EXPLICIT, sequence=True)
         options = {"in_shardings": (sharding, rows), "mesh": EXPLICIT}
         forward = jit(call, activation_shardings=chosen, **options)
         np.testing.assert_allclose(forward(model, x), attention()(x), rtol=1e-4, atol=1e-5)
@@ -823,7 +823,7 @@ class TestExplicitAxes:
                 return x @ self.kernels[0][...]
 
         model = Layer()
-        sharding = fsdp(model, EXPLICIT, min_size=0)
+        sharding = fsdp(model, mesh=EXPLICIT, min_size=0)
         step = jit(
             nnx.grad(lambda m, x: m(x).sum()), mesh=EXPLICIT, in_shardings=(sharding, P("data"))
         )
@@ -836,7 +836,7 @@ class TestExplicitAxes:
 def test_fsdp_gathers_kernels_and_moves_no_activations():
     model = Network(nnx.Rngs(0))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sharding = fsdp(model, mesh, min_size=0)
+    sharding = fsdp(model, mesh=mesh, min_size=0)
     step = nnx.grad(lambda model, x: (model(x) ** 2).sum())
     options = {"mesh": mesh, "in_shardings": (sharding, P("data")), "out_shardings": sharding}
     compiled = jit(step, **options).lower(model, jnp.ones((64, 8))).compile()
@@ -863,7 +863,9 @@ def test_shard_map_constrains_its_automatic_axes(network):
 
 def test_a_model_whose_output_a_strategy_gathers():
     model, x = nnx.Sequential(nnx.Linear(16, 128, rngs=nnx.Rngs(0))), jnp.ones((8, 4, 16))
-    forward = jit(call, in_shardings=(tensor_parallel(model, EXPLICIT), P("data")), mesh=EXPLICIT)
+    forward = jit(
+        call, in_shardings=(tensor_parallel(model, mesh=EXPLICIT), P("data")), mesh=EXPLICIT
+    )
     rows = {row.path: row for row in forward.trace(model, x).activations()}
     assert rows["model.layers[0]"].chosen_by == "compiler"
     assert rows["model"].spec == P("data", None, None)

@@ -134,12 +134,12 @@ class CompareTest(parameterized.TestCase):
             {"fsdp": split}, apply, make(), np.ones((ROWS, WIDTH), np.float32), mesh=mesh
         )
         assert found.reports["fsdp"].mesh.device_ids == [device.id for device in jax.devices()]
-        [model] = [sharded_init(make, lambda model: fsdp(model, mesh, min_size=0), mesh)]
+        [model] = [sharded_init(make, lambda model: fsdp(model, mesh=mesh, min_size=0), mesh)]
         held = sum(
             leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))
         )
         assert found.figures["fsdp"]["arguments"] == held + ROWS * WIDTH * F32 // 8
-        own = jit(apply, in_shardings=(fsdp(model, mesh, min_size=0), P("data")), mesh=mesh)
+        own = jit(apply, in_shardings=(fsdp(model, mesh=mesh, min_size=0), P("data")), mesh=mesh)
         expected = own.lower(model, X).compile().report()
         for part in ("parameters", "memory", "cost", "mesh"):
             assert getattr(found.reports["fsdp"], part) == getattr(expected, part)

@@ -109,12 +109,12 @@ MODELS = {
     MixtureOfExperts: ((8, WIDTH), (8, WIDTH)),
 }
 STRATEGIES = {
-    "replicated": lambda model, mesh, **o: replicated(model, **o),
+    "replicated": replicated,
     "fsdp": functools.partial(fsdp, min_size=0),
     "tensor_parallel": tensor_parallel,
     "sequence": functools.partial(tensor_parallel, sequence=True),
     "both": lambda model, mesh, **o: fsdp(
-        model, mesh, min_size=0, base=tensor_parallel(model, mesh), **o
+        model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh), **o
     ),
 }
 
@@ -169,7 +169,7 @@ def test_training_equals_one_device(kind, strategy):
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     model = kind(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-    sharding = STRATEGIES[strategy](model, mesh, optimizer=optimizer)
+    sharding = STRATEGIES[strategy](model, mesh=mesh, optimizer=optimizer)
     train = jit(step, mesh=mesh, in_shardings=(sharding, sharding, P("data"), P("data")))
     losses = [float(train(model, optimizer, *data_for(kind))) for _ in range(3)]
     wanted, parameters = expected(kind)
@@ -192,7 +192,7 @@ def test_abstract_arguments_that_have_a_type():
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     make = functools.partial(nnx.eval_shape, lambda: MLP(nnx.Rngs(0)))
     batch = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
-    sharding = fsdp(make(), mesh, min_size=0, base=tensor_parallel(make(), mesh))
+    sharding = fsdp(make(), mesh=mesh, min_size=0, base=tensor_parallel(make(), mesh=mesh))
     step = jit(lambda model, x: model(x), in_shardings=(sharding, P("data")), mesh=mesh)
     expected = step.lower(make(), batch)
     with jax.set_mesh(mesh):

@@ -19,7 +19,8 @@ from models import MLP, Net, assert_same_state, mesh_of, mlp_specs, values
 from nnx_sharding import StateSharding, jit
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
-from nnx_sharding.partition import abstract_init, from_logical, from_paths, init, sharded_init
+from nnx_sharding.partition import abstract_init, from_logical, init, sharded_init
+from nnx_sharding.partition.variables import from_paths
 from nnx_sharding.transforms.lifted_function import lift
 
 RULES = StateSharding({nnx.PathContains("kernel"): P("a", "b"), ...: P()})

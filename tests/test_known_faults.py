@@ -112,7 +112,7 @@ def assert_equal(found, want):
 
 STRATEGIES = {
     "replicated": lambda model, mesh: replicated(model),
-    "fsdp": lambda model, mesh: fsdp(model, mesh, min_size=0),
+    "fsdp": lambda model, mesh: fsdp(model, mesh=mesh, min_size=0),
     "tensor_parallel": tensor_parallel,
     "own": lambda model, mesh: StateSharding({...: P()}),
 }
@@ -134,7 +134,7 @@ CASES = [
 def test_grouped_convolution(strategy, types, groups, features, rows):
     """Right; or warned of, on Auto axes without a strategy."""
     mesh, make = mesh_of(*types), lambda: Depthwise(nnx.Rngs(0), features, groups)
-    sharding = STRATEGIES[strategy](nnx.eval_shape(make), mesh)
+    sharding = STRATEGIES[strategy](nnx.eval_shape(make), mesh=mesh)
     x = jax.device_put(array(2, 8, 6, 8), NamedSharding(mesh, P(rows)))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always", WrongGradientWarning)

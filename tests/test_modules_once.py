@@ -36,9 +36,11 @@ AXIS_TYPES = {
 }
 STRATEGIES = {
     "replicated": lambda model, mesh: replicated(model),
-    "fsdp": lambda model, mesh: fsdp(model, mesh, min_size=0),
+    "fsdp": lambda model, mesh: fsdp(model, mesh=mesh, min_size=0),
     "tensor_parallel": tensor_parallel,
-    "both": lambda model, mesh: fsdp(model, mesh, min_size=0, base=tensor_parallel(model, mesh)),
+    "both": lambda model, mesh: fsdp(
+        model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh)
+    ),
 }
 
 
@@ -165,7 +167,7 @@ def test_nested_modules_run_once(axes, strategy):
     seed = random.randrange(1000)
     fun = random.choice([loss, direct])
     model, expected, mesh = nested(seed), nested(seed), mesh_of(axes)
-    sharding = STRATEGIES[strategy](model, mesh)
+    sharding = STRATEGIES[strategy](model, mesh=mesh)
     step = jit(nnx.value_and_grad(fun), in_shardings=(sharding, P("data")), mesh=mesh)
     value, gradient = step(model, X)
     wanted, wanted_gradient = nnx.value_and_grad(fun)(expected, X)
@@ -202,7 +204,7 @@ def test_what_a_failed_operation_left_is_there_once(rows, columns, chosen):
 def test_a_program_does_not_depend_on_what_was_traced_before():
     def text(seed):
         model = nested(seed)
-        options = {"in_shardings": (fsdp(model, EXPLICIT, min_size=0), P("data"))}
+        options = {"in_shardings": (fsdp(model, mesh=EXPLICIT, min_size=0), P("data"))}
         return jit(lambda model, x: loss(model, x), mesh=EXPLICIT, **options).lower(model, X)
 
     seeds = random.sample(range(1000), 2)

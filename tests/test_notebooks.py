@@ -51,7 +51,7 @@ def all_classes() -> set[type]:
 def objects_with_tables():
     mesh = make_mesh({"data": 8})
     model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
-    sharding, x = fsdp(model, mesh, min_size=0), jnp.ones((8, 16))
+    sharding, x = fsdp(model, mesh=mesh, min_size=0), jnp.ones((8, 16))
 
     def step(model, x):
         return jnp.tanh(model(x)).sum()

@@ -29,7 +29,7 @@ def test_training(kind):
     results = []
     for is_offloaded in (False, True):
         model, optimizer = made()
-        sharding = fsdp(model, mesh, optimizer=optimizer, min_size=0)
+        sharding = fsdp(model, mesh=mesh, optimizer=optimizer, min_size=0)
         of_optimizer = offload(sharding, optimizer, mesh=mesh) if is_offloaded else sharding
 
         @jit(
@@ -55,7 +55,7 @@ def test_training(kind):
 def test_filter_and_scalars():
     mesh = jax.make_mesh((8,), ("data",))
     model, optimizer = made()
-    sharding = fsdp(model, mesh, optimizer=optimizer, min_size=0)
+    sharding = fsdp(model, mesh=mesh, optimizer=optimizer, min_size=0)
     some = offload(sharding, optimizer, nnx.PathContains("nu"), mesh=mesh)
 
     def kind(*path):
@@ -81,7 +81,7 @@ def test_exception_puts_it_back():
 
 def test_errors():
     model, optimizer = made()
-    sharding = fsdp(model, jax.make_mesh((8,), ("data",)), optimizer=optimizer, min_size=0)
+    sharding = fsdp(model, mesh=jax.make_mesh((8,), ("data",)), optimizer=optimizer, min_size=0)
     with pytest.raises(errors.NoMeshError, match="offload has no mesh"):
         offload(sharding, optimizer)
     mesh = jax.make_mesh((8,), ("data",))

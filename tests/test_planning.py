@@ -118,7 +118,7 @@ def by_hand(data, style):
         if data == "fsdp":
             sharding = fsdp(model, base=base, optimizer=optimizer)
         elif data == "zero1":
-            sharding = zero1(model, optimizer, base=base)
+            sharding = zero1(model, optimizer=optimizer, base=base)
         elif style:
             sharding = tensor_parallel(model, optimizer=optimizer, sequence=style == "sequence")
         else:

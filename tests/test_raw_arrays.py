@@ -29,14 +29,15 @@ from nnx_sharding.partition import (
     from_rules,
     fsdp,
     optimizer_sharding,
+    override,
     replicated,
     sharded_init,
     specs_by_path,
     tensor_parallel,
-    variables,
     with_sharding_constraint,
     zero1,
 )
+from nnx_sharding.partition.variables import variables
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
 from nnx_sharding.testing import assert_no_parameter_replicated
@@ -120,13 +121,13 @@ of_each_kind = pytest.mark.parametrize("kind", KINDS)
 
 STRATEGIES = {
     "replicated": replicated,
-    "fsdp": lambda m: fsdp(m, ABSTRACT, min_size=0),
-    "fsdp, two axes": lambda m: fsdp(m, ABSTRACT, axis=("data", "model"), min_size=16),
-    "tensor_parallel": lambda m: tensor_parallel(m, ABSTRACT),
-    "both": lambda m: fsdp(m, ABSTRACT, min_size=0, base=tensor_parallel(m, ABSTRACT)),
-    "base": lambda m: fsdp(m, ABSTRACT, min_size=0, base=from_rules(
+    "fsdp": lambda m: fsdp(m, mesh=ABSTRACT, min_size=0),
+    "fsdp, two axes": lambda m: fsdp(m, mesh=ABSTRACT, axis=("data", "model"), min_size=16),
+    "tensor_parallel": lambda m: tensor_parallel(m, mesh=ABSTRACT),
+    "both": lambda m: fsdp(m, mesh=ABSTRACT, min_size=0, base=tensor_parallel(m, mesh=ABSTRACT)),
+    "base": lambda m: fsdp(m, mesh=ABSTRACT, min_size=0, base=from_rules(
         {"mask": P("model"), "raw": P("data")}, default=P(), on_indivisible="replicate")),
-    "overrides": lambda m: tensor_parallel(m, ABSTRACT, overrides=StateSharding({...: P()})),
+    "override": lambda m: override(tensor_parallel(m, mesh=ABSTRACT), {...: P()}),
     "metadata": from_metadata,
     "logical": lambda m: from_logical(
         m, LogicalRules([("rows", "data"), ("model", "model")]),
@@ -212,12 +213,12 @@ class TestAbstract:
 
 SPECS = {
     "fsdp": (
-        lambda m: fsdp(m, MESH, axis="model", min_size=0),
+        lambda m: fsdp(m, mesh=MESH, axis="model", min_size=0),
         {("lin", "kernel"): P(None, "model"), ("lin", "bias"): P("model"),
          ("layers", 1): P("model")},
     ),
     "rules": (
-        lambda m: fsdp(m, MESH, min_size=2**20, base=from_rules(
+        lambda m: fsdp(m, mesh=MESH, min_size=2**20, base=from_rules(
             {"mask": P("data", "model"), "table|cos": P("model"), "layers/0": P("data")},
             default=P())),
         {("mask",): P("data", "model"), ("table",): P("model"), ("layers", 0): P("data"),
@@ -285,13 +286,13 @@ class TestPlaced:
             return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
         for strategy in (
-            lambda m, o: fsdp(m, ABSTRACT, min_size=0, optimizer=o),
+            lambda m, o: fsdp(m, mesh=ABSTRACT, min_size=0, optimizer=o),
             lambda m, o: replicated(m, optimizer=o),
-            lambda m, o: zero1(m, o, ABSTRACT, min_size=0),
-            lambda m, o: optimizer_sharding(o, tensor_parallel(m, ABSTRACT), model=m),
+            lambda m, o: zero1(m, optimizer=o, mesh=ABSTRACT, min_size=0),
+            lambda m, o: optimizer_sharding(o, tensor_parallel(m, mesh=ABSTRACT), model=m),
         ):
             assert strategy(*KINDS[kind](make)) == strategy(*make())
-        sharding = fsdp(*KINDS[kind](make)[:1], MESH, min_size=0, optimizer=make()[1])
+        sharding = fsdp(*KINDS[kind](make)[:1], mesh=MESH, min_size=0, optimizer=make()[1])
         model, optimizer = sharded_init(make, sharding, MESH)
         assert model.mask.sharding == NamedSharding(MESH, P())
         assert model.lin.kernel.sharding.spec == P(None, "data")
@@ -415,7 +416,7 @@ class TestBuffers:
     """Which arrays ``fsdp`` takes as parameters."""
 
     def sharded(self, tree):
-        specs = specs_by_path(tree, fsdp(tree, ABSTRACT, min_size=0))
+        specs = specs_by_path(tree, fsdp(tree, mesh=ABSTRACT, min_size=0))
         return {path for path, spec in specs.items() if spec != P()}
 
     @of_each_kind
@@ -458,10 +459,10 @@ class TestBuffers:
                         delattr(layer, name)
                         setattr(layer, name, array)
 
-        want = tensor_parallel(Layers(), ABSTRACT)
-        assert tensor_parallel(PlainLayers(), ABSTRACT) == want
+        want = tensor_parallel(Layers(), mesh=ABSTRACT)
+        assert tensor_parallel(PlainLayers(), mesh=ABSTRACT) == want
         abstract = _eval_shape(PlainLayers)
-        assert tensor_parallel(abstract, ABSTRACT) == want
+        assert tensor_parallel(abstract, mesh=ABSTRACT) == want
         assert want.map_prefix(("down", "kernel"), None) == P("model", None)
 
 
@@ -488,7 +489,7 @@ class TestListed:
             assert row.spec == (spec or P())
 
     def test_in_assertions(self):
-        model = abstract_init(made, fsdp(made(), MESH, min_size=0), MESH)
+        model = abstract_init(made, fsdp(made(), mesh=MESH, min_size=0), MESH)
         with pytest.raises(AssertionError, match=r"mask, shape \(16, 16\)"):
             assert_no_parameter_replicated(model, min_size=100)
         assert_no_parameter_replicated(model, min_size=100, allowed="mask")
@@ -533,7 +534,7 @@ def test_numbers_in_containers_need_no_spec():
     for graph, abstract in itertools.product((True, False), (True, False)):
         model = Scaled()
         of = KINDS["jax.eval_shape"](Scaled) if abstract else model
-        specs = (fsdp(of, MESH, min_size=0), P("data"))
+        specs = (fsdp(of, mesh=MESH, min_size=0), P("data"))
         call = jit(lambda m, x: m(x), in_shardings=specs, mesh=MESH, graph=graph)
         np.testing.assert_allclose(call(model, x), model(x), rtol=1e-6)
 

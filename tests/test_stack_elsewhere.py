@@ -54,7 +54,7 @@ def test_checkpoint(tmp_path):
     model = make()
     save(tmp_path / "model", model)
     abstract = nnx.eval_shape(make)
-    sharding = fsdp(abstract, mesh, min_size=0)
+    sharding = fsdp(abstract, mesh=mesh, min_size=0)
     restored = restore(tmp_path / "model", abstract, sharding, mesh)
     np.testing.assert_array_equal(restored.blocks.layers.up.kernel, model.blocks.layers.up.kernel)
     assert restored.blocks.layers.up.kernel.sharding.spec == P(None, None, "data")
@@ -83,7 +83,7 @@ def test_export(tmp_path):
 def test_placed_initialized_and_checked():
     mesh = jax.make_mesh((8,), ("data",))
     abstract = nnx.eval_shape(make)
-    sharding = fsdp(abstract, mesh, min_size=0)
+    sharding = fsdp(abstract, mesh=mesh, min_size=0)
     created = sharded_init(make, sharding, mesh)
     placed = place(make(), sharding, mesh)
     for model in (created, placed):

@@ -21,16 +21,17 @@ from jax.sharding import PartitionSpec as P
 
 from models import mesh_of, numbers
 from nnx_sharding import StateSharding, jit, stack
-from nnx_sharding.errors import NoMeshError, UnshardedWarning, UnusedFilterWarning
+from nnx_sharding.errors import NoMeshError, UnshardedWarning
 from nnx_sharding.partition import (
     fsdp,
     optimizer_sharding,
+    override,
     replicated,
     sharded_init,
     tensor_parallel,
-    variables,
     zero1,
 )
+from nnx_sharding.partition.variables import variables
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
 from nnx_sharding.specs.filters import Paths
@@ -97,10 +98,10 @@ class TrainingTest(parameterized.TestCase):
 
         mesh, x = mesh_of((2, 4), ("data", "model")), np.ones((8, WIDTH), np.float32)
         ours, other = [nnx.ModelAndOptimizer(MLP(nnx.Rngs(0)), optax.adam(1e-2)) for _ in range(2)]
-        base = tensor_parallel(ours.model, mesh)
+        base = tensor_parallel(ours.model, mesh=mesh)
         self.assertEqual(table(ours, optimizer_sharding(ours, base)), table(
-            ours, tensor_parallel(ours.model, mesh, optimizer=ours)))  # fmt: skip
-        sharding = zero1(ours.model, ours, mesh, base=base, min_size=8)
+            ours, tensor_parallel(ours.model, mesh=mesh, optimizer=ours)))  # fmt: skip
+        sharding = zero1(ours.model, optimizer=ours, mesh=mesh, base=base, min_size=8)
         jit(update, in_shardings=(sharding, P("data")), mesh=mesh, strict=True)(ours, x)
         update(other, x)
         kernel, moment = ours.model.up.kernel[...], ours.opt_state[0].mu["up"]["kernel"][...]
@@ -131,7 +132,7 @@ class PytreeTest(parameterized.TestCase):
     """Strategies for a tuple, list or dict of modules."""
 
     MESH = mesh_of((2, 4), ("data", "model"))
-    STRATEGIES = (lambda tree, mesh: fsdp(tree, mesh, min_size=0), tensor_parallel)
+    STRATEGIES = (lambda tree, mesh: fsdp(tree, mesh=mesh, min_size=0), tensor_parallel)
 
     def make(self, kind):
         model, other = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1))
@@ -157,7 +158,7 @@ class PytreeTest(parameterized.TestCase):
     )
     def test_as_one_argument(self, kind, strategy):
         tree = self.make(kind)
-        sharding = strategy(tree, self.MESH)
+        sharding = strategy(tree, mesh=self.MESH)
         self.assertTrue(check_sharding(tree, sharding, self.MESH).ok)
         step = jit(
             lambda tree, x: x.sum(), in_shardings=(sharding, P("data")), mesh=self.MESH, strict=True
@@ -168,7 +169,7 @@ class PytreeTest(parameterized.TestCase):
         self.assert_sharded(sharded_init(lambda: self.make(kind), sharding, self.MESH), sharding)
 
     def test_as_results(self):
-        sharding = fsdp(self.make("dict"), self.MESH, min_size=0)
+        sharding = fsdp(self.make("dict"), mesh=self.MESH, min_size=0)
         make = jit(lambda: self.make("dict"), out_shardings=sharding, mesh=self.MESH)
         self.assert_sharded(make(), sharding)
 
@@ -187,7 +188,7 @@ class PytreeTest(parameterized.TestCase):
 
     def test_as_several_arguments(self):
         model, optimizer = self.make("tuple")
-        sharding = fsdp((model, optimizer), self.MESH, min_size=0)
+        sharding = fsdp((model, optimizer), mesh=self.MESH, min_size=0)
         for specs in ((sharding, sharding), sharding):
             step = jit(lambda model, optimizer: 0, in_shardings=specs, mesh=self.MESH)
             with self.assertRaisesRegex(
@@ -202,10 +203,10 @@ class FsdpTest(parameterized.TestCase):
         axes = tuple(data.draw(st.permutations(mesh.axis_names)))
         axes = axes[: data.draw(st.integers(1, len(axes)))]
         model = shapes_of(kernel=shape)
-        sharding = fsdp(model, mesh, axis=axes, min_size=0)
+        sharding = fsdp(model, mesh=mesh, axis=axes, min_size=0)
         self.assertEqual(misfits(model, sharding, mesh), [])
         spec = only(sharding)
-        one = only(fsdp(model, mesh, axis=axes[0], min_size=0))
+        one = only(fsdp(model, mesh=mesh, axis=axes[0], min_size=0))
         divides = [d for d, size in enumerate(shape) if size % mesh.shape[axes[0]] == 0]
         if not divides:
             self.assertEqual((spec, one), (P(), P()))
@@ -227,8 +228,8 @@ class FsdpTest(parameterized.TestCase):
         base = StateSharding({...: wish}, on_indivisible="drop")
         model = shapes_of(kernel=shape)
         with warnings.catch_warnings(action="ignore", category=UnshardedWarning):
-            kept = only(fsdp(model, mesh, base=base, min_size=10**9))
-        sharding = fsdp(model, mesh, base=base, min_size=0)
+            kept = only(fsdp(model, mesh=mesh, base=base, min_size=10**9))
+        sharding = fsdp(model, mesh=mesh, base=base, min_size=0)
         self.assertEqual(misfits(model, sharding, mesh), [])
         for dimension, entry in enumerate(kept):
             before, after = axes_of(entry), axes_of(only(sharding)[dimension])
@@ -257,23 +258,31 @@ class FsdpTest(parameterized.TestCase):
         model, base = {"kernel": nnx.Param(jnp.zeros(shape))}, StateSharding({...: base})
         if isinstance(expected, str):
             with self.assertRaisesRegex(ValueError, re.escape(expected)) as caught:
-                fsdp(model, MESH, base=base, min_size=1)
+                fsdp(model, mesh=MESH, base=base, min_size=1)
             self.assertIn(f"model.kernel, shape {shape}", str(caught.exception))
         else:
-            self.assertEqual(only(fsdp(model, MESH, base=base, min_size=1)), expected)
+            self.assertEqual(only(fsdp(model, mesh=MESH, base=base, min_size=1)), expected)
+
+    def test_replicated_keeps_its_base(self):
+        model = shapes_of(kernel=(64, 256), bias=(256,))
+        base = StateSharding({nnx.PathContains("kernel"): P("data")})
+        found = replicated(model, mesh=MESH, base=base)
+        self.assertEqual([only(found), only(found, "bias")], [P("data"), P()])
+        with self.assertRaisesRegex(ValueError, "replicated: specs of base do not fit"):
+            replicated(model, mesh=MESH, base=StateSharding({...: P("modle")}))
 
     def test_small_arrays_and_random_streams_are_replicated(self):
         kernel = {"kernel": jnp.zeros((128, 128))}
-        self.assertEqual(only(fsdp(kernel, MESH)), P(None, "data"))
+        self.assertEqual(only(fsdp(kernel, mesh=MESH)), P(None, "data"))
         with self.assertWarns(UnshardedWarning):
-            self.assertEqual(only(fsdp(kernel, MESH, min_size=2**14 + 1)), P())
+            self.assertEqual(only(fsdp(kernel, mesh=MESH, min_size=2**14 + 1)), P())
         keys = nnx.RngKey(jax.random.split(jax.random.key(0), 8), tag="params")
-        self.assertEqual(only(fsdp({"kernel": keys}, MESH, min_size=1)), P())
+        self.assertEqual(only(fsdp({"kernel": keys}, mesh=MESH, min_size=1)), P())
 
     def test_one_variable_with_several_arrays(self):
         def of(*shapes):
             value = [jnp.zeros(shape) for shape in shapes]
-            return only(fsdp({"kernel": nnx.Param(value)}, MESH, min_size=1))
+            return only(fsdp({"kernel": nnx.Param(value)}, mesh=MESH, min_size=1))
 
         self.assertEqual(of((4, 8), (4, 8)), P(None, "data"))
         self.assertEqual(of((4, 8), (8, 4)), P())
@@ -286,16 +295,16 @@ class FsdpTest(parameterized.TestCase):
             self.assertEqual(only(fsdp(model, min_size=1)), P(None, "data"))
             self.assertEqual(tensor_parallel(model), replicated(model))
         with self.assertRaisesRegex(TypeError, "mesh must be a Mesh or an AbstractMesh, got 8"):
-            fsdp(model, 8)
+            fsdp(model, mesh=8)
         for function in (fsdp, tensor_parallel):
             with self.assertRaisesRegex(ValueError, "did you mean 'data'?") as caught:
-                function(model, MESH, axis="dat")
+                function(model, mesh=MESH, axis="dat")
             self.assertIn("The mesh has the axes 'data' (2), 'model' (4).", str(caught.exception))
         for axis, fault in (((), "names no axis"), (("data", "data"), "used 2 times")):
             with self.assertRaisesRegex(ValueError, fault):
-                fsdp(model, MESH, axis=axis)
+                fsdp(model, mesh=MESH, axis=axis)
         with self.assertRaisesRegex(TypeError, "base must be a StateSharding, got P"):
-            fsdp(model, MESH, base=P("data"))
+            fsdp(model, mesh=MESH, base=P("data"))
 
 
 class OptimizerTest(parameterized.TestCase):
@@ -364,16 +373,11 @@ class OptimizerTest(parameterized.TestCase):
         for path, spec in zip([*paths, ("step",)], specs, strict=True):
             self.assertEqual(found.find(path, None)[1], NamedSharding(MESH, spec))
 
-    def test_overrides(self):
+    def test_override(self):
         model, optimizer = both(MLP, optax.adam(1e-3))
-        base = tensor_parallel(model, MESH)
-        rules = {nnx.PathContains("mu"): P()}
-        found = optimizer_sharding(optimizer, base, model=model, overrides=rules)
-        names = [name.split("/")[2] for name in table(optimizer, found)]
-        self.assertEqual(names, ["nu"] * 3)
-        rules = {nnx.PathContains("mue"): P()}
-        with pytest.warns(UnusedFilterWarning, match="optimizer_sharding"):
-            optimizer_sharding(optimizer, base, model=model, overrides=rules)
+        sharding = tensor_parallel(model, mesh=MESH, optimizer=optimizer)
+        names = table(optimizer, override(sharding, {nnx.PathContains("mu"): P()}))
+        self.assertEqual({name.split("/")[2] for name in names}, {"nu"})
 
     def test_mistakes(self):
         model, optimizer = both(MLP, optax.adam(1e-3))
@@ -385,21 +389,23 @@ class OptimizerTest(parameterized.TestCase):
         with self.assertRaisesRegex(TypeError, r"nnx\.Optimizer\(model, tx"):
             optimizer_sharding(optax.adam(1e-3), rules, model=model)
         with self.assertRaisesRegex(TypeError, "holds no state"):
-            zero1(model, None, MESH)
+            zero1(model, optimizer=None, mesh=MESH)
+        with self.assertRaisesRegex(TypeError, "optimizer"):
+            zero1(model, mesh=MESH)
 
     def test_paths_of_model_and_optimizer_may_not_clash(self):
         model = nnx.Dict(step=nnx.Param(jnp.zeros((8, 8))))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         self.assertEqual(only(replicated(model, optimizer=optimizer), "step"), P())
         with self.assertRaisesRegex(ValueError, r"(?s)in common.*step: P.*'data'.* and P"):
-            fsdp(model, MESH, min_size=1, optimizer=optimizer)
+            fsdp(model, mesh=MESH, min_size=1, optimizer=optimizer)
 
 
 class SmallArraysTest(parameterized.TestCase):
     """What `min_size` leaves replicated is reported."""
 
     def reasons(self, model, **options):
-        report = check_sharding(model, fsdp(model, MESH, **options), MESH)
+        report = check_sharding(model, fsdp(model, mesh=MESH, **options), MESH)
         return {row.path: row.reason for row in report.rows if row.reason}
 
     def test_reports_say_why_arrays_are_replicated(self):
@@ -411,7 +417,7 @@ class SmallArraysTest(parameterized.TestCase):
         expected = {"large/bias": "replicated: 32 elements, fewer than min_size=1000"}
         self.assertEqual(self.reasons(model, min_size=1000), expected)
         self.assertEqual(self.reasons(model, min_size=0), {})
-        sharding = pickle.loads(pickle.dumps(fsdp(model, MESH, min_size=1000)))
+        sharding = pickle.loads(pickle.dumps(fsdp(model, mesh=MESH, min_size=1000)))
         self.assertIn("fewer than min_size=1000", str(check_sharding(model, sharding, MESH)))
         base = StateSharding({nnx.PathContains("bias"): P("model"), ...: P()})
         self.assertEqual(self.reasons(model, min_size=1000, base=base), {})
@@ -429,14 +435,14 @@ class SmallArraysTest(parameterized.TestCase):
         model, optimizer = both(lambda rngs: nnx.Linear(64, 32, rngs=rngs), optax.sgd(0.1, 0.9))
         message = r"nothing is sharded over 'data'.*kernel, has 2048\. Pass a smaller min_size"
         with self.assertWarnsRegex(UnshardedWarning, f"fsdp: {message}") as caught:
-            fsdp(model, MESH)
+            fsdp(model, mesh=MESH)
         self.assertEqual(caught.filename, __file__)
         with self.assertWarnsRegex(UnshardedWarning, f"zero1: {message}"):
-            zero1(model, optimizer, MESH)
+            zero1(model, optimizer=optimizer, mesh=MESH)
         with self.assertWarns(UnshardedWarning):
-            fsdp(model, MESH, base=tensor_parallel(model, MESH))
+            fsdp(model, mesh=MESH, base=tensor_parallel(model, mesh=MESH))
         # No warning where something is sharded, or nothing could be.
-        fsdp(model, MESH, min_size=2048)
-        fsdp(model, AbstractMesh((1, 8), ("data", "model")))
-        fsdp(model, MESH, base=StateSharding({...: P("data")}))
-        fsdp(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), MESH)
+        fsdp(model, mesh=MESH, min_size=2048)
+        fsdp(model, mesh=AbstractMesh((1, 8), ("data", "model")))
+        fsdp(model, mesh=MESH, base=StateSharding({...: P("data")}))
+        fsdp(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), mesh=MESH)

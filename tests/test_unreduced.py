@@ -19,6 +19,7 @@ from nnx_sharding.analysis import parameter_table
 from nnx_sharding.analysis.json_codec import as_data
 from nnx_sharding.analysis.json_codec import read as read_json
 from nnx_sharding.checkpoint import restore, save
+from nnx_sharding.compat import eformer
 from nnx_sharding.compat.eformer import get_names_from_partition_spec, match_partition_rules
 from nnx_sharding.errors import CorrectedSpecWarning
 from nnx_sharding.export import export
@@ -395,11 +396,11 @@ class ModelTest(parameterized.TestCase):
         with self.assertWarnsRegex(
             CorrectedSpecWarning, "no axis 'gone'; the mesh has no axis\\s+'n"
         ):
-            ours = with_sharding_constraint(W, spec)
+            ours = eformer.with_sharding_constraint(W, spec)
         self.assertEqual(ours.sharding.spec, P("x", None, unreduced={"y"}))
         message = "only axes of type Explicit can be .*; 'x' is of type Auto"
         with jax.set_mesh(mesh24("auto")), self.assertWarnsRegex(CorrectedSpecWarning, message):
-            ours = with_sharding_constraint(W, SUMMANDS)
+            ours = eformer.with_sharding_constraint(W, SUMMANDS)
         self.assertEqual(ours.sharding.spec, P(None, "y"))
 
     def test_indivisible(self):
@@ -478,10 +479,10 @@ class DescriptionTest(absltest.TestCase):
 
     def test_strategies(self):
         mesh, base = jax.sharding.get_mesh(), StateSharding({...: COPIES})
-        found = fsdp(model_of(W), mesh, axis="y", min_size=0, base=base)
+        found = fsdp(model_of(W), mesh=mesh, axis="y", min_size=0, base=base)
         self.assertEqual(found.shardings, (P(None, "y", reduced={"x"}),))
-        self.assertEqual(fsdp(model_of(W), mesh, axis="x", base=base).shardings, (COPIES,))
-        found = tensor_parallel(Block(False), mesh, axis="y", base=base).shardings
+        self.assertEqual(fsdp(model_of(W), mesh=mesh, axis="x", base=base).shardings, (COPIES,))
+        found = tensor_parallel(Block(False), mesh=mesh, axis="y", base=base).shardings
         self.assertEqual(found, (P("y", None, reduced={"x"}), P(None, "y", reduced={"x"})))
         self.assertIn(COPIES, override(base, {"up/kernel": P(None, "y", reduced={"x"})}).shardings)
         self.assertEqual(from_rules([(".*", COPIES)]).shardings, (COPIES,))

@@ -171,9 +171,9 @@ def restore(
       cast: whether to convert arrays of another dtype to that in ``tree``, among floating point,
         among integer and among complex types. Integers never wrap.
       rename: the paths that arrays of the checkpoint have in ``tree``, if they differ: rules
-        ``{path: new path}``. A path is a regular expression for the full path in the checkpoint,
-        as :func:`contents` lists it; a new path may refer to its groups, as in
-        ``{r"encoder/(.*)": r"body/\1"}``. The first rule that matches is applied.
+        ``{pattern: replacement}``. The first regular expression that is found in a path, as
+        :func:`contents` lists it, replaces that part, as ``re.sub`` does:
+        ``{r"^encoder/": "body/"}``.
 
     Returns:
       ``tree``, with arrays outside of modules and Variables in new containers.
@@ -196,7 +196,7 @@ def restore(
       >>> save(folder, nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
       >>> model = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
       >>> restore(folder, model, P("model"), make_mesh({"model": -1})).kernel.sharding.spec
-      P('model', None)
+      P('model',)
     """
     folder = item_folder("restore", path)
     args = ModelRestore(tree, sharding, mesh, only, cast, rename)

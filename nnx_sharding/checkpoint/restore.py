@@ -77,9 +77,7 @@ def _shardings(
     """The sharding of each slot; None for the default device, and for what stays on the host."""
     declared: list[Any] = [None] * len(flat.leaves)
     if sharding is not None:
-        options: Any = {"strict": False, "caller": "restore", "needs_mesh": True}
-        assigned = assign(tree, flat, sharding, mesh=mesh, **options)
-        declared = [assignment.sharding for assignment in assigned]
+        _, declared = assign(tree, flat, sharding, mesh=mesh, caller="restore")
     result: dict[int, Any] = {}
     problems = []
     for array in arrays:
@@ -131,21 +129,20 @@ class _Finder:
         unused = set(rename or ())
         for name, entry in stored.entries.items():
             path = entry.array.path
-            rules = ((rule, re.fullmatch(rule, path)) for rule in rename or ())
-            rule, match = next(((r, m) for r, m in rules if m), (None, None))
-            if rename is None or rule is None or match is None:
+            rule = next((rule for rule in rename or () if re.search(rule, path)), None)
+            if rename is None or rule is None:
                 self._names[name] = name
                 self._names.setdefault(entry.plain_name, name)
             else:
                 unused.discard(rule)
-                path = match.expand(rename[rule])
+                path = re.sub(rule, rename[rule], path, count=1)
                 self._names[tuple(path.split("/"))] = name
             if rename:
                 paths.setdefault(path, []).append(entry.array.path)
         same = [f"  {path}: {', '.join(old)}" for path, old in paths.items() if len(old) > 1]
         raise_listed(ValueError, "restore: rename gives several arrays the same path:", same)
         lines = [f"  {rule!r}" for rule in rename or () if rule in unused]
-        head = f"restore: these rules of rename match no full path in {stored.folder}:"
+        head = f"restore: these rules of rename match no path in {stored.folder}:"
         raise_listed(ValueError, head, lines)
 
     def source(self, array: NamedArray) -> _Source:

@@ -6,6 +6,7 @@ Functions that need one raise a :class:`NoContextMeshError` without one.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..core.resharding import mesh_here, sharding_of
+from ..core.flatten import flatten
+from ..core.resharding import apply_shardings, mesh_here, rebuilt, sharding_of
 from ..core.targets import Specs, check_specs
 from ..errors import (
     NoMeshError,
@@ -26,11 +28,18 @@ from ..errors import (
     raise_listed,
     report,
 )
-from ..partition.constrain import is_array, report_corrections, with_sharding_constraint
-from ..partition.patterns import read_patterns
+from ..partition.constrain import assign, is_array, report_corrections
+from ..partition.rules import read_patterns
 from ..partition.variables import NamedVariable, map_variables
 from ..specs.filters import shadowed
-from ..specs.fitting import fit_sharding, spec_axes, suggested_spec, suggestion, with_entries
+from ..specs.fitting import (
+    describe,
+    fit_sharding,
+    spec_axes,
+    suggested_spec,
+    suggestion,
+    with_entries,
+)
 from ..specs.state_sharding import StateSharding, is_single_spec
 
 __all__ = [
@@ -131,6 +140,42 @@ def get_corrected_named_sharding(
     return NamedSharding(mesh, fit.sharding)
 
 
+@_compat.api_boundary
+def with_sharding_constraint(
+    tree: Any,
+    sharding: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    strict: bool = False,
+    log: bool | None = None,
+) -> Any:
+    """Like :func:`nnx_sharding.with_sharding_constraint`, but corrects specs that do not fit.
+
+    A spec is padded or truncated to the rank of its array; axes that the mesh does not have, over
+    which an enclosing ``shard_map`` is mapped, or that do not divide their dimension are dropped.
+    One warning lists all corrections, or with ``strict`` an error. Without a mesh, arrays with a
+    ``PartitionSpec`` are not changed. ``log``, or else the environment variable
+    ``LOG_SHARDING_MOVE``, requests that moves of arrays are logged.
+    """
+    flat = flatten(tree)
+    names, shardings = assign(tree, flat, sharding, mesh=mesh, strict=strict, lenient=True)
+    if os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES if log is None else log:
+        _log_moves(names, flat.leaves, shardings)
+    return rebuilt(flat, apply_shardings(flat.leaves, shardings))
+
+
+_YES = ("1", "true", "yes", "on")
+
+
+def _log_moves(names: Sequence[str], leaves: Sequence[Any], shardings: Sequence[Any]) -> None:
+    """Logs which arrays get another sharding, at level WARNING so that it is shown by default."""
+    for name, leaf, sharding in zip(names, leaves, shardings, strict=True):
+        old = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        if sharding is not None and old != sharding:
+            was = type(leaf).__name__ if old is None else describe(old)
+            logging.getLogger("nnx_sharding").warning("%s: %s → %s", name, was, describe(sharding))
+
+
 def match_partition_rules(
     rules: Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]],
     tree: Any,
@@ -159,7 +204,7 @@ def match_partition_rules(
       A prefix of specs, with an ``nnx.State`` for a module, a spec for an array or a Variable.
     """
     name = "match_partition_rules"
-    pairs = read_patterns(name, rules, "regex")
+    pairs = read_patterns(name, rules)
     patterns = [repr(getattr(filter_, "text", filter_)) for filter_, _ in pairs]
     wrong = [
         f"  {pattern}: {spec!r}{suggested_spec(spec)}"

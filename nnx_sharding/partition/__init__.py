@@ -3,25 +3,22 @@
 from .axis_modes import auto_axes, explicit_axes
 from .constrain import reshard, with_sharding_constraint
 from .init import abstract_init, sharded_init
-from .logical import LogicalRules, Unsharded, from_logical
+from .logical import LogicalRules, from_logical, from_metadata
 from .mesh import make_mesh, planning_mesh
 from .optimizer import optimizer_sharding
-from .rules import from_arrays, from_metadata, from_rules, override
+from .rules import from_arrays, from_rules, override
 from .strategies import fsdp, replicated, zero1
 from .tensor_parallel import tensor_parallel
-from .variables import NamedVariable, from_paths, specs_by_path, variables
+from .variables import specs_by_path
 
 __all__ = [
     "LogicalRules",
-    "NamedVariable",
-    "Unsharded",
     "abstract_init",
     "auto_axes",
     "explicit_axes",
     "from_arrays",
     "from_logical",
     "from_metadata",
-    "from_paths",
     "from_rules",
     "fsdp",
     "make_mesh",
@@ -33,7 +30,6 @@ __all__ = [
     "sharded_init",
     "specs_by_path",
     "tensor_parallel",
-    "variables",
     "with_sharding_constraint",
     "zero1",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -28,10 +28,9 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
 
     ``jax.sharding.auto_axes``, for functions and methods whose arguments and results may hold
     modules. The compiler then chooses how values are sharded in the function, for example where JAX
-    cannot type an operation. The Variables of modules among the arguments, by position or keyword,
-    are converted like arrays. After the call they have their previous types, with new values where
-    the function changed them; an exception leaves all of them unchanged. What the function captures
-    is not converted: pass it as an argument.
+    cannot type an operation. Variables of modules among the arguments are converted like arrays.
+    After the call they have their previous types; an exception leaves all of them unchanged. What
+    the function captures is not converted: pass it as an argument.
 
     Args:
       fun: the function. Without it, the result is a decorator.
@@ -41,14 +40,6 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
         :class:`~nnx_sharding.StateSharding`, or a prefix of the result with these as leaves. It has
         to cover all but scalars, which are replicated, and the Variables of arguments. It may also
         be a keyword argument of each call.
-
-    Returns:
-      The function with these axes Auto in it.
-
-    Raises:
-      TypeError: something is not a spec; at a call, ``out_sharding`` is missing.
-      ValueError: at a call, the mesh has no such axis, specs do not fit the results, or there is
-        none for a result.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -64,7 +55,7 @@ def auto_axes(fun: Any = None, /, *, axes: Any = None, out_sharding: Any = None)
     """
     if fun is None:
         return functools.partial(auto_axes, axes=axes, out_sharding=out_sharding)
-    return _Lifted("auto_axes", "out_sharding", out_sharding, axes).of(fun, _on_auto_axes)
+    return _decorated(fun, _on_auto_axes, "out_sharding", out_sharding, axes)
 
 
 def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = None) -> Any:
@@ -72,9 +63,7 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
 
     ``jax.sharding.explicit_axes``, for functions and methods whose arguments and results may hold
     modules: JAX then knows in the function how each value is sharded over these axes, and refuses
-    to guess. Variables of modules among the arguments, by position or keyword, are converted like
-    arrays. After the call they have their previous types, with new values where the function
-    changed them; an exception leaves all of them unchanged.
+    to guess. Variables among the arguments are converted as by :func:`auto_axes`.
 
     Args:
       fun: the function. Without it, the result is a decorator.
@@ -85,92 +74,41 @@ def explicit_axes(fun: Any = None, /, *, axes: Any = None, in_sharding: Any = No
         replicated. It may also be a keyword argument of each call.
 
     Returns:
-      The function with these axes Explicit in it. Its results have the axis types of the outer
-      mesh.
-
-    Raises:
-      TypeError: something is not a spec; at a call, ``in_sharding`` is missing.
-      ValueError: at a call, the mesh has no such axis, specs do not fit the arguments, or there is
-        none for an argument.
-      NoMeshError: at a call, no mesh is given or in context.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import explicit_axes, make_mesh
-      >>> @explicit_axes(in_sharding=(P(None, "model"), P("data")))
-      ... def call(kernel, x):
-      ...     print(jax.typeof(x @ kernel[...]))
-      ...     return x @ kernel[...]
-      >>> auto = make_mesh({"data": 2, "model": 4}, axis_types=jax.sharding.AxisType.Auto)
-      >>> with jax.set_mesh(auto):
-      ...     print(jax.typeof(call(nnx.Param(jnp.ones((16, 8))), jnp.ones((4, 16)))))
-      float32[4@data,8@model]
-      float32[4,8]
+      The function, whose results have the axis types of the outer mesh.
     """
     if fun is None:
         return functools.partial(explicit_axes, axes=axes, in_sharding=in_sharding)
-    return _Lifted("explicit_axes", "in_sharding", in_sharding, axes).of(fun, _on_explicit_axes)
+    return _decorated(fun, _on_explicit_axes, "in_sharding", in_sharding, axes)
 
 
-class _Lifted:
-    """What a decorator was given.
+class _Call(NamedTuple):
+    """A call of a decorated function."""
 
-    Attributes:
-      name: its name.
-      axes: the axes.
-    """
+    name: str
+    option: str
+    axes: tuple[Any, ...] | None
+    specs: Specs
+    function: Callable[..., Any]
+    parameters: Parameters
+    tree: ArgTree
+    flat: Flat
 
-    def __init__(self, name: str, option: str, specs: Any, axes: Any):
-        self.name, self._option = name, option
-        self.axes = None if axes is None else axes_of(axes)
-        self._specs = None if specs is None else self._checked(specs)
+    def run(self, tree: ArgTree) -> Any:
+        """Calls the function."""
+        return self.function(*tree[0], **tree[1])
 
-    def _checked(self, specs: Any) -> Specs:
-        checked = Specs(specs)
-        check_specs(self.name, (PartitionSpec, NamedSharding), **{self._option: checked})
-        return checked
-
-    def of(self, fun: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose calls are run by ``run``."""
-        is_object = _compat.is_graph_object(fun)
-        unbound, bound = (type(fun).__call__, (fun,)) if is_object else unbind(fun)
-        parameters = Parameters(unbound, Roles(), len(bound))
-
-        @functools.wraps(fun, updated=() if is_object else functools.WRAPPER_UPDATES)
-        @_compat.api_boundary
-        def call(*args: Any, **kwargs: Any) -> Any:
-            specs = self._specs
-            if specs is None:
-                if self._option not in kwargs:
-                    raise TypeError(f"{self.name}: {self._option} is missing.")
-                specs = self._checked(kwargs.pop(self._option))
-            tree = (*bound, *args), kwargs
-            flat = flatten(tree)
-            saved = _Saved(flat.objects)
-            try:
-                return run(self, unbound, parameters, specs, tree, flat)
-            except BaseException:
-                saved.restore()
-                restore(flat.structure, flat.objects)
-                raise
-
-        return call
-
-    def mesh(self, flat: Flat, specs: Specs) -> Any:
+    def mesh(self) -> Any:
         """The mesh in context, of the specs, or of the arguments, or None."""
-        declared = (x.mesh for x in specs.written if isinstance(x, NamedSharding))
-        return mesh_of_types(flat.leaves, next(declared, None))
+        declared = (x.mesh for x in self.specs.written if isinstance(x, NamedSharding))
+        return mesh_of_types(self.flat.leaves, next(declared, None))
 
-    def targets(
-        self, parameters: Parameters, specs: Any, tree: ArgTree, flat: Flat
-    ) -> list[Target]:
+    def targets(self, specs: Any) -> list[Target]:
         """The arguments with their specs."""
-        signature = parameters.signature(len(tree[0]), tuple(tree[1]))
-        prefixes = align_specs(specs, parameters, signature, self._option)
-        caller = f"{self.name}: {self._option}"
-        return argument_targets(flat.structure, tree, prefixes, signature.names, caller)
+        args, kwargs = self.tree
+        signature = self.parameters.signature(len(args), tuple(kwargs))
+        prefixes = align_specs(specs, self.parameters, signature, self.option)
+        caller = f"{self.name}: {self.option}"
+        return argument_targets(self.flat.structure, self.tree, prefixes, signature.names, caller)
 
     def fit(
         self, locations: list[NamedLocation], flat: Flat, mesh: Any
@@ -178,86 +116,104 @@ class _Lifted:
         """The name of each array, and its spec or None."""
         names = slot_names(len(flat.leaves), locations)
         resolved = resolve(locations, flat.objects, flat.leaves, _as_spec)
-        assigned = fitted(self.name, names, flat.leaves, resolved, mesh)
-        return names, [_as_spec(each.sharding) for each in assigned]
-
-
-class _Saved:
-    """The content of modules and Variables, to be restored after a call that failed."""
-
-    def __init__(self, objects: Sequence[Any]):
-        nodes = [x for x in objects if _compat.is_node(x) and hasattr(x, "__dict__")]
-        variables = [x for x in objects if _compat.is_variable(x)]
-        self._attributes = [(x, dict(vars(x))) for x in nodes]
-        self._values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
-
-    def restore(self) -> None:
-        """Undoes what a call changed."""
-        for module, attributes in self._attributes:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for variable, value, metadata in self._values:
-            _compat.set_value(variable, value)
-            _compat.set_metadata(variable, metadata)
+        shardings = fitted(self.name, names, flat.leaves, resolved, mesh, explicit=True)
+        return names, [_as_spec(each) for each in shardings]
 
 
 def _as_spec(spec: Any) -> Any:
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
-def _on_auto_axes(
-    lifted: _Lifted,
-    fun: Callable[..., Any],
-    parameters: Parameters,
-    specs: Specs,
-    tree: ArgTree,
-    flat: Flat,
-) -> Any:
-    mesh = lifted.mesh(flat, specs)
-    if mesh is None:
-        return fun(*tree[0], **tree[1])
-    retyping = Retyping.of(mesh, lifted.axes, AxisType.Auto, name=lifted.name)
+def _decorated(
+    fun: Any, run: Callable[[_Call], Any], option: str, given: Any, axes: Any
+) -> Callable[..., Any]:
+    """A function whose calls ``run`` runs, with the specs that were given, or at the call."""
+    name = run.__name__.removeprefix("_on_")
+    axes = None if axes is None else axes_of(axes)
+    is_object = _compat.is_graph_object(fun)
+    unbound, bound = (type(fun).__call__, (fun,)) if is_object else unbind(fun)
+    parameters = Parameters(unbound, Roles(), len(bound))
+
+    def checked(specs: Any) -> Specs:
+        result = Specs(specs)
+        check_specs(name, (PartitionSpec, NamedSharding), **{option: result})
+        return result
+
+    declared = None if given is None else checked(given)
+
+    @functools.wraps(fun, updated=() if is_object else functools.WRAPPER_UPDATES)
+    @_compat.api_boundary
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if declared is None and option not in kwargs:
+            raise TypeError(f"{name}: {option} is missing.")
+        specs = checked(kwargs.pop(option)) if declared is None else declared
+        tree = (*bound, *args), kwargs
+        flat = flatten(tree)
+        undo = _undo(flat.objects)
+        try:
+            return run(_Call(name, option, axes, specs, unbound, parameters, tree, flat))
+        except BaseException:
+            undo()
+            restore(flat.structure, flat.objects)
+            raise
+
+    return call
+
+
+def _undo(objects: Sequence[Any]) -> Callable[[], None]:
+    """A function that gives modules and Variables their present content back."""
+    nodes = [x for x in objects if _compat.is_node(x) and hasattr(x, "__dict__")]
+    attributes = [(vars(x), dict(vars(x))) for x in nodes]
+    variables = [x for x in objects if _compat.is_variable(x)]
+    values = [(x, _compat.get_value(x), dict(_compat.get_metadata(x))) for x in variables]
+
+    def undo() -> None:
+        for present, before in attributes:
+            present.clear()
+            present.update(before)
+        for variable, value, metadata in values:
+            _compat.set_value(variable, value)
+            _compat.set_metadata(variable, metadata)
+
+    return undo
+
+
+def _on_auto_axes(call: _Call) -> Any:
+    mesh, flat = call.mesh(), call.flat
+    retyping = None
+    if mesh is not None:
+        retyping = Retyping.of(mesh, call.axes, AxisType.Auto, name=call.name)
     if retyping is None:
-        return fun(*tree[0], **tree[1])
+        return call.run(call.tree)
     arrays = Retyped.of(retyping, flat.leaves)
-    after = called(flat, arrays, lambda tree: fun(*tree[0], **tree[1]))
-    arguments = [x.objects_only() for x in lifted.targets(parameters, None, tree, flat)]
-    caller = f"{lifted.name}: out_sharding"
-    output = target("output", specs.tree, None, after.structure.root, caller)
+    after = called(flat, arrays, call.run)
+    arguments = [x.objects_only() for x in call.targets(None)]
+    caller = f"{call.name}: {call.option}"
+    output = target("output", call.specs.tree, None, after.structure.root, caller)
     locations = locate(after.structure, [*arguments, output])
-    names, declared = lifted.fit(locations, after, retyping.outer)
-    details = {"name": lifted.name, "option": "out_sharding"}
+    names, declared = call.fit(locations, after, retyping.outer)
+    details = {"name": call.name, "option": call.option}
     left = arrays.leave_as(flat.structure, after, declared, names, **details)
     return rebuilt(after, left.leaves, foreign=True)
 
 
-def _on_explicit_axes(
-    lifted: _Lifted,
-    fun: Callable[..., Any],
-    parameters: Parameters,
-    specs: Specs,
-    tree: ArgTree,
-    flat: Flat,
-) -> Any:
-    mesh = lifted.mesh(flat, specs)
+def _on_explicit_axes(call: _Call) -> Any:
+    mesh, flat = call.mesh(), call.flat
     if mesh is None:
         raise NoMeshError("explicit_axes has no mesh. Call within `with jax.set_mesh(mesh):`.")
-    retyping = Retyping.of(mesh, lifted.axes, AxisType.Explicit, name=lifted.name)
+    retyping = Retyping.of(mesh, call.axes, AxisType.Explicit, name=call.name)
     retyping = retyping or Retyping(*[getattr(mesh, "abstract_mesh", mesh)] * 2)
-    locations = locate(flat.structure, lifted.targets(parameters, specs.tree, tree, flat))
-    names, declared = lifted.fit(locations, flat, retyping.inner)
+    locations = locate(flat.structure, call.targets(call.specs.tree))
+    names, declared = call.fit(locations, flat, retyping.inner)
+    arguments = list(zip(names, flat.leaves, declared, strict=True))
     open_ = [
-        (name, x)
-        for name, x, spec in zip(names, flat.leaves, declared, strict=True)
-        if spec is None and type_mesh(x) is not None and x.ndim
+        (n, x) for n, x, spec in arguments if spec is None and type_mesh(x) is not None and x.ndim
     ]
     if open_:
-        refuse(Problem.UNDECLARED_ARGUMENT, open_, name=lifted.name)
-    inside = [
-        retyped(x, retyping.inner, spec) for x, spec in zip(flat.leaves, declared, strict=True)
-    ]
+        refuse(Problem.UNDECLARED_ARGUMENT, open_, name=call.name)
+    inside = [retyped(x, retyping.inner, spec) for _, x, spec in arguments]
     arrays = Retyped(retyping, flat.leaves, inside)
-    after = called(flat, arrays, lambda tree: fun(*tree[0], **tree[1]))
+    after = called(flat, arrays, call.run)
     left, untyped = arrays.leave(flat.structure, after)
     for slot, x in untyped.items():
         left[slot] = retyped(x, retyping.outer)

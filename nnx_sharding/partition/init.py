@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
@@ -20,7 +18,7 @@ from ..specs.fitting import axes_of_type
 from ..transforms.jit import Jit, jit
 from ..transforms.lifted import Lifted
 from ..transforms.lifted_function import lift
-from .variables import NamedVariable, map_variables
+from .logical import from_metadata
 
 
 @_compat.api_boundary
@@ -41,22 +39,12 @@ def sharded_init(
       make_model: a class or function that makes the model, or any pytree, such as ``(model,
         optimizer)``; references shared between its parts stay shared.
       sharding: as ``out_shardings`` of :func:`~nnx_sharding.jit`; or a function from the abstract
-        model to them; or None to use the metadata of each Variable, as ``nnx.get_partition_spec``
-        does.
+        model to them, by default :func:`~nnx_sharding.partition.from_metadata`.
       mesh: the mesh of partition specs, in context while the constructor runs; None for the mesh
         in context.
       *args: passed to ``make_model``: arrays and NNX objects (``nnx.Rngs``) as traced values;
         everything else, such as sizes and configurations, unchanged.
       **kwargs: likewise.
-
-    Returns:
-      The result of ``make_model``.
-
-    Raises:
-      NoMeshError: partition specs have no mesh.
-      ValueError: no filter matches some Variables, specs do not fit the mesh or the shapes, or
-        the mesh is abstract.
-      TypeError: ``make_model`` is not callable, or ``sharding`` has a wrong type.
 
     Example:
       >>> from flax import nnx
@@ -90,17 +78,6 @@ def abstract_init(
 
     Returns:
       The model, with a sharded ``jax.ShapeDtypeStruct`` for each array.
-
-    Example:
-      >>> from flax import nnx
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-      >>> from nnx_sharding import StateSharding
-      >>> from nnx_sharding.partition import abstract_init
-      >>> mesh = AbstractMesh((256,), ("model",))
-      >>> rules = StateSharding({...: P("model")})
-      >>> model = abstract_init(nnx.Linear, rules, mesh, 1024, 256, rngs=nnx.Rngs(0))
-      >>> model.kernel.shape, model.kernel.sharding.shard_shape(model.kernel.shape)
-      ((1024, 256), (4, 256))
     """
     mesh = _compat.context_mesh() if mesh is None else mesh
     return _make("abstract_init", make_model, sharding, mesh, (args, kwargs))
@@ -108,39 +85,23 @@ def abstract_init(
 
 def _make(name: str, make_model: Any, sharding: Any, mesh: Any, arguments: Any) -> Any:
     build, arrays = _closed(make_model, arguments)
-    with _explaining_names(), in_context(_mesh_inside(build, arrays, mesh)):
-        if sharding is None or callable(sharding):
-            abstract = jit(build).eval_shape(*arrays)
-            sharding = _from_metadata(abstract) if sharding is None else sharding(abstract)
-        specs = Specs(sharding)
-        check_specs(name, sharding=specs)
-        transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
-        make = lift(Lifted, build, transform, Roles(), None, None)
-        return make.eval_shape(*arrays) if name == "abstract_init" else make(*arrays)
-
-
-@contextlib.contextmanager
-def _explaining_names() -> Iterator[None]:
-    """Explains JAX's error for a Variable that Flax shards when it is created."""
     try:
-        yield
+        with in_context(_mesh_inside(build, arrays, mesh)):
+            if sharding is None or callable(sharding):
+                abstract = jit(build).eval_shape(*arrays)
+                sharding = (from_metadata if sharding is None else sharding)(abstract)
+            specs = Specs(sharding)
+            check_specs(name, sharding=specs)
+            transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
+            make = lift(Lifted, build, transform, Roles(), None, None)
+            return make.eval_shape(*arrays) if name == "abstract_init" else make(*arrays)
     except ValueError as error:
-        if "is not found in mesh" in str(error):
+        if "is not found in mesh" in str(error):  # JAX's, for what Flax shards when it is created
             error.add_note(
                 "If the metadata of Variables has logical names, Flax needs the rules for them "
                 "while the model is created: `with nnx.logical_axis_rules(rules):`."
             )
         raise
-
-
-def _from_metadata(abstract: Any) -> Any:
-    """The specs in the metadata of Variables, for each object of a pytree."""
-
-    def spec(each: NamedVariable) -> Any:
-        found = nnx.get_partition_spec(each.variable)
-        return found.get_raw_value() if isinstance(found, nnx.Variable) else found
-
-    return map_variables(abstract, spec)
 
 
 def _closed(make_model: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from flax.linen import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from .. import _compat
 from ..errors import UnusedFilterWarning, report, shortened
-from ..specs.filters import to_predicate
-from ..specs.fitting import axes_of, suggested_spec, suggestion, with_entries
+from ..specs.filters import PathRegex, glob_hint, to_predicate
+from ..specs.fitting import axes_of, padded, suggested_spec, suggestion, with_entries
 from ..specs.state_sharding import StateSharding
-from .patterns import PatternKind, read_pairs, read_patterns
+from .rules import read_pairs, read_patterns
 from .variables import NamedVariable, from_variables
 
 
-class Unsharded(NamedTuple):
-    """A dimension without a mesh axis, its logical name, and why no rule could be used.
-
-    Attributes:
-      dimension: the number of the dimension.
-      name: its logical name.
-      reason: why it is replicated.
-    """
-
-    dimension: int
-    name: str
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True)
 class LogicalRules:
     """Ordered rules for the mesh axes that shard a dimension with a logical name.
 
@@ -46,14 +35,6 @@ class LogicalRules:
         several rules: where another dimension of the array already has the axes of the first, the
         next one is used.
 
-    Attributes:
-      rules: the pairs in the order in which they are tried.
-
-    Raises:
-      TypeError: it is neither a mapping nor a sequence of pairs.
-      ValueError: names or axes are not strings, or a rule has an axis twice; all such rules are
-        listed.
-
     Example:
       >>> from nnx_sharding.partition import LogicalRules
       >>> rules = LogicalRules([("mlp", "model"), ("embed", "model"), ("embed", "data")])
@@ -61,10 +42,10 @@ class LogicalRules:
       P('data', 'model')
     """
 
-    rules: tuple[tuple[str, Any], ...]
+    rules: Any
 
-    def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]):
-        pairs = read_pairs("LogicalRules", rules)
+    def __post_init__(self) -> None:
+        pairs = read_pairs("LogicalRules", self.rules)
         pairs = [(name, tuple(axes) if type(axes) is list else axes) for name, axes in pairs]
         wrong = [repr(pair) for pair in pairs if not _is_rule(*pair)]
         if wrong:
@@ -90,117 +71,56 @@ class LogicalRules:
           shape: the shape of the array; with a mesh, rules whose axes do not divide the dimension
             are skipped.
           mesh: the mesh; axes that it does not have are left out of the rules.
-
-        Raises:
-          ValueError: names have no rule, are not strings, or differ in number from the dimensions.
-
-        Example:
-          >>> from jax.sharding import AbstractMesh
-          >>> from nnx_sharding.partition import LogicalRules
-          >>> rules = LogicalRules([("heads", "model"), ("batch", ("pod", "data"))])
-          >>> mesh = AbstractMesh((2, 4), ("data", "model"))
-          >>> rules.spec(("batch", "heads"), (8, 6), mesh)
-          P('data', None)
         """
-        resolved = self._resolve(names, shape, mesh)
-        entries = list(_entries(names))
-        for dimension, entry in enumerate(entries):
-            axes = [name.entry for name in resolved if name.dimension == dimension]
-            if isinstance(entry, tuple) and len(axes) != 1:
-                entries[dimension] = tuple(axis for some in axes for axis in axes_of(some))
-            elif axes:
-                entries[dimension] = axes[0]
-        start = names if isinstance(names, PartitionSpec) else PartitionSpec()
-        return with_entries(start, entries)
-
-    def unsharded(
-        self, names: Sequence[Any], shape: Sequence[int] | None = None, mesh: Any = None
-    ) -> list[Unsharded]:
-        """The names that :meth:`spec` replicates although a rule maps them to axes, and why.
-
-        The arguments are those of :meth:`spec`.
-
-        Raises:
-          ValueError: a name has no rule.
-
-        Example:
-          >>> from nnx_sharding.partition import LogicalRules
-          >>> LogicalRules([("mlp", "model"), ("embed", "model")]).unsharded(("embed", "mlp"))
-          [Unsharded(dimension=0, name='embed', reason="'model' is taken by 'mlp'")]
-        """
-        return [
-            Unsharded(name.dimension, name.name, "; ".join(name.refusals))
-            for name in self._resolve(names, shape, mesh)
-            if name.refusals and name.entry is None
-        ]
-
-    def check(self, names: Any, shape: Sequence[int] | None = None) -> None:
-        """Raises a ``ValueError`` that says what is wrong with logical names, if anything is."""
-        if not isinstance(names, PartitionSpec | tuple | list):
-            raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
-        flat = [name for entry in _entries(names) for name in axes_of(entry)]
-        if not all(isinstance(name, str) for name in flat):
-            raise ValueError("a dimension has a name, None, or a tuple of names")
-        unknown = [name for name in dict.fromkeys(flat) if name not in self.names]
-        problems = [f"no rule for {name!r}{suggestion(name, self.names)}" for name in unknown]
-        if shape is not None and len(names) != len(shape):
-            problems.append(f"{len(names)} names for {len(shape)} dimensions")
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    def _resolve(self, names: Any, shape: Any, mesh: Any) -> list[_Name]:
         try:
-            self.check(names, shape)
+            return self._spec(names, shape, mesh)
         except ValueError as error:
             raise ValueError(f"LogicalRules: {names!r}: {error}. {self._hint}") from None
-        resolved = [
-            _Name(d, name) for d, entry in enumerate(_entries(names)) for name in axes_of(entry)
-        ]
+
+    def _spec(self, names: Any, shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
+        if not isinstance(names, PartitionSpec | tuple | list):
+            raise ValueError(f"expected a tuple of names{suggested_spec(names)}")
+        start = names if isinstance(names, PartitionSpec) else PartitionSpec()
+        entries = list(start.partitions if isinstance(names, PartitionSpec) else names)
+        slots = [(d, name) for d, entry in enumerate(entries) for name in axes_of(entry)]
+        self._check([name for _, name in slots], len(entries), shape)
+        found: dict[int, tuple[str, ...]] = {}  # the mesh axes of each slot
+
+        def axes_at(dimension: int) -> list[str]:
+            parts = (found.get(slot, ()) for slot, (d, _) in enumerate(slots) if d == dimension)
+            return list(itertools.chain.from_iterable(parts))
+
         for logical, entry in self.rules:
-            for name in resolved:
-                if name.name == logical and name.is_open:
-                    name.apply(entry, resolved, shape, mesh)
-        return resolved
+            axes = axes_of(entry)
+            present = tuple(axis for axis in axes if mesh is None or axis in mesh.axis_names)
+            for slot, (d, name) in enumerate(slots):
+                taken = set(itertools.chain.from_iterable(found.values()))
+                is_usable = taken.isdisjoint(present) and (present or not axes)
+                if name != logical or slot in found or not is_usable:
+                    continue
+                sizes = {} if mesh is None or shape is None else mesh.shape
+                parts = math.prod(sizes.get(axis, 1) for axis in (*axes_at(d), *present))
+                if shape is None or shape[d] % parts == 0:
+                    found[slot] = present
+        for d, entry in enumerate(entries):
+            if axes_of(entry):
+                entries[d] = tuple(axes_at(d))
+        return with_entries(start, entries)
+
+    def _check(self, names: list[Any], rank: int, shape: Sequence[int] | None) -> None:
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a dimension has a name, None, or a tuple of names")
+        unknown = [name for name in dict.fromkeys(names) if name not in self.names]
+        problems = [f"no rule for {name!r}{suggestion(name, self.names)}" for name in unknown]
+        if shape is not None and rank != len(shape):
+            problems.append(f"{rank} names for {len(shape)} dimensions")
+        if problems:
+            raise ValueError("; ".join(problems))
 
     @property
     def _hint(self) -> str:
         names = ", ".join(map(repr, self.names)) or "none"
         return f"The names with rules are {names}; None replicates a dimension."
-
-
-@dataclasses.dataclass(eq=False)
-class _Name:
-    """A logical name of a dimension, and the mesh axes that the rules map it to."""
-
-    dimension: int
-    name: str
-    entry: Any = None
-    is_open: bool = True
-    refusals: list[str] = dataclasses.field(default_factory=list)
-
-    def apply(self, entry: Any, names: list[_Name], shape: Any, mesh: Any) -> None:
-        """Uses the mesh axes of a rule, or notes why they cannot be used."""
-        axes = axes_of(entry)
-        present = [axis for axis in axes if mesh is None or axis in mesh.axis_names]
-        taken = {axis: other.name for other in names for axis in axes_of(other.entry)}
-        refusals = [f"{axis!r} is taken by {taken[axis]!r}" for axis in present if axis in taken]
-        if axes and not present:
-            refusals = [f"the mesh has no axis {', '.join(map(repr, axes))}"]
-        elif not refusals and present and shape is not None and mesh is not None:
-            beside = (axes_of(x.entry) for x in names if x.dimension == self.dimension)
-            together = (*(axis for some in beside for axis in some), *present)
-            size, parts = shape[self.dimension], math.prod(mesh.shape[axis] for axis in together)
-            if size % parts:
-                product = " × ".join(map(repr, together))
-                refusals = [f"{size} is not divisible by {product} ({parts})"]
-        self.refusals += refusals
-        if not refusals:
-            self.entry, self.is_open = tuple(present) if present else entry, False
-
-
-def _entries(names: Any) -> Sequence[Any]:
-    entries: Sequence[Any] = names.partitions if isinstance(names, PartitionSpec) else names
-    return entries
 
 
 def _is_rule(name: Any, entry: Any) -> bool:
@@ -214,7 +134,6 @@ def from_logical(
     rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]],
     names: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
     *,
-    kind: PatternKind = "regex",
     mesh: Any = None,
     strict: bool = False,
 ) -> StateSharding:
@@ -224,21 +143,14 @@ def from_logical(
       model: a model, an optimizer or a pytree of them, placed or abstract.
       rules: the mesh axes for each logical name: :class:`LogicalRules` or its argument.
       names: names by path, which have priority over those in the metadata (``out_sharding``):
-        pairs, or a mapping, of a pattern for paths, or an NNX filter, and one name for each
+        pairs, or a mapping, of a pattern as in :func:`from_rules`, and one name for each
         dimension, or None to replicate the array. The first pattern that matches decides.
-      kind: how patterns that are strings are read: ``"regex"`` or ``"glob"``.
       mesh: as in :meth:`LogicalRules.spec`.
       strict: whether an entry of ``names`` that applies to no Variable is an error, not an
         :class:`~nnx_sharding.errors.UnusedFilterWarning`.
 
     Returns:
       The spec of each path; ``PartitionSpec()`` for an array without names.
-
-    Raises:
-      TypeError: ``rules`` or ``names`` are not pairs, or a filter is invalid.
-      ValueError: names have no rule or differ in number from the dimensions (all paths are
-        listed); or a pattern is invalid.
-      StrictError: ``strict``, and an entry of ``names`` applies to no Variable.
 
     Example:
       >>> from flax import nnx
@@ -250,7 +162,7 @@ def from_logical(
       P(None, 'model')
     """
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    pairs = read_patterns("from_logical", names, kind)
+    pairs = read_patterns("from_logical", names)
     predicates = [to_predicate(filter_) for filter_, _ in pairs]
     used = set()
 
@@ -264,13 +176,79 @@ def from_logical(
         names = names_of(each)
         if names is None or isinstance(names, Sharding | Format):
             return PartitionSpec() if names is None else names
-        rules.check(names, each.shape)
-        return rules.spec(names, each.shape, mesh)
+        return rules._spec(names, each.shape, mesh)
 
     title = "from_logical: these names give no spec:"
     sharding = from_variables(title, model, spec_of, names_of, rules._hint)
-    unused = [repr(filter_) for i, (filter_, _) in enumerate(pairs) if i not in used]
+    unused = [filter_ for i, (filter_, _) in enumerate(pairs) if i not in used]
     if unused:
-        text = f"from_logical: these names are for no Variable: {', '.join(shortened(unused))}."
+        hints = (glob_hint(x.text) for x in unused if isinstance(x, PathRegex))
+        listed = ", ".join(shortened(map(repr, unused)))
+        text = f"from_logical: these names are for no Variable: {listed}.{max(hints, default='')}"
         report(UnusedFilterWarning, text, strict=strict)
     return sharding
+
+
+@_compat.api_boundary
+def from_metadata(
+    model: Any,
+    rules: LogicalRules | Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+    *,
+    mesh: Any = None,
+) -> StateSharding:
+    """The shardings in the metadata of the Variables.
+
+    Args:
+      model: a model, an optimizer or a pytree of them, placed or abstract. The metadata is
+        ``out_sharding`` (in older models ``sharding`` or ``sharding_names``): names, a
+        ``PartitionSpec`` or a sharding.
+      rules: mesh axes for logical names: :class:`~nnx_sharding.partition.LogicalRules` or its
+        argument. None for those of ``nnx.logical_axis_rules``. The ``sharding_rules`` of
+        the Variable itself have priority. A name without a rule is a mesh axis.
+      mesh: as in :meth:`LogicalRules.spec <nnx_sharding.partition.LogicalRules.spec>`; names
+        without a rule have to be axes of it.
+
+    Returns:
+      The sharding of each path; ``PartitionSpec()`` where the metadata has none. Without rules
+      they are those of ``nnx.get_partition_spec``; with rules no axis is used twice.
+    """
+    rules = get_logical_axis_rules() if rules is None else rules
+    rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
+    return from_variables(
+        "from_metadata: this metadata gives no sharding:",
+        model,
+        lambda each: _annotated(each, rules, mesh),
+        lambda each: each.annotation,
+    )
+
+
+def _annotated(each: NamedVariable, rules: LogicalRules, mesh: Any) -> Any:
+    """The sharding in the metadata of a Variable."""
+    annotation, shape = each.annotation, each.shape
+    if annotation is None or isinstance(annotation, Sharding | Format):
+        return PartitionSpec() if annotation is None else annotation
+    if not isinstance(annotation, PartitionSpec | tuple | list):
+        raise TypeError(f"expected a tuple of names{suggested_spec(annotation)}")
+    named = annotation if isinstance(annotation, PartitionSpec) else PartitionSpec(*annotation)
+    if shape is not None and len(named) > len(shape):
+        raise ValueError(f"{len(named)} names for {len(shape)} dimensions")
+    local = read_pairs("sharding_rules", each.metadata.get("sharding_rules") or ())
+    rules = LogicalRules((*local, *rules.rules))
+    # Names without a rule are mesh axes.
+    names = [name for entry in named.partitions for name in axes_of(entry)]
+    axes = [name for name in names if name not in rules.names]
+    problems = [f"{axis!r} shards {n} dimensions" for axis, n in Counter(axes).items() if n > 1]
+    for axis in axes:
+        if not isinstance(axis, str):
+            problems.append(f"{axis!r} is not a name")
+        elif mesh is not None and axis not in mesh.axis_names:
+            near = suggestion(axis, (*rules.names, *mesh.axis_names))
+            problems.append(f"{axis!r} has no rule and is not an axis of the mesh{near}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    if not rules.rules:
+        return named
+    with_axes = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
+    rank = len(named) if shape is None else len(shape)
+    entries = with_axes.spec(tuple(padded(named, rank)), shape, mesh).partitions
+    return with_entries(named, entries)

@@ -10,7 +10,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import _compat
-from ..specs.fitting import suggestion
 from .topology import DEFAULT, arranged, topology_devices
 
 # Each virtual CPU device takes a thread and 0.3 MiB; the largest pods have fewer devices.
@@ -19,50 +18,34 @@ MOST_DEVICES = 10_000
 
 @_compat.api_boundary
 def make_mesh(
-    axes: Mapping[str, int] | Sequence[int],
-    axis_names: Sequence[str] | None = None,
-    axis_types: AxisType | Mapping[str, AxisType] | Sequence[AxisType] | None = None,
+    axes: Mapping[str, int],
+    axis_types: AxisType | Sequence[AxisType] | None = None,
     *,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Makes a mesh with ``jax.make_mesh``, of which one axis may have the size -1.
-
-    The axes are Explicit, like those of ``jax.make_mesh``, so that both make equal meshes: the
-    types of arrays then show how they are sharded. ``axis_types`` can make them Auto, so that the
-    compiler decides; ``jit(..., auto_axes=True)`` does so for one function.
+    """Makes a mesh with ``jax.make_mesh`` from the sizes of its axes by name.
 
     Args:
-      axes: the size of each axis by name, major first; or only the sizes, as in JAX. One may be
-        -1, for the devices that the others leave.
-      axis_names: the names, if ``axes`` has only sizes.
-      axis_types: the type of each axis; one for all of them; or those of some by name, and
-        the others are Explicit.
+      axes: the size of each axis by name, major first. One may be -1, for the devices that the
+        others leave.
+      axis_types: the type of each axis, or of all of them; None for Explicit ones, as in JAX: the
+        types of arrays then show how they are sharded. Over Auto axes, the compiler decides;
+        ``jit(..., auto_axes=True)`` makes axes Auto for one function.
       devices: the devices, all of which are used; None for all devices.
-
-    Raises:
-      ValueError: the product of the sizes is not the number of devices, or ``axis_types`` names an
-        unknown axis; or as ``jax.make_mesh``.
-      TypeError: sizes have no names.
 
     Example:
       >>> from nnx_sharding.partition import make_mesh
       >>> dict(make_mesh({"data": -1, "model": 4}).shape)
       {'data': 2, 'model': 4}
-      >>> make_mesh((2, 4), ("data", "model")) == make_mesh({"data": 2, "model": 4})
-      True
     """
-    if isinstance(axes, Mapping) == (axis_names is not None):
+    if not isinstance(axes, Mapping):
         raise TypeError(
-            "make_mesh takes {'data': 2, 'model': 4} or (2, 4), ('data', 'model'), not "
-            f"{axes!r}, {axis_names!r}."
+            f"make_mesh takes sizes by name, as in {{'data': 2, 'model': -1}}, got {axes!r}. For "
+            "sizes and names, use jax.make_mesh."
         )
-    if isinstance(axes, Mapping):
-        names, sizes = tuple(axes), tuple(axes.values())
-    else:
-        names, sizes = tuple(axis_names or ()), tuple(axes)
     devices = jax.devices() if devices is None else list(devices)
-    filled, types = _filled(sizes, len(devices)), _types(names, axis_types)
-    return jax.make_mesh(filled, names, axis_types=types, devices=devices)
+    sizes, names = _filled(tuple(axes.values()), len(devices)), tuple(axes)
+    return jax.make_mesh(sizes, names, _types(names, axis_types), devices=devices)
 
 
 def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -80,13 +63,8 @@ def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
 def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
     """The type of each axis."""
     if axis_types is None or isinstance(axis_types, AxisType):
-        return (AxisType.Explicit if axis_types is None else axis_types,) * len(names)
-    if not isinstance(axis_types, Mapping):
-        return tuple(axis_types)
-    unknown = [f"{name!r}{suggestion(name, names)}" for name in axis_types if name not in names]
-    if unknown:
-        raise ValueError(f"make_mesh: axis_types names axes that do not exist: {unknown[0]}.")
-    return tuple(axis_types.get(name, AxisType.Explicit) for name in names)
+        return (axis_types or AxisType.Explicit,) * len(names)
+    return tuple(axis_types)
 
 
 @_compat.api_boundary
@@ -100,13 +78,9 @@ def planning_mesh(
 
     For a TPU topology, as in ``planning_mesh("v5e:4x4", {"data": 4, "model": 4})``, programs are
     compiled by the TPU compiler, which needs ``pip install 'nnx_sharding[tpu]'`` but no TPU. The
-    mesh follows the links between the devices. Equal topologies and axes make equal meshes.
-
-    From sizes alone, the mesh consists of the devices of this machine if there are enough of them,
-    and of virtual CPU devices otherwise: XLA partitions a program for them as for any other
-    devices, and reports the memory that its CPU compiler needs.
-
-    Devices that this machine does not have cannot hold arrays or run programs.
+    mesh follows the links between the devices. Sizes alone give devices of this machine, or virtual
+    CPU devices if there are too few: XLA partitions a program for them as for any others, and
+    reports the memory that its CPU compiler needs. Equal arguments make equal meshes.
 
     Args:
       mesh: the sizes of the axes by name, major first, which makes Explicit axes, as in
@@ -118,12 +92,8 @@ def planning_mesh(
         connects them. The slices are along the first axes.
 
     Raises:
-      TypeError: ``mesh`` or ``axes`` is something else, or one of topology and ``axes`` is given
-        without the other.
-      ValueError: the sizes, of which one may be -1, are not those of a mesh; the mesh
-        has more than 10,000 virtual devices; the topology is unknown, or the axes do not fit it.
-      ImportError: the TPU compiler is not installed.
-      RuntimeError: there are too few devices, and this release of JAX cannot make virtual ones.
+      ValueError: also if the mesh has more than 10,000 virtual devices.
+      RuntimeError: this release of JAX cannot make virtual devices.
 
     Example:
       >>> import jax

@@ -14,22 +14,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from ..errors import raise_listed
 from ..specs.activation_sharding import ActivationSharding
-from ..specs.fitting import describe, like
+from ..specs.fitting import describe, like, padded
 from ..specs.paths import Path, path_string
 from ..specs.state_sharding import StateSharding
-from .inputs import override_specs
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 
 @_compat.api_boundary
 def optimizer_sharding(
-    optimizer: Any, sharding: StateSharding, *, model: Any = None, overrides: Any = None
+    optimizer: Any, sharding: StateSharding, *, model: Any = None
 ) -> StateSharding:
     """Shards the state of an optimizer like its parameters.
 
-    A Variable of the optimizer belongs to the parameter whose path is the longest one that its
-    path ends with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. That holds for any composition
-    of Optax transformations. The spec depends on the shape of the state:
+    A Variable of the optimizer belongs to the parameter with the longest path that its own ends
+    with: ``opt_state/0/mu/up/kernel`` to ``up/kernel``. The spec depends on the shape of the state:
 
     * that of the parameter (moments, traces, averages, gradients): the same spec;
     * that shape with some dimensions of size 1 or left out (the factors of ``adafactor``): the
@@ -46,16 +44,9 @@ def optimizer_sharding(
       sharding: the shardings of the model; a parameter without one counts as ``P()``.
       model: the model of the optimizer, abstract or not; not needed for an
         ``nnx.ModelAndOptimizer``.
-      overrides: as for :func:`~nnx_sharding.partition.tensor_parallel`, for Variables of the
-        optimizer.
 
     Returns:
-      The spec of each path of the optimizer. It divides the shape of the state if the parameter's
-      spec divides the parameter.
-
-    Raises:
-      TypeError: ``sharding`` is not a ``StateSharding``, or ``optimizer`` holds no state.
-      ValueError: ``model`` is needed.
+      The spec of each path of the optimizer, which divides the shape if the parameter's spec does.
 
     Example:
       >>> import optax
@@ -69,10 +60,7 @@ def optimizer_sharding(
       >>> state.map_prefix(("opt_state", 0, "mu", "kernel"), None)
       P(None, 'model')
     """
-    specs = optimizer_specs(optimizer, sharding, model)
-    return from_paths(
-        override_specs("optimizer_sharding", "optimizer", optimizer, specs, overrides)
-    )
+    return from_paths(optimizer_specs(optimizer, sharding, model))
 
 
 def optimizer_specs(optimizer: Any, sharding: StateSharding, model: Any) -> dict[Path, Any]:
@@ -117,7 +105,7 @@ def _following(state: NamedVariable, parameter: NamedVariable, sharding: Any) ->
         return like(sharding, PartitionSpec(*spec.partitions)) if is_summed else sharding
     if not isinstance(spec, PartitionSpec) or full is None or len(spec) > len(full):
         return PartitionSpec()
-    entries = (*spec.partitions, *[None] * (len(full) - len(spec)))
+    entries = tuple(padded(spec, len(full)))
     choices = {_entries(shape, full, entries, state.path) for shape in state.shapes}
     common = choices.pop() if len(choices) == 1 else ()
     return like(sharding, PartitionSpec(*(common if any(common) else ())))

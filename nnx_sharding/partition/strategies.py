@@ -10,46 +10,48 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
-from ..errors import UnshardedWarning, report
-from ..specs.fitting import axes_of, fit_sharding, spec_and_mesh, spec_axes, with_entries
-from ..specs.paths import Path
+from ..core.resharding import given_mesh
+from ..errors import NoMeshError, UnshardedWarning, raise_listed, report
+from ..specs.activation_sharding import ActivationSharding
+from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_axes, with_entries
+from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
-from .inputs import base_specs, mesh_and_axes
 from .optimizer import optimizer_specs, union, with_optimizer
-from .variables import NamedVariable, activations_of, from_paths, variables
+from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 
 @_compat.api_boundary
-def replicated(model: Any, *, optimizer: Any = None) -> StateSharding:
+def replicated(
+    model: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    optimizer: Any = None,
+    base: StateSharding | None = None,
+) -> StateSharding:
     """Replicates every array on every device: plain data parallelism.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
+      mesh: the mesh that ``base`` has to fit; None for the one in context.
       optimizer: its optimizer, abstract or not, which the result then covers as well.
+      base: shardings to start from: what it shards stays sharded.
 
     Returns:
-      ``P()`` for each path.
-
-    Example:
-      >>> from flax import nnx
-      >>> from nnx_sharding.partition import replicated
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-      >>> replicated(model).map_prefix(("kernel",), model.kernel)
-      P()
+      For each path the spec of ``base``, else ``P()``.
     """
-    specs = {each.path: PartitionSpec() for each in variables(model)}
-    return with_optimizer(specs, model, optimizer)
+    specs = base_specs("replicated", model, base, given_mesh("replicated", mesh))
+    return with_optimizer(specs, model, optimizer, activations_of(base))
 
 
 @_compat.api_boundary
 def fsdp(
     model: Any,
-    mesh: Mesh | AbstractMesh | None = None,
     *,
+    mesh: Mesh | AbstractMesh | None = None,
+    optimizer: Any = None,
+    base: StateSharding | None = None,
     axis: Any = "data",
     min_size: int = 2**14,
-    base: StateSharding | None = None,
-    optimizer: Any = None,
 ) -> StateSharding:
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
@@ -60,35 +62,30 @@ def fsdp(
 
     With ``base``, its specs are kept and the axis is added: on the largest dimension that is not
     sharded yet, else after the axes of the largest one. Buffers keep their specs. So
-    ``fsdp(model, mesh, base=tensor_parallel(model, mesh))`` is FSDP and tensor parallelism. A
+    ``fsdp(model, base=tensor_parallel(model))`` is FSDP and tensor parallelism. A
     ``NamedSharding`` in ``base`` is not changed, nor is what it already shards over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
+      optimizer: the optimizer of the model, abstract or not, which the result then covers as
+        well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
+      base: shardings to start from, corrected first if their ``on_indivisible`` requests it.
       axis: the mesh axis, or a tuple of axes that shard one dimension together; where they divide
         no dimension, only the first of them are used.
       min_size: arrays with fewer elements keep the spec of ``base``; those that stay replicated for
         that reason are noted by :func:`~nnx_sharding.report.check_sharding`. If nothing is sharded
         because of it, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
-      base: shardings to start from, corrected first if their ``on_indivisible`` requests it.
-      optimizer: the optimizer of the model, abstract or not, which the result then covers as
-        well; see :func:`~nnx_sharding.partition.optimizer_sharding`.
 
     Returns:
       The spec of each path. All of them divide the shapes.
-
-    Raises:
-      NoMeshError: no mesh is given or in context.
-      TypeError: ``mesh`` or ``base`` has a wrong type.
-      ValueError: the mesh has no such axis, or ``base`` does not fit the mesh or the model.
 
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh
       >>> from nnx_sharding.partition import fsdp
       >>> model = nnx.eval_shape(lambda: nnx.Linear(256, 1024, rngs=nnx.Rngs(0)))
-      >>> sharding = fsdp(model, AbstractMesh((8,), ("data",)))
+      >>> sharding = fsdp(model, mesh=AbstractMesh((8,), ("data",)))
       >>> sharding.map_prefix(("kernel",), model.kernel)
       P(None, 'data')
 
@@ -104,12 +101,12 @@ def fsdp(
 @_compat.api_boundary
 def zero1(
     model: Any,
-    optimizer: Any,
-    mesh: Mesh | AbstractMesh | None = None,
     *,
+    mesh: Mesh | AbstractMesh | None = None,
+    optimizer: Any,
+    base: StateSharding | None = None,
     axis: Any = "data",
     min_size: int = 2**14,
-    base: StateSharding | None = None,
 ) -> StateSharding:
     """Shards the state of the optimizer over the data axis; parameters keep their shardings.
 
@@ -119,18 +116,15 @@ def zero1(
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
+      mesh: the mesh; None for the one in context.
       optimizer: its optimizer, abstract or not. The model that an ``nnx.ModelAndOptimizer`` holds
         keeps the shardings of ``base``.
-      mesh: the mesh; None for the one in context.
+      base: the shardings of the parameters; None for replicated ones.
       axis: the mesh axis, or a tuple of axes, over which the state is sharded.
       min_size: state with fewer elements only follows its parameter; see :func:`fsdp`.
-      base: the shardings of the parameters; None for replicated ones.
 
     Returns:
       The spec of each path of both. All of them divide the shapes.
-
-    Raises:
-      NoMeshError, TypeError, ValueError: as :func:`fsdp`.
 
     Example:
       >>> import optax
@@ -139,7 +133,7 @@ def zero1(
       >>> from nnx_sharding.partition import zero1
       >>> model = nnx.Linear(256, 1024, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-      >>> sharding = zero1(model, optimizer, AbstractMesh((8,), ("data",)))
+      >>> sharding = zero1(model, mesh=AbstractMesh((8,), ("data",)), optimizer=optimizer)
       >>> sharding.map_prefix(("kernel",), None)
       P()
       >>> sharding.map_prefix(("opt_state", 0, "mu", "kernel"), None)
@@ -154,6 +148,47 @@ def zero1(
     own = (each for each in variables(optimizer) if not each.path or each.path[0] != of_model)
     notes = _shard_all("zero1", state, own, axes, mesh, min_size)
     return from_paths(union(specs, state), activations_of(base), notes)
+
+
+def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
+    """The mesh, or the one in context, and those of its axes that a strategy uses, checked."""
+    mesh = given_mesh(name, mesh)
+    if mesh is None:
+        remedy = "Pass mesh=..., or call within `with jax.set_mesh(mesh):`."
+        raise NoMeshError(f"{name} has no mesh. {remedy}")
+    axes = axes_of(axis)
+    reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
+    if reasons:
+        sizes = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
+        raise ValueError(f"{name}: axis={axis!r}: {reasons}\nThe mesh has the axes {sizes}.")
+    return mesh, axes
+
+
+def base_specs(
+    name: str, model: Any, base: StateSharding | None, mesh: Mesh | AbstractMesh | None
+) -> dict[Path, Any]:
+    """The sharding that ``base`` has for each path of a model; ``P()`` where it has none."""
+    if not isinstance(base, StateSharding | None):
+        raise TypeError(f"{name}: base must be a StateSharding, got {base!r}.")
+    specs: dict[Path, Any] = {}
+    lines = []
+    for each in variables(model):
+        spec = None if base is None else base.find(each.path, each.variable)[1]
+        action = (base and base.on_indivisible) or "error"
+        for shape in each.shapes:
+            fit = fit_sharding(spec, mesh, shape, on_indivisible=action)
+            if fit.problems:
+                lines.append(fit.line(accessor("model", each.path)))
+                break
+            spec = fit.sharding
+        specs[each.path] = PartitionSpec() if spec is None else spec
+    raise_listed(ValueError, f"{name}: specs of base do not fit:", lines, "Correct these specs.")
+    return specs
+
+
+def activations_of(base: StateSharding | None) -> ActivationSharding:
+    """The shardings of activations that a strategy starts from."""
+    return (base and base.activations) or FOLLOWING
 
 
 def _shard_all(
@@ -198,7 +233,7 @@ def shard_dimension(
         return None
     if not -len(shape) <= dimension < len(shape) or not set(axes).isdisjoint(spec_axes(spec)):
         return None
-    entries = [*spec.partitions, *[None] * (len(shape) - len(spec))]
+    entries = padded(spec, len(shape))
     if entries[dimension] is PartitionSpec.UNCONSTRAINED:
         return None
     together = (*axes_of(entries[dimension]), *axes)

@@ -15,10 +15,9 @@ from .. import _compat
 from ..specs.filters import Paths
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
-from .inputs import base_specs, mesh_and_axes, override_specs
 from .optimizer import with_optimizer
-from .strategies import shard_dimension
-from .variables import NamedVariable, activations_of, variables
+from .strategies import activations_of, base_specs, mesh_and_axes, shard_dimension
+from .variables import NamedVariable, variables
 
 # The sharded dimension of each parameter of a layer, counted from the end because layers may be
 # stacked; None for none. The first parameter decides whether the style can be used.
@@ -165,12 +164,11 @@ _WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
 @_compat.api_boundary
 def tensor_parallel(
     model: Any,
-    mesh: Mesh | AbstractMesh | None = None,
     *,
-    axis: Any = "model",
-    base: StateSharding | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     optimizer: Any = None,
-    overrides: Any = None,
+    base: StateSharding | None = None,
+    axis: Any = "model",
     sequence: bool = False,
 ) -> StateSharding:
     """Shards the parameters of the usual layers over the model axis.
@@ -181,52 +179,39 @@ def tensor_parallel(
       ``gate``, ``fc1``, ``wi``, ``query`` …), or the input features with a replicated bias
       (``down``, ``out``, ``fc2``, ``wo`` …), so that a pair of layers needs one sum over the axis.
       In a layer with another name, the inputs are sharded if they outnumber the outputs, or if both
-      are as many and it is called ``proj`` or ``output``; else the outputs.
-    * Modules of other classes with the subscripts of an einsum as an attribute, and one parameter,
-      which is the second operand: like ``Einsum``.
+      are as many and it is called ``proj`` or ``output``; else the outputs. Modules of other
+      classes with one parameter, and the subscripts of an einsum as an attribute, count as
+      ``Einsum``; ``LoRA`` and ``LoRALinear`` as the adapted layer.
     * ``MultiHeadAttention``: the heads of query, key, value, caches and ``out``. Other layers of
       these names (``q_proj``, ``kv_einsum`` …) with several dimensions of outputs: the heads, the
       first of them, or nothing if the axis does not divide it, as for few heads of keys and values.
-    * ``Embed``: the vocabulary, then the features.
-    * ``Conv``, ``ConvTranspose``: the output features, then the input features.
-    * ``LSTMCell``, ``OptimizedLSTMCell``, ``GRUCell``, ``SimpleCell``: the hidden features of all
-      gates.
-    * ``LoRA``, ``LoRALinear``: like the adapted layer.
+    * ``Embed``: the vocabulary, then the features. ``Conv``, ``ConvTranspose``: the output
+      features, then the input features. Recurrent cells: the hidden features of all gates.
 
-    Norms, random streams, buffers and parameters of other modules are replicated; subclasses of a
-    layer follow the rule of the layer. Where the inputs of a layer are sharded, its output is a sum
-    over the axis, which the compiler adds on Auto axes and the layer on Explicit ones. On Explicit
-    axes, what the model returns is not sharded over the axis.
+    All else is replicated; subclasses of a layer follow its rule. Where the inputs of a layer are
+    sharded, its output is a sum over the axis, which the compiler adds on Auto axes and the layer
+    on Explicit ones. On Explicit axes, what the model returns is not sharded over the axis.
 
     Args:
       model: the model, abstract (``nnx.eval_shape``) or not.
       mesh: the mesh; None for the one in context.
-      axis: as for :func:`fsdp`.
+      optimizer: as for :func:`fsdp`.
       base: shardings to start from. Its specs are kept, and the axis comes after those that shard
         the same dimension.
-      optimizer: as for :func:`fsdp`.
-      overrides: filters and specs, as for :class:`~nnx_sharding.StateSharding`, that have
-        priority. One that matches nothing is an ``UnusedFilterWarning``.
+      axis: as for :func:`fsdp`.
       sequence: whether three-dimensional outputs of layers whose inputs are sharded are sharded
-        over the axis along their second dimension: Megatron's sequence parallelism. Residuals and
-        norms then take a fraction of the memory, and a reduce-scatter and an all-gather replace
-        each sum.
+        over the axis along their second dimension: Megatron's sequence parallelism. It takes less
+        memory, and replaces each sum by a reduce-scatter and an all-gather.
 
     Returns:
       The spec of each path. All of them divide the shapes.
-
-    Raises:
-      NoMeshError, TypeError: as :func:`fsdp`.
-      ValueError: the mesh has no such axis, or ``base`` or ``overrides`` do not fit it or the
-        shapes.
 
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import AbstractMesh
       >>> from nnx_sharding.partition import tensor_parallel
-      >>> make = lambda: nnx.Dict(up=nnx.Linear(64, 256, rngs=nnx.Rngs(0)))
-      >>> model = nnx.eval_shape(make)
-      >>> sharding = tensor_parallel(model, AbstractMesh((4,), ("model",)))
+      >>> model = nnx.eval_shape(lambda: nnx.Dict(up=nnx.Linear(64, 256, rngs=nnx.Rngs(0))))
+      >>> sharding = tensor_parallel(model, mesh=AbstractMesh((4,), ("model",)))
       >>> sharding.map_prefix(("up", "kernel"), model.up.kernel)
       P(None, 'model')
 
@@ -248,7 +233,6 @@ def tensor_parallel(
         specs.update(styled)
         summed = (name for name, d in style.items() if name.endswith("bias") and d is None)
         rows += [(*path, *name.split("/")[:-1]) for name in summed]
-    specs = override_specs("tensor_parallel", "model", model, specs, overrides, mesh)
     activations = activations_of(base)
     if sequence:
         if isinstance(optimizer, nnx.ModelAndOptimizer):

@@ -35,12 +35,7 @@ _WITHOUT_TPU = {
 
 @functools.lru_cache(maxsize=8)  # devices of two descriptions are never equal
 def topology_devices(name: str, num_slices: int = 1) -> tuple[Any, ...]:
-    """The devices of a topology such as ``v5e:4x4``, in each of several slices.
-
-    Raises:
-      ImportError: the TPU compiler is not installed.
-      ValueError: the TPU compiler does not know the topology.
-    """
+    """The devices of a topology such as ``v5e:4x4``, in each of several slices."""
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f"the topology {name!r} needs the TPU compiler, which needs no TPU: pip install "

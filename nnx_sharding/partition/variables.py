@@ -21,22 +21,13 @@ from ..transforms.stacking import layer_dimensions
 
 
 class NamedVariable(NamedTuple):
-    """A Variable of a model, or an array outside of any, with its path.
-
-    Attributes:
-      path: the keys from the model to it, as NNX filters see them.
-      variable: the Variable, or the array.
-      arrays: its arrays: one, or those of its pytree; abstract ones have no data.
-      is_buffer: whether it is an array that a model holds outside its Variables, such as a mask.
-        In a model without Variables, arrays are its parameters.
-      num_stacked: the number of leading dimensions for the layers of a ``Stack``.
-    """
+    """A Variable of a model, or an array outside of any, with its path."""
 
     path: Path
     variable: Any
     arrays: tuple[Any, ...]
-    is_buffer: bool = False
-    num_stacked: int = 0
+    is_buffer: bool = False  # an array that a model with Variables holds outside of them
+    num_stacked: int = 0  # leading dimensions for the layers of a `Stack`
 
     @property
     def name(self) -> str:
@@ -45,7 +36,7 @@ class NamedVariable(NamedTuple):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of its arrays; a number has the shape of a scalar."""
+        """The shapes of its arrays; a number has that of a scalar."""
         return [tuple(getattr(array, "shape", ())) for array in self.arrays]
 
     @property
@@ -68,20 +59,7 @@ class NamedVariable(NamedTuple):
 
 
 def variables(tree: Any) -> Iterator[NamedVariable]:
-    """Iterates over all Variables and arrays of a model, an optimizer or a pytree of them.
-
-    Only types are read. A Variable with several paths is yielded once, under the first one.
-
-    Args:
-      tree: the model, optimizer or pytree; abstract (``nnx.eval_shape``) or not.
-
-    Example:
-      >>> from flax import nnx
-      >>> from nnx_sharding.partition import variables
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
-      >>> [(v.name, v.shape) for v in variables(model)]
-      [('bias', (8,)), ('kernel', (4, 8))]
-    """
+    """All Variables and arrays of a model, an optimizer or a pytree, each under its first path."""
     flat = flatten(tree, graph=True)
     structure = flat.structure
     parameters, stacked = _plain_parameters(structure), layer_dimensions(flat)
@@ -91,13 +69,9 @@ def variables(tree: Any) -> Iterator[NamedVariable]:
             index = location.entry
             is_array = index is None or not _is_variable(structure.entries[index])
             subject = arrays[0] if is_array else flat.objects[index]  # type: ignore[index]
-            is_buffer = parameters.isdisjoint(location.slots)
-            is_buffer &= not isinstance(subject, nnx.Variable)
-            path, num_stacked = (
-                tuple(map(plain_key, location.path)),
-                stacked.get(location.slots[0], 0),
-            )
-            yield NamedVariable(path, subject, arrays, is_buffer, num_stacked)
+            is_buffer = is_array and parameters.isdisjoint(location.slots)
+            path = tuple(map(plain_key, location.path))
+            yield NamedVariable(path, subject, arrays, is_buffer, stacked.get(location.slots[0], 0))
 
 
 def _plain_parameters(structure: Structure) -> Set[int]:
@@ -134,33 +108,12 @@ def map_variables(tree: Any, function: Callable[[NamedVariable], Any]) -> Any:
 FOLLOWING = ActivationSharding(gather=True, infer=True)
 
 
-def activations_of(base: StateSharding | None) -> ActivationSharding:
-    """The shardings of activations that a strategy starts from."""
-    return (base and base.activations) or FOLLOWING
-
-
 def from_paths(
     specs: Mapping[Path, Any],
     activations: ActivationSharding = FOLLOWING,
     notes: Mapping[Path, str] = MappingProxyType({}),
 ) -> StateSharding:
-    """A ``StateSharding`` with one sharding for each path, which matches no other path.
-
-    Args:
-      specs: the sharding of each path; a path is a tuple of keys.
-      activations: how the activations of modules are sharded.
-      notes: why a path has its sharding, for reports.
-
-    Raises:
-      TypeError: one of ``specs`` is not a sharding.
-
-    Example:
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding.partition import from_paths
-      >>> sharding = from_paths({("up", "kernel"): P(None, "model"), ("up", "bias"): P()})
-      >>> sharding.map_prefix(("up", "kernel"), None)
-      P(None, 'model')
-    """
+    """A ``StateSharding`` with one sharding, and perhaps a note why, for each path."""
     groups: dict[Any, list[Path]] = {}
     for path, spec in specs.items():
         groups.setdefault((spec, notes.get(path, "")), []).append(path)

@@ -134,16 +134,14 @@ def _sharding_of(
     strategy: str, model: Any, optimizer: Any, mesh: Any, over: tuple[str, ...], axes: Axes
 ) -> StateSharding:
     data, _, style = strategy.partition(" + ")
-    options: dict[str, Any] = {"optimizer": optimizer}
+    options: dict[str, Any] = {"mesh": mesh, "optimizer": optimizer}
     base = None
     if style:
-        base = tensor_parallel(
-            model, mesh, axis=axes.model, sequence=style == "sequence", **options
-        )
+        base = tensor_parallel(model, axis=axes.model, sequence=style == "sequence", **options)
     if data in ("fsdp", "hsdp"):
-        return fsdp(model, mesh, axis=axes.data if data == "hsdp" else over, base=base, **options)
+        return fsdp(model, axis=axes.data if data == "hsdp" else over, base=base, **options)
     if data == "zero1" and optimizer is not None:
-        return zero1(model, optimizer, mesh, axis=over, base=base)
+        return zero1(model, axis=over, base=base, **options)
     return base or replicated(model, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from .. import _compat
 from ..errors import shortened
 from .fitting import suggestion
 from .paths import Path, path_string
+
+__all__ = ["PathGlob", "PathRegex", "Paths"]
 
 Predicate = Callable[[tuple[Any, ...], Any], bool]
 
@@ -36,18 +39,23 @@ def module_predicate(filter_: Any) -> Predicate:
 
 
 def misspelt(filter_: Any, keys: Iterable[Any]) -> str:
-    """``; did you mean 'up'?`` for a filter with a key that nearly equals one of ``keys``."""
-    names = list(map(str, keys))
-    near = (suggestion(word, names) for word in _words(filter_) if word not in names)
-    return next(filter(None, near), "")
+    """What is probably wrong with a filter that matches no path with these keys, or nothing."""
+    names, words = list(map(str, keys)), _words(filter_)
+    if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
+        return f".{hint.removesuffix('.')}"
+    near = next(filter(None, (suggestion(x, names) for x in words if x not in names)), "")
+    if isinstance(filter_, str) and (near or not set(names).isdisjoint(words)):
+        return f"; a string is a tag here: for paths, write PathRegex({filter_!r})"
+    return near
 
 
 def _words(filter_: Any) -> list[str]:
     """The keys that a filter for paths names."""
     if isinstance(filter_, nnx.PathContains):
         return [str(filter_.key)]
-    if isinstance(filter_, PathPattern):
-        return re.findall(r"[A-Za-z_]\w+", filter_.text)
+    if isinstance(filter_, str | PathPattern):
+        text = filter_ if isinstance(filter_, str) else filter_.text
+        return re.findall(r"[A-Za-z_]\w+", text)
     parts = filter_ if isinstance(filter_, tuple | list) else getattr(filter_, "predicates", ())
     return [word for part in parts for word in _words(part)]
 
@@ -97,12 +105,6 @@ class Paths(nnx.filterlib.PathIn):
     Args:
       paths: the paths, each the keys from the argument to a Variable.
       note: why they have their sharding, for reports.
-
-    Example:
-      >>> from nnx_sharding import filters
-      >>> first = filters.Paths([("blocks", 0, "kernel")])
-      >>> first(("blocks", 0, "kernel"), None), first(("blocks", 1, "kernel"), None)
-      (True, False)
     """
 
     note: str
@@ -111,10 +113,6 @@ class Paths(nnx.filterlib.PathIn):
         super().__init__(*map(tuple, paths))
         object.__setattr__(self, "note", note)  # PathIn is frozen
 
-    def __call__(self, path: Path, value: Any) -> bool:
-        """Whether ``path`` is one of them."""
-        return tuple(path) in self.paths
-
     def __repr__(self) -> str:
         names = sorted(map(path_string, self.paths))
         more = f", … {len(names) - 3} more" if len(names) > 3 else ""
@@ -122,39 +120,37 @@ class Paths(nnx.filterlib.PathIn):
         return f"Paths({', '.join(names[:3])}{more}{note})"
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class PathPattern:
     """Base class of filters that match paths by a pattern."""
 
-    __slots__ = ("_pattern", "search")
+    pattern: str | re.Pattern[str]
+    search: Callable[[str], Any] = dataclasses.field(init=False, compare=False)
 
-    def __init__(self, pattern: Any, regex: str | re.Pattern[str]):
-        self._pattern = pattern
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(self.pattern, "pattern", self.pattern), str):
+            raise TypeError(f"{type(self).__name__} takes a string, not {self.pattern!r}.")
         try:
-            self.search = re.compile(regex).search
+            search = re.compile(self._regex()).search
         except re.error as error:
             hint = "PathRegex is for regular expressions, PathGlob for blocks/*/kernel"
             raise ValueError(f"{self!r}: {error}. {hint}.") from None
+        object.__setattr__(self, "search", search)
+
+    def _regex(self) -> str | re.Pattern[str]:
+        return self.pattern
 
     @property
     def text(self) -> str:
         """The pattern as a string."""
-        return str(getattr(self._pattern, "pattern", self._pattern))
+        return str(getattr(self.pattern, "pattern", self.pattern))
 
     def __call__(self, path: Path, value: Any) -> bool:
         """Whether the pattern matches the path."""
-        return self.search(path_name(path)) is not None
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._pattern == other._pattern
-
-    def __hash__(self) -> int:
-        return hash(self._pattern)
+        return self.search(path_string(path)) is not None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._pattern!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._pattern,)
+        return f"{type(self).__name__}({self.pattern!r})"
 
 
 class PathRegex(PathPattern):
@@ -164,22 +160,11 @@ class PathRegex(PathPattern):
       pattern: a string or a compiled regular expression, for paths such as
         ``blocks/3/up/kernel``. They end at the Variable, so ``kernel$`` matches that name.
 
-    Raises:
-      TypeError: the pattern is neither.
-      ValueError: it is not a valid regular expression.
-
     Example:
       >>> from nnx_sharding import filters
       >>> filters.PathRegex(r"blocks/\d+/up/")(("blocks", 3, "up", "kernel"), None)
       True
     """
-
-    __slots__ = ()
-
-    def __init__(self, pattern: str | re.Pattern[str]):
-        if not isinstance(getattr(pattern, "pattern", pattern), str):
-            raise TypeError(f"PathRegex takes a string or re.compile(string), not {pattern!r}.")
-        super().__init__(pattern, pattern)
 
 
 class PathGlob(PathPattern):
@@ -190,31 +175,25 @@ class PathGlob(PathPattern):
         within one key; ``**`` matches any number of keys, including none, as in ``gitignore``. A
         ``$`` at the end is ignored; ``[$]`` matches the character.
 
-    Raises:
-      TypeError: the pattern is not a string.
-      ValueError: it has an empty key, ``**`` next to other characters, or an open ``[``.
-
     Example:
       >>> from nnx_sharding import filters
       >>> filters.PathGlob("**/up/*")(("blocks", 3, "up", "kernel"), None)
       True
     """
 
-    __slots__ = ()
-
-    def __init__(self, pattern: str):
-        if not isinstance(pattern, str):
-            raise TypeError(f"PathGlob takes a string, not {pattern!r}.")
+    def _regex(self) -> str:
+        if not isinstance(self.pattern, str):
+            raise TypeError(f"PathGlob takes a string, not {self.pattern!r}.")
         regex, slash = "", ""
-        for key in pattern.removesuffix("$").split("/"):
+        for key in self.pattern.removesuffix("$").split("/"):
             if key == "**":
                 regex += "(?:/.*)?" if slash else "(?:.*/)?"
             elif not key or "**" in key:
-                raise ValueError(f"PathGlob({pattern!r}): write keys and `**` like a/b/**/c.")
+                raise ValueError(f"{self!r}: write keys and `**` like a/b/**/c.")
             else:
                 regex += slash + _GLOB_PART.sub(_part_regex, key)
                 slash = "/"
-        super().__init__(pattern, rf"(?s)\A(?=.){regex}\Z" if slash else "")
+        return rf"(?s)\A(?=.){regex}\Z" if slash else ""
 
 
 def glob_hint(text: str) -> str:
@@ -236,20 +215,6 @@ def _part_regex(part: re.Match[str]) -> str:
     if literal:
         return re.escape(literal)
     return "[^/]*" if any_number else "[^/]"
-
-
-_last: tuple[Path | None, str] = (None, "")
-
-
-def path_name(path: Path) -> str:
-    """The path as a string, cached for the next filter that tests the same path."""
-    global _last
-    known, name = _last
-    if known is not path:
-        name = path_string(path)
-        if type(path) is tuple:
-            _last = path, name
-    return name
 
 
 _TYPE = (nnx.WithTag, nnx.OfType, nnx.Everything, nnx.Nothing)

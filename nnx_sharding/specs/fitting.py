@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 import math
 from collections import Counter
@@ -18,66 +17,22 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 OnIndivisible: TypeAlias = Literal["error", "replicate", "drop"]
 ON_INDIVISIBLE: tuple[OnIndivisible, ...] = get_args(OnIndivisible)
 
-MisfitKind: TypeAlias = Literal[
-    "unknown",  # the mesh has no such axis
-    "unmapped",  # the axis is not one of those that the caller may use
-    "mapped",  # an enclosing `shard_map` is mapped over the axis
-    "repeated",  # the axis is used several times
-    "auto",  # the axis is of type Auto, but unreduced or reduced
-    "unconstrained",  # the dimension is UNCONSTRAINED where that is not allowed
-    "rank",  # the spec has more entries than the array has dimensions
-    "indivisible",  # the axes do not divide the dimension
-    "refused",  # JAX refuses a sharding that is not a NamedSharding
-]
-
 
 class Misfit(NamedTuple):
-    """One reason why a spec does not fit a mesh or a shape; its ``str`` is the message."""
+    """One reason why a spec does not fit a mesh or a shape, and the axes that it is about."""
 
-    kind: MisfitKind
-    spec: Any
-    mesh: Any
-    shape: Any
+    reason: str
+    kind: Literal["axis", "repeated", "rank", "indivisible", "other"] = "other"
     axes: tuple[Any, ...] = ()
-    dimension: int = 0
-    reason: str = ""
 
     def __str__(self) -> str:
-        axis = self.axes[0] if self.axes else None
-        match self.kind:
-            case "unknown":
-                return f"the mesh has no axis {axis!r}{suggestion(axis, self.mesh.axis_names)}"
-            case "unmapped":
-                return f"the function is not mapped over {axis!r}, which stays automatic"
-            case "mapped":
-                return f"the function is mapped over {axis!r}, which already shards its arrays"
-            case "repeated":
-                count = list(spec_axes(self.spec)).count(axis)
-                return f"{axis!r} is used {count} times; an axis can shard only one dimension"
-            case "auto":
-                kind = "unreduced" if axis in self.spec.unreduced else "reduced"
-                return f"only axes of type Explicit can be {kind}; {axis!r} is of type Auto"
-            case "unconstrained":
-                return f"dimension {self.dimension} is UNCONSTRAINED; write None or a mesh axis"
-            case "rank" if not self.shape:
-                return "a scalar has no dimension to shard; its spec is P()"
-            case "rank":
-                rank = f"{len(self.shape)} dimension{'s' * (len(self.shape) > 1)}"
-                return f"the spec has {len(self.spec)} entries, the array {rank}"
-            case "indivisible":
-                sizes, dimension = self.mesh.shape, self.dimension
-                product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in self.axes)
-                total = f" = {_parts(self.axes, sizes)}" if len(self.axes) > 1 else ""
-                size = f"dimension {dimension} of size {self.shape[dimension]}"
-                return f"{size} is not divisible by {product}{total}"
-            case _:
-                return self.reason
+        return self.reason
 
 
 class Fit(NamedTuple):
     """How a sharding fits a mesh and a shape."""
 
-    declared: Any  # the sharding as it was declared
+    declared: Any
     shape: tuple[int, ...] | None  # None if only the mesh was considered
     sharding: Any  # without problems, the part that fits: a spec or a NamedSharding
     corrections: tuple[Misfit, ...]
@@ -97,8 +52,7 @@ class Fit(NamedTuple):
         """A copy with one more problem, unless it is None."""
         if reason is None:
             return self
-        problem = Misfit("refused", self.declared, None, self.shape, reason=reason)
-        return self._replace(problems=(*self.problems, problem))
+        return self._replace(problems=(*self.problems, Misfit(reason)))
 
     def line(self, name: str, before: Sequence[int] | None = None) -> str:
         """A line of a message: ``name, shape (6,) (was (4,)), P('a') → P(None,): the reasons``."""
@@ -143,32 +97,25 @@ def fit_sharding(
                 return fit.refuse(str(error))
         return fit
     spec, mesh = parts
-    misfit = functools.partial(Misfit, mesh=mesh, shape=of_shape)
     corrections: list[Misfit] = []
     if lenient and of_shape is not None:
-        rank = len(of_shape)
-        if any(map(axes_of, spec.partitions[rank:])):
-            corrections.append(misfit("rank", spec))
-        spec = with_entries(spec, (*spec.partitions[:rank], *[None] * (rank - len(spec))))
-    problems = [
-        misfit(kind, spec, axes=(axis,)) for kind, axis in _unusable(spec, mesh, usable, lenient)
-    ]
+        if any(map(axes_of, spec.partitions[len(of_shape) :])):
+            corrections.append(_too_long(spec, of_shape))
+        spec = with_entries(spec, padded(spec, len(of_shape)))
+    problems = list(_unusable(spec, mesh, usable))
     if lenient:
-        corrections += [problem for problem in problems if problem.kind != "repeated"]
+        corrections += [problem for problem in problems if problem.kind == "axis"]
         dropped = {axis for correction in corrections for axis in correction.axes}
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
         spec = only_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
     if not unconstrained:
         open_ = (d for d, x in enumerate(spec.partitions) if x is PartitionSpec.UNCONSTRAINED)
-        problems += [misfit("unconstrained", spec, dimension=d) for d in open_]
+        remedy = "is UNCONSTRAINED; write None or a mesh axis"
+        problems += [Misfit(f"dimension {d} {remedy}") for d in open_]
     if of_shape is not None and not problems:
         if len(spec) > len(of_shape):
-            problems = [misfit("rank", spec)]
-        indivisible = [
-            misfit("indivisible", spec, axes=axes_of(entry), dimension=d)
-            for d, (size, entry) in enumerate(zip(of_shape, spec.partitions, strict=False))
-            if size % _parts(entry, mesh.shape) and not problems
-        ]
+            problems = [_too_long(spec, of_shape)]
+        indivisible = [] if problems else list(_indivisible(spec, mesh.shape, of_shape))
         if on_indivisible == "error":
             problems += indivisible
         elif indivisible:
@@ -180,23 +127,46 @@ def fit_sharding(
     return Fit(declared, of_shape, sharding, tuple(corrections), tuple(problems))
 
 
-def _unusable(
-    spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None, lenient: bool
-) -> Iterable[tuple[MisfitKind, Any]]:
-    """The axes that a spec cannot use, with the reasons."""
-    mapped = axes_of_type(mesh, AxisType.Manual) if lenient else ()
-    auto = axes_of_type(mesh, AxisType.Auto) & (spec.unreduced | spec.reduced)
+def _unusable(spec: PartitionSpec, mesh: Any, usable: Collection[Any] | None) -> Iterator[Misfit]:
+    """The axes that a spec cannot use."""
+    mapped = axes_of_type(mesh, AxisType.Manual) if usable is None else ()
+    auto = axes_of_type(mesh, AxisType.Auto)
     for axis, times in Counter(spec_axes(spec)).items():
+        why, summed = None, spec.unreduced | spec.reduced
         if axis not in mesh.axis_names:
-            yield "unknown", axis
+            why = f"the mesh has no axis {axis!r}{suggestion(axis, mesh.axis_names)}"
         elif usable is not None and axis not in usable:
-            yield "unmapped", axis
+            why = f"the function is not mapped over {axis!r}, which stays automatic"
         elif axis in mapped:
-            yield "mapped", axis
-        elif axis in auto:
-            yield "auto", axis
+            why = f"the function is mapped over {axis!r}, which already shards its arrays"
+        elif axis in auto & summed:
+            kind = "unreduced" if axis in spec.unreduced else "reduced"
+            why = f"only axes of type Explicit can be {kind}; {axis!r} is of type Auto"
+        if why is not None:
+            yield Misfit(why, "axis", (axis,))
         if times > 1:
-            yield "repeated", axis
+            why = f"{axis!r} is used {times} times; an axis can shard only one dimension"
+            yield Misfit(why, "repeated", (axis,))
+
+
+def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Misfit:
+    if not shape:
+        return Misfit("a scalar has no dimension to shard; its spec is P()", "rank")
+    rank = f"{len(shape)} dimension{'s' * (len(shape) > 1)}"
+    return Misfit(f"the spec has {len(spec)} entries, the array {rank}", "rank")
+
+
+def _indivisible(
+    spec: PartitionSpec, sizes: Mapping[Any, int], shape: Sequence[int]
+) -> Iterator[Misfit]:
+    """The dimensions that their axes do not divide."""
+    for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
+        axes, parts = axes_of(entry), _parts(entry, sizes)
+        if size % parts:
+            product = " × ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
+            total = f" = {parts}" if len(axes) > 1 else ""
+            why = f"dimension {dimension} of size {size} is not divisible by {product}{total}"
+            yield Misfit(why, "indivisible")
 
 
 def _dividing(pairs: Iterable[tuple[int, Any]], sizes: Mapping[Any, int]) -> Iterator[Any]:
@@ -263,6 +233,11 @@ def only_axes(spec: PartitionSpec, axes: Collection[Any]) -> PartitionSpec:
     return part
 
 
+def padded(spec: PartitionSpec, rank: int) -> list[Any]:
+    """The entries of a spec, cut or filled with None to this number of dimensions."""
+    return [*spec.partitions[:rank], *[None] * (rank - len(spec))]
+
+
 def with_entries(spec: PartitionSpec, entries: Iterable[Any]) -> PartitionSpec:
     """A spec with other entries; its unreduced and reduced axes stay."""
     return spec.update(partitions=tuple(entries))  # type: ignore[no-any-return]
@@ -309,8 +284,7 @@ def _typed(sharding: Any, ndim: int) -> Any:
     part = in_type(sharding)
     if part is None:
         return None
-    entries = tuple(map(axes_of, part.spec.partitions))
-    entries += ((),) * (ndim - len(entries))
+    entries = tuple(map(axes_of, padded(part.spec, ndim)))
     return part.mesh.abstract_mesh, entries, part.spec.unreduced, part.spec.reduced
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec, Sharding
 from .. import _compat
 from ..errors import raise_listed, shortened
 from .activation_sharding import ActivationSharding
-from .filters import PathPattern, Paths, is_opaque, path_name, subject_text, to_predicate
+from .filters import PathPattern, Paths, Predicate, is_opaque, subject_text, to_predicate
 from .fitting import ON_INDIVISIBLE, OnIndivisible, suggested_spec
 from .mapped_axis import Axis
 from .paths import Path, path_string
 
 
+@dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
 class StateSharding:
     """Shardings of the Variables of an argument, by ordered NNX filters.
 
@@ -38,9 +39,10 @@ class StateSharding:
         the transform.
       activations: how the activations of the modules in the argument are sharded.
 
-    Raises:
-      TypeError: a filter or a sharding has a wrong type.
-      ValueError: ``on_indivisible`` has another value.
+    Attributes:
+      filters: the filters in the order in which they are tried. A string is a tag, as everywhere
+        in Flax; for paths, use :class:`~nnx_sharding.filters.PathRegex`.
+      shardings: the sharding of each filter.
 
     Example:
       >>> from flax import nnx
@@ -56,14 +58,11 @@ class StateSharding:
     Names and matching rules are those of ``flax.nnx.StateSharding``.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_filters",
-        "_on_indivisible",
-        "_shardings",
-        "_tests",
-        "activations",
-    )
+    filters: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+    on_indivisible: OnIndivisible | None
+    activations: ActivationSharding | None
+    _tests: list[tuple[Predicate, Callable[[str], Any] | None]]
 
     @_compat.api_boundary
     def __init__(
@@ -87,40 +86,25 @@ class StateSharding:
         head = "StateSharding: expected shardings, got:"
         remedy = "Use a PartitionSpec such as P('data', None), a Sharding, or None."
         raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
-        self._filters = tuple(filter_ for filter_, _ in pairs)
-        self._shardings = tuple(sharding for _, sharding in pairs)
         # The search of a pattern is called directly, for speed: there may be many patterns.
-        self._tests = tuple(
-            (p, p.search if isinstance(p, PathPattern) else None)
-            for p in map(to_predicate, self._filters)
+        predicates = [to_predicate(filter_) for filter_, _ in pairs]
+        vars(self).update(
+            filters=tuple(filter_ for filter_, _ in pairs),
+            shardings=tuple(sharding for _, sharding in pairs),
+            on_indivisible=on_indivisible,
+            activations=activations,
+            _tests=[(p, p.search if isinstance(p, PathPattern) else None) for p in predicates],
         )
-        self._on_indivisible = on_indivisible
-        self.activations = activations
-
-    @property
-    def filters(self) -> tuple[Any, ...]:
-        """The filters in the order in which they are tried."""
-        return self._filters
 
     @property
     def names(self) -> tuple[str, ...]:
         """The filters as text."""
-        return tuple(map(_show, self._filters))
-
-    @property
-    def shardings(self) -> tuple[Any, ...]:
-        """The sharding of each filter."""
-        return self._shardings
-
-    @property
-    def on_indivisible(self) -> OnIndivisible | None:
-        """The action where a sharding does not divide a shape; None if the transform decides."""
-        return self._on_indivisible
+        return tuple(map(_show, self.filters))
 
     @property
     def depends_on_values(self) -> bool:
         """Whether shapes or dtypes matter, to a user's predicates or for corrections."""
-        action = self._on_indivisible
+        action = self.on_indivisible
         return action not in (None, "error") or any(is_opaque(test) for test, _ in self._tests)
 
     def map_prefix(self, path: tuple[Any, ...], variable: Any) -> Any:
@@ -144,10 +128,10 @@ class StateSharding:
 
     def find(self, path: tuple[Any, ...], variable: Any) -> tuple[int | None, Any]:
         """The index of the first filter that matches, and its sharding; None if none does."""
-        name = path_name(path)
+        name = path_string(path)
         for index, (predicate, search) in enumerate(self._tests):
             if predicate(path, variable) if search is None else search(name):
-                return index, self._shardings[index]
+                return index, self.shardings[index]
         return None, None
 
     def find_below(self, start: Path, path: Path, variable: Any) -> tuple[Path, int | None, Any]:
@@ -159,9 +143,9 @@ class StateSharding:
         return candidate, index, sharding
 
     def __repr__(self) -> str:
-        pairs = zip(self.names, self._shardings, strict=True)
+        pairs = zip(self.names, self.shardings, strict=True)
         inside = ", ".join(f"{name}: {sharding!r}" for name, sharding in pairs)
-        action = self._on_indivisible
+        action = self.on_indivisible
         option = "" if action is None else f", on_indivisible={action!r}"
         return f"{type(self).__name__}({{{inside}}}{option})"
 
@@ -173,18 +157,12 @@ class StateSharding:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self._filters, self._shardings, self._on_indivisible, self.activations
+        return self.filters, self.shardings, self.on_indivisible, self.activations
 
     def with_activations(self, activations: ActivationSharding | None) -> StateSharding:
         """A copy with other shardings of activations."""
-        pairs = zip(self._filters, self._shardings, strict=True)
-        return StateSharding(pairs, on_indivisible=self._on_indivisible, activations=activations)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        pairs = tuple(zip(self._filters, self._shardings, strict=True))
-        action, activations = self._on_indivisible, self.activations
-        make = functools.partial(StateSharding, on_indivisible=action, activations=activations)
-        return make, (pairs,)
+        pairs = zip(self.filters, self.shardings, strict=True)
+        return StateSharding(pairs, on_indivisible=self.on_indivisible, activations=activations)
 
 
 def filters_text(rules: StateSharding) -> str:
@@ -213,10 +191,6 @@ def candidates(start: Path, path: Path) -> Sequence[Path]:
     """The paths under which filters find a Variable in a pytree of modules, in the order tried.
 
     As in Flax, they start at the module; strategies for the pytree give paths from its root.
-
-    Args:
-      start: the keys from the pytree to the module, or to a bare array.
-      path: the keys from there to the Variable.
     """
     return (path, (*start, *path)) if start and path else (path or start,)
 

@@ -51,7 +51,7 @@ def offload(
       >>> model = nnx.Linear(128, 256, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
       >>> mesh = jax.make_mesh((8,), ("data",))
-      >>> sharding = fsdp(model, mesh, optimizer=optimizer)
+      >>> sharding = fsdp(model, mesh=mesh, optimizer=optimizer)
       >>> sharding = offload(sharding, optimizer, mesh=mesh)
       >>> sharding.map_prefix(("opt_state", 0, "mu", "kernel"), None).memory_kind
       'pinned_host'

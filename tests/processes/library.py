@@ -149,8 +149,8 @@ def make():
 
 def rules_of(both):
     model, optimizer = both
-    base = tensor_parallel(model, MESH)
-    return fsdp(model, MESH, base=base, min_size=0, optimizer=optimizer)
+    base = tensor_parallel(model, mesh=MESH)
+    return fsdp(model, mesh=MESH, base=base, min_size=0, optimizer=optimizer)
 
 
 def check_init_and_reports():

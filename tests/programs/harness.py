@@ -26,13 +26,13 @@ def strategies(program, mesh):
 
     def by_shapes(tree, model=None):
         if model is None:
-            return fsdp(tree, mesh, min_size=0)
-        return fsdp(model, mesh, min_size=0, optimizer=tree)
+            return fsdp(tree, mesh=mesh, min_size=0)
+        return fsdp(model, mesh=mesh, min_size=0, optimizer=tree)
 
     def by_layers(tree, model=None):
         if model is None:
-            return tensor_parallel(tree, mesh)
-        return tensor_parallel(model, mesh, optimizer=tree)
+            return tensor_parallel(tree, mesh=mesh)
+        return tensor_parallel(model, mesh=mesh, optimizer=tree)
 
     def by_rules(tree, model=None):
         rules = from_rules(program.RULES, default=P())

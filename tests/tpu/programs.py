@@ -79,7 +79,7 @@ def train_step(devices, name, strategy, model_type=Net):
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     model, optimizer = nnx.eval_shape(make)
-    sharding = strategy(model, mesh, optimizer=optimizer)
+    sharding = strategy(model, mesh=mesh, optimizer=optimizer)
     fun = jit(step, in_shardings=(sharding, sharding, P("data")), mesh=mesh, donate_argnums=(0, 1))
     return fun.lower(model, optimizer, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
 
