@@ -20,7 +20,7 @@ from nnx_sharding import StateSharding, jit
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.partition import abstract_init, from_logical, from_paths, init, sharded_init
-from nnx_sharding.transforms.lifted_function import lift
+from nnx_sharding.transforms.lifted import lift
 
 RULES = StateSharding({nnx.PathContains("kernel"): P("a", "b"), ...: P()})
 

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from .. import _compat
 from ..core.call_context import Caller, called_by
 from ..core.flatten import Flat
-from ..core.plan import Plan, abstract, is_committed
+from ..core.placing import abstract, is_committed
+from ..core.plan import Plan
 from ..specs.fitting import axes_of_type
 
 ChosenBy: TypeAlias = Literal["user", "strategy", "types", "compiler"]

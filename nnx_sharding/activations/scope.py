@@ -12,12 +12,13 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.problems import Problem, refuse
+from ..core.problems import no_mesh
 from ..core.pure import Pure
 from ..core.resharding import apply_shardings, mesh_here, without_unconstrained
 from ..core.retyping import retyped, type_spec, with_reduced
 from ..core.structure import NodeEntry
 from ..core.unflatten import Built
+from ..errors import ActivationError, message, raise_listed, see
 from ..specs.activation_sharding import Activation, ActivationSharding, is_activation_spec
 from ..specs.fitting import (
     axes_of,
@@ -256,8 +257,18 @@ class Scope:
         entry: Any = PartitionSpec(*spec.partitions[:count])
         if not is_layer(module):
             entry = Activation(entry, axis_types=AxisType.Auto)
-        offender = (tag.accessor, path_string(tag.path), module, error, types, entry)
-        refuse(Problem.CANNOT_BE_TYPED, [offender], name=self._transform.name)
+        reason = str(error).partition(". ")[0].partition("\n")[0]
+        text = message(
+            f"{self._transform.name}: on these Explicit axes JAX cannot know how a module shards "
+            "the result of an operation:",
+            [f"  {tag.accessor}: {type(module).__name__} of {', '.join(types)}\n    {reason}"],
+            "Declare its output: jit(..., activation_shardings="
+            f"{{{path_string(tag.path)!r}: {entry!r}}}); within the module, the compiler then "
+            "chooses. Patterns such as 'blocks/*/up' match several. Strategies such as fsdp or "
+            "from_rules do so for all modules. Or give the operation an out_sharding, or use "
+            "jit(..., auto_axes=True), with out_shardings.",
+        )
+        raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
 
     def _root_tag(self, module: Any) -> Tag:
         """Tags a module that is not from the arguments, as the root of a path, and all in it."""
@@ -333,7 +344,7 @@ class Scope:
             return x
         pair = spec_and_mesh(spec, self._mesh)
         if pair is None:
-            refuse(Problem.NO_MESH, [], name=self._transform.name)
+            raise no_mesh(self._transform.name)
         mesh = mesh_here(pair[1])
         action = self._transform.on_indivisible
         fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
@@ -364,18 +375,27 @@ class Scope:
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
                 self._misfits |= dict.fromkeys([fit.line("gather")] if fit.problems else ())
-        if self._misfits:
-            refuse(
-                Problem.ACTIVATION_DOES_NOT_FIT, [(x.strip(),) for x in self._misfits], name=name
-            )
+        raise_listed(
+            ActivationError,
+            f"{name}: these activation shardings do not fit:",
+            [f"  {x.strip()}" for x in self._misfits],
+            "Correct the specs, or use on_indivisible for those that do not divide a shape.",
+            anchor="activation-specs-that-do-not-fit",
+        )
         unused = [
-            (filter_,)
+            f"  {filter_!r}"
             for number, source in enumerate(self._sources)
             for index, filter_ in enumerate(source.filters)
             if source.strict and (number, index) not in self.declaration.used
         ]
-        if unused:
-            refuse(Problem.ACTIVATION_UNUSED, unused, name=name)
+        raise_listed(
+            ActivationError,
+            f"{name}: these filters of activation_shardings match no called module:",
+            unused,
+            "Paths are those of modules within the argument, such as blocks/*/up. Correct the "
+            "filters, or pass ActivationSharding(..., strict=False).",
+            anchor="unused-filter-for-activations",
+        )
 
 
 _NOTE = (

@@ -53,8 +53,15 @@ class Caller(NamedTuple):
     leaves: Sequence[Any] = ()
 
 
-# A plain tuple of these fields, for speed: each call makes one. None while a function is traced.
+# The fields of a `Caller`, in a plain tuple for speed: each call makes one. None while a function is
+# traced.
 CALLER: ContextVar[tuple[Any, ...] | None] = ContextVar("caller", default=None)
+
+
+def caller_here() -> Caller | None:
+    """The call to which a trace belongs."""
+    fields = CALLER.get()
+    return None if fields is None else Caller(*fields)
 
 
 @contextlib.contextmanager
@@ -71,21 +78,22 @@ _LOGGER = logging.getLogger("nnx_sharding")
 
 
 def _on_event(event: str, **_: Any) -> None:
-    fields = CALLER.get()
-    if event == _compat.CACHE_HIT and fields is not None:
-        plan = Caller(*fields).plan
-        if plan is not None:
-            plan.reported[event] = 1
+    caller = caller_here() if event == _compat.CACHE_HIT else None
+    if caller is not None and caller.plan is not None:
+        caller.plan.reported[event] = 1
 
 
 def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
-    fields = CALLER.get()
-    if fields is None or event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
+    if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
-    caller = Caller(*fields)
-    plan = caller.plan
+    caller = caller_here()
+    plan = None if caller is None else caller.plan
     # JAX also compiles the programs that move arguments to their shardings.
-    if plan is None or details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
+    if (
+        caller is None
+        or plan is None
+        or details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})")
+    ):
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..errors import raise_listed
 from ..specs.fitting import (
     axes_of,
     axes_of_type,
@@ -20,7 +21,7 @@ from ..specs.fitting import (
     with_entries,
 )
 from .flatten import Flat
-from .problems import Problem, refuse
+from .problems import array_line
 from .structure import Structure
 
 # The parameters of the current trace whose gradients go to partial sums, each by its id with them.
@@ -131,8 +132,9 @@ class Retyping(NamedTuple):
         outer = getattr(mesh, "abstract_mesh", mesh)
         free = [a for a in outer.axis_names if a not in axes_of_type(outer, AxisType.Manual)]
         chosen = free if axes is None or axes is True else axes
-        if wrong := [(option, axis, free) for axis in chosen if axis not in free]:
-            refuse(Problem.INVALID_OPTION, wrong, name=name)
+        expected = f"expected one of {', '.join(map(repr, free))}"
+        wrong = [f"  {option}: {expected}, got {axis!r}" for axis in chosen if axis not in free]
+        raise_listed(ValueError, f"{name}: these options have invalid values:", wrong)
         changed = dict.fromkeys(set(chosen) - axes_of_type(outer, kind), kind)
         return cls(outer, outer.update_axis_types(changed)) if changed else None
 
@@ -207,7 +209,9 @@ class Retyped(NamedTuple):
         after: Flat,
         specs: Sequence[Any],
         names: Sequence[str],
-        **details: Any,
+        *,
+        name: str,
+        option: str,
     ) -> Flat:
         """The outputs with the types of :meth:`leave`, but as declared where there is a spec.
 
@@ -222,9 +226,13 @@ class Retyped(NamedTuple):
             if pair is not None and not _compat.is_ref(left[slot]):
                 left[slot] = retyped(left[slot], self.retyping.outer, pair[0])
                 untyped.pop(slot, None)
-        if untyped:
-            offenders = [(names[slot], x) for slot, x in untyped.items()]
-            refuse(Problem.UNDECLARED_RESULT, offenders, **details)
+        raise_listed(
+            ValueError,
+            f"{name}: these results were computed on Auto axes, and no spec says how they are "
+            "sharded on the Explicit axes outside:",
+            [array_line(names[slot], x) for slot, x in untyped.items()],
+            f"Declare them in {option}; P() replicates.",
+        )
         return after._replace(leaves=left)
 
 

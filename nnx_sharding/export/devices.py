@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.plan import is_committed
+from ..core.placing import is_committed
 from ..core.transfer import transfer
 from ..errors import ExportError
 from .manifest import Manifest, MeshInfo, meshes_of

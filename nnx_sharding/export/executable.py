@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from .. import _compat
 from .._version import __version__
 from ..analysis.parameters import spec_text
+from ..core.plan import Plan
 from ..errors import ExportError, raise_listed
 from ..transforms.stages import Compiled, Lowered
 from . import files
@@ -63,7 +64,7 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
             f"{devices[0].platform} ({type(error).__name__}: {error}). Leave out what calls Python "
             "or captures a jax.Ref, or use JAX's persistent compilation cache instead."
         ) from error
-    manifest = _manifest(compiled._lowered, compiled._origin, devices)
+    manifest = _manifest(compiled._lowered, compiled._plan, devices)
     files.write(path, manifest, program, files.EXECUTABLE)
 
 
@@ -113,14 +114,14 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
             f"got {lowered!r:.200}."
         )
     saved, program = files.read(path, files.EXECUTABLE)
-    stage, origin = lowered._stage, lowered._origin
+    stage, plan = lowered._stage, lowered._plan
     try:
         available = {device.id: device for device in _available(saved["platform"])}
         known = [available[one["id"]] for one in saved["devices"] if one["id"] in available]
         # Those of the shardings may be devices of a topology, which run nothing.
-        ordered = [device.id for device in _devices(origin.plan.shardings, known)]
+        ordered = [device.id for device in _devices(plan.shardings, known)]
         devices = [available[id_] for id_ in ordered if id_ in available] or jax.devices()[:1]
-        here = _manifest(stage, origin, devices)
+        here = _manifest(stage, plan, devices)
         lines = _differing(_machine(saved), _machine(here))
         if not lines and saved["stablehlo"] != here["stablehlo"]:
             lines = _differing(_function(saved), _function(here))
@@ -143,7 +144,7 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
             f"{path} has an executable that jax {jax.__version__} cannot load ({error}). Compile "
             "and save it again."
         ) from error
-    return Compiled(loaded, origin, stage)
+    return lowered._compiled_to(loaded)
 
 
 def _available(platform: str) -> list[Any]:
@@ -158,9 +159,9 @@ def _devices(shardings: Iterable[Any], default: Sequence[Any]) -> list[Any]:
     return list(next(filter(None, map(_compat.device_assignment, shardings)), default))
 
 
-def _manifest(lowered: Any, origin: Any, devices: Sequence[Any]) -> dict[str, Any]:
+def _manifest(lowered: Any, plan: Plan, devices: Sequence[Any]) -> dict[str, Any]:
     """What an executable was compiled from, and for what."""
-    plan, avals = origin.plan, lowered.in_avals[0]
+    avals = lowered.in_avals[0]
     named = [one if isinstance(one, NamedSharding) else None for one in plan.shardings]
     specs = ["" if one is None else f" {spec_text(one.spec)}" for one in named]
     packages = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax")}

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.problems import Problem, refuse
+from ..core.problems import no_mesh
 from ..core.resharding import (
     apply_shardings,
     given_mesh,
@@ -202,7 +202,7 @@ def fitted(
     for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
         parts = spec_and_mesh(spec, mesh)
         if parts is None and needs_mesh and isinstance(spec, PartitionSpec):
-            refuse(Problem.NO_MESH, [], name=caller)
+            raise no_mesh(caller)
         if parts is None or not is_array(leaf):
             is_final = isinstance(spec, Sharding | Format) and is_array(leaf)
             assigned.append(Assignment(name, spec if is_final else None))

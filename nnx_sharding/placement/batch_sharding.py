@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from ..core.problems import show
 from ..core.structure import PyTreeDef
 from ..core.targets import Specs
-from ..diagnostics.differences import show
 from ..errors import raise_listed
 from ..specs.paths import accessor, path_key
 from .place import shardings_for, trimmed

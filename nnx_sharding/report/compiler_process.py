@@ -40,10 +40,8 @@ class CompilerProcess:
           CompilerCrash: the compiler ended its process.
           JaxRuntimeError: the compiler refused the program.
         """
-        stage = lowered._stage
-        return Compiled(
-            _compat.compile_elsewhere(stage, options, self._ask), lowered._origin, stage
-        )
+        program = _compat.compile_elsewhere(lowered._stage, options, self._ask)
+        return lowered._compiled_to(program)
 
     def close(self) -> None:
         """Ends the process."""

@@ -5,26 +5,25 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import flax
 import jax
 from jax.sharding import Sharding
 
 from .._version import __version__
-from ..analysis.activation_table import ActivationRow, activations_table
+from ..analysis.activation_table import ActivationRow, ActivationTable, activations_table
 from ..analysis.collectives import Collectives, axes_text
-from ..analysis.cost import Costs
+from ..analysis.cost import Cost, Costs
 from ..analysis.hardware import Device, known_device
 from ..analysis.json_codec import as_data
 from ..analysis.links import traffic_table
 from ..analysis.memory import Memory
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterRow, mesh_of, rows_table
+from ..analysis.parameters import ParameterRow, ParameterTable, mesh_of, rows_table
 from ..analysis.roofline import Roofline, roofline_of
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text, time_text
-from ..transforms.stages import Compiled
 from .json_form import JsonForm
 
 
@@ -150,8 +149,20 @@ class ProgramReport(JsonForm):
         return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
 
-def describe(compiled: Compiled) -> ProgramReport:
-    """The report of a program, which calls this; see :meth:`Compiled.report`."""
+class _Compiled(Protocol):
+    """What a report needs of a compiled function (``transforms/stages.py``)."""
+
+    def shardings(self) -> list[Any]: ...
+    def parameters(self) -> ParameterTable: ...
+    def lowered_cost(self) -> Cost | None: ...
+    def cost(self, *, loops: bool = False) -> Cost | None: ...
+    def memory(self) -> Memory | None: ...
+    def collectives(self) -> Collectives | None: ...
+    def activations(self) -> ActivationTable: ...
+
+
+def describe(compiled: _Compiled, name: str, hlo: str | None) -> ProgramReport:
+    """The report of a program, which calls this; see ``Compiled.report``."""
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
     if mesh is not None:
@@ -163,7 +174,7 @@ def describe(compiled: Compiled) -> ProgramReport:
     device = known_device(first.device_kind)
     costs = compiled.lowered_cost(), compiled.cost(), compiled.cost(loops=True)
     report = ProgramReport(
-        name=compiled._plan.fun_name,
+        name=name,
         made_with=Versions(
             __version__, jax.__version__, flax.__version__, platform.python_version()
         ),
@@ -177,6 +188,6 @@ def describe(compiled: Compiled) -> ProgramReport:
         collectives=compiled.collectives(),
         activations=tuple(compiled.activations()),
         roofline=None,
-        hlo=compiled.as_text(),
+        hlo=hlo,
     )
     return report if device is None else report.with_roofline(device)

@@ -15,7 +15,7 @@ from ..errors import raise_listed
 from ..specs.mapped_axis import CARRY
 from .axis_prefixes import Mapped, axes_specs, frozen_metadata
 from .in_trace import Function, Inner, described
-from .lifted_function import lift
+from .lifted import lift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

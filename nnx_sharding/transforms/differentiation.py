@@ -26,7 +26,7 @@ from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from .in_trace import InnerTransform, described, is_array
-from .lifted_function import LiftedFunction, P, R
+from .lifted import LiftedFunction, P, R
 from .partial_sums import PartialSums
 
 
@@ -172,7 +172,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
           ValueError: an argument does not exist, or no Variable matches the user's filter.
         """
         name = self._transform.name
-        targets = {target.name: target for target in plan.targets}
+        targets = {target.name: target for target in plan.arguments}
         chosen = {self._name_of(which, call): filter_ for which, filter_ in self._transform.wrt}
         if len(chosen) < len(self._transform.wrt):
             which = [x for x, _ in self._transform.wrt]
@@ -185,7 +185,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
         is_empty, seen = True, set[int]()
-        for found in locate(flat.structure, plan.targets):
+        for found in locate(flat.structure, plan.arguments):
             argument, (_, entry, slots) = found.target.name, found.location
             predicate = predicates.get(argument)
             # A Variable without arrays, such as one of None, has a gradient without arrays.

@@ -11,7 +11,7 @@ from .. import _compat
 from ..core.signature import Roles
 from ..specs.filters import to_predicate
 from .differentiation import Differentiation, Grad, ValueAndGrad
-from .lifted_function import lift
+from .lifted import lift
 
 
 @_compat.api_boundary

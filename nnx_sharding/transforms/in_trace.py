@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -17,7 +18,7 @@ from ..core.pure import Pure
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..specs.paths import Path
-from .lifted_function import LiftedFunction, P, R
+from .lifted import LiftedFunction, P, R
 from .partial_sums import PARTIAL_SUMS, PartialSums
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.
@@ -42,9 +43,6 @@ def described(value: Any) -> str:
 
 class InnerTransform(Transform):
     """What these transforms decide: no shardings, and anything may be an argument."""
-
-    shards: ClassVar[bool] = False
-    takes_any: ClassVar[bool] = True
 
     @contextlib.contextmanager
     def tracing(  # noqa: D102
@@ -80,7 +78,8 @@ class InnerTransform(Transform):
 
             names = [*pure.names, *(pure.names[slot] for slot in found)]
             specs = [*in_specs, *(in_specs[slot] for slot in found)]
-            more = self.applied(pure._replace(names=names), with_sums, specs, out_specs)
+            every = dataclasses.replace(pure, names=names)
+            more = self.applied(every, with_sums, specs, out_specs)
             return more(*leaves, *found.values())
 
         return Program(staged=None, top_level=call, inline=inline)

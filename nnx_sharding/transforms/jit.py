@@ -15,26 +15,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
+from ..core.problems import check_options
 from ..core.pure import Pure
 from ..core.resharding import in_context
 from ..core.signature import Roles
 from ..core.targets import Specs, check_specs
-from ..core.transform import Program, Transform, check_options
+from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
-from .lifted import Lifted
-from .lifted_function import lift
+from .lifted import Lifted, lift
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Jit(Transform):
+class Jit(Sharded):
     """What ``jit`` decides: the defaults, and the options that it passes to ``jax.jit``."""
 
-    untraced: ClassVar[frozenset[str]] = Transform.untraced | {
+    untraced: ClassVar[frozenset[str]] = Sharded.untraced | {
         *("on_committed", "keep_unused", "device", "backend", "inline", "compiler_options")
     }
 

@@ -24,7 +24,7 @@ from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
 from .axis_prefixes import Carry, Mapped, axes_specs, frozen_metadata
 from .in_trace import Function, Inner, described
-from .lifted_function import lift, unbind
+from .lifted import lift, unbind
 from .scan_loop import Loop
 
 

@@ -23,7 +23,7 @@ from ..specs.filters import PathGlob, Predicate, to_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
 from .in_trace import KNOWN, Function, Inner, InnerTransform, Known
-from .lifted_function import lift
+from .lifted import lift
 from .residuals import equations
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.

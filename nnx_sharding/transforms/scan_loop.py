@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from ..activations.variables import resharded
-from ..core.call_context import CALLER
+from ..core.call_context import caller_here
 from ..core.naming import name_of
 from ..core.none_specs import PLAIN
 from ..core.outcome import Outcome, OutputGroup
@@ -171,7 +171,7 @@ class Loop:
             raise_listed(ValueError, head, lines)
 
     def _refuse_no_length(self) -> NoReturn:
-        fun: Any = CALLER.get()[0]  # type: ignore[index]
+        fun: Any = caller_here().fun  # type: ignore[union-attr]
         arguments = dict.fromkeys(self._signature.keywords)
         try:
             inspect.signature(fun).bind(*self._signature.names, **arguments)

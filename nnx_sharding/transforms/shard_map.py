@@ -15,19 +15,19 @@ from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
 from ..core.none_specs import with_static_values
-from ..core.plan import is_committed
-from ..core.problems import Problem, refuse
+from ..core.placing import is_committed
+from ..core.problems import array_line, check_options
 from ..core.pure import Pure
 from ..core.resharding import mesh_here
 from ..core.retyping import typed_as
 from ..core.signature import Call, Parameters, Roles, Signature
 from ..core.targets import Specs, check_specs
-from ..core.transform import Program, Transform, check_options
+from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
+from ..errors import raise_listed
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, in_type, only_axes, spec_axes
-from .lifted import Lifted
-from .lifted_function import lift
+from .lifted import Lifted, lift
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,7 +35,7 @@ AxisName = Hashable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ShardMap(Transform):
+class _ShardMap(Sharded):
     """What ``shard_map`` decides."""
 
     name: str = "shard_map"
@@ -95,16 +95,29 @@ class _ShardMap(Transform):
         if not self.check_vma or self.context is None:
             return
         here = frozenset(self.context.axis_names).difference(_compat.manual_axes(self.context))
-        offenders = []
+        missing: dict[Any, None] = {}
+        lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
                 continue  # refs are not returned, only updated in place
             used = {axis for entry in spec.partitions for axis in axes_of(entry)}
             used |= spec.unreduced | spec.reduced
             axes = sorted(_compat.varying_axes(leaf) & here - used, key=str)
-            offenders += [(name, leaf, spec, axes)] if axes else []
-        if offenders:
-            refuse(Problem.VARYING_OUTPUT, offenders, name=self.name, fun_name=fun_name)
+            if axes:
+                along = ", ".join(map(repr, axes))
+                lines.append(f"{array_line(name, leaf)}, {spec!r}: varies along {along}")
+                missing |= dict.fromkeys(axes)
+        reduced = repr(*missing) if len(missing) == 1 else repr(tuple(missing))
+        raise_listed(
+            ValueError,
+            f"{self.name}: JAX cannot prove that these results of {fun_name} are replicated along "
+            "the mesh axes that their specs leave out:",
+            lines,
+            f"Reduce them in the function, as in jax.lax.pmean(x, {reduced}) or psum, pmax, "
+            "all_gather; or name the axis in the spec. If they are equal for reasons that JAX "
+            "cannot see, pass check_vma=False.",
+            anchor="not-proven-replicated",
+        )
 
     def spec_of(self, spec: Any) -> Any:
         if spec is None:
