@@ -53,8 +53,7 @@ class Caller(NamedTuple):
     leaves: Sequence[Any] = ()
 
 
-# The fields of a `Caller`, in a plain tuple for speed: each call makes one. None while a function is
-# traced.
+# The fields of a `Caller`, in a plain tuple for speed. None while a function is traced.
 CALLER: ContextVar[tuple[Any, ...] | None] = ContextVar("caller", default=None)
 
 
@@ -87,13 +86,11 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
     caller = caller_here()
-    plan = None if caller is None else caller.plan
+    if caller is None or caller.plan is None:
+        return
+    plan = caller.plan
     # JAX also compiles the programs that move arguments to their shardings.
-    if (
-        caller is None
-        or plan is None
-        or details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})")
-    ):
+    if details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:
