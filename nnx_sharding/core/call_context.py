@@ -35,22 +35,14 @@ class Caller(NamedTuple):
 
     A plan also serves equal functions and equal static objects, but a trace must get those of its
     own call.
-
-    Attributes:
-      fun: the function.
-      objects: the objects of its arguments.
-      observer: is notified of traces.
-      nested: whether the call is part of a trace.
-      plan: the plan of what JAX may compile, for a call at top level; else None.
-      leaves: the arrays of a call at top level.
     """
 
-    fun: Any
-    objects: Sequence[Any]
-    observer: Observer | None = None
-    nested: bool = False
-    plan: Any = None
-    leaves: Sequence[Any] = ()
+    fun: Any  # the function
+    objects: Sequence[Any]  # the objects of its arguments
+    observer: Observer | None = None  # is notified of traces
+    nested: bool = False  # whether the call is part of a trace
+    plan: Any = None  # the plan of what JAX may compile, for a call at top level; else None
+    leaves: Sequence[Any] = ()  # the arrays of a call at top level
 
 
 # The fields of a `Caller`, in a plain tuple for speed. None while a function is traced.

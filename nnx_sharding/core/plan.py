@@ -26,34 +26,23 @@ from .unflatten import parts, picker
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Plan(Pure):
-    """A pure function with all that a call needs once its arguments are split.
+    """A pure function with all that a call needs once its arguments are split."""
 
-    Attributes:
-      fun: the user's function, held weakly.
-      fun_name: its name.
-      arguments: the dynamic arguments and their parts.
-      program: the pure function, transformed by JAX.
-      out_specs: all specs that outputs can have.
-      shardings: the declared sharding of each slot, or None.
-      attributes: the slots of arrays that are attributes of modules, each with the index of the
-        module and the name. Empty if attributes of the caller's modules are not updated.
-      placed_slots: the slots that are placed before the function runs: those of Variables and of
-        these attributes, and all if committed arrays may be moved.
-      placed_shardings: the shardings of these slots.
-      pick_placed: picks these slots from all arrays.
-      reported: what JAX has reported about an unfinished compilation.
-    """
-
-    fun: Callable[[], Any]
-    fun_name: str
-    arguments: list[Target]
-    program: Program
-    out_specs: tuple[Any, ...]
+    fun: Callable[[], Any]  # the user's function, held weakly
+    fun_name: str  # its name
+    arguments: list[Target]  # the dynamic arguments and their parts
+    program: Program  # the pure function, transformed by JAX
+    out_specs: tuple[Any, ...]  # all specs that outputs can have
+    # the declared sharding of each slot, or None
     shardings: tuple[jax.sharding.Sharding | None, ...]
+    # by slot, for arrays that are attributes of modules: the module and the name; empty if
+    # those are not updated
     attributes: Mapping[int, tuple[int, Any]]
+    # of Variables and these attributes; if committed arrays may be moved, of all
     placed_slots: tuple[int, ...]
-    placed_shardings: list[jax.sharding.Sharding]
-    pick_placed: Callable[[Sequence[Any]], Sequence[Any]]
+    placed_shardings: list[jax.sharding.Sharding]  # the shardings of these slots
+    pick_placed: Callable[[Sequence[Any]], Sequence[Any]]  # picks these slots from all arrays
+    # what JAX has reported about an unfinished compilation
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

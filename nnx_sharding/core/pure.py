@@ -43,40 +43,25 @@ from .unflatten import Built, assemble, kept_places, node_changes, restore, unfl
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Pure:
-    """The pure function, as a value: functions with equal keys have the same trace.
+    """The pure function, as a value: functions with equal keys have the same trace."""
 
-    Attributes:
-      transform: what the transform decides, with the mesh that applies.
-      signature: the roles of the arguments.
-      structure: the structure of the arguments.
-      targets: the graph objects among the arguments, with their specs.
-      names: the expression for the array in each slot: ``model.up.kernel``.
-      specs: the final spec of each slot, or None.
-      known: the name and the final spec of each Variable of the arguments.
-      on_indivisible: by slot, the option that has priority over that of the transform.
-      donated: the slots whose arrays are donated. Those of objects are always outputs.
-      uses: the decisions of each ``StateSharding`` among the arguments.
-      graph: whether shared references are kept (graph mode) or refused (tree mode).
-      updates: whether changes of structure are written back.
-      batch_axes: the mesh axes that shard the first dimension of arrays outside of objects, if
-        activations are sharded; in a trace also those in the types of arrays.
-      batch_slots: these arrays, without those whose sharding is declared.
-    """
-
-    transform: Transform
-    signature: Signature
-    structure: Structure
-    targets: tuple[Target, ...]
-    names: Sequence[str]
-    specs: Sequence[Any]
+    transform: Transform  # what the transform decides, with the mesh that applies
+    signature: Signature  # the roles of the arguments
+    structure: Structure  # the structure of the arguments
+    targets: tuple[Target, ...]  # the graph objects among the arguments, with their specs
+    names: Sequence[str]  # the expression for the array in each slot: ``model.up.kernel``
+    specs: Sequence[Any]  # the final spec of each slot, or None
+    # the name and the final spec of each Variable of the arguments
     known: dict[int, tuple[str, Any]]
-    on_indivisible: dict[int, OnIndivisible]
-    donated: frozenset[int]
-    uses: tuple[FilterUse, ...]
-    graph: bool
-    updates: bool
+    on_indivisible: dict[int, OnIndivisible]  # by slot, before that of the transform
+    donated: frozenset[int]  # slots; those of objects are always outputs
+    uses: tuple[FilterUse, ...]  # the decisions of each ``StateSharding`` among the arguments
+    graph: bool  # whether shared references are kept, or refused (tree mode)
+    updates: bool  # whether changes of structure are written back
+    # mesh axes that shard the first dimension of arrays outside of objects, if activations
+    # are sharded; in a trace also those in types
     batch_axes: frozenset[Any] = frozenset()
-    batch_slots: tuple[int, ...] = ()
+    batch_slots: tuple[int, ...] = ()  # these arrays, without those whose sharding is declared
 
     @functools.cached_property
     def object_specs(self) -> dict[int, Any]:

@@ -28,21 +28,13 @@ SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
 
 
 class NamedLocation(NamedTuple):
-    """A location in a target.
+    """A location in a target."""
 
-    Attributes:
-      target: the target.
-      part: the part of it.
-      location: the location.
-      name: the expression for it: ``model.blocks[3].kernel``.
-      paths: all paths from the part to it, in order.
-    """
-
-    target: Target
-    part: Part
-    location: Location
-    name: str
-    paths: Sequence[Path]
+    target: Target  # the target
+    part: Part  # the part of it
+    location: Location  # the location
+    name: str  # the expression for it: ``model.blocks[3].kernel``
+    paths: Sequence[Path]  # all paths from the part
 
     def name_of(self, path: Path) -> str:
         """The expression for it by another path."""
@@ -82,19 +74,12 @@ def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]
 
 
 class Resolved(NamedTuple):
-    """The outcome of resolving.
+    """The outcome of resolving."""
 
-    Attributes:
-      slots: the spec of each array, by slot.
-      variables: the name and spec of each located Variable or ref.
-      on_indivisible: by slot, the option of the ``StateSharding`` there.
-      uses: the decisions of each ``StateSharding``.
-    """
-
-    slots: list[Any]
-    variables: dict[int, tuple[str, Any]]
-    on_indivisible: dict[int, OnIndivisible]
-    uses: list[FilterUse]
+    slots: list[Any]  # the spec of each array, by slot
+    variables: dict[int, tuple[str, Any]]  # the name and spec of each located Variable or ref
+    on_indivisible: dict[int, OnIndivisible]  # by slot, the option of the ``StateSharding`` there
+    uses: list[FilterUse]  # the decisions of each ``StateSharding``
 
 
 def resolve(

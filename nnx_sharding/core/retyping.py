@@ -103,15 +103,10 @@ def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
 
 
 class Retyping(NamedTuple):
-    """Axis types that change for the duration of a call.
+    """Axis types that change for the duration of a call."""
 
-    Attributes:
-      outer: the mesh around the call.
-      inner: the mesh during the call.
-    """
-
-    outer: AbstractMesh
-    inner: AbstractMesh
+    outer: AbstractMesh  # the mesh around the call
+    inner: AbstractMesh  # the mesh during the call
 
     @classmethod
     def of(
@@ -140,17 +135,11 @@ class Retyping(NamedTuple):
 
 
 class Retyped(NamedTuple):
-    """The arrays that go into a call.
+    """The arrays that go into a call."""
 
-    Attributes:
-      retyping: the axis types that change for the call; None if none do.
-      leaves: the arrays before the call.
-      inside: the same arrays during the call.
-    """
-
-    retyping: Retyping | None
-    leaves: Sequence[Any]
-    inside: Sequence[Any]
+    retyping: Retyping | None  # the axis types that change for the call; None if none do
+    leaves: Sequence[Any]  # the arrays before the call
+    inside: Sequence[Any]  # the same arrays during the call
 
     @classmethod
     def of(

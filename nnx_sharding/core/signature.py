@@ -55,23 +55,14 @@ def _names(value: Any) -> tuple[str, ...] | None:
 
 
 class Signature(NamedTuple):
-    """The roles of the arguments for one number of positional arguments and these keywords.
+    """The roles of the arguments for one number of positional arguments and these keywords."""
 
-    Attributes:
-      names: a name for each positional argument, as in the signature (``args[2]`` beyond it).
-      keywords: the keyword arguments, sorted.
-      static: positions that are static.
-      static_keywords: keyword arguments that are static.
-      donated: positions that are donated.
-      donated_keywords: keyword arguments that are donated.
-    """
-
-    names: tuple[str, ...]
-    keywords: tuple[str, ...]
-    static: frozenset[int]
-    static_keywords: frozenset[str]
-    donated: frozenset[int]
-    donated_keywords: frozenset[str]
+    names: tuple[str, ...]  # of positional arguments, as in the signature (args[2] beyond it)
+    keywords: tuple[str, ...]  # the keyword arguments, sorted
+    static: frozenset[int]  # positions that are static
+    static_keywords: frozenset[str]  # keyword arguments that are static
+    donated: frozenset[int]  # positions that are donated
+    donated_keywords: frozenset[str]  # keyword arguments that are donated
 
     @property
     def dynamic(self) -> tuple[int, ...]:

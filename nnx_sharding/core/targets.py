@@ -168,19 +168,12 @@ def check_specs(name: str, kinds: Any = object, **options: Specs) -> None:
 
 
 class Part(NamedTuple):
-    """One graph object or array inside an argument or output.
+    """One graph object or array inside an argument or output."""
 
-    Attributes:
-      keys: the path from the argument to it.
-      below: the end of this path, from the leaf of the prefix that is its spec.
-      spec: its spec, as the user wrote it.
-      child: where it is in the structure.
-    """
-
-    keys: Path
-    below: Path
-    spec: Any
-    child: Child
+    keys: Path  # the path from the argument to it
+    below: Path  # the end of this path, from the leaf of the prefix that is its spec
+    spec: Any  # its spec, as the user wrote it
+    child: Child  # where it is in the structure
 
 
 class Target(NamedTuple):

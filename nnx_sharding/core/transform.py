@@ -35,47 +35,30 @@ NO_SPECS = Specs(None)
 
 
 class Program(NamedTuple):
-    """A pure function, transformed by JAX.
+    """A pure function, transformed by JAX."""
 
-    Attributes:
-      staged: the form with ``trace``, ``lower`` and ``eval_shape``.
-      top_level: what a call executes outside of any trace.
-      inline: what a call executes inside another trace.
-    """
-
-    staged: Any
-    top_level: Callable[..., Any]
-    inline: Callable[..., Any]
+    staged: Any  # the form with ``trace``, ``lower`` and ``eval_shape``
+    top_level: Callable[..., Any]  # what a call executes outside of any trace
+    inline: Callable[..., Any]  # what a call executes inside another trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transform:
-    """What a transform decides for itself. Hashable.
+    """What a transform decides for itself. Hashable."""
 
-    Attributes:
-      name: its name in messages.
-      in_name: the name of the option for the specs of inputs.
-      in_specs: the specs of inputs as the user wrote them.
-      out_specs: the specs of outputs as the user wrote them.
-      context: the mesh that applies to one plan.
-      strict: whether warnings are errors.
-      returns_any: whether results need not be arrays.
-      untraced: the options on which no trace depends.
-      counts_from_call: whether negative positions count from the end of the call.
-      own_specs: specs that outputs may have besides those that the user wrote.
-    """
+    name: str  # its name in messages
+    in_name: str  # the name of the option for the specs of inputs
+    in_specs: Specs = NO_SPECS  # the specs of inputs as the user wrote them
+    out_specs: Specs = NO_SPECS  # the specs of outputs as the user wrote them
 
-    name: str
-    in_name: str
-    in_specs: Specs = NO_SPECS
-    out_specs: Specs = NO_SPECS
-
-    context: ClassVar[Any] = None
-    strict: ClassVar[bool] = False
-    returns_any: ClassVar[bool] = False
+    context: ClassVar[Any] = None  # the mesh that applies to one plan
+    strict: ClassVar[bool] = False  # whether warnings are errors
+    returns_any: ClassVar[bool] = False  # whether results need not be arrays
+    # whether negative positions count from the end of the call
     counts_from_call: ClassVar[bool] = False
+    # the options on which no trace depends
     untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
-    own_specs: ClassVar[tuple[Any, ...]] = ()
+    own_specs: ClassVar[tuple[Any, ...]] = ()  # of outputs, besides those that the user wrote
 
     @property
     def out_name(self) -> str:
@@ -192,29 +175,20 @@ class Transform:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharded(Transform):
-    """A transform whose specs are shardings, which have to fit a mesh.
+    """A transform whose specs are shardings, which have to fit a mesh."""
 
-    Attributes:
-      mesh: the mesh that the user gave, or the concrete one in context when a plan is made.
-      context: the mesh that applies to one plan: ``mesh``, or the one in context.
-      on_committed: what is done with arrays committed to a sharding other than declared.
-      on_indivisible: what is done with specs that do not divide a shape.
-      activation_shardings: how activations are sharded, for modules of all arguments.
-      auto_axes: the Explicit axes that are Auto while the function runs; True for all.
-      passes_shardings: whether JAX gets the shardings of inputs as an option, not by their types.
-      divides_outputs: whether specs must divide the output arrays.
-    """
-
-    mesh: Mesh | AbstractMesh | None = None
+    mesh: Mesh | AbstractMesh | None = None  # given by the user, or the concrete one in context
+    # the mesh that applies: `mesh`, or the one in context
     context: Mesh | AbstractMesh | None = None  # type: ignore[misc]
-    on_committed: OnCommitted = "error"
-    on_indivisible: OnIndivisible = "error"
+    on_committed: OnCommitted = "error"  # for arrays committed to a sharding other than declared
+    on_indivisible: OnIndivisible = "error"  # for specs that do not divide a shape
     strict: bool = False  # type: ignore[misc]
-    activation_shardings: ActivationSharding | None = None
+    activation_shardings: ActivationSharding | None = None  # for modules of all arguments
+    # Explicit axes that are Auto while the function runs; True for all
     auto_axes: bool | tuple[Any, ...] = False
 
-    passes_shardings: ClassVar[bool] = True
-    divides_outputs: ClassVar[bool] = True
+    passes_shardings: ClassVar[bool] = True  # to JAX as an option, not by the types of arrays
+    divides_outputs: ClassVar[bool] = True  # whether specs must divide the output arrays
 
     @property
     def usable_axes(self) -> frozenset[Any] | None:
