@@ -34,23 +34,11 @@ def run(
     *,
     nested: bool = False,
 ) -> Any:
-    """Runs one call: place, execute, write back.
+    """Runs one call: place, execute, write back; nothing here waits for the device.
 
-    The caller's objects are not changed before ``execute`` has returned. Nothing here waits for
-    the device.
-
-    Args:
-      plan: the plan for the structure of ``flat``.
-      flat: the arguments of this call, flattened.
-      execute: takes the arrays and returns the outputs: JAX's jitted function, or an
-        executable compiled from it.
-      fun: the user's function, in case ``execute`` traces it.
-      observer: is notified of that.
-      nested: whether this is part of a trace.
-
-    Raises:
-      TraceContextError: the function changed objects that belong to another trace.
-      ValueError: a Variable cannot be brought to its declared sharding.
+    ``execute`` takes the arrays and returns the outputs: JAX's jitted function, which may trace
+    ``fun`` and then notifies the observer, or an executable. The caller's objects are not changed
+    before it has returned.
     """
     leaves: Sequence[Any] = flat.leaves
     placed: Sequence[int] = ()

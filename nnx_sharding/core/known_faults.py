@@ -17,11 +17,7 @@ def warn_of_faults(
 ) -> None:
     """Warns about the gradients in the current trace that XLA may compute wrong.
 
-    Args:
-      mesh: the mesh of the program.
-      batch_axes: the axes that shard the rows, where no axis is Explicit.
-      name: the name of the transform.
-      strict: whether this is an error.
+    ``batch_axes`` shard the rows, where no axis is Explicit.
     """
     if mesh is None:
         return

@@ -60,11 +60,7 @@ _get_sharding = operator.attrgetter("sharding")
 
 
 def place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
-    """The arrays with Variables and attributes as declared, and the slots of those that moved.
-
-    Raises:
-      ValueError: one is committed to another sharding, or has a shape that does not fit.
-    """
+    """The arrays, with Variables and attributes as declared, and the slots of those that moved."""
     try:
         # Lists compare by identity first, so this is all the work from the second call on.
         if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:

@@ -67,18 +67,7 @@ def resolve_call(
 ) -> tuple[Pure, list[Target]]:
     """The pure function for a call, and the arguments with the specs that the user wrote.
 
-    Args:
-      transform: what to do with the function.
-      parameters: the parameters of the function.
-      call: the arguments by their roles.
-      flat: the arguments, flattened.
-      graph: whether references are kept.
-      updates: whether changes of structure are written back to the caller's objects.
-
-    Raises:
-      ValueError: the specs do not fit the arguments.
-      TypeError: an argument is not an array.
-      StrictError: the transform is strict, and there would be a warning.
+    All that is wrong with arguments and specs is found here, except for what the function returns.
     """
     transform = transform.in_context()
     signature, structure, leaves = call.signature, flat.structure, flat.leaves
@@ -131,13 +120,8 @@ def make_plan(
 ) -> Plan:
     """Makes the plan for a structure.
 
-    Args:
-      fun: the user's function.
-      pure: the pure function, as a value.
-      arguments: the dynamic arguments and their parts.
-      leaves: the arrays of the arguments.
-      traced: existing pure functions of ``fun``, by their keys, so that options that do not affect
-        the trace, such as compiler options, do not cause another one.
+    ``traced`` has the functions that JAX has traced for ``fun``, so that options that do not affect
+    the trace, such as compiler options, do not cause another one.
     """
     function = traced.get(pure.key)
     if function is None:

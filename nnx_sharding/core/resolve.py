@@ -93,16 +93,8 @@ def resolve(
 ) -> Resolved:
     """Resolves the spec of the array at every location.
 
-    Args:
-      locations: those of all targets.
-      objects: the object of each entry.
-      leaves: the arrays, by slot.
-      spec_of: makes the final form of a spec.
-      known: Variables that already have their spec: their names and specs.
-      settled: names of targets that do not decide about known Variables.
-
-    Raises:
-      ValueError: no filter matches some Variables; or one Variable has two different specs.
+    ``known`` Variables already have their spec: their names and specs. The targets with ``settled``
+    names do not decide about them. ``spec_of`` makes the final form of a spec.
     """
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
     attributes: dict[int, tuple[str, Any]] = {}

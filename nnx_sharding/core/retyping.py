@@ -46,11 +46,9 @@ def type_mesh(x: Any) -> Any:
 
 
 def typed_as(x: Any, goal: NamedSharding) -> Any:
-    """An array with the type that it has on another mesh; unchanged if both have Auto axes only.
+    """An array with the type that it has on the mesh of another sharding.
 
-    Args:
-      x: the array.
-      goal: the other mesh, and the sharding over its Explicit axes.
+    It is unchanged if both meshes have Auto axes only.
     """
     here, there = type_mesh(x), goal.mesh.abstract_mesh
     is_untyped = type_spec(x) is None and not axes_of_type(there, AxisType.Explicit)
@@ -72,14 +70,11 @@ def retyped(
     spec: PartitionSpec | None = None,
     summed: frozenset[Any] = frozenset(),
 ) -> Any:
-    """An array with the axis types of a mesh.
+    """An array with the axis types of a mesh, and a spec over its Explicit axes or its present one.
 
-    Args:
-      x: the array. Without ``spec`` anything else is returned unchanged.
-      mesh: the mesh.
-      spec: the sharding over its Explicit axes; None for the present one.
-      summed: the axes over which a gradient is a sum of what the devices compute. Where a reduced
-        axis becomes Auto, JAX assumes this, and counts any other gradient once per device.
+    Without ``spec``, anything else is returned unchanged. Over ``summed`` axes, a gradient is a sum
+    of what the devices compute. Where a reduced axis becomes Auto, JAX assumes this, and counts any
+    other gradient once per device.
     """
     here = type_mesh(x)
     if spec is None:
@@ -112,17 +107,9 @@ class Retyping(NamedTuple):
     def of(
         cls, mesh: Any, axes: Any, kind: AxisType, *, name: str, option: str = "axes"
     ) -> Retyping | None:
-        """The retyping of some axes to a type; None if all of them already have it.
+        """The retyping of some axes (True or None: all that are not manual); None if none changes.
 
-        Args:
-          mesh: the mesh around the call.
-          axes: their names; None or True for all axes over which no ``shard_map`` is mapped.
-          kind: the type that they get.
-          name: the name of the caller, for messages.
-          option: the name of its option.
-
-        Raises:
-          ValueError: the mesh has no such axis, or a ``shard_map`` is mapped over it.
+        A ValueError of the caller with this name if the mesh has no such axis, or it is manual.
         """
         outer = getattr(mesh, "abstract_mesh", mesh)
         free = [a for a in outer.axis_names if a not in axes_of_type(outer, AxisType.Manual)]
@@ -171,11 +158,7 @@ class Retyped(NamedTuple):
         """The arrays after the call, and, by slot, those that have no type yet.
 
         Unchanged arrays are the original ones; new ones in existing objects have the type of what
-        they replace; scalars are replicated.
-
-        Args:
-          before: the structure of the inputs, whose objects have the same indices in ``after``.
-          after: the outputs.
+        they replace; scalars are replicated. Both structures have the same objects first.
         """
         assert self.retyping is not None
         outer, inner = self.retyping
@@ -202,11 +185,7 @@ class Retyped(NamedTuple):
         name: str,
         option: str,
     ) -> Flat:
-        """The outputs with the types of :meth:`leave`, but as declared where there is a spec.
-
-        Raises:
-          ValueError: an array has neither a spec nor a previous type.
-        """
+        """The outputs with the types of :meth:`leave`, but as declared where there is a spec."""
         if self.retyping is None:
             return after
         left, untyped = self.leave(before, after)

@@ -175,11 +175,7 @@ class Call(NamedTuple):
 
 
 def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Sorts the arguments of a call by their roles.
-
-    Raises:
-      ValueError: a static argument is not hashable, or holds arrays.
-    """
+    """Sorts the arguments of a call by their roles, and checks the static ones."""
     if not signature.static and not signature.static_keywords:
         return Call(signature, (), (args, kwargs))
     values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}

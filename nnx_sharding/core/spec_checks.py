@@ -84,20 +84,10 @@ def fit_specs(
     outputs: bool = False,
     before: Mapping[int, Sequence[int] | None] | None = None,
 ) -> list[Any]:
-    """Specs that fit arrays of these shapes: the declared ones, corrected where requested.
+    """Specs that fit arrays of these shapes: the final ones, corrected where requested.
 
-    Args:
-      transform: the transform.
-      names: the expression for each array.
-      shapes: their shapes; None if they have none.
-      specs: their specs, in final form.
-      on_indivisible: by slot, the option that has priority over that of the transform.
-      outputs: whether these are outputs.
-      before: for outputs that are updates, the previous shapes.
-
-    Raises:
-      ValueError: a spec does not fit, and no correction was requested.
-      StrictError: one was corrected, and the transform is strict.
+    ``on_indivisible`` has options, by slot, with priority over that of the transform; ``before``
+    the previous shapes of outputs that are updates.
     """
     result = list(specs)
     if not isinstance(transform, Sharded):

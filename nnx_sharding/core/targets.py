@@ -77,19 +77,10 @@ def _normalized(spec: Any) -> Any:
 
 
 class Specs:
-    """A prefix of specs as the user wrote it, hashable.
-
-    Attributes:
-      tree: the prefix itself.
-      rules: its leaves.
-      written: its leaves, with those inside a ``StateSharding`` instead of that.
-      invalid: what is not a spec in it: the place, the value, and a suggestion.
-      has_partition_spec: whether one of them needs a mesh.
-      depend_on_values: whether shapes and dtypes matter, to a user's predicate.
-      may_hold_none: whether arguments, or parts of them, can have None.
-    """
+    """A prefix of specs as the user wrote it, hashable."""
 
     def __init__(self, tree: Any):
+        # The place of what is not a spec in it, the value, and a suggestion.
         self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
@@ -99,13 +90,16 @@ class Specs:
         )
         self._key = (self.rules, treedef)
         filtered = [x for x in self.rules if isinstance(x, StateSharding)]
+        # The same, with those inside a `StateSharding` instead of that.
         self.written: tuple[Any, ...] = tuple(
             part
             for spec in self.rules
             for part in (spec.shardings if isinstance(spec, StateSharding) else (spec,))
         )
+        # Whether shapes and dtypes matter, to a user's predicate.
         self.depend_on_values = any(x.depends_on_values for x in filtered)
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
+        # Whether arguments, or parts of them, can have None.
         self.may_hold_none = self.tree is not None and None in leaves
         self._last: tuple[tuple[Any, ...], Any] = ((), ())
 
@@ -216,12 +210,8 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
 def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -> Target:
     """The target for a pytree: broadcasts a prefix of specs over its parts.
 
-    Args:
-      name: its name in messages.
-      prefix: the specs; a ValueError if they are not a tree prefix of the value.
-      value: the pytree.
-      child: where it is in the structure.
-      caller: the function and the option that the specs are from, in messages.
+    ``child`` is where the pytree is in the structure, ``caller`` the function and the option that
+    the specs are from, in messages.
     """
     if isinstance(child, Container):
         keys, children = container_keys(child.treedef), child.children

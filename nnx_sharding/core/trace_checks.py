@@ -69,20 +69,9 @@ def check_objects(
     name: str,
     updates: bool,
 ) -> None:
-    """Checks what would be written back to the caller's objects.
+    """Raises an error for what cannot be written back to the caller's objects.
 
-    Args:
-      before: the structure of the arguments.
-      after: the graph after the call.
-      targets: the arguments.
-      borrowed: ids of the earlier static values that are compared by identity.
-      name: the name of the transform.
-      updates: whether changes of structure are written back.
-
-    Raises:
-      UnexpectedTracerError: a traced array is kept as a static value.
-      ValueError: an object that the function captured is returned or attached; a class was
-        changed; without graph updates, a static object was changed.
+    ``borrowed`` has the ids of the earlier static values that are compared by identity.
     """
     structure, count = after.structure, len(before.entries)
     places: dict[_Misuse, list[tuple[int, Path]]] = {

@@ -138,13 +138,9 @@ class Transform:
     def tracing(
         self, pure: Any, caller: Caller, built: Any, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        """The context of the user's function while it is traced; yields what to call in its place.
+        """The context of the user's function in a trace; yields what to call in its place.
 
-        Args:
-          pure: what is traced.
-          caller: the call in which it is traced.
-          built: the objects of the arguments in the trace.
-          leaves: the arrays in the trace.
+        ``built`` and ``leaves`` are the objects and the arrays of the arguments in the trace.
         """
         return nullcontext(caller.fun)
 
@@ -163,12 +159,8 @@ class Transform:
     ) -> Program:
         """The JAX form of a pure function.
 
-        Args:
-          pure: the pure function, as a value.
-          function: takes all arrays, and returns outputs in groups of one spec each.
-          in_specs: the spec of each array.
-          out_specs: the spec of each group.
-          donated: the slots of the arrays that are donated.
+        ``function`` takes all arrays, with these specs, some of them in donated slots; it returns
+        outputs in groups of one spec each.
         """
         raise NotImplementedError
 
@@ -220,11 +212,7 @@ class Sharded(Transform):
         return _compat.context_mesh() if self.reads_context else None, super().key(leaves)
 
     def in_context(self) -> Self:
-        """This transform with the mesh that applies now.
-
-        Raises:
-          ValueError: a mesh is needed, and there is none.
-        """
+        """This transform with the mesh that applies now, which has to exist if it is needed."""
         if not self.reads_context:
             return dataclasses.replace(self, context=self.mesh)
         mesh = _compat.context_mesh()
