@@ -620,18 +620,16 @@ class OptionsTest(parameterized.TestCase):
         expected = MLP().up.kernel[...] + np.repeat(np.arange(4.0), 4)
         np.testing.assert_allclose(model.up.kernel[...], expected, rtol=1e-6)
 
-    @parameterized.named_parameters(("check_vma", "check_vma"), ("check_rep", "check_rep"))
-    def test_replication_is_checked(self, option):
+    def test_replication_is_checked(self):
         def body(x):
             return x.sum() * 1.0
 
         options = {"mesh": mesh8(), "in_specs": P("model"), "out_specs": P()}
         with self.assertRaises(ValueError):
             jax.shard_map(body, **options)(np.ones(8))
-        for checked in ({}, {option: True}):
-            with self.assertRaises(ValueError):
-                shard_map(body, **options, **checked)(np.ones(8))
-        self.assertEqual(float(shard_map(body, **options, **{option: False})(np.ones(8))), 1.0)
+        with self.assertRaises(ValueError):
+            shard_map(body, **options)(np.ones(8))
+        self.assertEqual(float(shard_map(body, **options, check_vma=False)(np.ones(8))), 1.0)
 
     def test_replication_of_updates_is_checked(self):
         def body(model):
@@ -643,14 +641,6 @@ class OptionsTest(parameterized.TestCase):
             shard_map(body, **options)(model)
         self.assertEqual(int(model.count[...]), 0)
         shard_map(body, **options, check_vma=False)(model)
-
-    @parameterized.named_parameters(
-        ("checks", {"check_vma": True, "check_rep": True}),
-        ("axes", {"axis_names": {"model"}, "auto": {"data"}}),
-    )
-    def test_both_names_of_one_option(self, options):
-        with self.assertRaises(ValueError):
-            shard_map(lambda x: x, mesh=mesh8(), in_specs=P(), out_specs=P(), **options)
 
     def test_compiled_once(self):
         count = []

@@ -17,6 +17,7 @@ from ..core.pure import Pure
 from ..core.resharding import apply_shardings, mesh_here, without_unconstrained
 from ..core.retyping import retyped, type_spec, with_reduced
 from ..core.structure import NodeEntry
+from ..core.transform import Sharded
 from ..core.unflatten import Built
 from ..errors import ActivationError, message, raise_listed, see
 from ..specs.activation_sharding import Activation, ActivationSharding, is_activation_spec
@@ -56,16 +57,18 @@ class Scope:
     def __init__(
         self,
         pure: Pure,
+        transform: Sharded,
         built: Built,
         leaves: Sequence[Any],
-        sources: Sequence[ActivationSharding],
     ):
-        self._transform, self._pure, self._built = pure.transform, pure, built
+        self._transform, self._pure, self._built = transform, pure, built
         self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
         self._mesh = _mesh_of(pure)
         # Those that are not manual; all of them in `jit`.
-        manual = pure.transform.usable_axes or ()
+        manual = transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
+        declared = transform.activation_shardings
+        sources = () if declared is None else (declared,)
         self._sources = [*sources]  # those for all arguments, then those of single ones
         self._declared = len(sources)
         self._roots: dict[int, tuple[Tag, Any]] = {}

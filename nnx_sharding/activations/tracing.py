@@ -16,6 +16,7 @@ from .. import _compat
 from ..core.call_context import Caller
 from ..core.pure import Pure
 from ..core.retyping import type_spec
+from ..core.transform import Sharded
 from ..core.unflatten import Built
 from ..errors import see
 from .intercept import original_of, with_handler
@@ -57,8 +58,8 @@ def sharded_activations(
     Raises:
       ValueError: after the call, if a spec did not fit, or a filter matched no module.
     """
-    declared = pure.transform.activation_shardings
-    scope = Scope(pure, built, leaves, () if declared is None else (declared,))
+    assert isinstance(pure.transform, Sharded)
+    scope = Scope(pure, pure.transform, built, leaves)
     if not scope.is_needed:
         pass_tags(caller, built)
         yield caller.fun

@@ -207,7 +207,8 @@ def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
     if not isinstance(plan.transform, Sharded):
         return
     by_option, context = plan.transform.passes_shardings, plan.transform.context
-    if not by_option and plan.transform.usable_axes != frozenset(context.axis_names):
+    axes = plan.transform.usable_axes
+    if not by_option and (context is None or axes != frozenset(context.axis_names)):
         return
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval = jax.typeof(leaf)

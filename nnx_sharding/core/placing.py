@@ -44,7 +44,8 @@ def decide(
     leaf: Any, declared: Sharding, on_committed: OnCommitted
 ) -> Literal["keep", "move", "refuse"]:
     """What a call does with an array that has a declared sharding."""
-    if not isinstance(leaf, _DATA) or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
+    is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
+    if not is_data or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return "keep"
     if not is_committed(leaf):
         return "keep" if getattr(leaf, "sharding", None) == declared else "move"

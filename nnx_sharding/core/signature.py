@@ -26,32 +26,16 @@ class Roles(NamedTuple):
     donate_argnames: tuple[str, ...] | None = None
 
     @classmethod
-    def of(
-        cls,
-        static_argnums: int | Sequence[int] | None = None,
-        static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Sequence[int] | None = None,
-        donate_argnames: str | Iterable[str] | None = None,
-    ) -> Roles:
+    def of(cls, *given: Any) -> Roles:
         """The roles that the options of ``jax.jit`` with these names declare."""
-        return cls(
-            _indices(static_argnums),
-            _names(static_argnames),
-            _indices(donate_argnums),
-            _names(donate_argnames),
-        )
+        return cls(*map(_as_tuple, given))
 
 
-def _indices(value: Any) -> tuple[int, ...] | None:
-    if value is None:
+def _as_tuple(given: Any) -> tuple[Any, ...] | None:
+    if given is None:
         return None
-    return tuple(map(operator.index, value if isinstance(value, Iterable) else (value,)))
-
-
-def _names(value: Any) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)
+    several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    return tuple(x if isinstance(x, str) else operator.index(x) for x in several)
 
 
 class Signature(NamedTuple):
@@ -197,19 +181,16 @@ def join_call(
 
 
 def _check_static(name: str, value: Any) -> None:
-    reason = None
     try:
         hash(value)
     except Exception as error:
-        reason = str(error)
-    if reason is not None:
         text = message(
             "static arguments must be hashable:",
-            [f"  argument {name!r} of type {type(value).__name__} ({reason})"],
+            [f"  argument {name!r} of type {type(value).__name__} ({error})"],
             "They are part of the key of the compiled function: pass a hashable value, such as a "
             "tuple instead of a list.",
         )
-        raise see(ValueError(text), anchor="static-argument-that-is-not-hashable")
+        raise see(ValueError(text), anchor="static-argument-that-is-not-hashable") from None
     if _compat.is_graph_object(value) and jax.tree_util.tree_leaves(nnx.state(value)):
         text = message(
             "static arguments must not hold arrays, which would become constants of the program:",

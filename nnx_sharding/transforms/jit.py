@@ -120,7 +120,6 @@ class _Options(TypedDict, total=False):
     device: jax.Device | None
     backend: str | None
     inline: bool
-    abstracted_axes: None
     compiler_options: dict[str, Any] | None
     on_committed: Literal["error", "move"]
     on_indivisible: OnIndivisible
@@ -155,7 +154,6 @@ def jit(
     device: jax.Device | None = None,
     backend: str | None = None,
     inline: bool = False,
-    abstracted_axes: None = None,
     compiler_options: dict[str, Any] | None = None,
     on_committed: Literal["error", "move"] = "error",
     on_indivisible: OnIndivisible = "error",
@@ -207,7 +205,6 @@ def jit(
       device: deprecated in JAX; cannot be combined with shardings.
       backend: deprecated in JAX; cannot be combined with shardings.
       inline: inline into enclosing jaxprs.
-      abstracted_axes: removed from JAX; only None is accepted.
       compiler_options: passed to XLA.
       on_committed: what to do with arrays that are committed to a sharding other than
         ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` to move them. Variables and
@@ -254,8 +251,6 @@ def jit(
       >>> float(counter(2.0)), float(counter(2.0)), int(counter.count[...])
       (2.0, 4.0, 2)
     """
-    if abstracted_axes is not None:
-        raise ValueError("abstracted_axes no longer exists in JAX; leave it out.")
     if (device is not None or backend is not None) and (
         in_shardings is not None or out_shardings is not None
     ):

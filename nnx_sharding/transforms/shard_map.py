@@ -41,7 +41,6 @@ class _ShardMap(Sharded):
     name: str = "shard_map"
     in_name: str = "in_specs"
     axis_names: frozenset[AxisName]
-    auto: frozenset[AxisName]
     check_vma: bool
     compiled: bool
 
@@ -51,8 +50,7 @@ class _ShardMap(Sharded):
     @property
     def usable_axes(self) -> frozenset[Any]:
         """The axes over which the function is manual."""
-        names = frozenset(self.context.axis_names if self.context else ())
-        return self.axis_names or names - self.auto
+        return self.axis_names or frozenset(self.context.axis_names if self.context else ())
 
     def sort_call(
         self,
@@ -151,7 +149,7 @@ class _ShardMap(Sharded):
             function,
             in_specs=tuple(in_specs),
             out_specs=(*out_specs, PartitionSpec()),
-            axis_names=self.usable_axes if self.axis_names or self.auto else frozenset(),
+            axis_names=self.axis_names,
             check_vma=self.check_vma,
         )
         # Inside a trace the mesh in context may already have Manual axes: JAX finds out.
@@ -186,7 +184,7 @@ class _ShardMap(Sharded):
         """The specs in the types of the arrays, if the user gave none."""
         if self.in_specs.tree is not None or mesh is None:
             return None
-        manual = self.axis_names or frozenset(mesh.axis_names) - self.auto
+        manual = self.axis_names or frozenset(mesh.axis_names)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         others = [a for a in manual if types.get(a) != AxisType.Explicit]
         if others:
@@ -232,9 +230,7 @@ class _Options(TypedDict, total=False):
     mesh: Mesh | AbstractMesh | None
     activation_shardings: Any
     axis_names: Set[AxisName]
-    check_vma: bool | None
-    check_rep: bool | None
-    auto: Set[AxisName]
+    check_vma: bool
     jit: bool
     on_committed: Literal["error", "reshard", "move"]
     on_indivisible: OnIndivisible
@@ -261,9 +257,7 @@ def shard_map(
     mesh: Mesh | AbstractMesh | None = None,
     activation_shardings: Any = None,
     axis_names: Set[AxisName] = frozenset(),
-    check_vma: bool | None = None,
-    check_rep: bool | None = None,
-    auto: Set[AxisName] = frozenset(),
+    check_vma: bool = True,
     jit: bool = True,
     on_committed: Literal["error", "reshard", "move"] = "reshard",
     on_indivisible: OnIndivisible = "error",
@@ -292,9 +286,7 @@ def shard_map(
       mesh: the mesh; without it, the one in context. May be an ``AbstractMesh``.
       activation_shardings: as in :func:`~nnx_sharding.jit`, over the axes that stay automatic.
       axis_names: the axes over which ``f`` is manual; empty means all.
-      check_vma: check what the specs claim about replication. Default True.
-      check_rep: the older name of ``check_vma``.
-      auto: the complement of ``axis_names``, its older form: the axes that stay automatic.
+      check_vma: check what the specs claim about replication.
       jit: False runs operation by operation at top level, to debug with prints and breakpoints.
       on_committed: what to do with Variables and arrays of modules that are committed to a
         sharding other than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
@@ -336,13 +328,8 @@ def shard_map(
       >>> mlp(model, jnp.ones((4, 2))).shape
       (4, 2)
     """
-    if check_vma is not None and check_rep is not None:
-        raise ValueError("give check_vma or check_rep, which is its older name, not both.")
-    if axis_names and auto:
-        raise ValueError("give axis_names or auto, which is its complement, not both.")
-    if isinstance(axis_names, str) or isinstance(auto, str):
-        raise TypeError("axis_names and auto are sets of names, such as {'model'}, not a string.")
-    checked = check_vma if check_vma is not None else check_rep
+    if isinstance(axis_names, str):
+        raise TypeError("axis_names is a set of names, such as {'model'}, not a string.")
     check_options(
         "shard_map",
         on_committed=(on_committed, ("error", "reshard", "move")),
@@ -355,8 +342,7 @@ def shard_map(
         out_specs=Specs(out_specs),
         mesh=mesh,
         axis_names=frozenset(axis_names),
-        auto=frozenset(auto),
-        check_vma=True if checked is None else checked,
+        check_vma=check_vma,
         compiled=jit,
         on_committed=on_committed,
         on_indivisible=on_indivisible,
