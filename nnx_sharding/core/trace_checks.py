@@ -138,30 +138,30 @@ def check_captured(fun: Any, *, name: str, strict: bool) -> None:
 
     On Explicit axes an array may be indexed: its type shards what is read.
     """
-    captured = [x for x in _compat.trace_constants() if _is_sharded(x)]
-    if captured:
-        operations = _compat.operations_on_constants()
-        others = [x for x in captured if not _is_indexed(x, operations.get(id(x), set()))]
-        if others:
-            found = captured_shards(fun, others)
-            text = message(
-                f"{name}: the function captures sharded arrays, which become constants of the "
-                "program, copied to every device:",
-                [f"{array_line(path, x)}, {describe(x.sharding)}" for path, x in found],
-                "Pass them as arguments.",
-            )
-            report(CapturedArrayWarning, text, strict=strict, anchor="captured-array")
-
-
-def _is_sharded(value: Any) -> bool:  # by type: isinstance loads the target of a lazy proxy
-    return type(value) is _compat.ArrayImpl and not value.is_fully_replicated
+    # By type: isinstance loads the target of a lazy proxy.
+    constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
+    sharded = [x for x in constants if not x.is_fully_replicated]
+    if not sharded:
+        return
+    operations = _compat.operations_on_constants()
+    indexed = {
+        id(x)
+        for x in sharded
+        if type_spec(x) is not None and set() < operations.get(id(x), set()) <= _INDEXING
+    }
+    lines = [
+        f"{array_line(path, x)}, {describe(x.sharding)}"
+        for path, x in captured_shards(fun, sharded)
+        if id(x) not in indexed
+    ]
+    if lines:
+        head = f"{name}: the function captures sharded arrays, which become constants of the"
+        remedy = "Pass them as arguments."
+        text = message(f"{head} program, copied to every device:", lines, remedy)
+        report(CapturedArrayWarning, text, strict=strict, anchor="captured-array")
 
 
 _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
-
-
-def _is_indexed(array: Any, operations: Set[str]) -> bool:
-    return type_spec(array) is not None and bool(operations) and operations <= _INDEXING
 
 
 def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:

@@ -52,10 +52,9 @@ class LiftedFunction(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=updated)  # type: ignore[arg-type]
         self._fun = fun
         self._transform = transform
-        self._roles = roles
-        self._graph = graph
-        self._updates = updates
+        self._modes = {"graph": graph, "updates": updates}
         self._implicit = implicit  # the number of leading parameters that positions skip
+        self._options: dict[str, Any] = {"roles": roles, "implicit": implicit, **self._modes}
         self._origin: Self | None = None
         self._bound: tuple[Any, ...] = ()
         from_call = transform.counts_from_call
@@ -81,7 +80,7 @@ class LiftedFunction(Generic[P, R]):
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
             signature = signature._replace(static=signature.static | {0})
         call = self._transform.sort_call(self._parameters, signature, args, kwargs)
-        flat = flatten(call.tree, graph=self._graph, statics=call.statics, held=False)
+        flat = flatten(call.tree, graph=self._modes["graph"], statics=call.statics, held=False)
         return call, flat
 
     def _is_classmethod_of(self, owner: type) -> bool:
@@ -99,8 +98,7 @@ class LiftedFunction(Generic[P, R]):
         )
 
     def _make_plan(self, call: Call, flat: Flat) -> Plan:
-        modes = {"graph": self._graph, "updates": self._updates}
-        pure, arguments = resolve_call(self._transform, self._parameters, call, flat, **modes)
+        pure, arguments = resolve_call(self._transform, self._parameters, call, flat, **self._modes)
         return make_plan(self._fun, pure, arguments, flat.leaves, self._cache.traced)
 
     def __repr__(self) -> str:
@@ -140,16 +138,7 @@ class LiftedFunction(Generic[P, R]):
             found = None
         if found is self:
             return name
-        return functools.partial(type(self), self._fun, self._transform, **self._modes()), ()
-
-    def _modes(self) -> dict[str, Any]:
-        """The other arguments of the constructor."""
-        return {
-            "roles": self._roles,
-            "graph": self._graph,
-            "updates": self._updates,
-            "implicit": self._implicit,
-        }
+        return functools.partial(type(self), self._fun, self._transform, **self._options), ()
 
 
 class Lifted(LiftedFunction[P, R]):
@@ -173,7 +162,7 @@ class Lifted(LiftedFunction[P, R]):
 
     def __init__(self, *args: Any, max_traces: int | None = None, **modes: Any):
         super().__init__(*args, **modes)
-        self._max_traces = max_traces
+        self._options["max_traces"] = max_traces
         self._trace_limit: TraceLimit | None = None
         if max_traces is not None:
             self._trace_limit = TraceLimit(max_traces, "max_traces", 1)
@@ -275,9 +264,6 @@ class Lifted(LiftedFunction[P, R]):
         self._cache.log.clear()
         if self._trace_limit is not None:
             self._trace_limit.reset()
-
-    def _modes(self) -> dict[str, Any]:
-        return {**super()._modes(), "max_traces": self._max_traces}
 
 
 def _abstract_output(outcome: Outcome, arrays: Sequence[Any], flat: Flat) -> Any:
