@@ -47,8 +47,10 @@ def decide(
     is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
     if not is_data or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
         return "keep"
+    if getattr(leaf, "sharding", None) == declared:
+        return "keep"
     if not is_committed(leaf):
-        return "keep" if getattr(leaf, "sharding", None) == declared else "move"
+        return "move"
     if on_committed == "leave" or is_equivalent(leaf.sharding, declared, leaf.ndim):
         return "keep"
     if on_committed == "reshard":

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -24,10 +24,7 @@ from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
-from .lifted import Lifted, lift
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from .lifted import Lifted, P, R, lift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

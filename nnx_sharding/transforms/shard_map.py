@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -27,10 +27,8 @@ from ..core.unflatten import Built
 from ..errors import raise_listed
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, in_type, only_axes, spec_axes
-from .lifted import Lifted, lift
+from .lifted import Lifted, P, R, lift
 
-P = ParamSpec("P")
-R = TypeVar("R")
 AxisName = Hashable
 
 
@@ -77,8 +75,7 @@ class _ShardMap(Sharded):
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        shapes = self.in_specs.value_key(leaves) if self.reads_shapes else None
-        return mesh, self._inferred(leaves, mesh), shapes
+        return mesh, self._inferred(leaves, mesh), super().key(leaves)
 
     def in_context(self) -> _ShardMap:
         # Over axes that stay automatic, shardings chosen elsewhere are kept.
@@ -105,7 +102,7 @@ class _ShardMap(Sharded):
                 along = ", ".join(map(repr, axes))
                 lines.append(f"{array_line(name, leaf)}, {spec!r}: varies along {along}")
                 missing |= dict.fromkeys(axes)
-        reduced = repr(*missing) if len(missing) == 1 else repr(tuple(missing))
+        reduced = repr(next(iter(missing)) if len(missing) == 1 else (*missing,))
         raise_listed(
             ValueError,
             f"{self.name}: JAX cannot prove that these results of {fun_name} are replicated along "
