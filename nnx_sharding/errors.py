@@ -84,11 +84,6 @@ def see(error: E, anchor: str) -> E:
     return error
 
 
-def is_explained(error: BaseException) -> bool:
-    """Whether an error has such a note."""
-    return hasattr(error, "anchor")
-
-
 def report(
     category: type[ShardingWarning], message: str, *, strict: bool, anchor: str = ""
 ) -> None:
