@@ -37,7 +37,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!nnx_sharding\b).*"),
     # Signatures name a re-exported class by its file.
-    ("py:class", r"nnx_sharding\.(core|diagnostics|fitting|lifted|lifted_function|paths)\b.*"),
+    ("py:class", r"nnx_sharding\.(core|diagnostics|fitting|lifted|paths)\b.*"),
     ("py:class", r"nnx_sharding\.\w+\.\w+\..*"),
 ]
 

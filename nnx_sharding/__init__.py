@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 from ._version import __version__
 from .core.structure import Structure
-from .diagnostics import messages as _messages  # installs itself
 from .diagnostics.retraces import explain_retraces
 from .diagnostics.trace_log import limit_traces
 from .specs import filters

@@ -83,11 +83,6 @@ def see(error: E, anchor: str) -> E:
     return error
 
 
-def is_explained(error: BaseException) -> bool:
-    """Whether an error has such a note."""
-    return hasattr(error, "anchor")
-
-
 def report(
     category: type[ShardingWarning], message: str, *, strict: bool, anchor: str = ""
 ) -> None:
@@ -192,8 +187,15 @@ def raise_listed(
 ) -> None:
     """Raises an error with a line for each thing that is wrong, if there is any."""
     __tracebackhide__ = True  # in the assertions of nnx_sharding.testing
-    if items:
-        raise see(error(message(head, items, remedy)), anchor)
+    if found := listed_error(error, head, items, remedy, anchor):
+        raise found
+
+
+def listed_error(
+    error: type[Exception], head: str, items: Sequence[str], remedy: str = "", anchor: str = ""
+) -> Exception | None:
+    """The error with a line for each thing that is wrong, if there is any."""
+    return see(error(message(head, items, remedy)), anchor) if items else None
 
 
 def _users_level() -> int:

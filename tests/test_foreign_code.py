@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from nnx_sharding import jit
-from nnx_sharding.diagnostics import failures
+from nnx_sharding.core import failures
 
 
 class Model(nnx.Module):
@@ -65,7 +65,11 @@ def test_a_failing_check_does_not_replace_the_error(compiled, caplog):
     f = jit(lambda x, y: x + y)
     if compiled:
         f = f.lower(x, x).compile()
-    names = {"_CHECKS": (broken,), "_DONATION_CHECKS": (broken,), "_declared": broken}
+    names = {
+        "_CHECKS": (broken,),
+        "_DONATION_CHECKS": (broken,),
+        "declared_shardings": broken,
+    }
     with mock.patch.multiple(failures, **names), pytest.raises(ValueError):
         f(x, y)
     assert "in a check" in caplog.text

@@ -53,11 +53,14 @@ SLOW_WAY = (
     ),
 )
 LAST = (
-    Stage("run", ("call.py", "interrupts.py", "transfer.py", "resharding.py", "in_flight.py")),
+    Stage(
+        "run",
+        ("call.py", "placing.py", "interrupts.py", "transfer.py", "resharding.py", "in_flight.py"),
+    ),
     Stage("write-back", ("unflatten.py",)),
 )
 # Not on the way of a call: the stages' view of it, and what is reported when something is wrong.
-BESIDE = ("slot_pytree.py", "problems.py")
+BESIDE = ("slot_pytree.py", "problems.py", "failures.py", "captured.py")
 
 _WIDTH, _LEFT, _BOX, _HEIGHT, _STEP = 800, 16, 636, 52, 76
 _WRAP = 95

@@ -17,14 +17,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
-from ..core.problems import Problem, refuse
+from ..core.problems import no_mesh
 from ..core.pure import Pure
 from ..core.resharding import apply_shardings, in_context, mesh_here, without_unconstrained
 from ..core.retyping import retyped, type_spec, with_reduced
 from ..core.structure import NodeEntry
+from ..core.transform import Sharded
 from ..core.unflatten import Built
-from ..errors import see
+from ..errors import ActivationError, message, raise_listed, see
 from ..specs.activation_sharding import ActivationSharding, InOutSharding, is_activation_spec
+from ..specs.filters import glob_hint
 from ..specs.fitting import (
     axes_of,
     axes_of_type,
@@ -83,7 +85,8 @@ def sharded_activations(
     pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
 ) -> Iterator[Callable[..., Any]]:
     """Shards the activations of modules in a trace; yields what to call for the user's function."""
-    scope = Scope(pure, built, leaves)
+    assert isinstance(pure.transform, Sharded)
+    scope = Scope(pure, pure.transform, built, leaves)
     if not scope.is_needed:
         pass_tags(caller, built)
         yield caller.fun
@@ -108,14 +111,14 @@ def sharded_activations(
 class Scope:
     """The handler of the calls of modules during one trace."""
 
-    def __init__(self, pure: Pure, built: Built, leaves: Sequence[Any]):
-        declared = pure.transform.activation_shardings
+    def __init__(self, pure: Pure, transform: Sharded, built: Built, leaves: Sequence[Any]):
+        declared = transform.activation_shardings
         sources = () if declared is None else (declared,)
-        self._transform, self._pure, self._built = pure.transform, pure, built
+        self._transform, self._pure, self._built = transform, pure, built
         self._is_explicit = any(type_spec(leaf) is not None for leaf in leaves)
         self._mesh = _mesh_of(pure)
         # Those that are not manual; all of them in `jit`.
-        manual = pure.transform.usable_axes or ()
+        manual = transform.usable_axes or ()
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(manual)
         self._sources = [*sources]  # those for all arguments, then those of single ones
         self._declared = len(sources)
@@ -310,8 +313,19 @@ class Scope:
             entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
         elif method != "__call__":
             entry = InOutSharding(entry, method=method)
-        offender = (frame.tag.accessor, _exactly(frame.tag.path), module, error, types, entry)
-        refuse(Problem.CANNOT_BE_TYPED, [offender], name=self._transform.name)
+        reason = str(error).partition(". ")[0].partition("\n")[0]
+        line = f"  {frame.tag.accessor}: {type(module).__name__} of {', '.join(types)}"
+        text = message(
+            f"{self._transform.name}: on these Explicit axes JAX cannot know how a module shards "
+            "the result of an operation:",
+            [f"{line}\n    {reason}"],
+            "Declare its output: jit(..., activation_shardings="
+            f"{{{_exactly(frame.tag.path)!r}: {entry!r}}}); within the module, the compiler then "
+            "chooses. Patterns such as r'blocks/\\d+/up$' match several. Strategies such as fsdp "
+            "or from_rules do so for all modules. Or give the operation an out_sharding, or use "
+            "jit(..., auto_axes=True), with out_shardings.",
+        )
+        raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
 
     def _root_tag(self, module: Any) -> Tag:
         """Tags a module that is not from the arguments, as the root of a path, and all in it."""
@@ -385,7 +399,7 @@ class Scope:
             return x
         pair = spec_and_mesh(spec, self._mesh)
         if pair is None:
-            refuse(Problem.NO_MESH, [], name=self._transform.name)
+            raise no_mesh(self._transform.name)
         mesh = mesh_here(pair[1])
         action = self._transform.on_indivisible
         fit = fit_sharding(pair[0], mesh, x.shape, on_indivisible=action, usable=self._axes or None)
@@ -409,16 +423,32 @@ class Scope:
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
                 if fit.problems:
                     self._misfits[fit.line("gather").strip()] = None
-        if self._misfits:
-            refuse(Problem.ACTIVATION_DOES_NOT_FIT, [(x,) for x in self._misfits], name=name)
+        raise_listed(
+            ActivationError,
+            f"{name}: these activation shardings do not fit:",
+            [f"  {x}" for x in self._misfits],
+            "Correct the specs, or use on_indivisible for those that do not divide a shape.",
+            anchor="activation-specs-that-do-not-fit",
+        )
         unused = [
-            (source.filters[index], sharding.method)
+            _unused_line(source.filters[index], sharding.method)
             for number, source in enumerate(self._sources)
             for index, sharding in enumerate(source.shardings)
             if source.strict and (number, index) not in self._used
         ]
-        if unused:
-            refuse(Problem.ACTIVATION_UNUSED, unused, name=name)
+        raise_listed(
+            ActivationError,
+            f"{name}: these filters of activation_shardings match no called module:",
+            unused,
+            "Strings are regular expressions for the paths of modules within the argument, such as "
+            "blocks/3/up. Correct the filters, or pass ActivationSharding(..., strict=False).",
+            anchor="unused-filter-for-activations",
+        )
+
+
+def _unused_line(filter_: Any, method: str) -> str:
+    of = "" if method == "__call__" else f", method {method!r}"
+    return f"  {filter_!r}{of}{glob_hint(filter_) if isinstance(filter_, str) else ''}"
 
 
 _NOTE = (

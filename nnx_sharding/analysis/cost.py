@@ -70,8 +70,9 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
     figures = analysis[0] if isinstance(analysis, list | tuple) and analysis else analysis
     if not isinstance(figures, Mapping) or not figures:
         return None
-    optimal_seconds = _figure(figures, "optimal_seconds") or None
-    return Cost(*(_figure(figures, name) for name in _NAMES), stage, optimal_seconds)
+    flops, accessed, transcendentals = (_figure(figures, name) for name in _NAMES)
+    own_estimate = _figure(figures, "optimal_seconds") or None
+    return Cost(flops, accessed, transcendentals, stage, own_estimate)
 
 
 def _figure(figures: Mapping[str, Any], name: str) -> float | None:

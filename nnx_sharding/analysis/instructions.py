@@ -136,7 +136,7 @@ class Instruction(NamedTuple):
         return attributes
 
     @property
-    def index(self) -> int | None:
+    def tuple_index(self) -> int | None:
         """The index of a ``get-tuple-element``."""
         text = self.attributes.get("index", "")
         return int(text) if text.isdecimal() else None

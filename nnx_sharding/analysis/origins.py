@@ -82,7 +82,7 @@ class _Tracer:
         if opcode == "parameter":
             return _at(arguments, instruction.number)
         if opcode == "get-tuple-element":
-            return first if isinstance(first, frozenset) else _at(first, instruction.index)
+            return first if isinstance(first, frozenset) else _at(first, instruction.tuple_index)
         if opcode in ("tuple", "opt-barrier", "optimization-barrier"):
             return tuple(operands) if opcode == "tuple" else first
         called = [callee for attribute, callee in instruction.calls() if attribute != "condition"]

@@ -152,7 +152,7 @@ def _computed(one: Instruction, operands: Sequence[_Value]) -> _Value:
     """The value of an operation on integers."""
     first, second, *_ = [*operands, None, None]
     if one.opcode == "get-tuple-element":
-        return _at(first, one.index) if _is_tuple(first) else None
+        return _at(first, one.tuple_index) if _is_tuple(first) else None
     if one.opcode == "compare":
         return _Test(first, second, one.attributes.get("direction", ""))
     if len(operands) == 1:

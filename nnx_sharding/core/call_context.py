@@ -35,26 +35,24 @@ class Caller(NamedTuple):
 
     A plan also serves equal functions and equal static objects, but a trace must get those of its
     own call.
-
-    Attributes:
-      fun: the function.
-      objects: the objects of its arguments.
-      observer: is notified of traces.
-      nested: whether the call is part of a trace.
-      plan: the plan of what JAX may compile, for a call at top level; else None.
-      leaves: the arrays of a call at top level.
     """
 
-    fun: Any
-    objects: Sequence[Any]
-    observer: Observer | None = None
-    nested: bool = False
-    plan: Any = None
-    leaves: Sequence[Any] = ()
+    fun: Any  # the function
+    objects: Sequence[Any]  # the objects of its arguments
+    observer: Observer | None = None  # is notified of traces
+    nested: bool = False  # whether the call is part of a trace
+    plan: Any = None  # the plan of what JAX may compile, for a call at top level; else None
+    leaves: Sequence[Any] = ()  # the arrays of a call at top level
 
 
-# A plain tuple of these fields, for speed: each call makes one. None while a function is traced.
+# The fields of a `Caller`, in a plain tuple for speed. None while a function is traced.
 CALLER: ContextVar[tuple[Any, ...] | None] = ContextVar("caller", default=None)
+
+
+def caller_here() -> Caller | None:
+    """The call to which a trace belongs."""
+    fields = CALLER.get()
+    return None if fields is None else Caller(*fields)
 
 
 @contextlib.contextmanager
@@ -71,21 +69,20 @@ _LOGGER = logging.getLogger("nnx_sharding")
 
 
 def _on_event(event: str, **_: Any) -> None:
-    fields = CALLER.get()
-    if event == _compat.CACHE_HIT and fields is not None:
-        plan = Caller(*fields).plan
-        if plan is not None:
-            plan.reported[event] = 1
+    caller = caller_here() if event == _compat.CACHE_HIT else None
+    if caller is not None and caller.plan is not None:
+        caller.plan.reported[event] = 1
 
 
 def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
-    fields = CALLER.get()
-    if fields is None or event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
+    if event not in (_compat.TRACING, _compat.LOWERING, _compat.COMPILATION):
         return
-    caller = Caller(*fields)
+    caller = caller_here()
+    if caller is None or caller.plan is None:
+        return
     plan = caller.plan
     # JAX also compiles the programs that move arguments to their shardings.
-    if plan is None or details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
+    if details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
         return
     plan.reported[event] = duration_secs
     if event == _compat.LOWERING:

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import _compat
+from ..errors import WrongGradientWarning, message, report
 from ..specs.fitting import axes_of, axes_of_type
 
 
-class Fault(NamedTuple):
-    """A gradient that is too large: multiplied by the sizes of mesh axes.
+def warn_of_faults(
+    mesh: AbstractMesh | None, batch_axes: frozenset[Any], *, name: str, strict: bool
+) -> None:
+    """Warns about the gradients in the current trace that XLA may compute wrong.
 
-    Attributes:
-      path: the path of the module in which it is; empty if that is not known.
-      what: the operation.
-      axes: the axes.
-      remedy: what to do.
+    ``batch_axes`` shard the rows, where no axis is Explicit.
     """
-
-    path: str
-    what: str
-    axes: list[Any]
-    remedy: str
-
-
-def wrong_gradients(mesh: AbstractMesh, batch_axes: frozenset[Any]) -> list[Fault]:
-    """The gradients in the current trace that XLA may compute wrong.
-
-    Args:
-      mesh: the mesh of the program.
-      batch_axes: the axes that shard the rows, where no axis is Explicit.
-    """
+    if mesh is None:
+        return
     large = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
     large -= axes_of_type(mesh, AxisType.Manual)
-    found = []
+    lines = []
     for eqns in _equations(_compat.trace_equations()) if large else ():
         what, axes, remedy = "", frozenset[Any](), ""
         match (eqn := eqns[-1]).primitive.name:
@@ -49,8 +36,13 @@ def wrong_gradients(mesh: AbstractMesh, batch_axes: frozenset[Any]) -> list[Faul
                 axes = large & axes_of_type(mesh, AxisType.Auto) if reduced else axes
                 what, remedy = "reduced operand of a product", _REDUCED
         if axes:
-            found.append(Fault(path_of(eqns), what, sorted(axes), remedy))
-    return found
+            path = path_of(eqns)
+            what = f"{path}: {what}" if path else what
+            lines.append(f"  {what}: {', '.join(map(repr, sorted(axes)))}. {remedy}")
+    if lines:
+        head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
+        text = message(f"{head} mesh axes:", lines)
+        report(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
 
 
 _CONVOLUTION = (

@@ -23,16 +23,7 @@ def with_static_values(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
-    """A call in which non-arrays are static where their spec is None.
-
-    Args:
-      specs: the specs of the arguments, as the user wrote them.
-      option: the name of the option for them, for messages.
-      parameters: the parameters of the function.
-      signature: the roles of the arguments.
-      args: the positional arguments.
-      kwargs: the keyword arguments.
-    """
+    """A call in which non-arrays are static where their spec, as the user wrote it, is None."""
     # An argument without a spec may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())
     found: dict[Any, Any] = {**dict(zip(signature.dynamic, positional, strict=True)), **named}

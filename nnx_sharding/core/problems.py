@@ -1,97 +1,102 @@
-"""What can be wrong with a call, as data, and the hooks by which diagnostics learn of it.
-
-The core does not import diagnostics. It collects all offenders of one kind and passes them, as
-tuples, to the installed :class:`Diagnostics`, which make an exception or a warning from them
-(``diagnostics/messages.py``).
-"""
+"""The errors that several checks raise, and how messages show values, arrays and places."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, Sharding
+
+from .. import _compat
+from ..errors import NoMeshError, listed_error, merged, message, raise_listed, see, shortened
+from ..specs.fitting import describe_both, describe_mesh
 
 
-class Problem(enum.Enum):
-    """A kind of problem; the comments list the fields of an offender."""
-
-    # Arguments and options
-    ARGUMENT_IS_NOT_ARRAY = enum.auto()  # path, value
-    RESULT_IS_NOT_ARRAY = enum.auto()  # path, value
-    STATIC_NOT_HASHABLE = enum.auto()  # argument, value, error
-    STATIC_HOLDS_ARRAYS = enum.auto()  # argument, value
-    POSITION_OUT_OF_RANGE = enum.auto()  # option, positions, number of arguments
-    INVALID_OPTION = enum.auto()  # option, value, choices
-    # Specs
-    NOT_A_SPEC = enum.auto()  # place, value, suggestion
-    NOT_A_PREFIX = enum.auto()  # place, mismatch
-    WRONG_NUMBER_OF_SPECS = enum.auto()  # parameters, static ones, missing ones, number
-    UNKNOWN_PARAMETER = enum.auto()  # name, parameters
-    NO_FILTER_MATCHES = enum.auto()  # path, object, rules
-    CONFLICTING_SPECS = enum.auto()  # path, spec, other path, other spec
-    UNKNOWN_SPEC = enum.auto()  # path, spec
-    SPEC_DOES_NOT_FIT_MESH = enum.auto()  # spec, paths, faults
-    SPEC_DOES_NOT_FIT_SHAPE = enum.auto()  # path, fit, shape before
-    SPEC_CORRECTED = enum.auto()  # path, fit, shape before
-    FILTER_UNUSED = enum.auto()  # filter, arguments, suggestion
-    CANNOT_BE_TYPED = enum.auto()  # path, key, module, error, types, entry
-    ACTIVATION_UNUSED = enum.auto()  # filter, method
-    ACTIVATION_DOES_NOT_FIT = enum.auto()  # line
-    NO_MESH = enum.auto()
-    NO_DEVICES = enum.auto()  # mesh
-    # Placing
-    CANNOT_PLACE = enum.auto()  # path, reason
-    COMMITTED_ELSEWHERE = enum.auto()  # path, shape, sharding, declared sharding
-    # What a traced function did
-    CAPTURED_ARRAY = enum.auto()  # name, array
-    WRONG_GRADIENT = enum.auto()  # path, operation, axes, remedy
-    TRACER_IN_STATIC = enum.auto()  # path, object
-    CAPTURED_OBJECT = enum.auto()  # path, object
-    CLASS_CHANGED = enum.auto()  # path, object
-    STATIC_CHANGED = enum.auto()  # path, object
-    UNDECLARED_ARGUMENT = enum.auto()  # path, array
-    UNDECLARED_RESULT = enum.auto()  # path, array
-    OUTPUT_IS_INPUT = enum.auto()  # path, path of the input (None: captured)
-    VARYING_OUTPUT = enum.auto()  # path, array, spec, axes along which it varies
-    DONATION_UNUSED = enum.auto()  # path, array
-    FOREIGN_TRACE = enum.auto()  # path
+def show(value: Any) -> str:
+    """A value in a message: its name or its repr, shortened and without addresses."""
+    if isinstance(value, Mesh | AbstractMesh):
+        return f"mesh {describe_mesh(value)}"
+    try:
+        name = getattr(value, "__qualname__", None) if callable(value) else None
+        text = name if isinstance(name, str) else repr(value)
+    except Exception as error:  # of the user's class
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
 
 
-class Diagnostics:
-    """Makes exceptions and warnings for problems; by default nothing is explained."""
-
-    def error(
-        self, problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any
-    ) -> Exception:
-        """The exception for a problem."""
-        return ValueError(problem.name, *offenders, details)
-
-    def warn(self, problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any) -> None:
-        """Warns about a problem; with ``strict`` among the details it is an error."""
-
-    def failed(self, plan: Any, leaves: Sequence[Any], error: Exception) -> None:
-        """Raises an error that explains one of JAX better, or adds a note to it."""
+def shorten(text: str, length: int = 120) -> str:
+    """A text in one line, without its middle if it is long."""
+    text = " ".join(text.split())
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
-_installed = Diagnostics()
+def several(paths: Sequence[str]) -> str:
+    """Some paths; if they are many, those of similar places together."""
+    return ", ".join(paths if len(paths) <= 5 else shortened(merged(paths)))
 
 
-def install(diagnostics: Diagnostics) -> None:
-    """Makes these the diagnostics of all transforms."""
-    global _installed
-    _installed = diagnostics
+def array_line(path: str, array: Any) -> str:
+    """The line of a list for an array: its path and type."""
+    return f"  {path}, {jax.typeof(array).str_short()}"
 
 
-def refuse(problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any) -> NoReturn:
-    """Raises the error for a problem."""
-    raise _installed.error(problem, offenders, **details) from None
+def not_arrays(
+    head: str, names: Sequence[str], leaves: Sequence[Any], remedy: str
+) -> Exception | None:
+    """The error for leaves that are not arrays, if there are any."""
+    lines = [
+        f"  {name}: {show(leaf)} of type {type(leaf).__name__}"
+        for name, leaf in zip(names, leaves, strict=True)
+        if not _compat.is_array_like(leaf)
+    ]
+    return listed_error(TypeError, head, lines, remedy, anchor="not-an-array")
 
 
-def warn(problem: Problem, offenders: Sequence[tuple[Any, ...]], **details: Any) -> None:
-    """Warns about a problem."""
-    _installed.warn(problem, offenders, **details)
+def arguments_not_arrays(names: Sequence[str], leaves: Sequence[Any]) -> Exception | None:
+    """The error for arguments that are not arrays, if there are any."""
+    return not_arrays(
+        "these arguments are not arrays:",
+        names,
+        leaves,
+        "Pass arrays or numbers, or make the argument static (static_argnums, static_argnames); in "
+        "a module, a static attribute (nnx.static).",
+    )
 
 
-def failed(plan: Any, leaves: Sequence[Any], error: Exception) -> None:
-    """Lets diagnostics explain an error from JAX; returns if they do not."""
-    _installed.failed(plan, leaves, error)
+def no_mesh(name: str) -> NoMeshError:
+    """The error for a ``PartitionSpec`` without a mesh."""
+    text = (
+        f"{name}: a PartitionSpec needs a mesh, and none is in context. Pass mesh=..., call within "
+        "`with jax.set_mesh(mesh):`, or pass NamedSharding(mesh, spec)."
+    )
+    return see(NoMeshError(message(text, [])), anchor="no-mesh")
+
+
+def committed_elsewhere(name: str, found: Iterable[tuple[str, Any, Sharding]]) -> Exception | None:
+    """The error for arrays, by their paths, that are committed to others than declared."""
+    lines = []
+    for path, array, declared in found:
+        actual, expected = describe_both(array.sharding, declared)
+        lines.append(f"  {path}, shape {array.shape}: is {actual}, declared {expected}")
+    return listed_error(
+        ValueError,
+        f"{name}: these arrays are committed to a sharding other than the declared one:",
+        lines,
+        "Declare the sharding that they have, place them as declared (models with "
+        "nnx_sharding.place, arrays with jax.device_put), or let them be moved: "
+        "on_committed='move'.",
+        anchor="committed-to-another-sharding",
+    )
+
+
+def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
+    """Raises a ``ValueError`` if an option (value, choices) has none of its choices."""
+    lines = [
+        f"  {option}: expected one of {', '.join(map(repr, choices))}, got {value!r}"
+        for option, (value, choices) in options.items()
+        if value not in choices
+    ]
+    raise_listed(ValueError, f"{name}: these options have invalid values:", lines)

@@ -9,88 +9,90 @@ keeps one for each trace.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence, Set
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from .. import _compat
-from ..specs.fitting import OnIndivisible, axes_of_type, like, spec_and_mesh, variants
+from ..errors import raise_listed
+from ..specs.fitting import OnIndivisible, in_type
 from ..specs.state_sharding import StateSharding
-from .call_context import CALLER, Caller, called_by
+from .call_context import Caller, called_by, caller_here
 from .flatten import Flat, flatten
 from .interrupts import release
-from .known_faults import wrong_gradients
+from .known_faults import warn_of_faults
 from .naming import name_as, name_of
 from .outcome import Outcome, OutputGroup
-from .problems import Problem, refuse, warn
+from .problems import not_arrays
 from .resolve import FilterUse, NamedLocation, check_filters, locate, resolve, slot_names
-from .retyping import Retyped, first_axes, mesh_of_types, type_mesh, typed_as
+from .retyping import Retyped, first_axes, mesh_of_types
 from .signature import Signature, join_call
 from .snapshot import Snapshot
-from .spec_checks import check_arrays, fit_specs, shape_of
+from .spec_checks import fit_specs, shape_of
 from .structure import NodeEntry, RefEntry, StaticEntry, Structure, VariableEntry
 from .targets import Target, target
 from .trace_checks import check_captured, check_donated, check_objects, check_output
-from .transform import Transform
+from .transform import Sharded, Transform
 from .unflatten import Built, assemble, kept_places, node_changes, restore, unflatten
 
 
-class Pure(NamedTuple):
-    """The pure function, as a value: functions with equal keys have the same trace.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Pure:
+    """The pure function, as a value: functions with equal keys have the same trace."""
 
-    Attributes:
-      transform: what the transform decides.
-      signature: the roles of the arguments.
-      structure: the structure of the arguments.
-      targets: the graph objects among the arguments, with their specs.
-      known: the name and the final spec of each Variable of the arguments.
-      object_specs: the final specs of all arrays that belong to objects, by slot.
-      on_indivisible: by slot, the option that has priority over that of the transform.
-      donated: slots whose arrays are always outputs.
-      must_be_used: donated slots whose buffers an output has to use.
-      names: the expression for the array in each slot.
-      uses: the decisions of each ``StateSharding`` among the arguments.
-      graph: whether shared references are kept (graph mode) or refused (tree mode).
-      updates: whether changes of structure are written back.
-      batch_axes: the mesh axes over which the first dimension of arrays outside of objects is
-        sharded, if activations are; in a trace also those in the types of arrays.
-      batch_slots: these arrays, without those whose sharding is declared.
-      typed: the declared shardings over Explicit axes of arrays outside of objects, by slot. JAX
-        omits them from the types of uncommitted arrays.
-    """
-
-    transform: Transform
-    signature: Signature
-    structure: Structure
-    targets: tuple[Target, ...]
+    transform: Transform  # what the transform decides, with the mesh that applies
+    signature: Signature  # the roles of the arguments
+    structure: Structure  # the structure of the arguments
+    targets: tuple[Target, ...]  # the graph objects among the arguments, with their specs
+    names: Sequence[str]  # the expression for the array in each slot: ``model.up.kernel``
+    specs: Sequence[Any]  # the final spec of each slot, or None
+    # the name and the final spec of each Variable of the arguments
     known: dict[int, tuple[str, Any]]
-    object_specs: dict[int, Any]
-    on_indivisible: dict[int, OnIndivisible]
-    donated: frozenset[int]
-    must_be_used: frozenset[int]
-    names: Sequence[str]
-    uses: tuple[FilterUse, ...]
-    graph: bool
-    updates: bool
+    on_indivisible: dict[int, OnIndivisible]  # by slot, before that of the transform
+    donated: frozenset[int]  # slots; those of objects are always outputs
+    uses: tuple[FilterUse, ...]  # the decisions of each ``StateSharding`` among the arguments
+    graph: bool  # whether shared references are kept, or refused (tree mode)
+    updates: bool  # whether changes of structure are written back
+    # mesh axes that shard the first dimension of arrays outside of objects, if activations
+    # are sharded; in a trace also those in types
     batch_axes: frozenset[Any] = frozenset()
-    batch_slots: tuple[int, ...] = ()
-    typed: tuple[tuple[int, NamedSharding], ...] = ()
+    batch_slots: tuple[int, ...] = ()  # these arrays, without those whose sharding is declared
 
-    @property
+    @functools.cached_property
+    def object_specs(self) -> dict[int, Any]:
+        """The final specs of all arrays that belong to objects, by slot."""
+        open_spec, specs = self.transform.spec_of(None), self.specs
+        slots = itertools.chain.from_iterable(self.structure.slots)
+        return {slot: open_spec if specs[slot] is None else specs[slot] for slot in slots}
+
+    @functools.cached_property
+    def typed(self) -> tuple[tuple[int, NamedSharding], ...]:
+        """The declared shardings over Explicit axes of arrays outside of objects, by slot."""
+        parts = ((slot, in_type(self.specs[slot])) for slot in self.structure.root_slots)
+        return tuple((slot, part) for slot, part in parts if part is not None)
+
+    @functools.cached_property
+    def must_be_used(self) -> frozenset[int]:
+        """The donated slots whose buffers an output has to use."""
+        return self.donated if self.transform.strict else frozenset()
+
+    @functools.cached_property
     def key(self) -> Hashable:
         """What the trace depends on, besides the types of the arrays."""
         return (
             self.transform.trace_key,
-            self.signature,
+            self.signature._replace(donated=frozenset(), donated_keywords=frozenset()),
             self.structure,
             self.targets,
             tuple(self.object_specs.items()),
             tuple(spec for _, spec in self.known.values()),
             tuple(self.on_indivisible.items()),
-            self.donated,
+            self.donated.intersection(self.object_specs),
             self.must_be_used,
             self.graph,
             self.updates,
@@ -102,16 +104,13 @@ class Pure(NamedTuple):
     def group_specs(self) -> tuple[Any, ...]:
         """The spec of each group of outputs: all specs that outputs can have."""
         transform = self.transform
-        written = [part.spec for target in self.targets for part in target.parts]
         specs = [transform.spec_of(None), *transform.own_specs]
+        written = (part.spec for target in self.targets for part in target.parts)
         for rule in (*transform.out_specs.rules, *written):
             has_filters = isinstance(rule, StateSharding)
-            action = (has_filters and rule.on_indivisible) or transform.on_indivisible
             for spec in map(transform.spec_of, rule.shardings if has_filters else [rule]):
-                specs.append(spec)
-                pair = spec_and_mesh(spec, transform.context)
-                if pair is not None:
-                    specs += [like(spec, part) for part in variants(pair[0], action)]
+                option = rule.on_indivisible if has_filters else None
+                specs += [spec, *transform.corrected(spec, option)]
         return tuple(dict.fromkeys([*specs, *self.object_specs.values()]))
 
     def function(self, fun: Any) -> Callable[..., Any]:
@@ -121,9 +120,8 @@ class Pure(NamedTuple):
         """
 
         def pure(*leaves: Any) -> Any:
-            fields = CALLER.get()
-            assert fields is not None
-            caller = Caller(*fields)
+            caller = caller_here()
+            assert caller is not None
             if caller.plan is not None:
                 release()  # nothing has run yet, and tracing may take long
             forget = None
@@ -141,7 +139,7 @@ class Pure(NamedTuple):
         return pure
 
     def _call(self, caller: Caller, leaves: Sequence[Any]) -> Any:
-        arrays = self.transform.entered(self._typed(leaves, nested=caller.nested))
+        arrays = self.transform.entered(self, leaves, nested=caller.nested)
         # The caller's own static objects: the structure may be that of an earlier, equal call.
         statics = {i: caller.objects[i] for i in self.structure.static_indices()}
         built = unflatten(self.structure, arrays.inside, statics)
@@ -150,64 +148,66 @@ class Pure(NamedTuple):
         finally:
             restore(self.structure, built.objects)
 
-    def _typed(self, leaves: Sequence[Any], *, nested: bool) -> Sequence[Any]:
-        """The arrays with the declared shardings in their types; in a trace, untyped ones only."""
-        goals, context = dict(self.typed), self.transform.context
-        if not nested and context is not None and not axes_of_type(context, AxisType.Explicit):
-            auto = NamedSharding(context, PartitionSpec())
-            goals = dict.fromkeys(self.structure.root_slots, auto)
-        typed = [*leaves]
-        for slot, goal in goals.items():
-            if not nested or type_mesh(leaves[slot]) is None:
-                typed[slot] = typed_as(leaves[slot], goal)
-        return typed
-
     def _called(self, caller: Caller, arrays: Retyped, built: Built) -> Any:
-        fun, leaves = caller.fun, arrays.leaves
+        transform, name = self.transform, self.transform.name
+        fun, leaves, fun_name = caller.fun, arrays.leaves, name_of(caller.fun)
+        out, before = self._user_call(caller, arrays, built)
+        carried = transform.carried_objects(self)
+        after = self._flatten_after(out, built, carried, before)
+        changed = self.updates and not self._is_unchanged(after.structure)
+        option = f"{name}: {transform.out_name}"
+        output = target("output", transform.out_specs.tree, out, after.structure.root, option)
+        # Known Variables keep their spec and name, so only new things are located.
+        locations = locate(after.structure, [*self.targets, output] if changed else [output])
+        names = slot_names(after.structure.num_leaves, locations)
+        for index, (variable, _) in self.known.items():
+            for slot in after.structure.slots[index]:
+                names[slot] = variable
+        if not transform.returns_any:
+            head = f"{name}: these results are not arrays:"
+            if error := not_arrays(head, names, after.leaves, "Return only arrays or numbers."):
+                raise error
+        specs = self._output_specs(leaves, after, locations, names)
+        details = {"name": name, "option": transform.out_name}
+        after = arrays.leave_as(self.structure, after, specs, names, **details)
+        transform.check_outputs(fun_name, names, after.leaves, specs)
+        check_captured(fun, name=name, strict=transform.strict)
+        if isinstance(transform, Sharded) and not caller.nested:
+            mesh = mesh_of_types(leaves, transform.context)
+            warn_of_faults(mesh, self.batch_axes, name=name, strict=transform.strict)
+        return self._pack(fun_name, leaves, after, specs, names)
+
+    def _user_call(self, caller: Caller, arrays: Retyped, built: Built) -> tuple[Any, Snapshot]:
+        """What the user's function returns for the objects of the trace, as they were before."""
         statics = [assemble(c, iter(()), built.objects) for c in self.structure.statics]
         args, kwargs = join_call(self.signature, statics, built.root)
-        types = (getattr(jax.typeof(leaves[s]), "sharding", None) for s in self.batch_slots)
-        batch_axes = self.batch_axes | first_axes(types, self.transform.context)
-        pure = self._replace(batch_axes=batch_axes)
+        slots, context = self.batch_slots, self.transform.context
+        types = (getattr(jax.typeof(arrays.leaves[s]), "sharding", None) for s in slots)
+        pure = dataclasses.replace(self, batch_axes=self.batch_axes | first_axes(types, context))
         tracing = self.transform.tracing(pure, caller, built, arrays.inside)
         with arrays.context(), tracing as call:
-            before_call = Snapshot(self.structure, built.objects)
-            out = call(*args, **kwargs)
+            before = Snapshot(self.structure, built.objects)
+            return call(*args, **kwargs), before
+
+    def _flatten_after(self, out: Any, built: Built, carried: Set[int], before: Snapshot) -> Flat:
+        """The graph after the call, with the objects of the arguments first."""
         if not self.graph:
             flatten(out, graph=False)  # refuses objects that are shared within the output
-        borrowed = {id(static.value) for static in self.structure.identities()}
-        carried = self.transform.carried_objects(self)
-        nodes = {i for i, x in enumerate(self.structure.entries) if isinstance(x, NodeEntry)}
+        structure, updates, name = self.structure, self.updates, self.transform.name
+        borrowed = {id(static.value) for static in structure.identities()}
+        nodes = {i for i, x in enumerate(structure.entries) if isinstance(x, NodeEntry)}
         after = flatten(
             out,
             graph=self.graph,
             known=built.objects,
-            copied=frozenset() if self.updates else nodes - carried,
-            borrowed=borrowed.union(id(built.objects[i]) for i in self.structure.static_indices()),
-            snapshot=before_call,
+            copied=frozenset() if updates else nodes - carried,
+            borrowed=borrowed.union(id(built.objects[i]) for i in structure.static_indices()),
+            snapshot=before,
         )
-        name, updates = self.transform.name, self.updates
-        check_objects(self.structure, after, self.targets, borrowed, name=name, updates=updates)
+        check_objects(structure, after, self.targets, borrowed, name=name, updates=updates)
         if not updates:
             check_output(after, self.known, carried, name=name)
-        written, option = self.transform.out_specs.tree, f"{name}: {self.transform.out_name}"
-        output = target("output", written, out, after.structure.root, option)
-        # Known Variables keep their spec and name, so only new things are located.
-        changed = updates and not self._is_unchanged(after.structure)
-        locations = locate(after.structure, [*self.targets, output] if changed else [output])
-        names = self._output_names(after.structure, locations)
-        if not self.transform.returns_any:
-            check_arrays(Problem.RESULT_IS_NOT_ARRAY, names, after.leaves, name=name)
-        specs = self._output_specs(leaves, after, locations, names)
-        details = {"name": name, "option": self.transform.out_name}
-        after = arrays.leave_as(self.structure, after, specs, names, **details)
-        self.transform.check_outputs(name_of(fun), names, after.leaves, specs)
-        check_captured(fun, name=name, strict=self.transform.strict)
-        mesh = mesh_of_types(leaves, self.transform.context)
-        is_program = self.transform.shards and not caller.nested and mesh is not None
-        if is_program and (faults := wrong_gradients(mesh, self.batch_axes)):
-            warn(Problem.WRONG_GRADIENT, faults, name=name, strict=self.transform.strict)
-        return self._pack(name_of(fun), leaves, after, specs, names)
+        return after
 
     def _is_unchanged(self, after: Structure) -> bool:
         """Whether the objects are the same as before, and no module changed or holds arrays."""
@@ -262,13 +262,6 @@ class Pure(NamedTuple):
             transform, names, shapes, specs, on_indivisible, outputs=True, before=before
         )
 
-    def _output_names(self, after: Structure, locations: Sequence[NamedLocation]) -> list[str]:
-        names = slot_names(after.num_leaves, locations)
-        for index, (name, _) in self.known.items():
-            for slot in after.slots[index]:
-                names[slot] = name
-        return names
-
     def _pack(
         self,
         fun_name: str,
@@ -287,8 +280,14 @@ class Pure(NamedTuple):
                 copied.append(index)
             if not slots and entry == old:
                 continue
-            unchanged = self._unchanged(index, leaves, after, specs)
-            sources.update((slot, (-1, before)) for slot, before in unchanged.items())
+            unchanged = {
+                slot: (-1, before)
+                for slot, before in kept_places(self.structure, structure, index)
+                if after.leaves[slot] is leaves[before]
+                and before not in self.donated
+                and specs[slot] == self.object_specs[before]
+            }
+            sources |= unchanged
             fresh = {slot for slot in slots if slot not in unchanged}
             if isinstance(entry, VariableEntry) and entry != old:
                 metadata.append(index)
@@ -302,8 +301,14 @@ class Pure(NamedTuple):
         groups = self.group_specs()
         numbers = {spec: number for number, spec in enumerate(groups)}
         # The specs that the function in a prefix of `nnx.prefix` gives are not known before.
-        if unknown := [(names[s], x) for s, x in enumerate(specs) if x not in numbers]:
-            refuse(Problem.UNKNOWN_SPEC, unknown, name=self.transform.name)
+        unknown = [f"  {names[s]}: {x!r}" for s, x in enumerate(specs) if x not in numbers]
+        raise_listed(
+            ValueError,
+            f"{self.transform.name}: nnx.prefix gives these new Variables what it gave none when "
+            "it was called:",
+            unknown,
+            "Give its filters as StateSharding, or in vmap and scan as StateAxes.",
+        )
         outputs: list[list[Any]] = [[] for _ in groups]
         labels: list[list[str]] = [[] for _ in groups]
         inputs = {id(leaf): slot for slot, leaf in enumerate(leaves)}
@@ -324,15 +329,3 @@ class Pure(NamedTuple):
         changes = tuple(values), tuple(metadata), tuple(nodes), tuple(statics), tuple(copied)
         packed = map(OutputGroup, map(tuple, labels), outputs)
         return (*packed, Outcome(structure, by_slot, *changes, _compat.trace_has_effects()))
-
-    def _unchanged(
-        self, index: int, leaves: Sequence[Any], after: Flat, specs: Sequence[Any]
-    ) -> dict[int, int]:
-        """The unchanged arrays of one object: slot after the call to slot before."""
-        return {
-            slot: old
-            for slot, old in kept_places(self.structure, after.structure, index)
-            if after.leaves[slot] is leaves[old]
-            and old not in self.donated
-            and specs[slot] == self.object_specs[old]
-        }

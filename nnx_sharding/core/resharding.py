@@ -124,14 +124,7 @@ def rebuilt(
 ) -> Any:
     """The tree with other arrays: modules and Variables changed in place, in new containers.
 
-    Args:
-      flat: the tree.
-      leaves: the arrays.
-      caller: the name of the caller, for messages.
-      foreign: whether to also change objects of another trace.
-
-    Raises:
-      TraceContextError: an object of another trace would change, and ``foreign`` is false.
+    It is an error of the ``caller`` if objects of another trace would change, unless ``foreign``.
     """
     structure, objects = flat.structure, flat.objects
     fresh = {i for i, leaf in enumerate(leaves) if leaf is not flat.leaves[i]}

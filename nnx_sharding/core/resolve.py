@@ -7,12 +7,20 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from ..specs.filters import Paths, is_opaque, misspelt, names_paths, to_predicate
-from ..specs.fitting import OnIndivisible
+from ..errors import UnusedFilterWarning, message, raise_listed, report
+from ..specs.filters import (
+    Paths,
+    is_opaque,
+    misspelt,
+    names_paths,
+    subject_text,
+    to_predicate,
+)
+from ..specs.fitting import OnIndivisible, describe_both
 from ..specs.mapped_axis import Axis
 from ..specs.paths import Path, accessor
-from ..specs.state_sharding import StateSharding
-from .problems import Problem, refuse, warn
+from ..specs.state_sharding import StateSharding, filter_remedy, filters_text
+from .problems import several
 from .structure import Location, Structure
 from .targets import Part, Target
 
@@ -20,21 +28,13 @@ SpecOf = Callable[[Any], Any]  # a spec as the user wrote it → its final form
 
 
 class NamedLocation(NamedTuple):
-    """A location in a target.
+    """A location in a target."""
 
-    Attributes:
-      target: the target.
-      part: the part of it.
-      location: the location.
-      name: the expression for it: ``model.blocks[3].kernel``.
-      paths: all paths from the part to it, in order.
-    """
-
-    target: Target
-    part: Part
-    location: Location
-    name: str
-    paths: Sequence[Path]
+    target: Target  # the target
+    part: Part  # the part of it
+    location: Location  # the location
+    name: str  # the expression for it: ``model.blocks[3].kernel``
+    paths: Sequence[Path]  # all paths from the part
 
     def name_of(self, path: Path) -> str:
         """The expression for it by another path."""
@@ -74,19 +74,12 @@ def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]
 
 
 class Resolved(NamedTuple):
-    """The outcome of resolving.
+    """The outcome of resolving."""
 
-    Attributes:
-      slots: the spec of each array, by slot.
-      variables: the name and spec of each located Variable or ref.
-      on_indivisible: by slot, the option of the ``StateSharding`` there.
-      uses: the decisions of each ``StateSharding``.
-    """
-
-    slots: list[Any]
-    variables: dict[int, tuple[str, Any]]
-    on_indivisible: dict[int, OnIndivisible]
-    uses: list[FilterUse]
+    slots: list[Any]  # the spec of each array, by slot
+    variables: dict[int, tuple[str, Any]]  # the name and spec of each located Variable or ref
+    on_indivisible: dict[int, OnIndivisible]  # by slot, the option of the ``StateSharding`` there
+    uses: list[FilterUse]  # the decisions of each ``StateSharding``
 
 
 def resolve(
@@ -100,16 +93,8 @@ def resolve(
 ) -> Resolved:
     """Resolves the spec of the array at every location.
 
-    Args:
-      locations: those of all targets.
-      objects: the object of each entry.
-      leaves: the arrays, by slot.
-      spec_of: makes the final form of a spec.
-      known: Variables that already have their spec: their names and specs.
-      settled: names of targets that do not decide about known Variables.
-
-    Raises:
-      ValueError: no filter matches some Variables; or one Variable has two different specs.
+    ``known`` Variables already have their spec: their names and specs. The targets with ``settled``
+    names do not decide about them. ``spec_of`` makes the final form of a spec.
     """
     result = Resolved([None] * len(leaves), dict(known or {}), {}, [])
     attributes: dict[int, tuple[str, Any]] = {}
@@ -139,14 +124,47 @@ def resolve(
             conflicts.append((name, first, found.name, spec))
         for slot in slots:
             result.slots[slot] = decided[key][1]
-    unmatched = [(*pair, use.rules) for use in uses.values() for pair in use.unmatched]
-    if unmatched:
-        refuse(Problem.NO_FILTER_MATCHES, unmatched, is_inside=is_inside)
-    if conflicts:
-        specs = "axes" if isinstance(conflicts[0][1], Axis) else "shardings"
-        refuse(Problem.CONFLICTING_SPECS, conflicts, specs=specs)
+    _check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
+    _check_conflicts(conflicts)
     result.uses.extend(uses.values())
     return result
+
+
+def _check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
+    if not uses:
+        return
+    subjects = [subject for use in uses for _, subject in use.unmatched]
+    filters = "; or ".join(dict.fromkeys(filters_text(use.rules) for use in uses))
+    remedy = filter_remedy(uses[0].rules, subjects)
+    if is_inside:
+        remedy = (
+            "Their paths begin with another key, as in a tuple or dict of modules: pass that as "
+            "one argument, or choose shardings for each; fsdp(model, optimizer=optimizer) covers "
+            "both."
+        )
+    raise_listed(
+        ValueError,
+        f"no filter of the {type(uses[0].rules).__name__} matches:",
+        [f"  {path}: {subject_text(x)}" for use in uses for path, x in use.unmatched],
+        f"The filters are {filters}. {remedy}",
+        anchor="no-filter-matches",
+    )
+
+
+def _check_conflicts(conflicts: Sequence[tuple[str, Any, str, Any]]) -> None:
+    specs = "axes" if conflicts and isinstance(conflicts[0][1], Axis) else "shardings"
+    lines = []
+    for path, spec, other_path, other in conflicts:
+        first, second = describe_both(spec, other)
+        lines.append(f"  {path}: {first}\n  {other_path}: {second}")
+    raise_listed(
+        ValueError,
+        f"Inconsistent aliasing: one Variable or array has different {specs} under different "
+        "paths:",
+        lines,
+        f"Give it the same {specs} everywhere.",
+        anchor="two-shardings-for-one-variable",
+    )
 
 
 def needs_filter(slots: Sequence[int], subject: Any) -> bool:
@@ -236,11 +254,7 @@ class FilterUse:
 
 
 def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
-    """Warns about filters that decided nothing in any use of equal rules.
-
-    Raises:
-      StrictError: there are such filters, and ``strict`` is true.
-    """
+    """Warns about filters that decided nothing in any use of equal rules, or raises if strict."""
     joined: list[FilterUse] = []
     for use in uses:
         for position, other in enumerate(joined):
@@ -249,6 +263,13 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
                 break
         else:
             joined.append(use)
-    unused = [offender for use in joined for offender in use.unused()]
-    if unused:
-        warn(Problem.FILTER_UNUSED, unused, name=name, strict=strict)
+    lines = [
+        f"  {filter_}, for {several(arguments)}{near}"
+        for use in joined
+        for filter_, arguments, near in use.unused()
+    ]
+    if lines:
+        head = f"{name}: these filters match nothing, or only what earlier filters match:"
+        remedy = "Correct or remove them, or put them before the filter that matches the same."
+        text = message(head, lines, remedy)
+        report(UnusedFilterWarning, text, strict=strict, anchor="unused-filter")

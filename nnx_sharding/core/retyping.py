@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..errors import raise_listed
 from ..specs.fitting import (
     axes_of,
     axes_of_type,
@@ -20,7 +21,7 @@ from ..specs.fitting import (
     with_entries,
 )
 from .flatten import Flat
-from .problems import Problem, refuse
+from .problems import array_line
 from .structure import Structure
 
 # The parameters of the current trace whose gradients go to partial sums, each by its id with them.
@@ -45,11 +46,9 @@ def type_mesh(x: Any) -> Any:
 
 
 def typed_as(x: Any, goal: NamedSharding) -> Any:
-    """An array with the type that it has on another mesh; unchanged if both have Auto axes only.
+    """An array with the type that it has on the mesh of another sharding.
 
-    Args:
-      x: the array.
-      goal: the other mesh, and the sharding over its Explicit axes.
+    It is unchanged if both meshes have Auto axes only.
     """
     here, there = type_mesh(x), goal.mesh.abstract_mesh
     is_untyped = type_spec(x) is None and not axes_of_type(there, AxisType.Explicit)
@@ -66,15 +65,11 @@ def mesh_of_types(leaves: Iterable[Any], default: Any = None) -> Any:
 
 
 def retyped(x: Any, mesh: AbstractMesh, spec: PartitionSpec | None = None) -> Any:
-    """An array with the axis types of a mesh.
+    """An array with the axis types of a mesh, and a spec over its Explicit axes or its present one.
 
-    Where a reduced axis would become Auto, the array is no longer reduced over it: JAX counts some
-    gradients of what is reduced over Auto axes once per device.
-
-    Args:
-      x: the array. Without ``spec`` anything else is returned unchanged.
-      mesh: the mesh.
-      spec: the sharding over its Explicit axes; None for the present one.
+    Without ``spec``, anything else is returned unchanged. Where a reduced axis would become Auto,
+    the array is no longer reduced over it: JAX counts some gradients of what is reduced over Auto
+    axes once per device.
     """
     here = type_mesh(x)
     if spec is None:
@@ -98,53 +93,35 @@ def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
 
 
 class Retyping(NamedTuple):
-    """Axis types that change for the duration of a call.
+    """Axis types that change for the duration of a call."""
 
-    Attributes:
-      outer: the mesh around the call.
-      inner: the mesh during the call.
-    """
-
-    outer: AbstractMesh
-    inner: AbstractMesh
+    outer: AbstractMesh  # the mesh around the call
+    inner: AbstractMesh  # the mesh during the call
 
     @classmethod
     def of(
         cls, mesh: Any, axes: Any, kind: AxisType, *, name: str, option: str = "axes"
     ) -> Retyping | None:
-        """The retyping of some axes to a type; None if all of them already have it.
+        """The retyping of some axes (True or None: all that are not manual); None if none changes.
 
-        Args:
-          mesh: the mesh around the call.
-          axes: their names; None or True for all axes over which no ``shard_map`` is mapped.
-          kind: the type that they get.
-          name: the name of the caller, for messages.
-          option: the name of its option.
-
-        Raises:
-          ValueError: the mesh has no such axis, or a ``shard_map`` is mapped over it.
+        A ValueError of the caller with this name if the mesh has no such axis, or it is manual.
         """
         outer = getattr(mesh, "abstract_mesh", mesh)
         free = [a for a in outer.axis_names if a not in axes_of_type(outer, AxisType.Manual)]
         chosen = free if axes is None or axes is True else axes
-        if wrong := [(option, axis, free) for axis in chosen if axis not in free]:
-            refuse(Problem.INVALID_OPTION, wrong, name=name)
+        expected = f"expected one of {', '.join(map(repr, free))}"
+        wrong = [f"  {option}: {expected}, got {axis!r}" for axis in chosen if axis not in free]
+        raise_listed(ValueError, f"{name}: these options have invalid values:", wrong)
         changed = dict.fromkeys(set(chosen) - axes_of_type(outer, kind), kind)
         return cls(outer, outer.update_axis_types(changed)) if changed else None
 
 
 class Retyped(NamedTuple):
-    """The arrays that go into a call.
+    """The arrays that go into a call."""
 
-    Attributes:
-      retyping: the axis types that change for the call; None if none do.
-      leaves: the arrays before the call.
-      inside: the same arrays during the call.
-    """
-
-    retyping: Retyping | None
-    leaves: Sequence[Any]
-    inside: Sequence[Any]
+    retyping: Retyping | None  # the axis types that change for the call; None if none do
+    leaves: Sequence[Any]  # the arrays before the call
+    inside: Sequence[Any]  # the same arrays during the call
 
     @classmethod
     def of(cls, retyping: Retyping | None, leaves: Sequence[Any]) -> Retyped:
@@ -171,11 +148,7 @@ class Retyped(NamedTuple):
         """The arrays after the call, and, by slot, those that have no type yet.
 
         Unchanged arrays are the original ones; new ones in existing objects have the type of what
-        they replace; scalars are replicated.
-
-        Args:
-          before: the structure of the inputs, whose objects have the same indices in ``after``.
-          after: the outputs.
+        they replace; scalars are replicated. Both structures have the same objects first.
         """
         assert self.retyping is not None
         outer, inner = self.retyping
@@ -198,13 +171,11 @@ class Retyped(NamedTuple):
         after: Flat,
         specs: Sequence[Any],
         names: Sequence[str],
-        **details: Any,
+        *,
+        name: str,
+        option: str,
     ) -> Flat:
-        """The outputs with the types of :meth:`leave`, but as declared where there is a spec.
-
-        Raises:
-          ValueError: an array has neither a spec nor a previous type.
-        """
+        """The outputs with the types of :meth:`leave`, but as declared where there is a spec."""
         if self.retyping is None:
             return after
         left, untyped = self.leave(before, after)
@@ -213,9 +184,13 @@ class Retyped(NamedTuple):
             if pair is not None and not _compat.is_ref(left[slot]):
                 left[slot] = retyped(left[slot], self.retyping.outer, pair[0])
                 untyped.pop(slot, None)
-        if untyped:
-            offenders = [(names[slot], x) for slot, x in untyped.items()]
-            refuse(Problem.UNDECLARED_RESULT, offenders, **details)
+        raise_listed(
+            ValueError,
+            f"{name}: these results were computed on Auto axes, and no spec says how they are "
+            "sharded on the Explicit axes outside:",
+            [array_line(names[slot], x) for slot, x in untyped.items()],
+            f"Declare them in {option}; P() replicates.",
+        )
         return after._replace(leaves=left)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from flax import nnx
 
 from .. import _compat
-from .problems import Problem, refuse
+from ..errors import message, raise_listed, see
+from ..specs.fitting import suggestion
 
 ArgTree = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, keyword arguments
 
@@ -25,52 +26,27 @@ class Roles(NamedTuple):
     donate_argnames: tuple[str, ...] | None = None
 
     @classmethod
-    def of(
-        cls,
-        static_argnums: int | Sequence[int] | None = None,
-        static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Sequence[int] | None = None,
-        donate_argnames: str | Iterable[str] | None = None,
-    ) -> Roles:
+    def of(cls, *given: Any) -> Roles:
         """The roles that the options of ``jax.jit`` with these names declare."""
-        return cls(
-            _indices(static_argnums),
-            _names(static_argnames),
-            _indices(donate_argnums),
-            _names(donate_argnames),
-        )
+        return cls(*map(_as_tuple, given))
 
 
-def _indices(value: Any) -> tuple[int, ...] | None:
-    if value is None:
+def _as_tuple(given: Any) -> tuple[Any, ...] | None:
+    if given is None:
         return None
-    return tuple(map(operator.index, value if isinstance(value, Iterable) else (value,)))
-
-
-def _names(value: Any) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)
+    several = given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    return tuple(x if isinstance(x, str) else operator.index(x) for x in several)
 
 
 class Signature(NamedTuple):
-    """The roles of the arguments for one number of positional arguments and these keywords.
+    """The roles of the arguments for one number of positional arguments and these keywords."""
 
-    Attributes:
-      names: a name for each positional argument, as in the signature (``args[2]`` beyond it).
-      keywords: the keyword arguments, sorted.
-      static: positions that are static.
-      static_keywords: keyword arguments that are static.
-      donated: positions that are donated.
-      donated_keywords: keyword arguments that are donated.
-    """
-
-    names: tuple[str, ...]
-    keywords: tuple[str, ...]
-    static: frozenset[int]
-    static_keywords: frozenset[str]
-    donated: frozenset[int]
-    donated_keywords: frozenset[str]
+    names: tuple[str, ...]  # of positional arguments, as in the signature (args[2] beyond it)
+    keywords: tuple[str, ...]  # the keyword arguments, sorted
+    static: frozenset[int]  # positions that are static
+    static_keywords: frozenset[str]  # keyword arguments that are static
+    donated: frozenset[int]  # positions that are donated
+    donated_keywords: frozenset[str]  # keyword arguments that are donated
 
     @property
     def dynamic(self) -> tuple[int, ...]:
@@ -78,9 +54,14 @@ class Signature(NamedTuple):
         return tuple(i for i in range(len(self.names)) if i not in self.static)
 
     @property
+    def static_order(self) -> list[int | str]:
+        """The positions and keywords of static arguments, in their order."""
+        return [*sorted(self.static), *sorted(self.static_keywords)]
+
+    @property
     def static_names(self) -> list[str]:
-        """The names of static arguments in their order: positional ones first."""
-        return [*(self.names[i] for i in sorted(self.static)), *sorted(self.static_keywords)]
+        """The names of static arguments, in the same order."""
+        return [self.names[x] if isinstance(x, int) else x for x in self.static_order]
 
     @property
     def dynamic_keywords(self) -> tuple[str, ...]:
@@ -92,15 +73,9 @@ class Parameters:
     """The parameters of a function with the roles that the user gave them.
 
     If only one of ``argnums`` and ``argnames`` is given, the signature gives the other, as in
-    ``jax.jit``.
-
-    Args:
-      fun: the function.
-      roles: which parameters are static or donated.
-      bound: how many leading parameters are filled by a bound object; positions count
-        without them.
-      from_call: whether negative positions count from the end of a call, as in
-        ``jax.checkpoint``, not from that of the signature.
+    ``jax.jit``. The first ``bound`` parameters are filled by bound objects; positions count without
+    them. With ``from_call``, negative ones count from the end of a call, as in ``jax.checkpoint``,
+    not from that of the signature.
     """
 
     def __init__(
@@ -152,29 +127,27 @@ class Parameters:
         key = (num_positional, keywords)
         signature = self._signatures.get(key)
         if signature is None:
-            signature = self._signatures[key] = self._make_signature(*key)
+            rest, beyond = self.var_positional or "args", num_positional - len(self.positional)
+            signature = self._signatures[key] = Signature(
+                (*self.positional[:num_positional], *(f"{rest}[{i}]" for i in range(beyond))),
+                tuple(sorted(keywords)),
+                self._positions("static_argnums", self.static[0], num_positional),
+                self.static[1].intersection(keywords),
+                self._positions("donate_argnums", self.donated[0], num_positional),
+                self.donated[1].intersection(keywords),
+            )
         return signature
 
-    def _make_signature(self, num_positional: int, keywords: tuple[str, ...]) -> Signature:
+    def _positions(
+        self, option: str, declared: tuple[int, ...], num_positional: int
+    ) -> frozenset[int]:
+        """The positions in a call, without those that were not passed, as in JAX."""
         count = num_positional - self.bound
-        rest = (f"{self.var_positional or 'args'}[{i}]" for i in range(num_positional))
-        beyond = max(0, num_positional - len(self.positional))
-
-        def positions(declared: tuple[int, ...], option: str) -> frozenset[int]:
-            # As in JAX: what is beyond the call was not passed.
-            if any(i + count < 0 for i in declared):
-                refuse(Problem.POSITION_OUT_OF_RANGE, [(option, declared, count)])
-            inside = (i if i >= 0 else i + count for i in declared)
-            return frozenset(i + self.bound for i in inside if i < count)
-
-        return Signature(
-            (*self.positional[:num_positional], *(next(rest) for _ in range(beyond))),
-            tuple(sorted(keywords)),
-            positions(self.static[0], "static_argnums"),
-            self.static[1].intersection(keywords),
-            positions(self.donated[0], "donate_argnums"),
-            self.donated[1].intersection(keywords),
-        )
+        if any(i + count < 0 for i in declared):
+            line = f"  {option}={declared}, {count} positional arguments"
+            raise ValueError(message("these negative positions are out of range:", [line]))
+        inside = (i if i >= 0 else i + count for i in declared)
+        return frozenset(i + self.bound for i in inside if i < count)
 
 
 class Call(NamedTuple):
@@ -186,38 +159,46 @@ class Call(NamedTuple):
 
 
 def sort_call(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Sorts the arguments of a call by their roles.
-
-    Raises:
-      ValueError: a static argument is not hashable, or holds arrays.
-    """
+    """Sorts the arguments of a call by their roles, and checks the static ones."""
     if not signature.static and not signature.static_keywords:
         return Call(signature, (), (args, kwargs))
-    static_values = [args[i] for i in sorted(signature.static)]
-    static_values += [kwargs[k] for k in sorted(signature.static_keywords)]
-    for name, value in zip(signature.static_names, static_values, strict=True):
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    statics = tuple(values[which] for which in signature.static_order)
+    for name, value in zip(signature.static_names, statics, strict=True):
         _check_static(name, value)
-    positional = tuple(args[i] for i in signature.dynamic)
     keywords = {k: kwargs[k] for k in signature.dynamic_keywords}
-    return Call(signature, tuple(static_values), (positional, keywords))
+    return Call(signature, statics, (tuple(args[i] for i in signature.dynamic), keywords))
 
 
 def join_call(
     signature: Signature, statics: Sequence[Any], tree: ArgTree
 ) -> tuple[list[Any], dict[str, Any]]:
     """The inverse of :func:`sort_call`: all arguments, with static ones in their places."""
-    dynamic, static = iter(tree[0]), iter(statics)
-    args = [next(static if i in signature.static else dynamic) for i in range(len(signature.names))]
-    return args, {**tree[1], **dict(zip(sorted(signature.static_keywords), static, strict=True))}
+    values: dict[Any, Any] = {**dict(zip(signature.dynamic, tree[0], strict=True)), **tree[1]}
+    values |= zip(signature.static_order, statics, strict=True)
+    args = [values.pop(i) for i in range(len(signature.names))]
+    return args, values
 
 
 def _check_static(name: str, value: Any) -> None:
     try:
         hash(value)
     except Exception as error:
-        refuse(Problem.STATIC_NOT_HASHABLE, [(name, value, error)])
+        text = message(
+            "static arguments must be hashable:",
+            [f"  argument {name!r} of type {type(value).__name__} ({error})"],
+            "They are part of the key of the compiled function: pass a hashable value, such as a "
+            "tuple instead of a list.",
+        )
+        raise see(ValueError(text), anchor="static-argument-that-is-not-hashable") from None
     if _compat.is_graph_object(value) and jax.tree_util.tree_leaves(nnx.state(value)):
-        refuse(Problem.STATIC_HOLDS_ARRAYS, [(name, value)])
+        text = message(
+            "static arguments must not hold arrays, which would become constants of the program:",
+            [f"  argument {name!r}: {type(value).__name__} with arrays"],
+            "Pass it as an ordinary argument: its structure and static attributes are part of the "
+            "key of the compiled function in any case.",
+        )
+        raise see(ValueError(text), anchor="static-argument-with-arrays")
 
 
 def align_specs(
@@ -225,17 +206,9 @@ def align_specs(
 ) -> ArgTree:
     """The spec of each dynamic argument: positional ones, and by keyword.
 
-    Args:
-      specs: one spec for all arguments; a tuple or list with one for each positional
-        parameter, where static parameters are left out or have None; or a mapping from
-        parameter names.
-      parameters: the parameters of the function.
-      signature: the roles of the arguments in this call.
-      option: the name of the option, for messages.
-      default: the spec of what ``specs`` does not mention.
-
-    Raises:
-      ValueError: the number of specs does not fit, or a name is not a parameter.
+    ``specs`` is one spec for all arguments; a tuple or list with one for each positional parameter,
+    where static parameters are left out or have None; or a mapping from parameter names. What it
+    does not mention has the ``default``. ``option`` is its name in messages.
     """
     if isinstance(specs, Mapping) and all(isinstance(name, str) for name in specs):
         spec_of = _specs_by_name(specs, parameters, option, default)
@@ -257,9 +230,10 @@ def align_specs(
     missing = [signature.names[i] for i in signature.dynamic if i not in by_position]
     is_open = parameters.var_positional is not None
     if missing or len(specs) > len(names) or (len(by_position) < len(specs) and not is_open):
-        bound, statics = parameters.bound, [names[i] for i in sorted(static) if i < len(names)]
-        offender = (names[bound:], statics, missing, len(specs) - bound)
-        refuse(Problem.WRONG_NUMBER_OF_SPECS, [offender], name=option)
+        static_names = [names[i] for i in sorted(static) if i < len(names)]
+        _refuse_number(
+            option, names[parameters.bound :], static_names, missing, len(specs) - parameters.bound
+        )
     by_name = {
         name: by_position.get(i, default)
         for i, name in enumerate(parameters.positional)
@@ -271,6 +245,21 @@ def align_specs(
     )
 
 
+def _refuse_number(
+    option: str, names: Sequence[str], static: Sequence[str], missing: Sequence[str], count: int
+) -> NoReturn:
+    dynamic = [name for name in names if name not in static]
+    lines = [
+        f"{count} {'entry' if count == 1 else 'entries'} for {len(names)} positional parameters: "
+        + ", ".join(names),
+        *(f"{name}: static, needs no entry, or None" for name in static),
+        *(f"{name}: no entry" for name in missing),
+        f"Give one entry for each of ({', '.join(dynamic)}), or a mapping from parameter names.",
+    ]
+    head = f"{option}: the number of entries does not match the parameters:"
+    raise see(ValueError(message(head, ["  " + "\n  ".join(lines)])), anchor="number-of-specs")
+
+
 def _specs_by_name(
     specs: Mapping[str, Any], parameters: Parameters, option: str, default: Any
 ) -> Callable[[str, int | None], Any]:
@@ -278,9 +267,12 @@ def _specs_by_name(
     named = (*parameters.positional, *parameters.keyword_only)
     rest = [n for n in (parameters.var_positional, parameters.var_keyword) if n is not None]
     unknown = [name for name in specs if name not in named and name not in rest]
-    if unknown and parameters.var_keyword is None:
-        offenders = [(name, (*named, *rest)) for name in unknown]
-        refuse(Problem.UNKNOWN_PARAMETER, offenders, name=option)
+    if parameters.var_keyword is None:
+        known = (*named, *rest)
+        listed = f" (parameters: {', '.join(map(repr, known))})"
+        lines = [f"  {name!r}{suggestion(name, known)}{listed}" for name in unknown]
+        head = f"{option}: these are not parameters of the function:"
+        raise_listed(ValueError, head, lines, anchor="unknown-parameter")
 
     def spec_of(name: str, position: int | None) -> Any:
         if position is not None or name in parameters.by_keyword or name not in named:

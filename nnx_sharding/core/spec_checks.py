@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..specs.fitting import Fit, OnIndivisible, fit_sharding, spec_and_mesh
+from ..errors import CorrectedSpecWarning, listed_error, message, raise_listed, report
+from ..specs.fitting import Fit, OnIndivisible, describe, fit_sharding, spec_and_mesh
 from ..specs.state_sharding import StateSharding
-from .problems import Problem, refuse, warn
+from .problems import several
 from .resolve import NamedLocation
-from .transform import Transform
+from .transform import Sharded, Transform
 
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
@@ -23,49 +24,31 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
     return () if isinstance(leaf, bool | int | float | complex) else None
 
 
-def check_arrays(
-    problem: Problem, names: Sequence[str], leaves: Sequence[Any], **details: Any
-) -> None:
-    """Raises an error if leaves are not arrays."""
-    pairs = zip(names, leaves, strict=True)
-    offenders = [(name, leaf) for name, leaf in pairs if not _compat.is_array_like(leaf)]
-    if offenders:
-        refuse(problem, offenders, **details)
-
-
 def check_mesh(
-    transform: Transform,
+    transform: Sharded,
     locations: Sequence[NamedLocation],
     objects: Sequence[Any],
     leaves: Sequence[Any],
 ) -> None:
-    """Checks that the specs of a transform only name axes of its mesh, each once.
+    """Raises a ``ValueError`` if specs name axes that the mesh does not have, or one twice.
 
-    Args:
-      transform: the transform, with its mesh.
-      locations: the locations of all inputs, which say where a spec is used.
-      objects: the object of each entry.
-      leaves: the arrays, by slot.
-
-    Raises:
-      ValueError: a spec does not fit.
+    The locations of the inputs, the objects and the arrays there say where a spec is used.
     """
-    faults: dict[Any, list[str]] = {}
+    context, inputs = transform.context, transform.in_specs.written
     sizes: dict[Any, int] = {}
-    for spec in (*transform.in_specs.written, *transform.out_specs.written):
-        pair = spec_and_mesh(spec, transform.context)
+    faults: dict[Any, list[str]] = {}
+    for spec in (*inputs, *transform.out_specs.written):
+        pair = spec_and_mesh(spec, context)
         if pair is None:
             continue
         mesh = pair[1]
-        fit = fit_sharding(
-            spec, transform.context, usable=transform.usable_axes, unconstrained=False
-        )
-        problems = list(map(str, fit.problems))
-        if not transform.passes_shardings and mesh.abstract_mesh != _abstract(transform.context):
-            problems = [f"it is for another mesh, {mesh}; give the PartitionSpec alone"]
-        if problems:
-            faults[spec] = problems
-            sizes.update(mesh.shape)
+        fit = fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False)
+        faults[spec] = list(map(str, fit.problems))
+        is_other = mesh.abstract_mesh != getattr(context, "abstract_mesh", None)
+        if is_other and not transform.passes_shardings:
+            faults[spec] = [f"it is for another mesh, {mesh}; give the PartitionSpec alone"]
+        sizes.update(mesh.shape if faults[spec] else {})
+    faults = {spec: reasons for spec, reasons in faults.items() if reasons}
     if not faults:
         return
     users: dict[Any, list[str]] = {spec: [] for spec in faults}
@@ -76,17 +59,19 @@ def check_mesh(
             spec = spec.find_below(found.part.below, found.location.path, subject)[-1]
         if isinstance(spec, PartitionSpec | NamedSharding) and spec in users:
             users[spec].append(found.name)
-    inputs = transform.in_specs.written
-    offenders = [
-        (spec, users[spec] or [transform.in_name if spec in inputs else transform.out_name], why)
-        for spec, why in faults.items()
-    ]
-    sizes.update({} if transform.context is None else transform.context.shape)
-    refuse(Problem.SPEC_DOES_NOT_FIT_MESH, offenders, name=transform.name, sizes=sizes)
-
-
-def _abstract(mesh: Any) -> Any:
-    return getattr(mesh, "abstract_mesh", None)
+    lines = []
+    for spec, reasons in faults.items():
+        option = transform.in_name if spec in inputs else transform.out_name
+        lines.append(
+            f"  {describe(spec)} for {several(users[spec] or [option])}: {'; '.join(reasons)}"
+        )
+    sizes.update({} if context is None else context.shape)
+    axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
+    first = next(iter(faults.values()))[0]
+    anchor = "axis-used-twice" if " is used " in first else ""
+    anchor = "unknown-axis" if "has no axis" in first else anchor
+    head = f"{transform.name}: these specs do not fit the mesh:"
+    raise_listed(ValueError, head, lines, f"The mesh has the axes {axes}.", anchor)
 
 
 def fit_specs(
@@ -99,25 +84,18 @@ def fit_specs(
     outputs: bool = False,
     before: Mapping[int, Sequence[int] | None] | None = None,
 ) -> list[Any]:
-    """Specs that fit arrays of these shapes: the declared ones, corrected where requested.
+    """Specs that fit arrays of these shapes: the final ones, corrected where requested.
 
-    Args:
-      transform: the transform.
-      names: the expression for each array.
-      shapes: their shapes; None if they have none.
-      specs: their specs, in final form.
-      on_indivisible: by slot, the option that has priority over that of the transform.
-      outputs: whether these are outputs.
-      before: for outputs that are updates, the previous shapes.
-
-    Raises:
-      ValueError: a spec does not fit, and no correction was requested.
-      StrictError: one was corrected, and the transform is strict.
+    ``on_indivisible`` has options, by slot, with priority over that of the transform; ``before``
+    the previous shapes of outputs that are updates.
     """
-    if not transform.shards:
-        return list(specs)
+    result = list(specs)
+    if not isinstance(transform, Sharded):
+        return result
+    arrays = "results" if outputs else "arrays"
     fits: dict[Any, Fit] = {}
-    result, misfits, corrections = list(specs), [], []
+    misfits: list[tuple[Fit, str]] = []
+    corrected: list[str] = []
     for slot, (spec, shape) in enumerate(zip(specs, shapes, strict=True)):
         if spec is None or shape is None:
             continue
@@ -126,21 +104,60 @@ def fit_specs(
         fit = fits.get(key)
         if fit is None:
             fit = fits[key] = fit_sharding(spec, transform.context, shape, on_indivisible=action)
+        if not (fit.problems or fit.corrections):
+            continue
         if outputs and not transform.divides_outputs and not _is_too_long(fit):
             continue
-        earlier = before.get(slot) if before else None
+        line = fit.line(names[slot], before.get(slot) if before else None)
         if fit.problems:
-            misfits.append((names[slot], fit, earlier))
-        elif fit.corrections:
+            misfits.append((fit, line))
+        else:
             result[slot] = fit.sharding
-            corrections.append((names[slot], fit, earlier))
-    details = {"name": transform.name, "outputs": outputs}
-    if misfits:
-        as_jax = transform.passes_shardings
-        refuse(Problem.SPEC_DOES_NOT_FIT_SHAPE, misfits, as_jax=as_jax, **details)
-    if corrections:
-        warn(Problem.SPEC_CORRECTED, corrections, strict=transform.strict, **details)
+            corrected.append(line)
+    if error := _misfit_error(transform, misfits, arrays):
+        raise error
+    if corrected:
+        head = f"{transform.name}: the specs of these {arrays} do not fit their shapes"
+        anchor = "when-a-spec-does-not-divide-a-shape"
+        text = message(f"{head} and were corrected:", corrected)
+        report(CorrectedSpecWarning, text, strict=transform.strict, anchor=anchor)
     return result
+
+
+def misfits_of(
+    transform: Sharded,
+    names: Sequence[str],
+    shapes: Iterable[Sequence[int] | None],
+    specs: Sequence[Any],
+) -> Exception | None:
+    """The error for final specs that do not fit the shapes of later arrays, if there are any."""
+    fits = [
+        (fit, fit.line(name))
+        for name, shape, spec in zip(names, shapes, specs, strict=True)
+        if spec is not None and shape is not None
+        if (fit := fit_sharding(spec, transform.context, shape)).problems
+    ]
+    return _misfit_error(transform, fits, "arrays")
+
+
+def _misfit_error(
+    transform: Sharded, misfits: Sequence[tuple[Fit, str]], arrays: str
+) -> Exception | None:
+    indivisible = [fit.is_indivisible for fit, _ in misfits]
+    anchor = "not-divisible" if all(indivisible) else "spec-too-long"
+    remedy = "Give each a spec with at most one entry for each dimension."
+    if any(indivisible):
+        remedy = (
+            "Change the shape (pad it) or the spec; or let the spec be corrected: "
+            "on_indivisible='replicate' or 'drop'."
+        )
+    return listed_error(
+        _compat.IndivisibleError if all(indivisible) and transform.passes_shardings else ValueError,
+        f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
+        [line for _, line in misfits],
+        remedy,
+        anchor,
+    )
 
 
 def _is_too_long(fit: Fit) -> bool:

@@ -11,10 +11,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..errors import message, raise_listed, see
 from ..specs.fitting import suggested_spec, suggestion
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
-from .problems import Problem, refuse
+from .problems import show
 from .signature import ArgTree
 from .structure import Child, Container, PyTreeDef, Structure, container_keys, is_leaf_treedef
 
@@ -76,19 +77,10 @@ def _normalized(spec: Any) -> Any:
 
 
 class Specs:
-    """A prefix of specs as the user wrote it, hashable.
-
-    Attributes:
-      tree: the prefix itself.
-      rules: its leaves.
-      written: its leaves, with those inside a ``StateSharding`` instead of that.
-      invalid: what is not a spec in it: the place, the value, and a suggestion.
-      has_partition_spec: whether one of them needs a mesh.
-      depend_on_values: whether shapes and dtypes matter, to a user's predicate.
-      may_hold_none: whether arguments, or parts of them, can have None.
-    """
+    """A prefix of specs as the user wrote it, hashable."""
 
     def __init__(self, tree: Any):
+        # The place of what is not a spec in it, the value, and a suggestion.
         self.invalid = list(_invalid_leaves(tree, ()))
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_spec)
         leaves = list(map(_normalized, leaves))
@@ -98,13 +90,16 @@ class Specs:
         )
         self._key = (self.rules, treedef)
         filtered = [x for x in self.rules if isinstance(x, StateSharding)]
+        # The same, with those inside a `StateSharding` instead of that.
         self.written: tuple[Any, ...] = tuple(
             part
             for spec in self.rules
             for part in (spec.shardings if isinstance(spec, StateSharding) else (spec,))
         )
+        # Whether shapes and dtypes matter, to a user's predicate.
         self.depend_on_values = any(x.depends_on_values for x in filtered)
         self.has_partition_spec = any(isinstance(s, PartitionSpec) for s in self.written)
+        # Whether arguments, or parts of them, can have None.
         self.may_hold_none = self.tree is not None and None in leaves
         self._last: tuple[tuple[Any, ...], Any] = ((), ())
 
@@ -155,45 +150,24 @@ def _one_level(tree: Any) -> tuple[list[tuple[Any, Any]], PyTreeDef]:
 
 
 def check_specs(name: str, kinds: Any = object, **options: Specs) -> None:
-    """Checks that every leaf of a prefix of specs is a spec.
-
-    Args:
-      name: the name of the transform.
-      kinds: the types of specs that it accepts, besides None.
-      options: the value of each option.
-
-    Raises:
-      TypeError: something is not a spec.
-    """
-    offenders = [
-        (option + place, value, suggestion)
-        for option, specs in options.items()
-        for place, value, suggestion in specs.invalid
-    ]
-    offenders += [
-        (option, spec, "; write its PartitionSpec")
-        for option, specs in options.items()
-        for spec in specs.written
-        if spec is not None and not isinstance(spec, kinds)
-    ]
-    if offenders:
-        refuse(Problem.NOT_A_SPEC, offenders, name=name)
+    """Raises a ``TypeError`` if a leaf of a prefix is no spec, or one of other types than these."""
+    lines = []
+    for option, specs in options.items():
+        lines += [f"  {option}{place}: {show(x)}{meant}" for place, x, meant in specs.invalid]
+        others = (x for x in specs.written if x is not None and not isinstance(x, kinds))
+        lines += [f"  {option}: {show(x)}; write its PartitionSpec" for x in others]
+    remedy = "Use a PartitionSpec such as P('data', None), a Sharding, a StateSharding, or None."
+    head = f"{name}: expected a sharding spec, got:"
+    raise_listed(TypeError, head, lines, remedy, anchor="not-a-spec")
 
 
 class Part(NamedTuple):
-    """One graph object or array inside an argument or output.
+    """One graph object or array inside an argument or output."""
 
-    Attributes:
-      keys: the path from the argument to it.
-      below: the end of this path, from the leaf of the prefix that is its spec.
-      spec: its spec, as the user wrote it.
-      child: where it is in the structure.
-    """
-
-    keys: Path
-    below: Path
-    spec: Any
-    child: Child
+    keys: Path  # the path from the argument to it
+    below: Path  # the end of this path, from the leaf of the prefix that is its spec
+    spec: Any  # its spec, as the user wrote it
+    child: Child  # where it is in the structure
 
 
 class Target(NamedTuple):
@@ -234,17 +208,10 @@ def _take(value: Any, children: Iterator[Child]) -> Child:
 
 
 def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -> Target:
-    """A target for a pytree: broadcasts a prefix of specs over its parts.
+    """The target for a pytree: broadcasts a prefix of specs over its parts.
 
-    Args:
-      name: its name in messages.
-      prefix: the specs.
-      value: the pytree.
-      child: where it is in the structure.
-      caller: the function and the option that the specs are from, in messages.
-
-    Raises:
-      ValueError: the specs are not a tree prefix of the value.
+    ``child`` is where the pytree is in the structure, ``caller`` the function and the option that
+    the specs are from, in messages.
     """
     if isinstance(child, Container):
         keys, children = container_keys(child.treedef), child.children
@@ -257,11 +224,14 @@ def target(name: str, prefix: Any, value: Any, child: Child, caller: str = "") -
         try:
             specs = list(_broadcast(prefix, skeleton, 0))
         except ValueError:
-            mismatches = list(_mismatches(prefix, skeleton, ()))
+            mismatches = [f"  {name}{x}: {why}" for x, why in _mismatches(prefix, skeleton, ())]
             if not mismatches:
                 raise
-            offenders = [(name + place, why) for place, why in mismatches]
-            refuse(Problem.NOT_A_PREFIX, offenders, name=caller)
+            head = (
+                "these specs are not a tree prefix of the value (modules and Variables are leaves):"
+            )
+            head = f"{caller}: {head}" if caller else head
+            raise see(ValueError(message(head, mismatches)), anchor="not-a-tree-prefix") from None
     return Target(
         name,
         tuple(

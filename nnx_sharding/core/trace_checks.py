@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from .. import _compat
+from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, report
+from ..specs.fitting import describe
 from ..specs.paths import Path, accessor
+from .captured import captured_shards
 from .flatten import Flat
-from .problems import Problem, refuse, warn
+from .problems import array_line
 from .retyping import type_spec
 from .static_equality import Static
 from .structure import (
@@ -28,6 +31,35 @@ from .structure import (
 from .targets import Target
 
 
+class _Misuse(NamedTuple):
+    """A change that has no meaning outside of the trace."""
+
+    head: str
+    remedy: str
+    error: type[Exception] = ValueError
+
+
+_BOTH_MODES = "graph=True and graph_updates=True"
+_TRACER_IN_STATIC = _Misuse(
+    "these static values hold traced arrays, which do not exist outside of the function:",
+    "Keep them in a Variable or as an attribute of a module (nnx.data), or return them.",
+    jax.errors.UnexpectedTracerError,
+)
+_CAPTURED_OBJECT = _Misuse(
+    "these objects were captured from outside of the function, and cannot be returned or attached "
+    "to its arguments:",
+    "Pass them as arguments, or return a copy made by nnx.clone.",
+)
+_CLASS_CHANGED = _Misuse(
+    "the function assigned another __class__ to these objects:",
+    "Make an object of the other class instead.",
+)
+_STATIC_CHANGED = _Misuse(
+    "without graph updates the function cannot change static objects, but it changed:",
+    f"Use {_BOTH_MODES}, or make the change outside of the function.",
+)
+
+
 def check_objects(
     before: Structure,
     after: Flat,
@@ -37,42 +69,29 @@ def check_objects(
     name: str,
     updates: bool,
 ) -> None:
-    """Checks what would be written back to the caller's objects.
+    """Raises an error for what cannot be written back to the caller's objects.
 
-    Args:
-      before: the structure of the arguments.
-      after: the graph after the call.
-      targets: the arguments.
-      borrowed: ids of the earlier static values that are compared by identity.
-      name: the name of the transform.
-      updates: whether changes of structure are written back.
-
-    Raises:
-      UnexpectedTracerError: a traced array is kept as a static value.
-      ValueError: an object that the function captured is returned or attached; a class was
-        changed; without graph updates, a static object was changed.
+    ``borrowed`` has the ids of the earlier static values that are compared by identity.
     """
     structure, count = after.structure, len(before.entries)
-    places: dict[Problem, list[tuple[int, Path]]] = {
-        Problem.TRACER_IN_STATIC: [],
-        Problem.CAPTURED_OBJECT: [],
-        Problem.CLASS_CHANGED: [],
-        Problem.STATIC_CHANGED: [],
+    places: dict[_Misuse, list[tuple[int, Path]]] = {
+        misuse: []
+        for misuse in (_TRACER_IN_STATIC, _CAPTURED_OBJECT, _CLASS_CHANGED, _STATIC_CHANGED)
     }
     for index, entry in enumerate(structure.entries):
         old = before.entries[index] if index < count else None
         if old is entry and old is not None:
             continue
-        places[Problem.TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, borrowed))
+        places[_TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, borrowed))
         if isinstance(entry, NodeEntry | VariableEntry):
             if old is None and not _compat.can_update(after.objects[index]):
-                places[Problem.CAPTURED_OBJECT].append((index, ()))
+                places[_CAPTURED_OBJECT].append((index, ()))
             elif old is not None and old.type is not entry.type:
-                places[Problem.CLASS_CHANGED].append((index, ()))
+                places[_CLASS_CHANGED].append((index, ()))
         elif isinstance(entry, StaticEntry) and not updates and old not in (None, entry):
-            places[Problem.STATIC_CHANGED].append((index, ()))
-    problem = next((problem for problem, found in places.items() if found), None)
-    if problem is None:
+            places[_STATIC_CHANGED].append((index, ()))
+    misuse = next((misuse for misuse, found in places.items() if found), None)
+    if misuse is None:
         return
     starts = [
         (accessor(target.name, part.keys), part.child)
@@ -81,11 +100,11 @@ def check_objects(
     ]
     names = structure.names([*starts, ("output", structure.root)])
     names.update(before.names(starts))
-    offenders = [
-        (accessor(names.get(index, "an object"), path), after.objects[index])
-        for index, path in places[problem]
+    lines = [
+        f"  {accessor(names.get(index, 'an object'), path)}: {type(after.objects[index]).__name__}"
+        for index, path in places[misuse]
     ]
-    refuse(problem, offenders, name=name)
+    raise_listed(misuse.error, f"{name}: {misuse.head}", lines, misuse.remedy)
 
 
 def check_output(
@@ -95,18 +114,23 @@ def check_output(
 
     Those in ``carried`` may be.
     """
-    offenders: list[tuple[str, str | None]] = []
+    lines = []
     structure = after.structure
     for location in structure.walk(structure.root, iter(structure.root_slots)):
         index, path = location.entry, accessor("output", location.path)
         if index is None or index in carried:
             continue
         if index in known:
-            offenders.append((path, known[index][0]))
+            lines.append(f"  {path}: the input {known[index][0]}")
         elif not _compat.can_update(after.objects[index]):
-            offenders.append((path, None))
-    if offenders:
-        refuse(Problem.OUTPUT_IS_INPUT, offenders, name=name)
+            lines.append(f"  {path}: captured")
+    raise_listed(
+        ValueError,
+        f"{name}: Variable aliasing is not supported without graph updates: these outputs are "
+        "Variables of the inputs, or were captured:",
+        lines,
+        f"Return a copy made by nnx.clone, or use {_BOTH_MODES}.",
+    )
 
 
 def check_captured(fun: Any, *, name: str, strict: bool) -> None:
@@ -114,23 +138,30 @@ def check_captured(fun: Any, *, name: str, strict: bool) -> None:
 
     On Explicit axes an array may be indexed: its type shards what is read.
     """
-    captured = [x for x in _compat.trace_constants() if _is_sharded(x)]
-    if captured:
-        operations = _compat.operations_on_constants()
-        others = [(x,) for x in captured if not _is_indexed(x, operations.get(id(x), set()))]
-        if others:
-            warn(Problem.CAPTURED_ARRAY, others, name=name, strict=strict, fun=fun)
-
-
-def _is_sharded(value: Any) -> bool:  # by type: isinstance loads the target of a lazy proxy
-    return type(value) is _compat.ArrayImpl and not value.is_fully_replicated
+    # By type: isinstance loads the target of a lazy proxy.
+    constants = [x for x in _compat.trace_constants() if type(x) is _compat.ArrayImpl]
+    sharded = [x for x in constants if not x.is_fully_replicated]
+    if not sharded:
+        return
+    operations = _compat.operations_on_constants()
+    indexed = {
+        id(x)
+        for x in sharded
+        if type_spec(x) is not None and set() < operations.get(id(x), set()) <= _INDEXING
+    }
+    lines = [
+        f"{array_line(path, x)}, {describe(x.sharding)}"
+        for path, x in captured_shards(fun, sharded)
+        if id(x) not in indexed
+    ]
+    if lines:
+        head = f"{name}: the function captures sharded arrays, which become constants of the"
+        remedy = "Pass them as arguments."
+        text = message(f"{head} program, copied to every device:", lines, remedy)
+        report(CapturedArrayWarning, text, strict=strict, anchor="captured-array")
 
 
 _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})
-
-
-def _is_indexed(array: Any, operations: Set[str]) -> bool:
-    return type_spec(array) is not None and bool(operations) and operations <= _INDEXING
 
 
 def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
@@ -144,8 +175,10 @@ def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
             stack += [(path, aux) for aux in child.aux]
         elif isinstance(child, Group):
             stack += [(path + key, part) for key, part in parts_of(child).items()]
-        elif isinstance(child, Static) and isinstance(child.value, jax.core.Tracer):
-            yield from [path] * (id(child.value) not in borrowed)
+        elif isinstance(child, Static):
+            is_traced = isinstance(child.value, jax.core.Tracer)
+            if is_traced and id(child.value) not in borrowed:
+                yield path
 
 
 def check_donated(
@@ -156,9 +189,15 @@ def check_donated(
         return
     left = Counter(map(_shape_and_dtype, outputs))
     left.subtract(_shape_and_dtype(leaf) for _, leaf in donated.values())
-    offenders = [pair for pair in donated.values() if left[_shape_and_dtype(pair[1])] < 0]
-    if offenders:
-        refuse(Problem.DONATION_UNUSED, offenders, name=name, fun_name=fun)
+    lines = [array_line(*pair) for pair in donated.values() if left[_shape_and_dtype(pair[1])] < 0]
+    raise_listed(
+        StrictError,
+        f"{name}: these arguments are donated, but {fun} has no result of their shape and dtype "
+        "that could reuse their memory:",
+        lines,
+        "Do not donate them (donate_argnums, donate_argnames).",
+        anchor="donation-that-is-not-used",
+    )
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[Any, Any]:

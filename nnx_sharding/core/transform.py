@@ -1,4 +1,4 @@
-"""What a transform decides: the base class of ``jit`` and ``shard_map``, with defaults."""
+"""What a transform decides: the base class of all, and that of ``jit`` and ``shard_map``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
+from ..errors import NoMeshError, message
 from ..specs.activation_sharding import ActivationSharding
-from ..specs.fitting import OnIndivisible
+from ..specs.fitting import (
+    OnIndivisible,
+    axes_of_type,
+    like,
+    spec_and_mesh,
+    variants,
+)
 from .call_context import Caller
-from .problems import Problem, refuse
-from .retyping import Retyped, Retyping, mesh_of_types
+from .problems import no_mesh
+from .retyping import Retyped, Retyping, mesh_of_types, type_mesh, typed_as
 from .signature import Call, Parameters, Signature, sort_call
 from .static_equality import strict
 from .targets import Specs
@@ -24,80 +31,39 @@ from .targets import Specs
 # reshard them on the same devices, move them from any devices, or keep their own sharding.
 OnCommitted: TypeAlias = Literal["error", "reshard", "move", "leave"]
 
-
 NO_SPECS = Specs(None)
 
 
 class Program(NamedTuple):
-    """A pure function, transformed by JAX.
+    """A pure function, transformed by JAX."""
 
-    Attributes:
-      staged: the form with ``trace``, ``lower`` and ``eval_shape``.
-      top_level: what a call executes outside of any trace.
-      inline: what a call executes inside another trace.
-    """
-
-    staged: Any
-    top_level: Callable[..., Any]
-    inline: Callable[..., Any]
+    staged: Any  # the form with ``trace``, ``lower`` and ``eval_shape``
+    top_level: Callable[..., Any]  # what a call executes outside of any trace
+    inline: Callable[..., Any]  # what a call executes inside another trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transform:
-    """What a transform decides for itself. Hashable.
+    """What a transform decides for itself. Hashable."""
 
-    Attributes:
-      name: its name in messages.
-      in_name: the name of the option for the specs of inputs.
-      in_specs: the specs of inputs as the user wrote them.
-      out_specs: the specs of outputs as the user wrote them.
-      mesh: the mesh that the user gave, or the concrete one in context when a plan is made.
-      context: the mesh that applies to one plan: ``mesh``, or the one in context.
-      on_committed: what is done with arrays committed to a sharding other than declared.
-      on_indivisible: what is done with specs that do not divide a shape.
-      strict: whether warnings are errors.
-      activation_shardings: how activations are sharded, for modules of all arguments.
-      auto_axes: the Explicit axes that are Auto while the function runs; True for all.
-      passes_shardings: whether JAX gets the shardings of inputs as an option, not by their types.
-      divides_outputs: whether specs must divide the output arrays.
-      shards: whether specs are shardings, which have to fit a mesh.
-      takes_any: whether arguments need not be arrays.
-      returns_any: whether results need not be arrays.
-      untraced: the options on which no trace depends.
-      counts_from_call: whether negative positions count from the end of the call.
-      own_specs: specs that outputs may have besides those that the user wrote.
-    """
+    name: str  # its name in messages
+    in_name: str  # the name of the option for the specs of inputs
+    in_specs: Specs = NO_SPECS  # the specs of inputs as the user wrote them
+    out_specs: Specs = NO_SPECS  # the specs of outputs as the user wrote them
 
-    name: str
-    in_name: str
-    in_specs: Specs = NO_SPECS
-    out_specs: Specs = NO_SPECS
-    mesh: Mesh | AbstractMesh | None = None
-    context: Mesh | AbstractMesh | None = None
-    on_committed: OnCommitted = "error"
-    on_indivisible: OnIndivisible = "error"
-    strict: bool = False
-    activation_shardings: ActivationSharding | None = None
-    auto_axes: bool | tuple[Any, ...] = False
-
-    passes_shardings: ClassVar[bool] = True
-    divides_outputs: ClassVar[bool] = True
-    shards: ClassVar[bool] = True
-    takes_any: ClassVar[bool] = False
-    returns_any: ClassVar[bool] = False
+    context: ClassVar[Any] = None  # the mesh that applies to one plan
+    strict: ClassVar[bool] = False  # whether warnings are errors
+    returns_any: ClassVar[bool] = False  # whether results need not be arrays
+    # whether negative positions count from the end of the call
     counts_from_call: ClassVar[bool] = False
+    # the options on which no trace depends
     untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
-    own_specs: ClassVar[tuple[Any, ...]] = ()
+    own_specs: ClassVar[tuple[Any, ...]] = ()  # of outputs, besides those that the user wrote
 
     @property
     def out_name(self) -> str:
         """The name of the option for the specs of outputs."""
         return self.in_name.replace("in_", "out_")
-
-    @property
-    def usable_axes(self) -> frozenset[Any] | None:
-        """The mesh axes that specs may name; None for all."""
-        return None
 
     def sort_call(
         self,
@@ -110,45 +76,22 @@ class Transform:
         return sort_call(signature, args, kwargs)
 
     @property
-    def reads_context(self) -> bool:
-        """Whether a plan depends on the mesh in context."""
-        written = self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
-        return self.mesh is None and (written or self.activation_shardings is not None)
-
-    @property
-    def needs_mesh(self) -> bool:
-        """Whether there has to be a mesh."""
-        return self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
-
-    @property
     def reads_shapes(self) -> bool:
         """Whether a plan depends on shapes and dtypes."""
-        return self.in_specs.depend_on_values or self.on_indivisible != "error"
+        return self.in_specs.depend_on_values
 
     @property
     def has_key(self) -> bool:
         """Whether :meth:`key` is not always the same."""
-        return self.reads_context or self.reads_shapes
+        return self.reads_shapes
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         """What a plan depends on besides the structure of the call."""
-        mesh = _compat.context_mesh() if self.reads_context else None
-        return mesh, self.in_specs.value_key(leaves) if self.reads_shapes else None
+        return self.in_specs.value_key(leaves) if self.reads_shapes else None
 
     def in_context(self) -> Self:
-        """This transform with the mesh that applies now.
-
-        Raises:
-          ValueError: a mesh is needed, and there is none.
-        """
-        if not self.reads_context:
-            return dataclasses.replace(self, context=self.mesh)
-        mesh = _compat.context_mesh()
-        if mesh is None and self.needs_mesh:
-            refuse(Problem.NO_MESH, [], name=self.name)
-        # Inside a trace the mesh is abstract; there JAX itself resolves specs.
-        given = mesh if isinstance(mesh, Mesh) else None
-        return dataclasses.replace(self, mesh=given, context=mesh)
+        """This transform with the mesh that applies now."""
+        return self
 
     @property
     def options_key(self) -> Hashable:
@@ -166,9 +109,11 @@ class Transform:
 
     def spec_of(self, spec: Any) -> Any:
         """The final, hashable form of a spec that the user wrote."""
-        if isinstance(spec, PartitionSpec) and self.mesh is not None:
-            return NamedSharding(self.mesh, spec)
         return spec
+
+    def corrected(self, spec: Any, on_indivisible: OnIndivisible | None) -> list[Any]:
+        """What a final spec may become where it does not divide a shape."""
+        return []
 
     def input_specs(self, specs: list[Any], leaves: Sequence[Any]) -> list[Any]:
         """The specs of all inputs, with those that the user left open."""
@@ -184,28 +129,18 @@ class Transform:
 
     def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
         """The sharding that a Variable with this final spec gets and keeps."""
-        if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
-            return None
-        return spec if isinstance(spec, jax.sharding.Sharding) else None
+        return None
 
-    def entered(self, leaves: Sequence[Any]) -> Retyped:
-        """Arrays with the axis types that they have while the function runs."""
-        mesh = mesh_of_types(leaves, self.context) if self.auto_axes else None
-        if mesh is None:
-            return Retyped.of(None, leaves)
-        options = {"name": self.name, "option": "auto_axes"}
-        return Retyped.of(Retyping.of(mesh, self.auto_axes, AxisType.Auto, **options), leaves)
+    def entered(self, pure: Any, leaves: Sequence[Any], *, nested: bool) -> Retyped:
+        """Arrays with the types that they have while the function runs."""
+        return Retyped.of(None, leaves)
 
     def tracing(
         self, pure: Any, caller: Caller, built: Any, leaves: Sequence[Any]
     ) -> AbstractContextManager[Callable[..., Any]]:
-        """The context of the user's function while it is traced; yields what to call in its place.
+        """The context of the user's function in a trace; yields what to call in its place.
 
-        Args:
-          pure: what is traced.
-          caller: the call in which it is traced.
-          built: the objects of the arguments in the trace.
-          leaves: the arrays in the trace.
+        ``built`` and ``leaves`` are the objects and the arrays of the arguments in the trace.
         """
         return nullcontext(caller.fun)
 
@@ -224,24 +159,116 @@ class Transform:
     ) -> Program:
         """The JAX form of a pure function.
 
-        Args:
-          pure: the pure function, as a value.
-          function: takes all arrays, and returns outputs in groups of one spec each.
-          in_specs: the spec of each array.
-          out_specs: the spec of each group.
-          donated: the slots of the arrays that are donated.
+        ``function`` takes all arrays, with these specs, some of them in donated slots; it returns
+        outputs in groups of one spec each.
         """
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharded(Transform):
+    """A transform whose specs are shardings, which have to fit a mesh."""
+
+    mesh: Mesh | AbstractMesh | None = None  # given by the user, or the concrete one in context
+    # the mesh that applies: `mesh`, or the one in context
+    context: Mesh | AbstractMesh | None = None  # type: ignore[misc]
+    on_committed: OnCommitted = "error"  # for arrays committed to a sharding other than declared
+    on_indivisible: OnIndivisible = "error"  # for specs that do not divide a shape
+    strict: bool = False  # type: ignore[misc]
+    activation_shardings: ActivationSharding | None = None  # for modules of all arguments
+    # Explicit axes that are Auto while the function runs; True for all
+    auto_axes: bool | tuple[Any, ...] = False
+
+    passes_shardings: ClassVar[bool] = True  # to JAX as an option, not by the types of arrays
+    divides_outputs: ClassVar[bool] = True  # whether specs must divide the output arrays
+
+    @property
+    def usable_axes(self) -> frozenset[Any] | None:
+        """The mesh axes that specs may name; None for all."""
+        return None
+
+    @property
+    def _has_partition_spec(self) -> bool:
+        return self.in_specs.has_partition_spec or self.out_specs.has_partition_spec
+
+    @property
+    def reads_context(self) -> bool:
+        """Whether a plan depends on the mesh in context."""
+        is_open = self._has_partition_spec or self.activation_shardings is not None
+        return self.mesh is None and is_open
+
+    @property
+    def reads_shapes(self) -> bool:
+        """Whether a plan depends on shapes and dtypes."""
+        return super().reads_shapes or self.on_indivisible != "error"
+
+    @property
+    def has_key(self) -> bool:
+        """Whether :meth:`key` is not always the same."""
+        return self.reads_context or self.reads_shapes
+
+    def key(self, leaves: Sequence[Any]) -> Hashable:
+        """What a plan depends on besides the structure of the call."""
+        return _compat.context_mesh() if self.reads_context else None, super().key(leaves)
+
+    def in_context(self) -> Self:
+        """This transform with the mesh that applies now, which has to exist if it is needed."""
+        if not self.reads_context:
+            return dataclasses.replace(self, context=self.mesh)
+        mesh = _compat.context_mesh()
+        if mesh is None and self._has_partition_spec:
+            raise no_mesh(self.name)
+        # Inside a trace the mesh is abstract; there JAX itself resolves specs.
+        given = mesh if isinstance(mesh, Mesh) else None
+        return dataclasses.replace(self, mesh=given, context=mesh)
+
+    def spec_of(self, spec: Any) -> Any:
+        """The final form: with the mesh."""
+        if isinstance(spec, PartitionSpec) and self.mesh is not None:
+            return NamedSharding(self.mesh, spec)
+        return spec
+
+    def corrected(self, spec: Any, on_indivisible: OnIndivisible | None) -> list[Any]:
+        """The parts of a spec that may be left of it."""
+        pair = spec_and_mesh(spec, self.context)
+        if pair is None:
+            return []
+        parts = variants(pair[0], on_indivisible or self.on_indivisible)
+        return [like(spec, part) for part in parts]
+
+    def sharding_of(self, spec: Any) -> jax.sharding.Sharding | None:
+        """The sharding that a Variable with this final spec gets and keeps."""
+        if isinstance(spec, NamedSharding) and not isinstance(spec.mesh, Mesh):
+            return None
+        return spec if isinstance(spec, jax.sharding.Sharding) else None
+
+    def entered(self, pure: Any, leaves: Sequence[Any], *, nested: bool) -> Retyped:
+        """Arrays with declared shardings in their types, and with the axis types of the function.
+
+        JAX omits declared shardings from the types of uncommitted arrays. In a trace, only arrays
+        whose types have no mesh get them.
+        """
+        goals = dict(pure.typed)
+        is_auto = self.context is not None and not axes_of_type(self.context, AxisType.Explicit)
+        if is_auto and not nested:
+            auto = NamedSharding(self.context, PartitionSpec())  # type: ignore[arg-type]
+            goals = dict.fromkeys(pure.structure.root_slots, auto)
+        typed = [*leaves]
+        for slot, goal in goals.items():
+            if not nested or type_mesh(leaves[slot]) is None:
+                typed[slot] = typed_as(leaves[slot], goal)
+        mesh = mesh_of_types(typed, self.context) if self.auto_axes else None
+        if mesh is None:
+            return Retyped.of(None, typed)
+        options = {"name": self.name, "option": "auto_axes"}
+        return Retyped.of(Retyping.of(mesh, self.auto_axes, AxisType.Auto, **options), typed)
 
     def needing_devices(
         self, mesh: AbstractMesh, call: Callable[..., Any], *, from_arrays: bool
     ) -> Callable[..., Any]:
         """A call at top level with an abstract mesh; raises if nothing determines the devices.
 
-        Args:
-          mesh: the mesh.
-          call: takes the arrays.
-          from_arrays: whether JAX takes the devices from arrays on a concrete mesh.
+        ``from_arrays``: whether JAX takes the devices from arrays on a concrete mesh.
         """
 
         def checked(*leaves: Any) -> Any:
@@ -249,22 +276,12 @@ class Transform:
                 isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves
             )
             if not on_mesh and not isinstance(_compat.context_mesh(), Mesh):
-                refuse(Problem.NO_DEVICES, [(mesh,)], name=self.name)
+                head = f"{self.name}: cannot run on an abstract mesh, which has no devices:"
+                remedy = (
+                    "Pass a jax.sharding.Mesh, or call within `with jax.set_mesh(mesh):`. Without "
+                    "devices, use eval_shape or trace(...).lower(lowering_platforms=...)."
+                )
+                raise NoMeshError(message(head, [f"  {mesh}"], remedy))
             return call(*leaves)
 
         return checked
-
-
-def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
-    """Checks that each option has one of its valid values.
-
-    Raises:
-      ValueError: an option has another value.
-    """
-    offenders = [
-        (option, value, values)
-        for option, (value, values) in options.items()
-        if value not in values
-    ]
-    if offenders:
-        refuse(Problem.INVALID_OPTION, offenders, name=name)

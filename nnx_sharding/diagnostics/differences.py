@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -14,14 +13,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
+from ..core.captured import closure
+from ..core.problems import shorten, show
 from ..core.signature import Signature
 from ..core.static_equality import Static
 from ..core.static_parts import Kind
 from ..core.structure import LEAF, Container, Group, StaticEntry, Structure, parts_of
 from ..errors import shortened
-from ..specs.fitting import describe_mesh
 from ..specs.paths import accessor
-from .captured import closure
 
 Side: TypeAlias = tuple[Signature, Structure]
 
@@ -87,7 +86,7 @@ def compare(old: Facts, new: Facts) -> list[str]:
         if not any(other.startswith(_below(label)) for other in changed):
             changed[label] = _change(before[label], after[label])
     lines = ((label or "the arguments", changed[label]) for label in order if changed.get(label))
-    return [f"{_shorten(label, 200)}{change}" for label, change in lines]
+    return [f"{shorten(label, 200)}{change}" for label, change in lines]
 
 
 def _below(label: str) -> tuple[str, ...]:
@@ -151,7 +150,7 @@ def _facts(signature: Signature, structure: Structure) -> dict[str, Fact]:
         if isinstance(child, int):
             x = structure.entries[child]
             if child in first:
-                text = f"{text}, shared with {_shorten(first[child])}"
+                text = f"{text}, shared with {shorten(first[child])}"
                 facts[label] = Fact(text, content=first[child])
                 continue
             first[child] = label
@@ -196,7 +195,7 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
     if isinstance(child, Static):
         return show(child.value)
     if isinstance(child, Container):
-        return _shorten(str(child.treedef))
+        return shorten(str(child.treedef))
     entry: Any = structure.entries[child] if isinstance(child, int) else child
     kind = entry.kind[0] if isinstance(entry, Group) else entry.type
     brackets = _BRACKETS.get(kind)
@@ -207,7 +206,7 @@ def show_child(structure: Structure, child: Any, depth: int = 3) -> str:
         parts = [show_child(structure, part, depth - 1) for part in entry.children]
         if kind is dict:
             parts = [f"{key}: {part}" for key, part in zip(parts[::2], parts[1::2], strict=False)]
-        return _shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
+        return shorten(f"{brackets[0]}{', '.join(parts)}{brackets[1]}")
     return _named(kind)
 
 
@@ -216,24 +215,6 @@ def _named(kind: type) -> str:
 
 
 _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
-
-
-def show(value: Any) -> str:
-    """A value in a message: its name or its repr, shortened and without addresses."""
-    if isinstance(value, Mesh | AbstractMesh):
-        return f"mesh {describe_mesh(value)}"
-    try:
-        name = getattr(value, "__qualname__", None) if callable(value) else None
-        text = name if isinstance(name, str) else repr(value)
-    except Exception as error:  # of the user's class
-        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    return _shorten(re.sub(r" at 0x[0-9a-fA-F]+", "", text))
-
-
-def _shorten(text: str, length: int = 120) -> str:
-    text = " ".join(text.split())
-    half = length // 2
-    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
 def note_identities(structure: Structure) -> None:

@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from ..core.problems import show
 from ..core.pure import Pure
 from ..core.structure import Structure
 from ..errors import shortened
 from ..specs.fitting import describe_both, describe_mesh
-from .differences import Facts, Side, arguments_of, compare, distance, facts_of, show
+from .differences import Facts, Side, arguments_of, compare, distance, facts_of
 
 MAX_COMPARED = 64  # a comparison goes through all static values of the model
 

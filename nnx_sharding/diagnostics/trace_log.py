@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _compat
-from ..core.plan import Plan, is_committed
+from ..core.placing import is_committed
+from ..core.plan import Plan
 from ..core.pure import Pure
 from ..errors import RetraceError, message
 from .differences import note_identities

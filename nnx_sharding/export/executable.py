@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from .. import _compat
 from .._version import __version__
 from ..analysis.parameters import spec_text
+from ..core.plan import Plan
 from ..errors import ExportError, raise_listed
 from ..transforms.stages import Compiled, Lowered
 from . import files
@@ -74,7 +75,7 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
             "writes such a program for CPUs without its functions. Compile it in a process with "
             "jax.config.update('jax_enable_compilation_cache', False)."
         )
-    manifest = _manifest(compiled._lowered, compiled._origin, devices)
+    manifest = _manifest(compiled._lowered, compiled._plan, devices)
     files.write(path, manifest, program, files.EXECUTABLE)
 
 
@@ -110,13 +111,13 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
             f"got {lowered!r:.200}."
         )
     saved, program = files.read(path, files.EXECUTABLE)
-    stage, origin = lowered._stage, lowered._origin
+    stage, plan = lowered._stage, lowered._plan
     try:
         available = {device.id: device for device in _available(saved["machine"]["platform"])}
         # Those of the shardings may be devices of a topology, which run nothing.
-        ids = [device.id for device in _devices(origin.plan.shardings)] or saved["devices"]
+        ids = [device.id for device in _devices(plan.shardings)] or saved["devices"]
         devices = [available[id_] for id_ in ids if id_ in available] or jax.devices()[:1]
-        here = _manifest(stage, origin, devices)
+        here = _manifest(stage, plan, devices)
         lines = _differing(saved["machine"], here["machine"])
         if not lines and saved["stablehlo"] != here["stablehlo"]:
             lines = _differing(saved["inputs"], here["inputs"])
@@ -140,7 +141,7 @@ def load_executable(path: str | os.PathLike[str], lowered: Lowered) -> Compiled:
             f"{path} has an executable that jax {jax.__version__} cannot load ({error}). Compile "
             "and save it again."
         ) from error
-    return Compiled(loaded, origin, stage)
+    return lowered._compiled_to(loaded)
 
 
 def _available(platform: str) -> list[Any]:
@@ -155,9 +156,9 @@ def _devices(shardings: Sequence[Any]) -> list[Any]:
     return list(next(filter(None, map(_compat.device_assignment, shardings)), ()))
 
 
-def _manifest(lowered: Any, origin: Any, devices: Sequence[Any]) -> dict[str, Any]:
+def _manifest(lowered: Any, plan: Plan, devices: Sequence[Any]) -> dict[str, Any]:
     """What an executable was compiled from, and for what."""
-    plan, avals = origin.plan, lowered.in_avals[0]
+    avals = lowered.in_avals[0]
     named = [one if isinstance(one, NamedSharding) else None for one in plan.shardings]
     specs = ["" if one is None else f" {spec_text(one.spec)}" for one in named]
     compiler = devices[0].client.platform_version

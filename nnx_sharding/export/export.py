@@ -12,8 +12,11 @@ import jax
 
 from .. import _compat
 from .._version import __version__
+from ..core.failures import explained
 from ..core.outcome import Outcome
-from ..core.plan import Plan, abstract, is_committed
+from ..core.placing import abstract, is_committed
+from ..core.plan import Plan
+from ..core.problems import show
 from ..core.static_equality import Static
 from ..core.structure import (
     LEAF,
@@ -24,8 +27,7 @@ from ..core.structure import (
     VariableEntry,
     parts_of,
 )
-from ..diagnostics.differences import differences, show, show_child
-from ..diagnostics.failures import explained
+from ..diagnostics.differences import differences, show_child
 from ..errors import message, raise_listed
 from ..specs.paths import accessor
 from ..transforms.lifted import Lifted

@@ -18,7 +18,7 @@ from ..analysis import json_codec
 from ..analysis.tables import Pictured
 from ..analysis.units import printable
 from ..core.flatten import flatten
-from ..core.plan import is_committed
+from ..core.placing import is_committed
 from ..core.transfer import transfer
 from ..errors import ExportError, by_kind, raise_listed
 from ..specs.fitting import suggestion

@@ -10,16 +10,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.problems import Problem, refuse
+from ..core.problems import array_line
 from ..core.resharding import called, rebuilt
 from ..core.resolve import NamedLocation, locate, resolve, slot_names
 from ..core.retyping import Retyped, Retyping, mesh_of_types, retyped, type_mesh
 from ..core.signature import ArgTree, Parameters, Roles, align_specs
 from ..core.targets import Specs, Target, argument_targets, check_specs, target
 from ..core.unflatten import restore
-from ..errors import NoMeshError
+from ..errors import NoMeshError, raise_listed
 from ..specs.fitting import axes_of
-from ..transforms.lifted_function import unbind
+from ..transforms.lifted import unbind
 from .constrain import fitted
 
 
@@ -205,13 +205,17 @@ def _on_explicit_axes(call: _Call) -> Any:
     retyping = retyping or Retyping(*[getattr(mesh, "abstract_mesh", mesh)] * 2)
     locations = locate(flat.structure, call.targets(call.specs.tree))
     names, declared = call.fit(locations, flat, retyping.inner)
-    arguments = list(zip(names, flat.leaves, declared, strict=True))
-    open_ = [
-        (n, x) for n, x, spec in arguments if spec is None and type_mesh(x) is not None and x.ndim
+    undeclared = [
+        array_line(name, x)
+        for name, x, spec in zip(names, flat.leaves, declared, strict=True)
+        if spec is None and type_mesh(x) is not None and x.ndim
     ]
-    if open_:
-        refuse(Problem.UNDECLARED_ARGUMENT, open_, name=call.name)
-    inside = [retyped(x, retyping.inner, spec) for _, x, spec in arguments]
+    head = f"{call.name}: no spec says how these arguments are sharded on the axes that become"
+    remedy = "Declare them in in_sharding; P() replicates."
+    raise_listed(ValueError, f"{head} Explicit:", undeclared, remedy)
+    inside = [
+        retyped(x, retyping.inner, spec) for x, spec in zip(flat.leaves, declared, strict=True)
+    ]
     arrays = Retyped(retyping, flat.leaves, inside)
     after = called(flat, arrays, call.run)
     left, untyped = arrays.leave(flat.structure, after)

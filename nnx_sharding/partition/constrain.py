@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
-from ..core.problems import Problem, refuse
+from ..core.problems import check_options, no_mesh
 from ..core.resharding import (
     apply_shardings,
     given_mesh,
@@ -24,7 +24,6 @@ from ..core.resharding import (
 from ..core.resolve import NamedLocation, Resolved, check_filters, locate, resolve, slot_names
 from ..core.targets import Specs, check_specs, target
 from ..core.transfer import obstacle
-from ..core.transform import check_options
 from ..errors import CorrectedSpecWarning, message, raise_listed, report
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, fit_sharding, spec_and_mesh, spec_axes
 
@@ -152,7 +151,7 @@ def fitted(
     for slot, (name, leaf, spec) in enumerate(zip(names, leaves, resolved.slots, strict=True)):
         parts = spec_and_mesh(spec, mesh)
         if parts is None and isinstance(spec, PartitionSpec) and not lenient:
-            refuse(Problem.NO_MESH, [], name=caller)
+            raise no_mesh(caller)
         if parts is None or not is_array(leaf):
             is_final = isinstance(spec, Sharding | Format) and is_array(leaf)
             shardings.append(spec if is_final else None)

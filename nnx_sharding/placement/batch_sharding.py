@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.problems import show
 from ..core.targets import Specs
-from ..diagnostics.differences import show
 from ..errors import raise_listed
 from ..specs.fitting import axes_of, with_entries
 from ..specs.paths import accessor, path_key

@@ -12,8 +12,8 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
+from ..core.problems import check_options
 from ..core.targets import Specs, check_specs
-from ..core.transform import check_options
 from ..errors import NoMeshError
 from .batch_sharding import check_has_devices, check_integer, check_process
 from .feed import Consumer, Feed

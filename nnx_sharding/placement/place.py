@@ -13,12 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.interrupts import deferred
+from ..core.problems import check_options
 from ..core.resharding import apply_shardings, given_mesh, mesh_here, rebuilt
 from ..core.resolve import check_filters
 from ..core.spec_checks import check_mesh, fit_specs, shape_of
 from ..core.targets import Specs
 from ..core.transfer import obstacle
-from ..core.transform import Transform, check_options
+from ..core.transform import Sharded
 from ..core.unflatten import unflatten
 from ..errors import NoMeshError, raise_listed
 from ..partition.constrain import is_array, resolved_prefix
@@ -135,7 +136,7 @@ def shardings_for(
     names, resolved, locations = resolved_prefix(caller, name, tree, flat, specs)
     declared = [adapt(*pair) for pair in zip(resolved.slots, flat.leaves, strict=True)]
     _check_leaves(caller, names, flat.leaves, declared, mesh)
-    transform = Transform(
+    transform = Sharded(
         name=caller,
         in_name="sharding",
         in_specs=specs,

@@ -38,9 +38,8 @@ class CompilerProcess:
 
         A ``CompilerCrash`` if the compiler ended its process.
         """
-        stage = lowered._stage
-        compiled = _compat.compile_elsewhere(stage, options, self._ask)
-        return Compiled(compiled, lowered._origin, stage)
+        program = _compat.compile_elsewhere(lowered._stage, options, self._ask)
+        return lowered._compiled_to(program)
 
     def close(self) -> None:
         """Ends the process."""

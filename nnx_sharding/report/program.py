@@ -5,25 +5,24 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import flax
 import jax
 from jax.sharding import Sharding
 
 from .._version import __version__
-from ..analysis.activation_table import ActivationRow, activations_table
+from ..analysis.activation_table import ActivationRow, ActivationTable, activations_table
 from ..analysis.collectives import Collectives, axes_text
 from ..analysis.cost import Cost
 from ..analysis.hardware import HARDWARE, Hardware
 from ..analysis.json_codec import JsonForm
 from ..analysis.memory import Memory
 from ..analysis.meshes import MeshDescription
-from ..analysis.parameters import ParameterRow, mesh_of, rows_table
+from ..analysis.parameters import ParameterRow, ParameterTable, mesh_of, rows_table
 from ..analysis.roofline import Roofline, roofline_of, traffic_table
 from ..analysis.tables import axis_styles, table, text
 from ..analysis.units import bytes_text, time_text
-from ..transforms.stages import Compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +131,20 @@ class ProgramReport(JsonForm):
         return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
 
-def describe(compiled: Compiled) -> ProgramReport:
-    """The report of a program, which calls this; see :meth:`Compiled.report`."""
+class _Compiled(Protocol):
+    """What a report needs of a compiled function (``transforms/stages.py``)."""
+
+    def shardings(self) -> list[Any]: ...
+    def parameters(self) -> ParameterTable: ...
+    def lowered_cost(self) -> Cost | None: ...
+    def cost(self, *, loops: bool = False) -> Cost | None: ...
+    def memory(self) -> Memory | None: ...
+    def collectives(self) -> Collectives | None: ...
+    def activations(self) -> ActivationTable: ...
+
+
+def describe(compiled: _Compiled, name: str, hlo: str | None) -> ProgramReport:
+    """The report of a program, which calls this; see ``Compiled.report``."""
     shardings = compiled.shardings()
     mesh = mesh_of(shardings)
     if mesh is not None:
@@ -144,7 +155,7 @@ def describe(compiled: Compiled) -> ProgramReport:
         first, count = min(devices, key=lambda device: device.id), len(devices)
     versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}
     report = ProgramReport(
-        name=compiled._plan.fun_name,
+        name=name,
         made_with=versions | {"python": platform.python_version()},
         platform=first.platform,
         device_kind=first.device_kind,
@@ -156,7 +167,7 @@ def describe(compiled: Compiled) -> ProgramReport:
         collectives=compiled.collectives(),
         activations=tuple(compiled.activations()),
         roofline=None,
-        hlo=compiled.as_text(),
+        hlo=hlo,
     )
     hardware = HARDWARE.get(first.device_kind)
     return report if hardware is None else report.with_roofline(hardware)

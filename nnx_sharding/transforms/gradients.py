@@ -26,7 +26,7 @@ from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from .in_trace import Function, InnerTransform, described, is_array, replaced
-from .lifted_function import LiftedFunction, P, R, lift
+from .lifted import LiftedFunction, P, R, lift
 from .partial_sums import PartialSums
 
 
@@ -188,7 +188,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
     def _wanted(self, plan: Plan, call: Call, flat: Flat) -> list[_Wanted]:
         """What is differentiated in a call."""
         name, wrt = self._transform.name, self._transform.wrt
-        targets = {target.name: target for target in plan.targets}
+        targets = {target.name: target for target in plan.arguments}
         chosen = {self._name_of(which, call): filter_ for which, filter_ in wrt}
         if len(chosen) < len(wrt):
             which = [x for x, _ in wrt]
@@ -201,7 +201,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         predicates = {argument: to_predicate(filter_) for argument, filter_ in chosen.items()}
         locations: dict[str, list[NamedLocation]] = {argument: [] for argument in chosen}
         seen = set[int]()
-        for found in locate(flat.structure, plan.targets):
+        for found in locate(flat.structure, plan.arguments):
             predicate, (path, entry, slots) = predicates.get(found.target.name), found.location
             # As in Flax, what is shared has its gradient only in the first place.
             if predicate is None or entry in seen:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -18,7 +19,7 @@ from ..core.pure import Pure
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..specs.paths import Path
-from .lifted_function import LiftedFunction, P, R
+from .lifted import LiftedFunction, P, R
 from .partial_sums import PARTIAL_SUMS
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.
@@ -54,9 +55,6 @@ def of_slots(function: Function, slots: Sequence[int], leaves: Sequence[Any]) ->
 
 class InnerTransform(Transform):
     """What these transforms decide: no shardings, and anything may be an argument."""
-
-    shards: ClassVar[bool] = False
-    takes_any: ClassVar[bool] = True
 
     def tracing(  # noqa: D102
         self, pure: Pure, caller: Caller, built: Built, leaves: Sequence[Any]
@@ -101,7 +99,8 @@ class InnerTransform(Transform):
 
             names = [*pure.names, *(pure.names[slot] for slot in found)]
             specs = [*in_specs, *(in_specs[slot] for slot in found)]
-            more = self.applied(pure._replace(names=names), with_sums, specs, out_specs)
+            every = dataclasses.replace(pure, names=names)
+            more = self.applied(every, with_sums, specs, out_specs)
             return more(*leaves, *found.values())
 
         return Program(staged=None, top_level=call, inline=inline)

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -15,26 +15,23 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
+from ..core.problems import check_options
 from ..core.pure import Pure
 from ..core.resharding import in_context
 from ..core.signature import Roles
 from ..core.targets import Specs, check_specs
-from ..core.transform import Program, Transform, check_options
+from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of_type
-from .lifted import Lifted
-from .lifted_function import lift
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from .lifted import Lifted, P, R, lift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Jit(Transform):
+class Jit(Sharded):
     """What ``jit`` decides: the defaults, and the options that it passes to ``jax.jit``."""
 
-    untraced: ClassVar[frozenset[str]] = Transform.untraced | {
+    untraced: ClassVar[frozenset[str]] = Sharded.untraced | {
         *("on_committed", "keep_unused", "device", "backend", "inline", "compiler_options")
     }
 
@@ -120,7 +117,6 @@ class _Options(TypedDict, total=False):
     device: jax.Device | None
     backend: str | None
     inline: bool
-    abstracted_axes: None
     compiler_options: dict[str, Any] | None
     on_committed: Literal["error", "move"]
     on_indivisible: OnIndivisible
@@ -155,7 +151,6 @@ def jit(
     device: jax.Device | None = None,
     backend: str | None = None,
     inline: bool = False,
-    abstracted_axes: None = None,
     compiler_options: dict[str, Any] | None = None,
     on_committed: Literal["error", "move"] = "error",
     on_indivisible: OnIndivisible = "error",
@@ -207,7 +202,6 @@ def jit(
       device: deprecated in JAX; cannot be combined with shardings.
       backend: deprecated in JAX; cannot be combined with shardings.
       inline: inline into enclosing jaxprs.
-      abstracted_axes: removed from JAX; only None is accepted.
       compiler_options: passed to XLA.
       on_committed: what to do with arrays that are committed to a sharding other than
         ``in_shardings`` declares: ``"error"``, as in JAX, or ``"move"`` to move them. Variables and
@@ -254,8 +248,6 @@ def jit(
       >>> float(counter(2.0)), float(counter(2.0)), int(counter.count[...])
       (2.0, 4.0, 2)
     """
-    if abstracted_axes is not None:
-        raise ValueError("abstracted_axes no longer exists in JAX; leave it out.")
     if (device is not None or backend is not None) and (
         in_shardings is not None or out_shardings is not None
     ):

@@ -15,7 +15,7 @@ from flax import nnx
 
 from .. import _compat
 from ..activations.variables import resharded
-from ..core.call_context import CALLER, Caller
+from ..core.call_context import Caller, caller_here
 from ..core.naming import name_of
 from ..core.none_specs import PLAIN
 from ..core.outcome import Outcome, OutputGroup
@@ -29,7 +29,7 @@ from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
 from .batching import Carry, Mapped, axes_specs, captures
 from .in_trace import Function, Inner, described
-from .lifted_function import lift, unbind
+from .lifted import lift, unbind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,7 +267,7 @@ class _Loop:
             raise_listed(ValueError, head, lines)
 
     def _refuse_no_length(self) -> NoReturn:
-        fun: Any = CALLER.get()[0]  # type: ignore[index]
+        fun: Any = caller_here().fun  # type: ignore[union-attr]
         arguments = dict.fromkeys(self._signature.keywords)
         try:
             inspect.signature(fun).bind(*self._signature.names, **arguments)

@@ -16,7 +16,7 @@ from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text
 from ..core.call_context import Caller, called_by
 from ..core.known_faults import jaxprs_of, path_of
-from ..core.plan import abstract
+from ..core.placing import abstract
 from .in_trace import of_slots
 from .jit import jit
 from .lifted import Lifted

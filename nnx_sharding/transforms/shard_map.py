@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -15,33 +15,30 @@ from .. import _compat
 from ..activations.tracing import sharded_activations
 from ..core.call_context import Caller
 from ..core.none_specs import with_static_values
-from ..core.plan import is_committed
-from ..core.problems import Problem, refuse
+from ..core.placing import is_committed
+from ..core.problems import array_line, check_options
 from ..core.pure import Pure
 from ..core.resharding import mesh_here
 from ..core.retyping import typed_as
 from ..core.signature import Call, Parameters, Roles, Signature
 from ..core.targets import Specs, check_specs
-from ..core.transform import Program, Transform, check_options
+from ..core.transform import Program, Sharded
 from ..core.unflatten import Built
+from ..errors import raise_listed
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, in_type, only_axes, spec_axes
-from .lifted import Lifted
-from .lifted_function import lift
+from .lifted import Lifted, P, R, lift
 
-P = ParamSpec("P")
-R = TypeVar("R")
 AxisName = Hashable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ShardMap(Transform):
+class _ShardMap(Sharded):
     """What ``shard_map`` decides."""
 
     name: str = "shard_map"
     in_name: str = "in_specs"
     axis_names: frozenset[AxisName]
-    auto: frozenset[AxisName]
     check_vma: bool
     compiled: bool
 
@@ -51,8 +48,7 @@ class _ShardMap(Transform):
     @property
     def usable_axes(self) -> frozenset[Any]:
         """The axes over which the function is manual."""
-        names = frozenset(self.context.axis_names if self.context else ())
-        return self.axis_names or names - self.auto
+        return self.axis_names or frozenset(self.context.axis_names if self.context else ())
 
     def sort_call(
         self,
@@ -79,8 +75,7 @@ class _ShardMap(Transform):
 
     def key(self, leaves: Sequence[Any]) -> Hashable:
         mesh = _compat.context_mesh() if self.mesh is None else self.mesh
-        shapes = self.in_specs.value_key(leaves) if self.reads_shapes else None
-        return mesh, self._inferred(leaves, mesh), shapes
+        return mesh, self._inferred(leaves, mesh), super().key(leaves)
 
     def in_context(self) -> _ShardMap:
         # Over axes that stay automatic, shardings chosen elsewhere are kept.
@@ -95,16 +90,29 @@ class _ShardMap(Transform):
         if not self.check_vma or self.context is None:
             return
         here = frozenset(self.context.axis_names).difference(_compat.manual_axes(self.context))
-        offenders = []
+        missing: dict[Any, None] = {}
+        lines = []
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             if _compat.is_ref(leaf):
                 continue  # refs are not returned, only updated in place
             used = {axis for entry in spec.partitions for axis in axes_of(entry)}
             used |= spec.unreduced | spec.reduced
             axes = sorted(_compat.varying_axes(leaf) & here - used, key=str)
-            offenders += [(name, leaf, spec, axes)] if axes else []
-        if offenders:
-            refuse(Problem.VARYING_OUTPUT, offenders, name=self.name, fun_name=fun_name)
+            if axes:
+                along = ", ".join(map(repr, axes))
+                lines.append(f"{array_line(name, leaf)}, {spec!r}: varies along {along}")
+                missing |= dict.fromkeys(axes)
+        reduced = repr(next(iter(missing)) if len(missing) == 1 else (*missing,))
+        raise_listed(
+            ValueError,
+            f"{self.name}: JAX cannot prove that these results of {fun_name} are replicated along "
+            "the mesh axes that their specs leave out:",
+            lines,
+            f"Reduce them in the function, as in jax.lax.pmean(x, {reduced}) or psum, pmax, "
+            "all_gather; or name the axis in the spec. If they are equal for reasons that JAX "
+            "cannot see, pass check_vma=False.",
+            anchor="not-proven-replicated",
+        )
 
     def spec_of(self, spec: Any) -> Any:
         if spec is None:
@@ -138,7 +146,7 @@ class _ShardMap(Transform):
             function,
             in_specs=tuple(in_specs),
             out_specs=(*out_specs, PartitionSpec()),
-            axis_names=self.usable_axes if self.axis_names or self.auto else frozenset(),
+            axis_names=self.axis_names,
             check_vma=self.check_vma,
         )
         # Inside a trace the mesh in context may already have Manual axes: JAX finds out.
@@ -173,7 +181,7 @@ class _ShardMap(Transform):
         """The specs in the types of the arrays, if the user gave none."""
         if self.in_specs.tree is not None or mesh is None:
             return None
-        manual = self.axis_names or frozenset(mesh.axis_names) - self.auto
+        manual = self.axis_names or frozenset(mesh.axis_names)
         types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         others = [a for a in manual if types.get(a) != AxisType.Explicit]
         if others:
@@ -219,9 +227,7 @@ class _Options(TypedDict, total=False):
     mesh: Mesh | AbstractMesh | None
     activation_shardings: Any
     axis_names: Set[AxisName]
-    check_vma: bool | None
-    check_rep: bool | None
-    auto: Set[AxisName]
+    check_vma: bool
     jit: bool
     on_committed: Literal["error", "reshard", "move"]
     on_indivisible: OnIndivisible
@@ -248,9 +254,7 @@ def shard_map(
     mesh: Mesh | AbstractMesh | None = None,
     activation_shardings: Any = None,
     axis_names: Set[AxisName] = frozenset(),
-    check_vma: bool | None = None,
-    check_rep: bool | None = None,
-    auto: Set[AxisName] = frozenset(),
+    check_vma: bool = True,
     jit: bool = True,
     on_committed: Literal["error", "reshard", "move"] = "reshard",
     on_indivisible: OnIndivisible = "error",
@@ -279,9 +283,7 @@ def shard_map(
       mesh: the mesh; without it, the one in context. May be an ``AbstractMesh``.
       activation_shardings: as in :func:`~nnx_sharding.jit`, over the axes that stay automatic.
       axis_names: the axes over which ``f`` is manual; empty means all.
-      check_vma: check what the specs claim about replication. Default True.
-      check_rep: the older name of ``check_vma``.
-      auto: the complement of ``axis_names``, its older form: the axes that stay automatic.
+      check_vma: check what the specs claim about replication.
       jit: False runs operation by operation at top level, to debug with prints and breakpoints.
       on_committed: what to do with Variables and arrays of modules that are committed to a
         sharding other than ``in_specs`` declares: ``"reshard"`` them on their devices, as JAX does;
@@ -323,13 +325,8 @@ def shard_map(
       >>> mlp(model, jnp.ones((4, 2))).shape
       (4, 2)
     """
-    if check_vma is not None and check_rep is not None:
-        raise ValueError("give check_vma or check_rep, which is its older name, not both.")
-    if axis_names and auto:
-        raise ValueError("give axis_names or auto, which is its complement, not both.")
-    if isinstance(axis_names, str) or isinstance(auto, str):
-        raise TypeError("axis_names and auto are sets of names, such as {'model'}, not a string.")
-    checked = check_vma if check_vma is not None else check_rep
+    if isinstance(axis_names, str):
+        raise TypeError("axis_names is a set of names, such as {'model'}, not a string.")
     check_options(
         "shard_map",
         on_committed=(on_committed, ("error", "reshard", "move")),
@@ -342,8 +339,7 @@ def shard_map(
         out_specs=Specs(out_specs),
         mesh=mesh,
         axis_names=frozenset(axis_names),
-        auto=frozenset(auto),
-        check_vma=True if checked is None else checked,
+        check_vma=check_vma,
         compiled=jit,
         on_committed=on_committed,
         on_indivisible=on_indivisible,

@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from .. import _compat
+from ..activations.calls import Recorder
 from ..analysis.activation_table import ActivationTable, activation_rows
 from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
@@ -27,15 +29,21 @@ from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
 from ..analysis.roofline import Roofline, roofline_of
+from ..core.call import run
+from ..core.call_context import Caller, called_by
+from ..core.failures import explained, raise_instead
 from ..core.guard.store import Guards
 from ..core.outcome import Outcome
+from ..core.plan import Plan
 from ..core.slot_pytree import user_tree
-from ..diagnostics.failures import explained
 from ..diagnostics.progress import progress
-from .stage_calls import Origin, call_stage
+from .stage_checks import check_structure, misfit, with_statics
 
 if TYPE_CHECKING:
     from ..report.program import ProgramReport
+    from .lifted import LiftedFunction
+
+S = TypeVar("S", bound="Stage")
 
 
 class Stage:
@@ -45,10 +53,19 @@ class Stage:
     stage.
     """
 
-    def __init__(self, stage: Any, origin: Origin):
+    def __init__(
+        self,
+        stage: Any,
+        lifted: LiftedFunction[..., Any],
+        plan: Plan,
+        statics: tuple[Any, ...],
+        recorder: Recorder,
+    ):
         self._stage = stage
-        self._origin = origin
-        self._plan = origin.plan
+        self._lifted = lifted
+        self._plan = plan
+        self._statics = statics  # the static arguments
+        self._recorder = recorder  # knows the calls of modules
         self._guards = Guards()
         empty = [None] * stage.out_tree.num_leaves
         self._outcome: Outcome = jax.tree_util.tree_unflatten(stage.out_tree, empty)[-1]
@@ -107,7 +124,42 @@ class Stage:
         A module that is called several times with equal results has one row. Calling this for the
         first time traces the function once more. Under ``shard_map`` there are none.
         """
-        return activation_rows(self._origin.recorder.calls)
+        return activation_rows(self._recorder.calls)
+
+    def _next(self, kind: type[S], stage: Any) -> S:
+        """The next stage."""
+        return kind(stage, self._lifted, self._plan, self._statics, self._recorder)
+
+    def _reported(self) -> AbstractContextManager[None]:
+        """Attributes what JAX reports within the block to this plan."""
+        return called_by(Caller(None, (), plan=self._plan, leaves=self._recorder.leaves))
+
+    def _run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the stage of JAX for the user's arguments; ``kind``: what was done for them.
+
+        Raises:
+          TypeError: their structure differs from that for which the function was ``kind``.
+          ValueError: their shardings differ from those for which it was compiled.
+        """
+        plan, lifted, stage = self._plan, self._lifted, self._stage
+        bound = lifted._bound
+        args, kwargs = with_statics(plan.signature, self._statics, len(bound), args, kwargs)
+        args, is_top = (*bound, *args), _compat.trace_is_clean()
+        found = self._guards.find(args, kwargs) if is_top else None
+        if found is None:
+            call, flat = lifted._split(args, kwargs)
+            check_structure(plan, kind, call, flat)
+            if is_top:
+                self._guards.add(plan, call, flat, args, kwargs, is_new=True)
+        else:
+            _, flat = found
+        if not is_top:
+            return run(plan, flat, stage)
+        try:
+            return run(plan, flat, _compat.direct_form(stage))
+        except (ValueError, TypeError) as error:
+            raise_instead(error, functools.partial(misfit, plan, flat.leaves, stage, error))
+            raise
 
     def _inputs(self, per_argument: Any) -> Any:
         return user_tree(self._plan.structure, per_argument[0])
@@ -162,14 +214,14 @@ class Traced(Stage):
             )
         leaves = list(map(_shape_of, self._stage.in_avals[0]))
         options = {"lowering_platforms": lowering_platforms}
-        with self._origin.reported():
+        with self._reported():
             lowered = explained(self._plan, leaves, lambda *_: self._stage.lower(**options))
-        return Lowered(lowered, self._origin)
+        return self._next(Lowered, lowered)
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates the jaxpr for these arguments, and updates modules in place."""
-        return call_stage(self._stage, self._origin, self._guards, "traced", args, kwargs)
+        return self._run("traced", args, kwargs)
 
 
 class Lowered(Stage):
@@ -193,9 +245,15 @@ class Lowered(Stage):
           device_assignment: the devices to compile for, where the shardings name none.
         """
         options = {} if device_assignment is None else {"device_assignment": device_assignment}
-        with progress(f"compile {self._plan.fun_name}"), self._origin.reported():
-            compiled = self._stage.compile(compiler_options, **options)
-        return Compiled(compiled, self._origin, self._stage)
+        with progress(f"compile {self._plan.fun_name}"), self._reported():
+            program = self._stage.compile(compiler_options, **options)
+        return self._compiled_to(program)
+
+    def _compiled_to(self, program: Any) -> Compiled:
+        """The compiled function with this program of JAX."""
+        compiled = self._next(Compiled, program)
+        compiled._lowered = self._stage
+        return compiled
 
     def cost(self) -> Cost | None:
         """What all devices together compute, before optimisation; None if unavailable."""
@@ -209,9 +267,7 @@ class Compiled(Stage):
     and ``runtime_executable()`` are those of JAX; each returns None if it is unavailable.
     """
 
-    def __init__(self, stage: Any, origin: Origin, lowered: Any = None):
-        super().__init__(stage, origin)
-        self._lowered = lowered
+    _lowered: Any
 
     @_compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +277,7 @@ class Compiled(Stage):
           TypeError: structure, statics, shapes or dtypes differ from those that were lowered.
           ValueError: arrays are committed to other shardings than those that were lowered.
         """
-        return call_stage(self._stage, self._origin, self._guards, "compiled", args, kwargs)
+        return self._run("compiled", args, kwargs)
 
     @staticmethod
     def call(compiled: Compiled, /, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +318,7 @@ class Compiled(Stage):
 
     def lowered_cost(self) -> Cost | None:
         """What all devices compute in a call, before optimisation; None if unavailable."""
-        return None if self._lowered is None else _lowered_cost(self._lowered)
+        return _lowered_cost(self._lowered)
 
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable."""
@@ -289,8 +345,7 @@ class Compiled(Stage):
         # Imported here, as the only module that is further up.
         from ..report.program import describe
 
-        report = describe(self)
-        return report
+        return describe(self, self._plan.fun_name, self._stage.as_text())
 
     def roofline(self, hardware: Hardware | str) -> Roofline:
         """The least time that a call can take; loop bodies are counted as often as they run.

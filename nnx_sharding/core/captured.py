@@ -1,4 +1,4 @@
-"""Sharded arrays that a function captures, by their names in it."""
+"""Arrays and objects that a function captures, by their names in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import contextlib
 import dis
 import functools
 import inspect
+import traceback
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from flax import nnx
+
 from .. import _compat
-from ..core.flatten import flatten
+from ..errors import message, see
+from ..specs.fitting import describe
 from ..specs.paths import accessor
+from .flatten import flatten
+from .problems import array_line
 
 
 def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[tuple[str, Any]]:
@@ -77,3 +83,33 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, part in value.items() if type(value) is dict else enumerate(value):
             if _is_array(part) or _compat.is_graph_object(part):
                 yield from _arrays(accessor(name, (key,)), part)
+
+
+def note_captured_arrays(fun: Any, fun_name: str, error: Exception) -> None:
+    """Names the sharded arrays that a function captures in a note to an error."""
+    lines = [
+        f"{array_line(name, array)}, {describe(array.sharding)}"
+        for name, array in captured_shards(fun)
+    ]
+    if lines:
+        head = f"{fun_name} captures these sharded arrays:"
+        error.add_note(message(head, lines, "Pass them as arguments."))
+        see(error, anchor="captured-array-on-explicit-axes")
+
+
+def note_captured_object(fun: Any, fun_name: str, error: Exception) -> None:
+    """Names the captured object that a function tried to change, in the text of the error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    objects = (frame.f_locals.get("self") for frame in reversed(frames))
+    target = next(filter(_compat.is_graph_object, objects), None)
+    for name, value in captured_values(fun):
+        for path, node in nnx.iter_graph(value) if _compat.is_graph_object(value) else ():
+            if node is target:
+                text = (
+                    f"This is {accessor(name, path)}, which {fun_name} captures. Pass what a "
+                    "function changes as one of its arguments."
+                )
+                if text not in str(error):  # of an inner function
+                    error.args = (f"{error}\n{text}", *error.args[1:])
+                    see(error, anchor="changed-from-outside-its-trace")
+                return

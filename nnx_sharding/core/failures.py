@@ -6,72 +6,42 @@ error that names them; otherwise JAX's error is kept, with a note if there is mo
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _compat
-from ..core.plan import Plan, is_committed
-from ..core.problems import Problem, refuse
-from ..core.pure import Pure
-from ..core.spec_checks import check_arrays, fit_specs, shape_of
-from ..errors import DonatedError, NoMeshError, is_explained, message, raise_listed, see
+from ..errors import DonatedError, NoMeshError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, describe_both
 from ..specs.mapped_axis import Axis
-from ..specs.paths import accessor
-from .captured import captured_shards, captured_values
-
-F = TypeVar("F", bound=Callable[..., None])
+from .captured import note_captured_arrays, note_captured_object
+from .placing import is_committed
+from .plan import Plan
+from .problems import arguments_not_arrays, committed_elsewhere
+from .pure import Pure
+from .spec_checks import misfits_of, shape_of
+from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")
 
 MAX_NAMES = 5  # of the arrays on one set of devices
 
-
-def _only_explains(function: F) -> F:
-    """A function that explains an error, whose own failures do not replace that error."""
-
-    @functools.wraps(function)
-    def explain(*args: Any) -> None:
-        try:
-            function(*args)
-        except Exception as found:
-            if is_explained(found):
-                raise
-            _LOGGER.warning("The following error cannot be explained:", exc_info=True)
-
-    return cast(F, explain)
+# The error for what is wrong with the arguments, if that is what it checks.
+_Check: TypeAlias = Callable[[Plan, Sequence[Any]], Exception | None]
 
 
-@_only_explains
-def explain(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
+def raise_explained(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
     """Raises an error that says what is wrong with the arguments, if they show it.
 
     An error of the user's function, or of the program while it runs, is never replaced; at most it
     gets a note.
     """
-    if isinstance(error, _compat.TraceContextError):
-        _note_object(plan, error)
-    elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
-        _note_captured(plan, error)
-    kinds = ValueError | RuntimeError | TypeError
-    if not isinstance(error, kinds) or isinstance(error, NoMeshError):
-        return
-    if _is_of_the_function(error):
-        return
-    checks: Sequence[_Check] = _CHECKS
-    if isinstance(error, TypeError):
-        checks = (_check_arrays, _check_abstract)
-    elif isinstance(error, jax.errors.JaxRuntimeError):
-        checks = _DONATION_CHECKS if _compat.is_deleted_error(error) else ()
-    _raise_first(checks, plan, leaves, error)
+    raise_instead(error, lambda: _explanation(plan, leaves, error))
 
 
 def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
@@ -79,29 +49,39 @@ def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -
     try:
         return function(*leaves)
     except Exception as error:
-        explain(plan, leaves, error)
+        raise_explained(plan, leaves, error)
         raise
 
 
-@_only_explains
-def explain_compiled(plan: Plan, leaves: Sequence[Any], stage: Any, error: Exception) -> None:
-    """Raises an error that says how the arguments differ from those that a stage is for."""
-    if str(error).startswith("Argument types differ"):
-        _raise_first([_check_compiled_types(stage.in_avals[0])], plan, leaves, error)
-    elif isinstance(error, ValueError) and hasattr(stage, "input_shardings"):
-        _raise_first([_check_compiled_shardings(stage.input_shardings[0])], plan, leaves, error)
+def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> None:
+    """Raises what a function finds in place of an error; logs if it finds nothing but a fault."""
+    try:
+        explanation = find()
+    except Exception:
+        _LOGGER.warning("The following error cannot be explained:", exc_info=True)
+        return
+    if explanation is not None:
+        # The frames of an error of JAX are all internal.
+        shows_internals = jax.config.jax_traceback_filtering == "off"
+        raise explanation from (error if shows_internals else None)
 
 
-def _raise_first(
-    checks: Sequence[_Check], plan: Plan, leaves: Sequence[Any], error: Exception
-) -> None:
-    for check in checks:
-        try:
-            check(plan, leaves)
-        except Exception as explanation:
-            # The frames of an error of JAX are all internal.
-            shows_internals = jax.config.jax_traceback_filtering == "off"
-            raise explanation from (error if shows_internals else None)
+def _explanation(plan: Plan, leaves: Sequence[Any], error: Exception) -> Exception | None:
+    """The first reason for an error that the arguments show; it may get a note as well."""
+    if isinstance(error, _compat.TraceContextError):
+        note_captured_object(plan.fun(), plan.fun_name, error)
+    elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
+        note_captured_arrays(plan.fun(), plan.fun_name, error)
+    is_ours = isinstance(error, NoMeshError) or _is_of_the_function(error)
+    if is_ours or not isinstance(error, ValueError | RuntimeError | TypeError):
+        return None
+    checks = _CHECKS
+    if isinstance(error, TypeError):
+        checks = (_check_arrays, _check_abstract)
+    elif isinstance(error, jax.errors.JaxRuntimeError):
+        checks = _DONATION_CHECKS if _compat.is_deleted_error(error) else ()
+    found = (check(plan, leaves) for check in checks)
+    return next((one for one in found if one is not None), None)
 
 
 def _is_of_the_function(error: Exception) -> bool:
@@ -111,7 +91,6 @@ def _is_of_the_function(error: Exception) -> bool:
 
 
 _Lines: TypeAlias = Callable[[Plan, Sequence[Any]], Iterator[str]]
-_Check: TypeAlias = Callable[[Plan, Sequence[Any]], None]
 
 
 def _check(
@@ -123,19 +102,21 @@ def _check(
     """
 
     def decorate(lines_of: _Lines) -> _Check:
-        def check(plan: Plan, leaves: Sequence[Any]) -> None:
+        def check(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
             head = first.format(name=plan.transform.name, fun_name=plan.fun_name)
             remedy = last.format(in_name=plan.transform.in_name)
-            raise_listed(error, head, [f"  {x}" for x in lines_of(plan, leaves)], remedy, anchor)
+            return listed_error(
+                error, head, [f"  {x}" for x in lines_of(plan, leaves)], remedy, anchor
+            )
 
         return check
 
     return decorate
 
 
-def _check_arrays(plan: Plan, leaves: Sequence[Any]) -> None:
-    if not plan.transform.takes_any:
-        check_arrays(Problem.ARGUMENT_IS_NOT_ARRAY, plan.names, leaves)
+def _check_arrays(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
+    is_sharded = isinstance(plan.transform, Sharded)
+    return arguments_not_arrays(plan.names, leaves) if is_sharded else None
 
 
 @_check(
@@ -210,9 +191,10 @@ def _check_axes(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
                 yield f"{name}, {jax.typeof(leaf).str_short()}: axis {spec.index}"
 
 
-def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
-    shapes = [shape_of(leaf) for leaf in leaves]
-    fit_specs(plan.transform, plan.names, shapes, plan.specs, {})
+def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
+    if not isinstance(plan.transform, Sharded):
+        return None
+    return misfits_of(plan.transform, plan.names, map(shape_of, leaves), plan.specs)
 
 
 @_check(
@@ -222,8 +204,11 @@ def _check_shapes(plan: Plan, leaves: Sequence[Any]) -> None:
     "Without {in_name}, the types decide.",
 )
 def _check_types(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    by_option, context = plan.transform.passes_shardings, cast(Any, plan.transform.context)
-    if not by_option and plan.transform.usable_axes != frozenset(context.axis_names):
+    if not isinstance(plan.transform, Sharded):
+        return
+    by_option, context = plan.transform.passes_shardings, plan.transform.context
+    axes = plan.transform.usable_axes
+    if not by_option and (context is None or axes != frozenset(context.axis_names)):
         return
     for name, leaf, declared in zip(plan.names, leaves, plan.specs, strict=True):
         aval = jax.typeof(leaf)
@@ -248,10 +233,8 @@ def _meaning(spec: PartitionSpec, ndim: int, axes: frozenset[Any]) -> tuple[Any,
     return sharded, spec.unreduced, spec.reduced
 
 
-def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
-    offenders = list(_other_shardings(plan, leaves, is_committed))
-    if offenders:
-        refuse(Problem.COMMITTED_ELSEWHERE, offenders, name=plan.transform.name)
+def _check_committed(plan: Plan, leaves: Sequence[Any]) -> Exception | None:
+    return committed_elsewhere(plan.transform.name, _other_shardings(plan, leaves, is_committed))
 
 
 @_check(
@@ -261,64 +244,22 @@ def _check_committed(plan: Plan, leaves: Sequence[Any]) -> None:
     "Create them from arrays with the declared sharding, or declare the one they have.",
 )
 def _check_ref_shardings(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    for name, shape, sharding, declared in _other_shardings(plan, leaves, _is_concrete_ref):
-        actual, expected = describe_both(sharding, declared)
-        yield f"{name}, shape {shape}: is {actual}, declared {expected}"
+    for name, ref, declared in _other_shardings(plan, leaves, _is_concrete_ref):
+        actual, expected = describe_both(ref.sharding, declared)
+        yield f"{name}, shape {ref.shape}: is {actual}, declared {expected}"
 
 
 def _other_shardings(
     plan: Plan, leaves: Sequence[Any], is_wanted: Callable[[Any], bool]
-) -> Iterator[tuple[str, Any, Any, Any]]:
-    """The names, shapes, shardings and declared shardings of arrays whose shardings differ."""
-    for slot, leaf, declared in _declared(plan, leaves):
+) -> Iterator[tuple[str, Any, Any]]:
+    """The names and declared shardings of arrays with other shardings, and these arrays."""
+    for slot, leaf, declared in declared_shardings(plan, leaves):
         if not is_wanted(leaf):
             continue
         # Arrays on other devices are left to _check_devices.
         is_meant = _compat.is_ref(leaf) or leaf.sharding.device_set == declared.device_set
         if is_meant and not leaf.sharding.is_equivalent_to(declared, leaf.ndim):
-            yield plan.names[slot], leaf.shape, leaf.sharding, declared
-
-
-def _check_compiled_types(avals: Sequence[Any]) -> _Check:
-    """A check that arguments have the types for which a program was compiled."""
-
-    @_check(
-        "compiled-for-other-types",
-        "{fun_name} was compiled for other types than these arguments have:",
-        "Compile it for these too, as jit does, or pad them to the shapes that it was compiled "
-        "for.",
-        TypeError,
-    )
-    def check(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-        for name, leaf, aval in zip(plan.names, leaves, avals, strict=True):
-            actual, compiled = jax.typeof(leaf).str_short(), aval.str_short()
-            if actual != compiled:
-                yield f"{name}: is {actual}, compiled for {compiled}"
-
-    return check
-
-
-def _check_compiled_shardings(shardings: Sequence[Any]) -> _Check:
-    """A check that arguments have the shardings for which a program was compiled."""
-
-    @_check(
-        "compiled-for-other-shardings",
-        "{fun_name} was compiled for other shardings than these arguments have:",
-        "Move them with jax.device_put or nnx_sharding.place, or lower it for such arrays: "
-        "abstract ones too can have a sharding, jax.ShapeDtypeStruct(..., sharding=...).",
-    )
-    def check(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-        # Arrays with a declared spec are moved, or refused for that reason.
-        done = {*plan.placed_slots, *(slot for slot, *_ in _declared(plan, leaves))}
-        for slot, (leaf, compiled) in enumerate(zip(leaves, shardings, strict=True)):
-            if slot in done or compiled is None or not is_committed(leaf):  # None: not used
-                continue
-            if not leaf.sharding.is_equivalent_to(compiled, leaf.ndim):
-                actual, expected = describe_both(leaf.sharding, compiled)
-                name, type_ = plan.names[slot], jax.typeof(leaf).str_short()
-                yield f"{name}, {type_}: is {actual}, compiled for {expected}"
-
-    return check
+            yield plan.names[slot], leaf, declared
 
 
 @_check(
@@ -329,15 +270,15 @@ def _check_compiled_shardings(shardings: Sequence[Any]) -> _Check:
     "nnx_sharding.partition.with_sharding_constraint if each has the full array.",
 )
 def _check_host_arrays(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
-    for slot, leaf, sharding in _declared(plan, leaves):
+    for slot, leaf, sharding in declared_shardings(plan, leaves):
         is_local = sharding.is_fully_addressable or sharding.is_fully_replicated
         if isinstance(leaf, np.ndarray) and not is_local:
             yield f"{plan.names[slot]}, shape {leaf.shape}, {describe(sharding)}"
 
 
-def _declared(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+def declared_shardings(plan: Plan, leaves: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
     """The slots, arrays and shardings for which the transform gives JAX a sharding."""
-    if plan.transform.passes_shardings:
+    if isinstance(plan.transform, Sharded) and plan.transform.passes_shardings:
         for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
             if sharding is not None:
                 yield slot, leaf, sharding
@@ -368,8 +309,8 @@ def _check_devices(plan: Plan, leaves: Sequence[Any]) -> Iterator[str]:
         yield f"{', '.join([*names][:MAX_NAMES])}{more}: {devices[0].platform} {ids}"
 
 
-_DONATION_CHECKS = (_check_deleted, _check_donated_twice)
-_CHECKS = (
+_DONATION_CHECKS: Sequence[_Check] = (_check_deleted, _check_donated_twice)
+_CHECKS: Sequence[_Check] = (
     _check_axes,
     _check_deleted,
     _check_shapes,
@@ -389,32 +330,3 @@ def _is_concrete(leaf: Any) -> bool:
 
 def _is_concrete_ref(leaf: Any) -> bool:
     return _compat.is_ref(leaf) and not isinstance(leaf, jax.core.Tracer)
-
-
-def _note_captured(plan: Plan, error: Exception) -> None:
-    lines = [
-        f"  {name}, {jax.typeof(array).str_short()}, {describe(array.sharding)}"
-        for name, array in captured_shards(plan.fun())
-    ]
-    if lines:
-        head = f"{plan.fun_name} captures these sharded arrays:"
-        error.add_note(message(head, lines, "Pass them as arguments."))
-        see(error, "captured-array-on-explicit-axes")
-
-
-def _note_object(plan: Plan, error: Exception) -> None:
-    """Names the captured object that a function tried to change."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    objects = (frame.f_locals.get("self") for frame in reversed(frames))
-    target = next(filter(_compat.is_graph_object, objects), None)
-    for name, value in captured_values(plan.fun()):
-        for path, node in nnx.iter_graph(value) if _compat.is_graph_object(value) else ():
-            if node is target:
-                text = (
-                    f"This is {accessor(name, path)}, which {plan.fun_name} captures. Pass what a "
-                    "function changes as one of its arguments."
-                )
-                if text not in str(error):  # of an inner function
-                    error.args = (f"{error}\n{text}", *error.args[1:])
-                    see(error, "changed-from-outside-its-trace")
-                return

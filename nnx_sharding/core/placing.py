@@ -1,0 +1,120 @@
+"""Which arrays a call brings to their declared shardings, and which it refuses to move."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Sharding
+
+from .. import _compat
+from ..errors import raise_listed
+from ..specs.fitting import is_equivalent
+from .plan import Plan
+from .problems import committed_elsewhere
+from .spec_checks import fit_specs
+from .transfer import obstacle, transfer
+from .transform import OnCommitted, Sharded
+
+_DATA = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
+
+
+def abstract(leaf: Any, sharding: Sharding | None = None) -> Any:
+    """The ``jax.ShapeDtypeStruct`` of an array, with a sharding."""
+    if sharding is None and (isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(leaf, _DATA)):
+        return leaf
+    aval = jax.typeof(leaf)
+    weak_type = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak_type)
+
+
+def is_committed(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array that must stay on its devices, perhaps an abstract one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        is_abstract = isinstance(getattr(leaf.sharding, "mesh", None), AbstractMesh)
+        return leaf.sharding is not None and not is_abstract
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
+
+
+def decide(
+    leaf: Any, declared: Sharding, on_committed: OnCommitted
+) -> Literal["keep", "move", "refuse"]:
+    """What a call does with an array that has a declared sharding."""
+    is_data: bool = isinstance(leaf, _DATA)  # no type guard: what is committed has a sharding
+    if not is_data or isinstance(leaf, jax.core.Tracer) or _compat.is_ref(leaf):
+        return "keep"
+    if getattr(leaf, "sharding", None) == declared:
+        return "keep"
+    if not is_committed(leaf):
+        return "move"
+    if on_committed == "leave" or is_equivalent(leaf.sharding, declared, leaf.ndim):
+        return "keep"
+    if on_committed == "reshard":
+        return "move" if leaf.sharding.device_set == declared.device_set else "refuse"
+    may_move = on_committed == "move" or leaf.sharding.is_equivalent_to(declared, leaf.ndim)
+    return "move" if may_move else "refuse"
+
+
+_get_sharding = operator.attrgetter("sharding")
+
+
+def place(plan: Plan, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[int]]:
+    """The arrays, with Variables and attributes as declared, and the slots of those that moved."""
+    try:
+        # Lists compare by identity first, so this is all the work from the second call on.
+        if list(map(_get_sharding, plan.pick_placed(leaves))) == plan.placed_shardings:
+            return leaves, ()
+    except AttributeError:  # a NumPy array, a number, a ref
+        pass
+    transform = plan.transform
+    assert isinstance(transform, Sharded)
+    decisions = {
+        slot: decide(leaves[slot], sharding, transform.on_committed)
+        for slot, sharding in zip(plan.placed_slots, plan.placed_shardings, strict=True)
+        if not isinstance(leaves[slot], jax.ShapeDtypeStruct)
+    }
+    slots = [slot for slot, decision in decisions.items() if decision != "keep"]
+    if not slots or not _compat.trace_is_clean():
+        return leaves, ()
+    names = [plan.names[slot] for slot in slots]
+    shapes = [jnp.shape(leaves[slot]) for slot in slots]
+    fit_specs(transform, names, shapes, [plan.specs[slot] for slot in slots], {})
+    goals: list[Any] = [plan.shardings[slot] for slot in slots]
+    reasons = (obstacle(leaves[slot], goal) for slot, goal in zip(slots, goals, strict=True))
+    lines = [f"  {name}: {why}" for name, why in zip(names, reasons, strict=True) if why]
+    head = f"{transform.name}: these arrays cannot be placed as declared:"
+    raise_listed(ValueError, head, lines)
+    refused = [slot for slot in slots if decisions[slot] == "refuse"]
+    found = ((plan.names[s], leaves[s], plan.shardings[s]) for s in refused)
+    if error := committed_elsewhere(transform.name, found):  # type: ignore[arg-type]
+        raise error
+    leaves = list(leaves)
+    placed = transfer([leaves[slot] for slot in slots], goals)
+    for slot, array in zip(slots, placed, strict=True):
+        leaves[slot] = array
+    return leaves, slots
+
+
+def as_declared(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
+    """Arrays to trace with: with the declared sharding if a call would place them there.
+
+    This includes abstract ones, if JAX does not get the declared shardings as an option, or if they
+    have a type of their own, as those that ``nnx.eval_shape`` makes while a mesh is in context.
+    """
+    transform, result = plan.transform, list(leaves)
+    if not isinstance(transform, Sharded):
+        return result
+    placed = frozenset(plan.placed_slots)
+    for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
+        is_typed = isinstance(leaf, jax.ShapeDtypeStruct) and (
+            leaf.sharding or not transform.passes_shardings
+        )
+        if sharding is None or not (slot in placed or is_typed):
+            continue
+        if decide(leaf, sharding, transform.on_committed) == "move":
+            result[slot] = abstract(leaf, sharding)
+    return result
