@@ -186,8 +186,8 @@ class PrivateNamesTest(absltest.TestCase):
                 for key, value in impl.flatten(node)[0]
             ]
             items = _compat.node_items(node, {}, tracing=False)
-            self.assertIs(items.metadata, type(node))
-            columns = zip(items.keys, items.values, items.is_data, strict=True)
+            self.assertIs(items.form.metadata, type(node))
+            columns = zip(items.form.keys, items.values, items.form.is_data, strict=True)
             for (key, value, is_data), other in zip(columns, expected, strict=True):
                 self.assertEqual((key, is_data), (other[0], other[2]))
                 self.assertIs(value, other[1])

@@ -23,31 +23,39 @@ STATE = "_pytree__state"
 CAPTURES = "__captures__"
 
 
+class NodeForm(NamedTuple):
+    """What nodes of one type have in common that have the same names and data."""
+
+    keys: tuple[Any, ...]  # of the attributes, in their canonical order
+    is_data: tuple[bool | None, ...]  # by key; None if it depends on the value
+    is_static: tuple[bool, ...]  # by key
+    others: tuple[int, ...]  # the positions of all keys that are not static
+    metadata: Any  # hashable; everything else about the nodes
+    names: tuple[str, ...]  # of the attributes, in the order of the ``__dict__``
+    order: tuple[int, ...]  # by key: the position among the names
+    statuses: Any = None  # which of the attributes are data, if equal in all these nodes
+
+    @classmethod
+    def of(cls, keys: tuple[Any, ...], is_data: tuple[bool | None, ...], *rest: Any) -> NodeForm:
+        """The form of nodes with these attributes."""
+        is_static = tuple(x is False for x in is_data)
+        others = tuple(i for i, static in enumerate(is_static) if not static)
+        return cls(keys, is_data, is_static, others, *rest)
+
+
 class NodeItems(NamedTuple):
-    """The attributes of a node in their canonical order.
+    """The attributes of a node."""
 
-    Nodes that were read with the same ``forms`` and differ only in values share ``keys``.
-    """
-
-    keys: tuple[Any, ...]
-    values: Sequence[Any]
-    is_data: tuple[bool | None, ...]  # None if it depends on the value
-    metadata: Any  # hashable; everything else about the node
+    form: NodeForm
+    values: Sequence[Any]  # by key
+    own: Sequence[Any] | None  # as they are in the ``__dict__``; None if that has others
 
 
-class _Form(NamedTuple):
-    """The attributes of the nodes of one type that have the same names and data."""
-
-    keys: tuple[str, ...]
-    is_data: tuple[bool | None, ...]
-    statuses: Any  # which of the attributes are data, from the first node
-    position: int | None  # of the statuses among the attributes, if equal in all these nodes
-
-
-def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
+def node_items(node: Any, forms: dict[Any, NodeForm], *, tracing: bool) -> NodeItems:
     """The attributes of a node; ``tracing`` says whether JAX is tracing.
 
-    Every array among them is data, even if ``nnx.eval_shape`` left a tracer in its place.
+    Every array among them is data, even if ``nnx.eval_shape`` left a tracer in its place. Nodes
+    that are read with the same ``forms`` share them.
     """
     if tracing:
         _adopt_tracers(node)
@@ -57,41 +65,51 @@ def node_items(node: Any, forms: dict[Any, Any], *, tracing: bool) -> NodeItems:
     return _abstracted(items, left) if left else items
 
 
-def _own_items(node: Any, forms: dict[Any, Any]) -> NodeItems:
+def _own_items(node: Any, forms: dict[Any, NodeForm]) -> NodeItems:
     node_type = type(node)
     if _has_plain_items(node_type):
         # The same as the general code below, several times as fast for these types.
         own, statuses = vars(node), getattr(node, STATUSES, {})
         is_data: dict[str, bool] = getattr(statuses, "_mapping", statuses)
-        key = (node_type, *own, None, *is_data, *map(id, is_data.values()))
+        names, in_own = (*own,), [*own.values()]
+        key = (node_type, *names, None, *is_data, *map(id, is_data.values()))
         form = forms.get(key)
         if form is None:
-            form = forms[key] = _form(node_type, own, statuses, is_data)
-        values = [*map(own.__getitem__, form.keys)]
-        if form.position is not None:
-            values[form.position] = form.statuses
-        return NodeItems(form.keys, values, form.is_data, node_type)
+            form = forms[key] = _form(node_type, names, statuses, is_data)
+        values = [*map(in_own.__getitem__, form.order)]
+        if form.statuses is not None:
+            values[form.keys.index(STATUSES)] = form.statuses
+        return NodeItems(form, values, in_own)
     impl = graphlib.get_node_impl(node)
     assert impl is not None
     items, metadata = impl.flatten(node)
     marks = {graphlib.DataElem: True, graphlib.StaticElem: False}
     pairs = [*items]
-    return NodeItems(
-        tuple(key for key, _ in pairs),
-        [_untagged(x.value if type(x) in marks else x) for _, x in pairs],
-        tuple(marks.get(type(x)) for _, x in pairs),
-        metadata,
+    keys = tuple(key for key, _ in pairs)
+    values = [_untagged(x.value if type(x) in marks else x) for _, x in pairs]
+    own = get_dict(node) if is_plain_pytree(node) else {}
+    in_own, places = [*own.values()], {name: place for place, name in enumerate(own)}
+    order = [places.get(str(key[0] if type(key) is tuple else key), -1) for key in keys]
+    is_same = {*order} == {*range(len(in_own))} and all(
+        in_own[place] is value for place, value in zip(order, values, strict=True)
     )
+    rest = metadata, (*own,), tuple(order if is_same else range(len(keys)))
+    form = NodeForm.of(keys, tuple(marks.get(type(x)) for _, x in pairs), *rest)
+    return NodeItems(forms.setdefault(form, form), values, in_own if is_same else None)
 
 
-def _form(node_type: type, own: dict[str, Any], statuses: Any, is_data: dict[str, bool]) -> _Form:
-    keys = tuple(sorted(own))
+def _form(
+    node_type: type, names: tuple[str, ...], statuses: Any, is_data: dict[str, bool]
+) -> NodeForm:
+    keys = tuple(sorted(names))
+    order = tuple(map(names.index, keys))
     if not is_pytree_type(node_type):
-        return _Form(keys, (None,) * len(keys), statuses, None)
+        return NodeForm.of(keys, (None,) * len(keys), node_type, names, order)
     statuses = _untagged(statuses)
     is_plain = type(statuses) is HashableMapping and {bool}.issuperset(map(type, is_data.values()))
-    position = keys.index(STATUSES) if is_plain and STATUSES in own else None
-    return _Form(keys, tuple(is_data.get(key, False) for key in keys), statuses, position)
+    shared = statuses if is_plain and STATUSES in names else None
+    marks = tuple(is_data.get(key, False) for key in keys)
+    return NodeForm.of(keys, marks, node_type, names, order, shared)
 
 
 class _Tagged(HashableMapping[Any, Any]):
@@ -136,29 +154,19 @@ def is_statuses(x: Any) -> bool:
     return type(x) is HashableMapping
 
 
-def are_same_statuses(a: Any, b: Any) -> bool:
-    """Whether two objects are statuses with the same data attributes."""
-    if not is_statuses(a) or not is_statuses(b):
-        return False
-    return bool(a._mapping == b._mapping) and all(
-        {bool}.issuperset(map(type, x._mapping.values())) for x in (a, b)
-    )
-
-
 def _abstracted(items: NodeItems, left: Sequence[int]) -> NodeItems:
     """The items, with tracers of ended traces replaced by their shapes, as data."""
-    values, is_data = list(items.values), list(items.is_data)
+    form, values, is_data = items.form, list(items.values), list(items.form.is_data)
     marks = {}
     for index in left:
         if isinstance(values[index], jax.Array):  # not a jax.Ref
             values[index] = _shape_of(values[index])
             if is_data[index] is False:
-                is_data[index] = marks[str(items.keys[index])] = True
+                is_data[index] = marks[str(form.keys[index])] = True
     if marks:
-        position = items.keys.index(STATUSES)
+        position = form.keys.index(STATUSES)
         values[position] = values[position].update(marks)
-    # A new tuple of keys, not the form's: nodes of this form are not alike.
-    return NodeItems((*items.keys,), values, tuple(is_data), items.metadata)
+    return NodeItems(NodeForm.of(form.keys, tuple(is_data), *form[4:]), values, None)
 
 
 def _shape_of(tracer: Any) -> jax.ShapeDtypeStruct:

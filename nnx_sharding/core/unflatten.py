@@ -20,7 +20,6 @@ from .structure import (
     Group,
     Location,
     NodeEntry,
-    PyTreeDef,
     RefEntry,
     StaticEntry,
     Structure,
@@ -28,6 +27,7 @@ from .structure import (
     atoms,
     holds_objects,
 )
+from .treedefs import with_aux
 
 
 class Built(NamedTuple):
@@ -114,21 +114,8 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any
         return make_fixed(child.kind, parts)
     treedef = child.treedef
     if not all(isinstance(aux, Static) for aux in child.aux):
-        treedef = _with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
+        treedef = with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
     return jax.tree_util.tree_unflatten(treedef, parts)
-
-
-def _with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
-    """The same tree structure with other node data, in the order of ``flatten.aux_of``."""
-    data = treedef.node_data()
-    if data is None:
-        return treedef
-    if _compat.has_aux(*data):
-        data = data[0], next(aux)
-    children = [_with_aux(child, aux) for child in treedef.children()]
-    return jax.tree_util.PyTreeDef.from_node_data_and_children(
-        jax.tree_util.default_registry, data, children
-    )
 
 
 def _attributes(

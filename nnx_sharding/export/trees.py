@@ -17,16 +17,8 @@ from typing import Any, TypeAlias
 
 from flax import nnx
 
-from ..core.structure import (
-    LEAF,
-    Child,
-    Container,
-    PyTreeDef,
-    Structure,
-    VariableEntry,
-    container_keys,
-    is_leaf_treedef,
-)
+from ..core.structure import LEAF, Child, Container, Structure, VariableEntry
+from ..core.treedefs import PyTreeDef, container_keys, is_leaf_treedef
 from ..specs.paths import Path, plain_key
 
 Tree: TypeAlias = Any

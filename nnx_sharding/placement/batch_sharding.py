@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from ..core.structure import PyTreeDef
 from ..core.targets import Specs
+from ..core.treedefs import PyTreeDef
 from ..diagnostics.differences import show
 from ..errors import raise_listed
 from ..specs.paths import accessor, path_key

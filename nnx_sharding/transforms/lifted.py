@@ -66,9 +66,9 @@ class Lifted(LiftedFunction[P, R]):
         _compat.leave_static_cache()
         found = self._guards.find(args, kwargs)
         if found is None:
-            call, flat = self._split(args, kwargs)
+            call, flat = self._split(args, kwargs, record=True)
             plan, is_new = self._plan(call, flat)
-            self._guards.add(plan, call, flat, args, kwargs, is_new=is_new)
+            self._guards.add(plan, flat, args, kwargs, is_new=is_new)
         else:
             plan, flat = found
         program = plan.program

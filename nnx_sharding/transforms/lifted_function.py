@@ -15,6 +15,7 @@ import jax
 from .. import _compat
 from ..core.cache import cache_of
 from ..core.flatten import Flat, flatten
+from ..core.guard.store import recorder_of
 from ..core.plan import Plan, make_plan, plan_key
 from ..core.signature import Call, Parameters, Roles
 from ..core.transform import Transform
@@ -65,13 +66,19 @@ class LiftedFunction(Generic[P, R]):
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, record: bool = False
+    ) -> tuple[Call, Flat]:
+        """The arguments of a call, flattened; for a guard as well, if ``record``."""
         _compat.leave_static_cache()
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
             signature = signature._replace(static=signature.static | {0})
         call = self._transform.sort_call(self._parameters, signature, args, kwargs)
-        flat = flatten(call.tree, graph=self._graph, statics=call.statics, held=False)
+        recorder = recorder_of(call, args, kwargs) if record else None
+        flat = flatten(
+            call.tree, graph=self._graph, statics=call.statics, held=False, recorder=recorder
+        )
         return call, flat
 
     def _is_classmethod_of(self, owner: type) -> bool:

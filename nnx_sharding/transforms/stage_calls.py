@@ -18,7 +18,7 @@ from ..diagnostics.differences import arguments_of, differences
 from ..diagnostics.failures import explain_compiled
 from ..errors import message, see
 
-Split = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Flat]]
+Split = Callable[..., tuple[Call, Flat]]
 
 
 class Origin(NamedTuple):
@@ -53,11 +53,11 @@ def call_stage(
     args, kwargs = _with_statics(origin, args, kwargs)
     args = (*origin.bound, *args)
     if not _compat.trace_is_clean():
-        return run(plan, _split_as_planned(origin, kind, args, kwargs)[1], stage)
+        return run(plan, _split_as_planned(origin, kind, args, kwargs), stage)
     found = guards.find(args, kwargs)
     if found is None:
-        call, flat = _split_as_planned(origin, kind, args, kwargs)
-        guards.add(plan, call, flat, args, kwargs, is_new=True)
+        flat = _split_as_planned(origin, kind, args, kwargs, record=True)
+        guards.add(plan, flat, args, kwargs, is_new=True)
     else:
         _, flat = found
     try:
@@ -68,13 +68,13 @@ def call_stage(
 
 
 def _split_as_planned(
-    origin: Origin, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Call, Flat]:
+    origin: Origin, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], record: bool = False
+) -> Flat:
     plan = origin.plan
-    call, flat = origin.split(args, kwargs)
+    call, flat = origin.split(args, kwargs, record=record)
     before, after = (plan.signature, plan.structure), (call.signature, flat.structure)
     if before == after:
-        return call, flat
+        return flat
     changes = differences(before, after)
     if before[0] != after[0]:
         changes.insert(0, f"arguments {arguments_of(before[0])} → {arguments_of(after[0])}")
