@@ -89,7 +89,6 @@ PRIVATE_NAMES = {
     "_can_update": "whether a Variable may be changed here",
     "_lowering": "compiling in another process what JAX has lowered in this one",
     "_mapping": "the items of HashableMapping, whose iterator is slow",
-    "_pytree__has_int_keys": "how a module sorts its attributes",
     "_pytree__is_pytree": "whether JAX can flatten a module",
     "_pytree__nodes": "which attributes of a module are data",
     "_pytree__state": "the trace that a module belongs to",

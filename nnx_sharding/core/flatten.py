@@ -209,13 +209,15 @@ class _Flattener:
         metadata = _compat.get_metadata(variable)
         names, values = (*metadata,), [*metadata.values()]
         key = (*names, *map(id, values))
+        found: tuple[tuple[str, Child], ...] | None
         found, _, rules = self._metadata.get(key, (None, (), b""))
         places = self._open(Kind.METADATA, at, names, values, rules)
         if found is None:
-            children = [*map(self.static, values, places)]
-            found = tuple(sorted(zip(names, children, strict=True), key=operator.itemgetter(0)))
-            if all(type(child) is Static for child in children):  # links must be counted
-                self._metadata[key] = found, values, bytes(map(rule_of, children))
+            order = sorted(range(len(names)), key=names.__getitem__)
+            found = tuple([(names[i], self.static(values[i], places[i])) for i in order])
+            if all(type(child) is Static for _, child in found):  # links must be counted
+                rules = bytes(map(rule_of, map(dict(found).__getitem__, names)))
+                self._metadata[key] = found, values, rules
         return found
 
     def _describe_node(self, obj: Any, slots: list[int], at: int) -> Entry:
@@ -225,12 +227,12 @@ class _Flattener:
                 "with graph=False. Use graph=True, or make the class a pytree."
             )
         form, values, own = _compat.node_items(obj, self._forms, tracing=self.tracing)
-        if own is None or not _compat.is_plain_pytree(obj):
+        if own is None:
             self.recorder = None
         statics = [*compress(values, form.is_static)]
         row = self._rows.get(id(form))
         children: list[Any] = [None] * len(values)
-        rules, left = b"", range(len(values))
+        rules, left = b"", tuple(range(len(values)))
         if row is not None and all(map(operator.is_, statics, row.values)):
             rules, left, children = row.rules, form.others, [*row.children]
         places = self._open(Kind.NODE, at, form.names, own or values, rules)

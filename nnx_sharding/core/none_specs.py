@@ -25,13 +25,7 @@ def with_static_values(
 ) -> tuple[Signature, tuple[Any, ...], dict[str, Any]]:
     """A call in which non-arrays are static where their spec is None.
 
-    Args:
-      specs: the specs of the arguments, as the user wrote them.
-      option: the name of the option for them, for messages.
-      parameters: the parameters of the function.
-      signature: the roles of the arguments.
-      args: the positional arguments.
-      kwargs: the keyword arguments.
+    ``specs`` are those of the option with the name ``option``, as the user wrote them.
     """
     # An argument without a spec may be a different number at each call, so it stays dynamic.
     positional, named = align_specs(specs, parameters, signature, option, default=PartitionSpec())

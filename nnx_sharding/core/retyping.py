@@ -45,12 +45,7 @@ def type_mesh(x: Any) -> Any:
 
 
 def typed_as(x: Any, goal: NamedSharding) -> Any:
-    """An array with the type that it has on another mesh; unchanged if both have Auto axes only.
-
-    Args:
-      x: the array.
-      goal: the other mesh, and the sharding over its Explicit axes.
-    """
+    """An array with the type of a sharding over Explicit axes; unchanged if all axes are Auto."""
     here, there = type_mesh(x), goal.mesh.abstract_mesh
     is_untyped = type_spec(x) is None and not axes_of_type(there, AxisType.Explicit)
     return x if here == there or is_untyped or _compat.is_ref(x) else jax.sharding.reshard(x, goal)
@@ -71,14 +66,10 @@ def retyped(
     spec: PartitionSpec | None = None,
     summed: frozenset[Any] = frozenset(),
 ) -> Any:
-    """An array with the axis types of a mesh.
+    """An array with the axis types of a mesh; without ``spec``, with its present sharding.
 
-    Args:
-      x: the array. Without ``spec`` anything else is returned unchanged.
-      mesh: the mesh.
-      spec: the sharding over its Explicit axes; None for the present one.
-      summed: the axes over which a gradient is a sum of what the devices compute. Where a reduced
-        axis becomes Auto, JAX assumes this, and counts any other gradient once per device.
+    ``summed`` are the axes over which a gradient is a sum of what the devices compute. Where a
+    reduced axis becomes Auto, JAX assumes this, and counts any other gradient once per device.
     """
     here = type_mesh(x)
     if spec is None:
@@ -102,15 +93,10 @@ def with_reduced(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
 
 
 class Retyping(NamedTuple):
-    """Axis types that change for the duration of a call.
+    """Axis types that change for the duration of a call."""
 
-    Attributes:
-      outer: the mesh around the call.
-      inner: the mesh during the call.
-    """
-
-    outer: AbstractMesh
-    inner: AbstractMesh
+    outer: AbstractMesh  # around the call
+    inner: AbstractMesh  # during the call
 
     @classmethod
     def of(
@@ -118,15 +104,7 @@ class Retyping(NamedTuple):
     ) -> Retyping | None:
         """The retyping of some axes to a type; None if all of them already have it.
 
-        Args:
-          mesh: the mesh around the call.
-          axes: their names; None or True for all axes over which no ``shard_map`` is mapped.
-          kind: the type that they get.
-          name: the name of the caller, for messages.
-          option: the name of its option.
-
-        Raises:
-          ValueError: the mesh has no such axis, or a ``shard_map`` is mapped over it.
+        The axes are given by name; None or True are all over which no ``shard_map`` is mapped.
         """
         outer = getattr(mesh, "abstract_mesh", mesh)
         free = [a for a in outer.axis_names if a not in axes_of_type(outer, AxisType.Manual)]
@@ -138,17 +116,11 @@ class Retyping(NamedTuple):
 
 
 class Retyped(NamedTuple):
-    """The arrays that go into a call.
+    """The arrays that go into a call."""
 
-    Attributes:
-      retyping: the axis types that change for the call; None if none do.
-      leaves: the arrays before the call.
-      inside: the same arrays during the call.
-    """
-
-    retyping: Retyping | None
-    leaves: Sequence[Any]
-    inside: Sequence[Any]
+    retyping: Retyping | None  # None if no axis types change for the call
+    leaves: Sequence[Any]  # before the call
+    inside: Sequence[Any]  # the same during the call
 
     @classmethod
     def of(
@@ -181,10 +153,6 @@ class Retyped(NamedTuple):
 
         Unchanged arrays are the original ones; new ones in existing objects have the type of what
         they replace; scalars are replicated.
-
-        Args:
-          before: the structure of the inputs, whose objects have the same indices in ``after``.
-          after: the outputs.
         """
         assert self.retyping is not None
         outer, inner = self.retyping
@@ -209,11 +177,7 @@ class Retyped(NamedTuple):
         names: Sequence[str],
         **details: Any,
     ) -> Flat:
-        """The outputs with the types of :meth:`leave`, but as declared where there is a spec.
-
-        Raises:
-          ValueError: an array has neither a spec nor a previous type.
-        """
+        """The outputs with the types of :meth:`leave`, but as declared where there is a spec."""
         if self.retyping is None:
             return after
         left, untyped = self.leave(before, after)

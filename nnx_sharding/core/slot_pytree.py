@@ -19,13 +19,7 @@ def user_tree(
     values: Sequence[Any],
     keep: Callable[[tuple[int, ...]], bool] = lambda _: True,
 ) -> Any:
-    """Values in the form of the structure's root.
-
-    Args:
-      structure: the structure.
-      values: one value for each slot.
-      keep: whether the value with these slots is in the tree; otherwise None takes its place.
-    """
+    """Values by slot in the form of the structure's root, with None for those not to keep."""
 
     def build(child: Child, slots: Iterator[int]) -> Any:
         if child is LEAF:

@@ -39,31 +39,19 @@ def check_objects(
 ) -> None:
     """Checks what would be written back to the caller's objects.
 
-    Args:
-      before: the structure of the arguments.
-      after: the graph after the call.
-      targets: the arguments.
-      borrowed: ids of the earlier static values that are compared by identity.
-      name: the name of the transform.
-      updates: whether changes of structure are written back.
-
-    Raises:
-      UnexpectedTracerError: a traced array is kept as a static value.
-      ValueError: an object that the function captured is returned or attached; a class was
-        changed; without graph updates, a static object was changed.
+    Refuses traced arrays as static values, captured objects that are returned or attached, changed
+    classes, and, without graph updates, changed static objects. ``borrowed`` are the ids of the
+    earlier static values that are compared by identity.
     """
     structure, count = after.structure, len(before.entries)
-    places: dict[Problem, list[tuple[int, Path]]] = {
-        Problem.TRACER_IN_STATIC: [],
-        Problem.CAPTURED_OBJECT: [],
-        Problem.CLASS_CHANGED: [],
-        Problem.STATIC_CHANGED: [],
-    }
+    in_order = (Problem.TRACER_IN_STATIC, Problem.CAPTURED_OBJECT, Problem.CLASS_CHANGED)
+    places: dict[Problem, list[tuple[int, Path]]]
+    places = {kind: [] for kind in (*in_order, Problem.STATIC_CHANGED)}
     for index, entry in enumerate(structure.entries):
         old = before.entries[index] if index < count else None
         if old is entry and old is not None:
             continue
-        places[Problem.TRACER_IN_STATIC] += ((index, path) for path in _tracers(entry, borrowed))
+        places[Problem.TRACER_IN_STATIC] += [(index, path) for path in _tracers(entry, borrowed)]
         if isinstance(entry, NodeEntry | VariableEntry):
             if old is None and not _compat.can_update(after.objects[index]):
                 places[Problem.CAPTURED_OBJECT].append((index, ()))
@@ -144,8 +132,12 @@ def _tracers(entry: Any, borrowed: Set[int]) -> Iterator[Path]:
             stack += [(path, aux) for aux in child.aux]
         elif isinstance(child, Group):
             stack += [(path + key, part) for key, part in parts_of(child).items()]
-        elif isinstance(child, Static) and isinstance(child.value, jax.core.Tracer):
-            yield from [path] * (id(child.value) not in borrowed)
+        elif (
+            isinstance(child, Static)
+            and isinstance(child.value, jax.core.Tracer)
+            and id(child.value) not in borrowed
+        ):
+            yield path
 
 
 def check_donated(

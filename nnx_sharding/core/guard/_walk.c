@@ -662,18 +662,9 @@ static int Follower_traverse(PyObject *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static PyObject *Follower_size(PyObject *self, PyObject *Py_UNUSED(unused)) {
-    const Walk *walk = ((Follower *)self)->walk;
-    size_t size = Py_TYPE(self)->tp_basicsize + walk->num_plain_items * sizeof(PyObject *);
-    return PyLong_FromSize_t(size + walk->num_seen * (sizeof(Seen) + sizeof(Watched)));
-}
-
-static PyMethodDef Follower_methods[] = {
-    {"follow", Follower_call, METH_O,
-     "The arrays and objects of an unchanged graph; None if it may have changed."},
-    {"size", Follower_size, METH_NOARGS, "How many bytes it takes, with all that it remembers."},
-    {NULL},
-};
+static PyMethodDef follow_method = {
+    "follow", Follower_call, METH_O,
+    "The arrays and objects of an unchanged graph; None if it may have changed."};
 
 static PyTypeObject FollowerType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "nnx_sharding.core.guard._walk.Follower",
@@ -682,7 +673,6 @@ static PyTypeObject FollowerType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_dealloc = Follower_dealloc,
     .tp_traverse = Follower_traverse,
-    .tp_methods = Follower_methods,
 };
 
 static int check_pins(const Walk *walk, PyObject *pins) {
@@ -715,31 +705,9 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
         Py_DECREF(follower);
         return PyErr_NoMemory();
     }
-    PyObject *follow = PyCFunction_New(&Follower_methods[0], (PyObject *)follower);
+    PyObject *follow = PyCFunction_New(&follow_method, (PyObject *)follower);
     Py_DECREF(follower);
     return follow;
-}
-
-/* Whether all objects are distinct. Returns -1 with an error set. */
-static int are_distinct(const Stream *stream) {
-    const Positions objects = stream->walk->objects;
-    size_t capacity = 16;
-    while (capacity < 2 * (size_t)objects.count) capacity *= 2;
-    PyObject **known = PyMem_Calloc(capacity, sizeof(*known));
-    if (known == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    int distinct = 1;
-    for (Py_ssize_t i = 0; i < objects.count && distinct; i++) {
-        PyObject *object = stream->items[objects.positions[i]];
-        size_t slot = ((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u & (capacity - 1);
-        while (known[slot] != NULL && known[slot] != object) slot = (slot + 1) & (capacity - 1);
-        distinct = known[slot] == NULL;
-        known[slot] = object;
-    }
-    PyMem_Free(known);
-    return distinct;
 }
 
 static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -759,7 +727,6 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
     int same = own_items(&stream);
     if (same == 1) same = append_sequence(&stream, args[1], walk->num_arguments);
     if (same == 1) same = finish(&stream, 0);
-    if (same == 1) same = are_distinct(&stream);
     if (same == 1) {
         found = arrays_and_objects(&stream);
         frozen = pick(&stream, walk->frozen);

@@ -71,4 +71,4 @@ def packed(numbers: Sequence[int] | np.ndarray[Any, Any]) -> bytes:
 
 def unpacked(numbers: bytes) -> list[int]:
     """The inverse of :func:`packed`."""
-    return np.frombuffer(numbers, np.int32).tolist()  # type: ignore[no-any-return]
+    return np.frombuffer(numbers, np.int32).tolist()

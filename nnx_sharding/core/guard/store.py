@@ -65,7 +65,10 @@ class Guard(NamedTuple):
             found = self.follow(arguments)
         except Exception:  # a missing attribute or a comparison that raises is a change
             return None
-        return None if found is None else Flat(self.structure, *found, updatable=True)
+        if found is None:
+            return None
+        leaves, objects = found
+        return Flat(self.structure, leaves, objects, updatable=True)
 
     def match(self, arguments: tuple[Any, ...]) -> tuple[Flat, Pins] | None:
         """Another graph of the same structure, and its pins; None if the structure differs."""
@@ -75,10 +78,12 @@ class Guard(NamedTuple):
             return None
         if match is None:
             return None
-        found, frozen, mentions, traces = match
+        (leaves, objects), frozen, mentions, traces = match
+        if len({*map(id, objects)}) != len(objects):
+            return None
         if not _compat.are_current(traces):
             return None
-        return Flat(self.structure, *found, updatable=True), Pins(frozen, mentions)
+        return Flat(self.structure, leaves, objects, updatable=True), Pins(frozen, mentions)
 
 
 def make_guard(flat: Flat, arguments: tuple[Any, ...]) -> Guard | None:

@@ -124,13 +124,14 @@ class PythonWalk:
         return follow
 
     def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
-        """Another graph of the same structure; None, or any error, if the structure differs."""
+        """Another graph with the same path; None, or any error, if there is another.
+
+        Objects that were distinct may be the same in it.
+        """
         stream = self._stream(arguments)
         if stream is None:
             return None
-        frozen, traces, objects = (
-            [*pick(stream)] for pick in (self._frozen, self._traces, self._objects)
-        )
+        frozen, traces = self._frozen(stream), self._traces(stream)
         of_traces = {*map(id, traces)}
         pairs = zip(frozen, pins.frozen, strict=True)
         if not all(id(one) in of_traces or same_value(one, two) for one, two in pairs):
@@ -139,9 +140,8 @@ class PythonWalk:
         ids, pinned = np.frombuffer(mentions, np.uint64), np.frombuffer(pins.mentions, np.uint64)
         if not np.array_equal(ids, np.where(self._first < 0, pinned, ids[self._first])):
             return None
-        if len({*map(id, objects)}) != len(objects):
-            return None
-        return Match((self._leaves(stream), objects), tuple(frozen), mentions, traces)
+        found = self._leaves(stream), self._objects(stream)
+        return Match(found, tuple(frozen), mentions, traces)
 
     def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
         """All items; None if one differs in names, length or type."""
@@ -191,8 +191,8 @@ def _in_order(
     ]
     items.sort(key=operator.itemgetter(0))
     for _, group in itertools.groupby(items, operator.itemgetter(0)):
-        _, kinds, positions, expected, parts = zip(*group, strict=True)
-        yield kinds[0], positions, expected, parts
+        _, kinds, positions, expected, ranges = zip(*group, strict=True)
+        yield kinds[0], positions, expected, ranges
 
 
 def _num_parts(kind: Kind, expected: Any) -> int:
