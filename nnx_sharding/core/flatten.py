@@ -231,10 +231,10 @@ class _Flattener:
             self.recorder = None
         statics = [*compress(values, form.is_static)]
         row = self._rows.get(id(form))
-        children: list[Any] = [None] * len(values)
-        rules, left = b"", tuple(range(len(values)))
         if row is not None and all(map(operator.is_, statics, row.values)):
             rules, left, children = row.rules, form.others, [*row.children]
+        else:
+            rules, left, children = b"", tuple(range(len(values))), [None] * len(values)
         places = self._open(Kind.NODE, at, form.names, own or values, rules)
         for i in left:
             place = places[form.order[i]]

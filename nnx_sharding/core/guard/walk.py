@@ -70,14 +70,14 @@ class PythonWalk:
     """
 
     def __init__(self, recipe: Recipe):
-        self._steps: list[tuple[Any, bytes, list[Any]]] = []
+        self._steps: list[tuple[Any, list[int], list[Any]]] = []
         place = {position: position for position in range(recipe.num_arguments)}  # in the stream
         previous: Sequence[int] = ()
         for kind, positions, expected, parts in _in_order(recipe):
             types: list[Any] = [recipe.types[position] for position in positions]
             if positions != previous:
                 pick = picker([place[position] for position in positions])
-                self._steps.append((pick, ids_of(types), []))
+                self._steps.append((pick, [*map(id, types)], []))
             previous = positions
             self._steps[-1][-1].append(_reader(kind, types, expected))
             place |= zip(chain.from_iterable(parts), itertools.count(len(place)))
@@ -148,7 +148,7 @@ class PythonWalk:
         stream = list(arguments)
         for pick, types, reads in self._steps:
             items = pick(stream)
-            if ids_of(map(type, items)) != types:
+            if [*map(id, map(type, items))] != types:
                 return None
             for get, names, open_items in reads:
                 if open_items is not None:
