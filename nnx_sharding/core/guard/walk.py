@@ -70,14 +70,14 @@ class PythonWalk:
     """
 
     def __init__(self, recipe: Recipe):
-        self._steps: list[tuple[Any, list[int], list[Any]]] = []
+        self._steps: list[tuple[Any, list[Any], list[Any]]] = []
         place = {position: position for position in range(recipe.num_arguments)}  # in the stream
         previous: Sequence[int] = ()
         for kind, positions, expected, parts in _in_order(recipe):
             types: list[Any] = [recipe.types[position] for position in positions]
             if positions != previous:
                 pick = picker([place[position] for position in positions])
-                self._steps.append((pick, [*map(id, types)], []))
+                self._steps.append((pick, types, []))
             previous = positions
             self._steps[-1][-1].append(_reader(kind, types, expected))
             place |= zip(chain.from_iterable(parts), itertools.count(len(place)))
@@ -88,7 +88,7 @@ class PythonWalk:
         self._leaves, self._objects, self._frozen, self._mentions, self._traces = map(
             picker, (leaves, objects, frozen, mentions, traces)
         )
-        self._leaf_types = ids_of(recipe.types[position] for position in unpacked(recipe.leaves))
+        self._leaf_types = [recipe.types[position] for position in unpacked(recipe.leaves)]
         self._first = np.frombuffer(recipe.first, np.int32)
         pinned = {*frozen, *mentions}
         self._end = max(pinned, default=-1) + 1
@@ -148,7 +148,7 @@ class PythonWalk:
         stream = list(arguments)
         for pick, types, reads in self._steps:
             items = pick(stream)
-            if [*map(id, map(type, items))] != types:
+            if not all(map(operator.is_, map(type, items), types)):
                 return None
             for get, names, open_items in reads:
                 if open_items is not None:
@@ -163,7 +163,7 @@ class PythonWalk:
                     stream += chain.from_iterable(map(dict.values, mappings))
                 else:
                     stream += map(get, items)
-        if ids_of(map(type, self._leaves(stream))) != self._leaf_types:
+        if not all(map(operator.is_, map(type, self._leaves(stream)), self._leaf_types)):
             return None
         return stream
 
