@@ -89,7 +89,6 @@ PRIVATE_NAMES = {
     "_can_update": "whether a Variable may be changed here",
     "_lowering": "compiling in another process what JAX has lowered in this one",
     "_mapping": "the items of HashableMapping, whose iterator is slow",
-    "_pytree__has_int_keys": "how a module sorts its attributes",
     "_pytree__is_pytree": "whether JAX can flatten a module",
     "_pytree__nodes": "which attributes of a module are data",
     "_pytree__state": "the trace that a module belongs to",
@@ -186,8 +185,8 @@ class PrivateNamesTest(absltest.TestCase):
                 for key, value in impl.flatten(node)[0]
             ]
             items = _compat.node_items(node, {}, tracing=False)
-            self.assertIs(items.metadata, type(node))
-            columns = zip(items.keys, items.values, items.is_data, strict=True)
+            self.assertIs(items.form.metadata, type(node))
+            columns = zip(items.form.keys, items.values, items.form.is_data, strict=True)
             for (key, value, is_data), other in zip(columns, expected, strict=True):
                 self.assertEqual((key, is_data), (other[0], other[2]))
                 self.assertIs(value, other[1])

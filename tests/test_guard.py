@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import nnx_sharding
 from graphs import NODES, OPERATIONS, Node, assign, build, graphs, reachable
 from nnx_sharding.core.flatten import Flat
-from nnx_sharding.core.guard import builder as guard_module
+from nnx_sharding.core.guard import store
 from nnx_sharding.core.guard import walk as walk_module
-from nnx_sharding.core.guard.builder import make_guard
-from nnx_sharding.core.guard.record import Guard
+from nnx_sharding.core.guard.recipe import packed, unpacked
+from nnx_sharding.core.guard.store import Guard, make_guard
 from nnx_sharding.core.guard.walk import Kind, PythonWalk
 
 HAS_C_WALK = importlib.util.find_spec("nnx_sharding.core.guard._walk") is not None
@@ -42,13 +42,12 @@ class Watched:
         self.args, self.kwargs = args, kwargs
         self.lifted = nnx_sharding.jit(take, graph=graph, graph_updates=graph)
         self.arguments = (*args, *kwargs.values())
-        call, self.flat = self.lifted._split(args, kwargs)
-        walks: dict[Any, Any] = {}
-        made = make_guard(call, self.flat, self.arguments, tuple(kwargs), walks)
-        self.recipe = next(iter(walks), None)
+        flat = self.lifted._split(args, kwargs, record=True)[1]
+        self.flat = flat._replace(recorder=None)
+        guard = make_guard(flat, self.arguments)
         self.guards = []
-        if made is not None:
-            guard, _ = made
+        if guard is not None:
+            self.recipe = flat.recorder.recipe_and_pins()[0]
             # Two of each kind: one walks again only when it is asked.
             self.guards = [
                 Guard.of(guard.structure, walk(self.recipe), guard.pins) for walk in WALKS * 2
@@ -418,7 +417,7 @@ class TestCWalk:
         import os
 
         wanted = PythonWalk if os.environ.get("NNX_SHARDING_PURE_PYTHON") else CWalk
-        assert guard_module.Walk is wanted
+        assert store.Walk is wanted
 
     @pytest.mark.parametrize("fields", [0, 5, 8, 13])
     def test_refuses_other_tuples(self, fields):
@@ -427,30 +426,32 @@ class TestCWalk:
 
     def test_refuses_recipes_that_would_read_other_memory(self):
         recipe = Watched(linear()).recipe
-        [metadata] = [step for step in recipe.steps if step.kind is Kind.METADATA]
-        [node] = [step for step in recipe.steps if step.kind is Kind.NODE]
+        metadata, node = recipe.kinds.index(Kind.METADATA), recipe.kinds.index(Kind.NODE)
+        opened, [first, *rest] = unpacked(recipe.opened), recipe.expected
         for match, change in [
-            ("out of range", {"leaves": (10**6,)}),
-            ("out of range", {"frozen": (-1,)}),
-            ("out of range", {"steps": (node._replace(positions=(10**6,)),)}),
-            ("too short", {"types": ()}),
-            ("too short", {"steps": (node._replace(expected=()),)}),
-            ("unknown kind", {"steps": (node._replace(kind=len(Kind)),)}),
-            ("no keys", {"steps": (node._replace(expected=(0,)),)}),
-            ("any type", {"typed": (), "types": ()}),
+            ("out of range", {"leaves": packed([10**6])}),
+            ("out of range", {"frozen": packed([-1])}),
+            ("out of range", {"opened": packed([10**6, *opened[1:]])}),
+            ("out of range", {"first": packed([10**6])}),
+            ("wrong size", {"types": ()}),
+            ("out of range", {"types": recipe.types[:-1]}),
+            ("too short", {"expected": ()}),
+            ("too short", {"opened": packed(opened[1:])}),
+            ("unknown kind", {"kinds": bytes([len(Kind), *recipe.kinds[1:]])}),
+            ("no keys", {"expected": (0, *rest)}),
+            ("any type", {"types": (None,) * len(recipe.types)}),
             ("not one", {"types": (0,) * len(recipe.types)}),
             ("pins one twice", {"frozen": recipe.mentions}),
-            ("wrong mention", {"first": tuple(i + 1 for i in range(len(recipe.first)))}),
-            ("too short", {"first": ()}),
+            ("too short", {"first": b""}),
             ("wrong size", {"num_arguments": -1}),
-            ("wrong size", {"steps": ()}),
-            ("before it is read", {"steps": recipe.steps[::-1]}),
-            ("slots", {"steps": (metadata._replace(positions=node.positions * 2),)}),
+            ("wrong size", {"kinds": b"", "opened": b"", "expected": ()}),
+            ("before it is read", {"opened": packed([max(opened), *opened[1:]])}),
+            ("slots", {"kinds": bytes([recipe.kinds[metadata], *recipe.kinds[1:]])}),
+            ("expected a recipe", {"kinds": ()}),
         ]:
             with pytest.raises(ValueError, match=match):
                 CWalk(recipe._replace(**change))
-        with pytest.raises(TypeError):
-            CWalk(recipe._replace(steps=((),)))
+        assert node == 0 and type(first) is tuple
 
     def test_extension_of_another_version_is_refused(self, monkeypatch):
         from nnx_sharding.core.guard import _walk

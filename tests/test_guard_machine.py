@@ -75,7 +75,7 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
     if importlib.util.find_spec("nnx_sharding.core.guard.store") is None:
         yield seen
         return
-    from nnx_sharding.core.guard import builder, walk
+    from nnx_sharding.core.guard import store, walk
     from nnx_sharding.core.guard.store import Guards
 
     find = Guards.find
@@ -109,7 +109,7 @@ def watching_guards() -> Iterator[collections.Counter[str]]:
 
     with (
         mock.patch.object(Guards, "find", count),
-        mock.patch.object(builder, "Walk", BothWalks),
+        mock.patch.object(store, "Walk", BothWalks),
     ):
         yield seen
     assert not seen["disagreements"], "the walk in C and the one in Python"

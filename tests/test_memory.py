@@ -35,9 +35,8 @@ from graphs import Loose, Node, reachable
 from models import MLP, Net, P, mesh_of, mlp_specs
 from nnx_sharding import StateSharding, _compat
 from nnx_sharding.core import call as run
-from nnx_sharding.core.guard import builder, walk
-from nnx_sharding.core.guard import record as guard
 from nnx_sharding.core.guard import store as guards
+from nnx_sharding.core.guard import walk
 from nnx_sharding.transforms import lifted
 
 
@@ -607,19 +606,6 @@ class BoundsTest(parameterized.TestCase):
                     assert float(result) == i + 1 + 2 + (8 * turn + i + 1)
                     assert len(records(own._guards)) <= 4
 
-    def test_more_recipes_than_records(self):
-        own = nnx_sharding.jit(
-            lambda m: sum(
-                v[...] for v in jax.tree.leaves(vars(m), is_leaf=is_variable) if is_variable(v)
-            )
-        )
-        models = [node(**{f"w{j}": param(j) for j in range(i)}) for i in range(1, 9)]
-        with mock.patch.object(guards, "MAX_ARGUMENTS", 4):
-            for _ in range(3):
-                for i, model in enumerate(models):
-                    assert float(own(model)) == sum(range(i + 1))
-                    assert len(own._guards._walks) <= 4
-
     def test_model_that_always_changes(self):
         own = nnx_sharding.jit(lambda m, x: x * m.mode, static_argnums=())
         model = Model()
@@ -644,7 +630,7 @@ class BoundsTest(parameterized.TestCase):
                 assert float(own(model, array(10))) == 20 + 4 * (turn - 1) + i + 1
             assert len(traces) == (turn > 1) and num_guards(own._guards) == 1
             own.clear_cache()
-            assert not records(own._guards) and not own._guards._walks
+            assert not records(own._guards)
             # What is compiled is the user's own, and stays.
             assert float(compiled(model, array(10))) == 20 + 4 * turn
         assert num_guards(compiled._guards) == 1
@@ -1575,11 +1561,11 @@ class ReferenceCountsTest(MemoryTestCase):
                 # What everybody refers to moves a little by itself.
                 assert abs(a - b) <= (few if isinstance(x, COMMON) else slack), (x, a, b)
 
-    def guarded(self, kind: type) -> tuple[Any, tuple[Any, ...], guard.Guard]:
+    def guarded(self, kind: type) -> tuple[Any, tuple[Any, ...], guards.Guard]:
         """A function, arguments that are guarded by this kind of walk, and their guard."""
         own, arguments = stepping_everything(), everything()
         own._guards.clear()
-        with mock.patch.object(builder, "Walk", kind):
+        with mock.patch.object(guards, "Walk", kind):
             for _ in range(3):
                 own(*arguments)
         ((entry,),) = [record.entries for record in records(own._guards)]
@@ -1610,8 +1596,8 @@ class ReferenceCountsTest(MemoryTestCase):
 
     @walks()
     def test_walks_that_are_dropped(self, kind, times):
-        own, _, _ = self.guarded(kind)
-        (recipe,) = own._guards._walks
+        own, arguments, _ = self.guarded(kind)
+        recipe, _ = own._split(arguments, {}, record=True)[1].recorder.recipe_and_pins()
         short = recipe._replace(types=recipe.types[:-1])
 
         def run() -> None:
@@ -1634,7 +1620,7 @@ class ReferenceCountsTest(MemoryTestCase):
     @walks()
     def test_calls_that_split(self, kind, times):
         model, x = Model(), array()
-        with mock.patch.object(builder, "Walk", kind):
+        with mock.patch.object(guards, "Walk", kind):
             own = nnx_sharding.jit(fresh(call))
 
             def run() -> None:
@@ -1650,7 +1636,7 @@ class ReferenceCountsTest(MemoryTestCase):
         model, x = Model(), array()
         moods = Moody("x"), Moody("x")
         self.addCleanup(setattr, Moody, "fails", False)
-        with mock.patch.object(builder, "Walk", kind):
+        with mock.patch.object(guards, "Walk", kind):
             own = nnx_sharding.jit(fresh(call))
             model.moody = moods[0]
             own(model, x)

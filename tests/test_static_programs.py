@@ -26,7 +26,7 @@ import pytest
 from flax import nnx
 
 import nnx_sharding
-from nnx_sharding.core.guard import builder, walk
+from nnx_sharding.core.guard import store, walk
 
 PROGRAMS = 2400 if os.environ.get("NNX_SHARDING_GUARD_STEPS") == "all" else 240
 BATCHES = 8
@@ -344,7 +344,7 @@ def with_jit(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.slow
 def test_random_programs(kind, batch):
-    with mock.patch.object(builder, "Walk", getattr(walk, kind)):
+    with mock.patch.object(store, "Walk", getattr(walk, kind)):
         for seed in range(batch, PROGRAMS // 2, BATCHES):
             mine, python = World(seed, with_jit), World(seed, without_jit)
             for step in range(STEPS):

@@ -29,13 +29,20 @@ class Stage(NamedTuple):
 
 
 FIRST = Stage("call", ("transforms/lifted.py",))
-GUARD_FILES = ("store.py", "record.py", "builder.py", "row.py", "recipe.py", "walk.py", "_walk.c")
+GUARD_FILES = ("store.py", "recipe.py", "recorder.py", "walk.py", "_walk.c")
 GUARD = Stage("guard", tuple(f"guard/{name}" for name in GUARD_FILES))
 SLOW_WAY = (
     Stage("signature", ("signature.py", "none_specs.py")),
     Stage(
         "flatten",
-        ("flatten.py", "structure.py", "static_equality.py", "static_parts.py", "snapshot.py"),
+        (
+            "flatten.py",
+            "structure.py",
+            "treedefs.py",
+            "static_equality.py",
+            "static_parts.py",
+            "snapshot.py",
+        ),
     ),
     Stage("specs", ("targets.py",)),
     Stage("resolve", ("resolve.py", "spec_checks.py")),

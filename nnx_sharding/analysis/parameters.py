@@ -11,7 +11,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.flatten import Flat, flatten
-from ..core.structure import Container, Location, Structure, VariableEntry, container_keys
+from ..core.structure import Container, Location, Structure, VariableEntry
+from ..core.treedefs import container_keys
 from ..errors import raise_listed
 from ..specs.fitting import axes_of
 from ..specs.paths import Path, path_string

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from itertools import compress, repeat
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .. import _compat
-from ..errors import raise_listed
-from ..specs.paths import path_string
+from .guard.recipe import Kind
+from .guard.recorder import NOWHERE, WalkRecorder, rule_of
 from .snapshot import Snapshot, node_state
-from .static_equality import Static, content_of
+from .static_equality import Content, Static, content_of
 from .static_parts import is_fixed
 from .structure import (
     LEAF,
@@ -22,15 +24,13 @@ from .structure import (
     Entry,
     Group,
     NodeEntry,
-    PyTreeDef,
     RefEntry,
     StaticEntry,
     Structure,
     VariableEntry,
     children_of,
-    is_leaf_treedef,
 )
-from .unflatten import picker
+from .treedefs import aux_of, is_leaf_treedef
 
 
 class Flat(NamedTuple):
@@ -40,6 +40,7 @@ class Flat(NamedTuple):
     leaves: Sequence[Any]  # by slot
     objects: Sequence[Any]  # by entry
     updatable: bool = False  # whether all objects are known to belong to the current trace
+    recorder: WalkRecorder | None = None  # of the walk through the graph
 
 
 def flatten(
@@ -52,106 +53,92 @@ def flatten(
     held: bool = True,
     borrowed: Set[int] = frozenset(),
     snapshot: Snapshot | None = None,
+    recorder: WalkRecorder | None = None,
 ) -> Flat:
-    """Flattens a pytree of NNX objects, arrays and scalars; changes nothing.
+    """Flattens a pytree of NNX objects, arrays and scalars; tree mode raises if it is not one.
 
     Args:
       tree: any pytree; NNX objects in it may share references and form cycles.
-      graph: False for Flax's tree mode: no Variable may be shared, and each leaf of data is an
-        array.
-      known: objects that get the first indices. None if ``tree`` is a function's input, not its
-        output.
+      graph: False for Flax's tree mode: no Variable is shared, each leaf of data is an array.
+      known: objects that get the first indices; None if ``tree`` is the input of a function.
       copied: the indices of known modules whose entries are None; new ones take their place.
       statics: static arguments.
       held: whether the structure keeps alive static objects that are compared by identity.
       borrowed: the ids of objects that it never keeps alive.
       snapshot: the known objects as they were before; unchanged ones keep their entries.
-
-    Raises:
-      ValueError: in tree mode, an object is not a pytree, or ``tree`` is not one.
+      recorder: takes down what is read, for a guard.
     """
-    flattener = _Flattener(graph, known or (), copied, held, borrowed, snapshot)
+    flattener = _Flattener(graph, [*(known or ())], copied, held, borrowed, snapshot, recorder)
     root_slots: list[int] = []
     # JAX itself refuses a ref that is passed twice; results may share one.
     root = flattener.pytree(tree, root_slots, link_refs=known is not None, is_root=True)
-    static_children = tuple(map(flattener.static, statics))
+    places = repeat(NOWHERE) if recorder is None else recorder.static
+    static_children = tuple(map(flattener.static, statics, places))
     for index in range(len(known or ())):
         if index not in copied:
             flattener.link_index(index)
     flattener.describe_pending()
-    structure = Structure(
-        tuple(flattener.entries),
-        root,
-        tuple(flattener.slots),
-        tuple(root_slots),
-        static_children,
-        flattener.origins,
-    )
+    slots = tuple(flattener.slots), tuple(root_slots)
+    entries, origins = tuple(flattener.entries), flattener.origins
+    structure = Structure(entries, root, *slots, static_children, origins)
     if not graph and known is None:
-        _check_tree(structure)
-    return Flat(structure, flattener.leaves, flattener.objects)
+        structure.check_tree()
+    return Flat(structure, flattener.leaves, flattener.objects, recorder=flattener.recorder)
 
 
-class _Row:
-    """The last node with these names and data whose statics cannot change, which others share."""
+class _Row(NamedTuple):
+    """The statics of a node, with its children at them; other nodes of its form share them."""
 
-    __slots__ = ("children", "keys", "others", "pick", "statics")
-
-    def __init__(self, items: _compat.NodeItems):
-        self.keys = items.keys  # held because its id is the key of this row
-        is_static = [is_data is False for is_data in items.is_data]
-        self.pick = picker([i for i, static in enumerate(is_static) if static])
-        self.others = [i for i, static in enumerate(is_static) if not static]
-        self.statics: Sequence[Any] = ()
-        self.children: list[Any] = []
+    form: _compat.NodeForm  # held because its id is the key of this row
+    values: Sequence[Any]
+    children: Sequence[Any]
+    rules: bytes  # how a guard compares the items of the dict
 
 
+@dataclasses.dataclass(eq=False)
 class _Flattener:
-    """One walk over a graph. Entries are in the order of discovery, depth first."""
+    """One walk over a graph. Entries are in the order of discovery, depth first.
 
-    def __init__(
-        self,
-        graph: bool,
-        known: Sequence[Any],
-        copied: Set[int],
-        held: bool,
-        borrowed: Set[int],
-        snapshot: Snapshot | None,
-    ):
-        self.graph = graph
-        self.held = held
-        self.borrowed = borrowed
-        self.snapshot = snapshot
+    ``at`` is the position of a value in the stream of the recorder. That is dropped where there is
+    something that no guard can compare.
+    """
+
+    graph: bool
+    objects: list[Any]
+    copied: Set[int]
+    held: bool
+    borrowed: Set[int]
+    snapshot: Snapshot | None
+    recorder: WalkRecorder | None
+
+    def __post_init__(self) -> None:
         self.tracing = not _compat.trace_is_clean()
-        self.objects: list[Any] = list(known)
-        self.index = {id(obj): i for i, obj in enumerate(known)}
-        self.entries: list[Entry | None] = [None] * len(known)
-        self.slots: list[tuple[int, ...]] = [()] * len(known)
+        self.index = {id(obj): i for i, obj in enumerate(self.objects)}
+        self.entries: list[Entry | None] = [None] * len(self.objects)
+        self.slots: list[tuple[int, ...]] = [()] * len(self.objects)
         self.leaves: list[Any] = []
         self.origins: dict[int, Any] = {}
-        self._copied = copied
         self._parents: dict[int, int] = {}
         self._described = -1
         self._linked: set[int] = set()
         self._pending: list[int] = []
         # By id, with the value to keep it alive, so that no other object gets its id.
         self._statics: dict[int, tuple[Static | Group, Any]] = {}
-        self._forms: dict[Any, Any] = {}
+        self._forms: dict[Any, _compat.NodeForm] = {}
         self._rows: dict[int, _Row] = {}
-        self._metadata: dict[tuple[Any, ...], tuple[tuple[tuple[str, Child], ...], list[Any]]] = {}
+        self._metadata: dict[tuple[Any, ...], tuple[Any, Sequence[Any], bytes]] = {}
 
-    def link(self, obj: Any) -> int:
+    def link(self, obj: Any, at: int = NOWHERE) -> int:
         """The index of an object, which will be described if this is the first link to it."""
         index = self.index.get(id(obj))
-        if index is None or index in self._copied or (not self.graph and self._repeats(index)):
+        if index is None or index in self.copied or (not self.graph and self._repeats(index)):
             index = self.index[id(obj)] = len(self.objects)
             self.objects.append(obj)
             self.entries.append(None)
             self.slots.append(())
             if not self.graph:
                 self._parents[index] = self._described
-        self.link_index(index)
-        return index
+        return self.link_index(index, at)
 
     def _repeats(self, index: int) -> bool:
         """Whether a link to an object of a tree is to a copy: to a module again, in no cycle."""
@@ -160,11 +147,14 @@ class _Flattener:
             above = self._parents.get(above, -1)
         return above < 0 and index in self._linked and _compat.is_node(obj)
 
-    def link_index(self, index: int) -> None:
+    def link_index(self, index: int, at: int = NOWHERE) -> int:
         """Describes the object with an index, if it is not yet."""
+        if self.recorder is not None:
+            self.recorder.add_object(at, index)
         if index not in self._linked:
             self._linked.add(index)
             self._pending.append(index)
+        return index
 
     def describe_pending(self) -> None:
         """Describes all linked objects, and those that they link to, children before siblings."""
@@ -187,89 +177,122 @@ class _Flattener:
             if isinstance(entry, VariableEntry):
                 self._leaf(_compat.get_value(obj), slots)
             return entry
+        recorder = self.recorder
+        at = NOWHERE if recorder is None else recorder.objects[index]
         if _compat.is_variable(obj):
-            metadata, value = self._describe_metadata(obj), _compat.get_value(obj)
-            is_array = type(value) is _compat.ArrayImpl
-            child = self._leaf(value, slots) if is_array else self.pytree(value, slots)
-            return VariableEntry(type(obj), metadata, child)
+            metadata, value = self._describe_metadata(obj, at), _compat.get_value(obj)
+            at = NOWHERE if recorder is None else recorder.open_variable(at, obj, value)
+            return VariableEntry(type(obj), metadata, self.pytree(value, slots, at))
         if _compat.is_node(obj):
-            return self._describe_node(obj, slots)
+            return self._describe_node(obj, slots, at)
         content = content_of(obj)
         if content is None:
-            self._leaf(obj, slots)
+            if not _compat.is_ref(obj):
+                self.recorder = None
+            self._leaf(obj, slots, at)
             return RefEntry()
         if self._holds(obj):
             self.origins[index] = obj
         if not content.shallow:
-            return StaticEntry(content.kind, tuple(map(self.static, content.parts)))
+            return StaticEntry(content.kind, self._parts(obj, content, at))
         # Not from `static`: elsewhere the same object may be compared by content.
         parts = [Static.of(part, hold=self._holds(part)) for part in content.parts]
+        if recorder is not None:
+            recorder.fix(index, obj)
+            places = recorder.open_static(at, obj, content)
+            for each in zip(places, content.parts, parts, strict=True):
+                recorder.add_static(*each)
         return StaticEntry(content.kind, tuple(parts), Static(obj, self._holds(obj)))
 
-    def _describe_metadata(self, variable: Any) -> tuple[tuple[str, Child], ...]:
+    def _describe_metadata(self, variable: Any, at: int) -> tuple[tuple[str, Child], ...]:
         """The metadata of a Variable: one tuple for all Variables with the same objects in it."""
         metadata = _compat.get_metadata(variable)
-        values = [*metadata.values()]
-        key = (*metadata, *map(id, values))
-        known = self._metadata.get(key)
-        if known is None:
-            items = sorted(metadata.items())
-            known = tuple([(name, self.static(setting)) for name, setting in items]), values
-            if all(isinstance(child, Static) for _, child in known[0]):  # links must be counted
-                self._metadata[key] = known
-        return known[0]
+        names, values = (*metadata,), [*metadata.values()]
+        key = (*names, *map(id, values))
+        found: tuple[tuple[str, Child], ...] | None
+        found, _, rules = self._metadata.get(key, (None, (), b""))
+        places = self._open(Kind.METADATA, at, names, values, rules)
+        if found is None:
+            order = sorted(range(len(names)), key=names.__getitem__)
+            found = tuple([(names[i], self.static(values[i], places[i])) for i in order])
+            if all(type(child) is Static for _, child in found):  # links must be counted
+                rules = bytes(map(rule_of, map(dict(found).__getitem__, names)))
+                self._metadata[key] = found, values, rules
+        return found
 
-    def _describe_node(self, obj: Any, slots: list[int]) -> Entry:
+    def _describe_node(self, obj: Any, slots: list[int], at: int) -> Entry:
         if not self.graph and not _compat.is_pytree_type(type(obj)):
             raise ValueError(
                 f"{type(obj).__name__} is declared with pytree=False, so it cannot be used "
                 "with graph=False. Use graph=True, or make the class a pytree."
             )
-        items = _compat.node_items(obj, self._forms, tracing=self.tracing)
-        row = self._rows.get(id(items.keys))
-        if row is None:
-            row = self._rows[id(items.keys)] = _Row(items)
-        values = items.values
-        statics = row.pick(values)
-        is_known = row.children and all(map(operator.is_, statics, row.statics))
-        children: list[Any] = [*row.children] if is_known else [None] * len(values)
-        for i in row.others if is_known else range(len(values)):
-            children[i] = self._attribute(values[i], items.is_data[i], slots)
-        if not is_known and all(type(child) is Static for child in row.pick(children)):
-            row.statics, row.children = statics, children
-        return NodeEntry(type(obj), items.metadata, items.keys, tuple(children))
+        form, values, own = _compat.node_items(obj, self._forms, tracing=self.tracing)
+        if own is None:
+            self.recorder = None
+        statics = [*compress(values, form.is_static)]
+        row = self._rows.get(id(form))
+        if row is not None and all(map(operator.is_, statics, row.values)):
+            rules, left, children = row.rules, form.others, [*row.children]
+        else:
+            rules, left, children = b"", tuple(range(len(values))), [None] * len(values)
+        places = self._open(Kind.NODE, at, form.names, own or values, rules)
+        for i in left:
+            place = places[form.order[i]]
+            children[i] = self._attribute(values[i], form.is_data[i], slots, place)
+        if not rules and all(type(child) is Static for child in compress(children, form.is_static)):
+            new = bytearray(len(values))
+            for i in compress(left, form.is_static):
+                new[form.order[i]] = rule_of(children[i])
+            self._rows[id(form)] = _Row(form, statics, children, bytes(new))
+        return NodeEntry(type(obj), form.metadata, form.keys, tuple(children))
 
-    def _attribute(self, value: Any, is_data: bool | None, slots: list[int]) -> Child:
+    def _open(
+        self, kind: Kind, at: int, names: Any, values: Sequence[Any], rules: bytes = b""
+    ) -> Sequence[int]:
+        """The positions of what an object holds."""
+        if self.recorder is None:
+            return (NOWHERE,) * len(values)
+        return self.recorder.open(kind, at, names, values, rules)
+
+    def _attribute(self, value: Any, is_data: bool | None, slots: list[int], at: int) -> Child:
         if is_data is False:
-            return self.static(value)
+            return self.static(value, at)
         if _compat.is_graph_object(value):
-            return self.link(value)
+            return self.link(value, at)
         if _compat.is_node_state(value):
+            if self.recorder is not None:
+                self.recorder.open_node_state(at, value)
             return node_state(value)
         # Flax turns any value under nnx.data into an array.
         all_leaves = not self.graph or (bool(is_data) and jax.tree_util.all_leaves([value]))
-        return self.pytree(value, slots, all_leaves=all_leaves)
+        return self.pytree(value, slots, at, all_leaves=all_leaves)
 
-    def static(self, value: Any) -> Child:
+    def static(self, value: Any, at: int = NOWHERE) -> Child:
         """The child for a static value: a static, or the index of an object that can change."""
         kind = type(value)
         if kind is str or kind is int or kind is bool or value is None:
-            return Static.of(value)
-        known = self._statics.get(id(value))
-        if known is not None:
-            return known[0]
-        if (index := self.index.get(id(value))) is not None:
-            self.link_index(index)
-            return index
-        static = Static.of(value, hold=self._holds(value))
-        content = content_of(value) if static.by_identity else None
-        if content is not None and not is_fixed(content.kind):
-            return self.link(value)
-        child: Static | Group = static
-        if content is not None:
-            child = Group(content.kind, tuple(map(self.static, content.parts)))
-        self._statics[id(value)] = child, value
+            child: Static | Group = Static.of(value)
+        elif (known := self._statics.get(id(value))) is not None:
+            child = known[0]
+        elif (index := self.index.get(id(value))) is not None:
+            return self.link_index(index, at)
+        else:
+            child = Static.of(value, hold=self._holds(value))
+            content = content_of(value) if child.by_identity else None
+            if content is not None and not is_fixed(content.kind):
+                return self.link(value, at)
+            if content is not None:
+                child = Group(content.kind, self._parts(value, content, at))
+            if content is None or at == NOWHERE:  # a recorder opens a group wherever it is
+                self._statics[id(value)] = child, value
+        if at != NOWHERE and self.recorder is not None and isinstance(child, Static):
+            self.recorder.add_static(at, value, child)
         return child
+
+    def _parts(self, value: Any, content: Content, at: int) -> tuple[Child, ...]:
+        recorder = self.recorder
+        places = repeat(NOWHERE) if recorder is None else recorder.open_static(at, value, content)
+        return tuple(map(self.static, content.parts, places))
 
     def _holds(self, value: Any) -> bool:
         return self.held and id(value) not in self.borrowed
@@ -278,6 +301,7 @@ class _Flattener:
         self,
         tree: Any,
         slots: list[int],
+        at: int = NOWHERE,
         *,
         all_leaves: bool = True,
         link_refs: bool = True,
@@ -285,64 +309,42 @@ class _Flattener:
     ) -> Child:
         """The child for a pytree, the slots of whose arrays are added to ``slots``.
 
-        Args:
-          tree: the pytree.
-          slots: the slots of the object that holds it.
-          all_leaves: whether leaves that are not arrays are kept with the arrays; else as statics.
-          link_refs: whether a ``jax.Ref`` is an object that may be shared; else it is a leaf.
-          is_root: whether it is outside any object. Then its arrays and those of its objects are in
-            its order.
+        Without ``all_leaves``, only arrays are leaves, all else is static. With ``link_refs``, a
+        ``jax.Ref`` is an object that may be shared, not a leaf. The arrays of the root and those of
+        its objects are in its order.
         """
+        if type(tree) is _compat.ArrayImpl:
+            return self._leaf(tree, slots, at)
         parts, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
+        places: tuple[Iterable[int], Iterable[int]] = repeat(NOWHERE), repeat(NOWHERE)
+        if self.recorder is not None:
+            places = self.recorder.open_tree(NOWHERE if is_root else at, tree, treedef)
         children: list[Child] = []
-        for part in parts:
+        for part, place in zip(parts, places[0], strict=False):
             is_object = _compat.is_graph_object(part) or _compat.is_hijax_variable(part)
             if is_object or (link_refs and _compat.is_ref(part)):
-                children.append(self.link(part))
+                children.append(self.link(part, place))
             elif isinstance(part, Static):  # the transform declared it static
-                children.append(self.static(part.value))
+                children.append(self.static(part.value, place))
             elif all_leaves or isinstance(part, _ARRAYS):
-                children.append(self._leaf(part, slots))
+                children.append(self._leaf(part, slots, place))
             else:
-                children.append(self.static(part))
+                children.append(self.static(part, place))
             if is_root:
                 self.describe_pending()
         if is_leaf_treedef(treedef):
             return children[0]
-        return Container(treedef, tuple(children), tuple(map(self.static, aux_of(treedef))))
+        aux = map(self.static, aux_of(treedef), places[1])
+        return Container(treedef, tuple(children), tuple(aux))
 
-    def _leaf(self, value: Any, slots: list[int]) -> Child:
+    def _leaf(self, value: Any, slots: list[int], at: int = NOWHERE) -> Child:
+        if self.recorder is not None:
+            self.recorder.leaves.append(at)
+            if type(value) is not _compat.ArrayImpl and isinstance(value, jax.core.Tracer):
+                self.recorder = None
         slots.append(len(self.leaves))
         self.leaves.append(value)
         return LEAF
 
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-
-
-def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
-    """The auxiliary data of the node types of a pytree, except plain keys."""
-    stack = [treedef]
-    while stack:
-        node = stack.pop()
-        data = node.node_data()
-        if data is None:
-            continue
-        if _compat.has_aux(*data):
-            yield data[1]
-        stack += reversed(node.children())
-
-
-def _check_tree(structure: Structure) -> None:
-    """Raises an error for what a tree cannot express: a shared Variable, or a cycle."""
-    entries: Sequence[Any] = structure.entries
-    duplicates = structure.shared_objects(structure.root)  # modules are copied, except in cycles
-    if duplicates:
-        paths = structure.paths_to_objects([((), structure.root)], limit=4)
-        lines = [
-            f"  {entries[index].type.__name__}: "
-            + ", ".join(path_string(path) or "the root" for path in paths[index])
-            for index in sorted(duplicates)
-        ]
-        head = "graph=False does not support shared references. Duplicates, found at paths:"
-        raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")

@@ -50,30 +50,19 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Outcome:
-    """The static part of what a call did.
+    """The static part of what a call did; objects are indices."""
 
-    Attributes:
-      structure: the graph after the call. The input objects have the first indices; its root is the
-        output of the function.
-      sources: where each array of ``structure`` is: ``(group, position)`` among the outputs, or
-        ``(-1, slot)`` for an unchanged input.
-      values: indices of input Variables whose arrays changed.
-      metadata: indices of input Variables whose metadata or kind of value changed.
-      nodes: the attributes of input modules that changed.
-      statics: indices of static objects of the inputs that were changed in place.
-      copied: indices of input modules in whose place new ones are returned.
-      has_effects: whether the program has side effects, such as callbacks.
-      update: what to write back, set by ``call.run`` at the first call from all of this.
-    """
-
+    # The graph after the call: first the input objects, and as its root the output of the function.
     structure: Structure
+    # Of each array of it: the group and position among the outputs, or -1 and the slot of an input.
     sources: tuple[tuple[int, int], ...]
-    values: tuple[int, ...]
-    metadata: tuple[int, ...]
-    nodes: tuple[NodeChange, ...]
-    statics: tuple[int, ...]
-    copied: tuple[int, ...] = ()
-    has_effects: bool = False
+    values: tuple[int, ...]  # input Variables whose arrays changed
+    metadata: tuple[int, ...]  # those whose metadata or kind of value changed
+    nodes: tuple[NodeChange, ...]  # the changed attributes of input modules
+    statics: tuple[int, ...]  # static objects of the inputs that were changed in place
+    copied: tuple[int, ...] = ()  # input modules in whose place new ones are returned
+    has_effects: bool = False  # whether the program has side effects, such as callbacks
+    # What to write back, set by ``call.run`` at the first call from all of this.
     update: Any = dataclasses.field(default=None, compare=False)
 
     def arrays(self, inputs: Sequence[Any], groups: Sequence[OutputGroup]) -> list[Any]:

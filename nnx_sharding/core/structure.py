@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from ..specs.paths import Item, Metadata, Path, accessor, path_key
+from ..errors import raise_listed
+from ..specs.paths import Item, Metadata, Path, accessor, path_string
 from .static_equality import Static
 from .static_parts import Kind
-
-PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
+from .treedefs import PyTreeDef, container_keys
 
 
 class Leaf:
@@ -249,6 +249,21 @@ class Structure:
             if len(paths) > 1 and isinstance(self.entries[index], VariableEntry)
         }
 
+    def check_tree(self) -> None:
+        """Raises an error for what a tree cannot express: a shared Variable, or a cycle."""
+        duplicates = self.shared_objects(self.root)  # modules are copied, except in cycles
+        if not duplicates:
+            return
+        entries: Sequence[Any] = self.entries
+        paths = self.paths_to_objects([((), self.root)], limit=4)
+        lines = [
+            f"  {entries[index].type.__name__}: "
+            + ", ".join(path_string(path) or "the root" for path in paths[index])
+            for index in sorted(duplicates)
+        ]
+        head = "graph=False does not support shared references. Duplicates, found at paths:"
+        raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")
+
     def __hash__(self) -> int:
         self._hash = self._hash or hash((self.entries, self.root, self.statics))
         return self._hash
@@ -324,27 +339,3 @@ def _static_paths(x: StaticEntry | Group) -> list[Path]:
     elif issubclass(kind, types.MethodType):
         items = [("__func__",), ("__self__",)]
     return [*items, *((name,) for name in x.kind.names)]
-
-
-def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
-    """The path of each leaf of a pytree, in the keys that NNX uses.
-
-    Not cached: treedefs hold the user's data, which a cache would keep alive and compare.
-    """
-    count = treedef.num_leaves
-    if not count:
-        return ()
-    try:
-        tree = jax.tree_util.tree_unflatten(treedef, [LEAF] * count)
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    except Exception:  # a class whose constructor checks its children; then positions are used
-        leaves = []
-    paths = tuple(tuple(map(path_key, path)) for path, _ in leaves)
-    if len(set(paths)) != count:  # or one whose children have equal keys
-        return tuple((index,) for index in range(count))
-    return paths
-
-
-def is_leaf_treedef(treedef: PyTreeDef) -> bool:
-    """Whether a pytree is a single leaf. An empty container has one node too, but no leaf."""
-    return bool(treedef.num_nodes == 1 and treedef.num_leaves == 1)

@@ -17,7 +17,8 @@ from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, is_single_spec
 from .problems import show
 from .signature import ArgTree
-from .structure import Child, Container, PyTreeDef, Structure, container_keys, is_leaf_treedef
+from .structure import Child, Container, Structure
+from .treedefs import PyTreeDef, container_keys, is_leaf_treedef
 
 
 def is_spec(x: Any) -> bool:

@@ -20,7 +20,6 @@ from .structure import (
     Group,
     Location,
     NodeEntry,
-    PyTreeDef,
     RefEntry,
     StaticEntry,
     Structure,
@@ -28,6 +27,7 @@ from .structure import (
     atoms,
     holds_objects,
 )
+from .treedefs import with_aux
 
 
 class Built(NamedTuple):
@@ -44,14 +44,10 @@ def unflatten(
     *,
     share: bool = False,
 ) -> Built:
-    """Builds the objects of ``structure`` around ``leaves``.
+    """Builds the objects of ``structure`` around ``leaves``: for a ref, itself or its new value.
 
-    Args:
-      structure: what to build.
-      leaves: the arrays, by slot. For a ``jax.Ref`` the ref itself, or an array for a new one.
-      existing: objects to use unchanged, by index.
-      share: whether to use the flattened lists and other static containers instead of new ones,
-        as long as they are unchanged.
+    ``existing`` objects are used unchanged. With ``share``, so are the flattened lists and other
+    static containers that are unchanged, instead of new ones.
     """
     existing = existing or {}
     existing = {**existing, **_originals(structure, existing, share)}
@@ -114,21 +110,8 @@ def assemble(child: Child, leaves: Iterator[Any], objects: Sequence[Any]) -> Any
         return make_fixed(child.kind, parts)
     treedef = child.treedef
     if not all(isinstance(aux, Static) for aux in child.aux):
-        treedef = _with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
+        treedef = with_aux(treedef, (assemble(aux, leaves, objects) for aux in child.aux))
     return jax.tree_util.tree_unflatten(treedef, parts)
-
-
-def _with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
-    """The same tree structure with other node data, in the order of ``flatten.aux_of``."""
-    data = treedef.node_data()
-    if data is None:
-        return treedef
-    if _compat.has_aux(*data):
-        data = data[0], next(aux)
-    children = [_with_aux(child, aux) for child in treedef.children()]
-    return jax.tree_util.PyTreeDef.from_node_data_and_children(
-        jax.tree_util.default_registry, data, children
-    )
 
 
 def _attributes(
@@ -236,15 +219,10 @@ def parts(structure: Structure, index: int) -> dict[Any, tuple[Child, tuple[int,
         children = dict(zip(entry.keys, entry.children, strict=True))
     elif isinstance(entry, VariableEntry | RefEntry):
         children = {"value": getattr(entry, "value", LEAF)}
+    counts = {key: sum(x is LEAF for x in atoms((child,))) for key, child in children.items()}
     return {
-        key: (child, tuple(itertools.islice(slots, count_leaves(child))))
-        for key, child in children.items()
+        key: (child, tuple(itertools.islice(slots, counts[key]))) for key, child in children.items()
     }
-
-
-def count_leaves(child: Child) -> int:
-    """The number of arrays in a child, outside of any entry."""
-    return sum(atom is LEAF for atom in atoms((child,)))
 
 
 def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[int, int]]:
@@ -263,10 +241,9 @@ def kept_places(before: Structure, after: Structure, index: int) -> list[tuple[i
 def node_changes(
     index: int, before: NodeEntry | None, after: Structure, fresh: Set[int]
 ) -> NodeChange | None:
-    """The changes of a node from its entry ``before`` to that in ``after``; None for none.
+    """The changes of a node, for which no entry ``before`` has no attributes; None for none.
 
-    The arrays in ``fresh`` slots are new, even if the entry is the same. If ``before`` is None,
-    every attribute is set.
+    The arrays in ``fresh`` slots are new, even if the entry is the same.
     """
     new = parts(after, index)
     old = {} if before is None else dict(zip(before.keys, before.children, strict=True))
@@ -305,14 +282,7 @@ def update(
 ) -> list[Operation]:
     """The operations that change existing objects; everything new in them is made here.
 
-    Args:
-      after: the structure with the new content.
-      leaves: its arrays, by slot.
-      objects: its objects, by entry.
-      values: the Variables whose values to set.
-      metadata: the Variables whose metadata to set.
-      nodes: changes of attributes.
-      statics: the static objects to give their new content.
+    ``after`` has the new content. Values and metadata are those of Variables.
     """
     entries: Sequence[Any] = after.entries
     operations: list[Operation] = []

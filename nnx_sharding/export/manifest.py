@@ -28,12 +28,10 @@ from ..core.structure import (
     LEAF,
     Child,
     Container,
-    PyTreeDef,
     Structure,
     VariableEntry,
-    container_keys,
-    is_leaf_treedef,
 )
+from ..core.treedefs import PyTreeDef, container_keys, is_leaf_treedef
 from ..specs.paths import Path, accessor, path_string, plain_key
 
 Tree: TypeAlias = Any

@@ -21,6 +21,7 @@ from ..core.call import run, unmark_direct
 from ..core.call_context import Caller, called_by
 from ..core.failures import explained
 from ..core.flatten import Flat, flatten
+from ..core.guard.store import recorder_of
 from ..core.outcome import Outcome
 from ..core.placing import abstract, as_declared
 from ..core.plan import Plan, make_plan, plan_key, resolve_call
@@ -74,14 +75,18 @@ class LiftedFunction(Generic[P, R]):
         bound.__dict__["__wrapped__"] = types.MethodType(self._fun, obj)
         return bound
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Flat]:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, record: bool = False
+    ) -> tuple[Call, Flat]:
+        """The arguments of a call, flattened; for a guard as well, if ``record``."""
         _compat.leave_static_cache()
         signature = self._parameters.signature(len(args), tuple(kwargs))
         if args and isinstance(args[0], type) and self._is_classmethod_of(args[0]):
             signature = signature._replace(static=signature.static | {0})
         call = self._transform.sort_call(self._parameters, signature, args, kwargs)
-        flat = flatten(call.tree, graph=self._modes["graph"], statics=call.statics, held=False)
-        return call, flat
+        recorder = recorder_of(call, args, kwargs) if record else None
+        graph, statics = self._modes["graph"], call.statics
+        return call, flatten(call.tree, graph=graph, statics=statics, held=False, recorder=recorder)
 
     def _is_classmethod_of(self, owner: type) -> bool:
         """Whether this is the function of a classmethod of ``owner``, which is then its ``cls``."""
@@ -184,9 +189,9 @@ class Lifted(LiftedFunction[P, R]):
         _compat.leave_static_cache()
         found = self._guards.find(args, kwargs)
         if found is None:
-            call, flat = self._split(args, kwargs)
+            call, flat = self._split(args, kwargs, record=True)
             plan, is_new = self._plan(call, flat)
-            self._guards.add(plan, call, flat, args, kwargs, is_new=is_new)
+            self._guards.add(plan, flat, args, kwargs, is_new=is_new)
         else:
             plan, flat = found
         program = plan.program

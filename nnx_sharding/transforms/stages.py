@@ -147,10 +147,10 @@ class Stage:
         args, is_top = (*bound, *args), _compat.trace_is_clean()
         found = self._guards.find(args, kwargs) if is_top else None
         if found is None:
-            call, flat = lifted._split(args, kwargs)
+            call, flat = lifted._split(args, kwargs, record=is_top)
             check_structure(plan, kind, call, flat)
             if is_top:
-                self._guards.add(plan, call, flat, args, kwargs, is_new=True)
+                self._guards.add(plan, flat, args, kwargs, is_new=True)
         else:
             _, flat = found
         if not is_top:

@@ -18,9 +18,8 @@
  * or Flax stores something in an object. */
 #define SLOTS(X) X(METADATA) X(VALUE) X(TRACE) X(INITIALIZING) X(IS_SETUP)
 #define KINDS(X) X(NODE) X(DICT) SLOTS(X) X(SEQUENCE) X(STATE) X(TREE) X(STATIC)
-#define STEP(X) X(kind) X(positions) X(expected)
-#define RECIPE(X) X(steps) X(frozen) X(mentions) X(first) X(traces) X(typed) X(types) X(leaves) \
-    X(objects) X(num_arguments) X(size)
+#define RECIPE(X) X(kinds) X(opened) X(expected) X(types) X(frozen) X(mentions) X(first) \
+    X(traces) X(leaves) X(objects) X(num_arguments)
 #define PINS(X) X(frozen) X(mentions)
 /* What the module needs from Python besides the slot descriptors: functions, and the class in which
  * modules record which of their attributes are data. */
@@ -28,13 +27,11 @@
 
 #define AS_NAME(name) #name,
 #define AS_KIND(name) name,
-#define AS_STEP(name) STEP_##name,
 #define AS_RECIPE(name) RECIPE_##name,
 #define AS_PINS(name) PINS_##name,
 #define AS_FUNCTION(name) CALL_##name,
 
 enum kind { KINDS(AS_KIND) NUM_KINDS };
-enum { STEP(AS_STEP) NUM_STEP };
 enum { RECIPE(AS_RECIPE) NUM_RECIPE };
 enum { PINS(AS_PINS) NUM_PINS };
 enum { FUNCTIONS(AS_FUNCTION) NUM_FUNCTIONS };
@@ -167,9 +164,9 @@ typedef struct {
     PyObject *expected; /* borrowed from the recipe, as the type is */
 } Step;
 
-/* One kind of positions of a recipe. */
+/* One kind of positions of a recipe, which holds them. */
 typedef struct {
-    int32_t *positions;
+    const int32_t *positions;
     Py_ssize_t count;
 } Positions;
 
@@ -178,10 +175,10 @@ typedef struct {
     PyObject *recipe;
     unsigned char *rules; /* by position in the stream */
     int32_t *pins;        /* by position: the index of its pin */
-    int32_t *first;       /* by mention: the first one of the same object; -1 if pinned */
     PyObject **types;     /* by position, where the rule is TYPED; borrowed from the recipe */
     Step *steps;
     Positions frozen, mentions, traces, leaves, objects;
+    Positions first; /* by mention: the first one of the same object; -1 if pinned */
     Py_ssize_t num_arguments, size, num_steps;
     /* The steps that run no Python code come first. */
     Py_ssize_t num_plain_steps, num_plain_items, num_seen;
@@ -205,7 +202,7 @@ static inline PyObject *slot_of(PyObject *object, enum kind slot) {
 
 static int is_same_mention(Stream *stream, int32_t mention, PyObject *item) {
     const uint64_t id = (uint64_t)(uintptr_t)item;
-    const int32_t first = stream->walk->first[mention];
+    const int32_t first = stream->walk->first.positions[mention];
     if (!stream->is_match || first < 0) return stream->mentions[mention] == id;
     stream->mentions[mention] = id;
     return stream->mentions[first] == id;
@@ -665,18 +662,9 @@ static int Follower_traverse(PyObject *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static PyObject *Follower_size(PyObject *self, PyObject *Py_UNUSED(unused)) {
-    const Walk *walk = ((Follower *)self)->walk;
-    size_t size = Py_TYPE(self)->tp_basicsize + walk->num_plain_items * sizeof(PyObject *);
-    return PyLong_FromSize_t(size + walk->num_seen * (sizeof(Seen) + sizeof(Watched)));
-}
-
-static PyMethodDef Follower_methods[] = {
-    {"follow", Follower_call, METH_O,
-     "The arrays and objects of an unchanged graph; None if it may have changed."},
-    {"size", Follower_size, METH_NOARGS, "How many bytes it takes, with all that it remembers."},
-    {NULL},
-};
+static PyMethodDef follow_method = {
+    "follow", Follower_call, METH_O,
+    "The arrays and objects of an unchanged graph; None if it may have changed."};
 
 static PyTypeObject FollowerType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "nnx_sharding.core.guard._walk.Follower",
@@ -685,7 +673,6 @@ static PyTypeObject FollowerType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_dealloc = Follower_dealloc,
     .tp_traverse = Follower_traverse,
-    .tp_methods = Follower_methods,
 };
 
 static int check_pins(const Walk *walk, PyObject *pins) {
@@ -718,31 +705,9 @@ static PyObject *Walk_follower(PyObject *self, PyObject *pins) {
         Py_DECREF(follower);
         return PyErr_NoMemory();
     }
-    PyObject *follow = PyCFunction_New(&Follower_methods[0], (PyObject *)follower);
+    PyObject *follow = PyCFunction_New(&follow_method, (PyObject *)follower);
     Py_DECREF(follower);
     return follow;
-}
-
-/* Whether all objects are distinct. Returns -1 with an error set. */
-static int are_distinct(const Stream *stream) {
-    const Positions objects = stream->walk->objects;
-    size_t capacity = 16;
-    while (capacity < 2 * (size_t)objects.count) capacity *= 2;
-    PyObject **known = PyMem_Calloc(capacity, sizeof(*known));
-    if (known == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    int distinct = 1;
-    for (Py_ssize_t i = 0; i < objects.count && distinct; i++) {
-        PyObject *object = stream->items[objects.positions[i]];
-        size_t slot = ((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u & (capacity - 1);
-        while (known[slot] != NULL && known[slot] != object) slot = (slot + 1) & (capacity - 1);
-        distinct = known[slot] == NULL;
-        known[slot] = object;
-    }
-    PyMem_Free(known);
-    return distinct;
 }
 
 static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -762,7 +727,6 @@ static PyObject *Walk_match(PyObject *self, PyObject *const *args, Py_ssize_t co
     int same = own_items(&stream);
     if (same == 1) same = append_sequence(&stream, args[1], walk->num_arguments);
     if (same == 1) same = finish(&stream, 0);
-    if (same == 1) same = are_distinct(&stream);
     if (same == 1) {
         found = arrays_and_objects(&stream);
         frozen = pick(&stream, walk->frozen);
@@ -793,22 +757,24 @@ static int fail(const char *message) {
     return -1;
 }
 
-/* A position of the recipe; -1 with an error set if it is out of range. */
-static int32_t position_at(const Walk *walk, PyObject *positions, Py_ssize_t i) {
-    Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
-    if (position >= 0 && position < walk->size) return (int32_t)position;
-    return fail("the recipe has a position that is out of range");
+/* Reads positions, which must be below a limit, or -1 if that is `least`. */
+static int read_positions(Walk *walk, int field, int32_t least, Py_ssize_t limit, Positions *read) {
+    PyObject *bytes = recipe_field(walk, field);
+    read->positions = (const int32_t *)PyBytes_AS_STRING(bytes);
+    read->count = PyBytes_GET_SIZE(bytes) / (Py_ssize_t)sizeof(int32_t);
+    for (Py_ssize_t i = 0; i < read->count; i++) {
+        if (read->positions[i] < least || read->positions[i] >= limit) {
+            return fail("the recipe has a position that is out of range");
+        }
+    }
+    return 0;
 }
 
-/* Gives all of these positions a rule. */
-static int set_rule(Walk *walk, int field, int rule, Positions *result) {
-    PyObject *positions = recipe_field(walk, field);
-    result->positions = PyMem_Calloc(PyTuple_GET_SIZE(positions) + 1, sizeof(int32_t));
-    if (result->positions == NULL) return fail("out of memory");
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions); i++) {
-        const int32_t position = position_at(walk, positions, i);
-        if (position < 0) return -1;
-        result->positions[result->count++] = position;
+/* Reads positions, and gives them a rule. */
+static int set_rule(Walk *walk, int field, int rule, Positions *read) {
+    if (read_positions(walk, field, 0, walk->size, read) < 0) return -1;
+    for (Py_ssize_t i = 0; i < read->count; i++) {
+        const int32_t position = read->positions[i];
         if (rule & (FROZEN | MENTION)) {
             if (walk->rules[position] & (FROZEN | MENTION)) return fail("the recipe pins one twice");
             walk->pins[position] = (int32_t)i;
@@ -818,23 +784,12 @@ static int set_rule(Walk *walk, int field, int rule, Positions *result) {
     return 0;
 }
 
-static int set_first(Walk *walk, PyObject *first) {
-    if (PyTuple_GET_SIZE(first) != walk->mentions.count) return fail("the recipe is too short");
-    for (Py_ssize_t i = 0; i < walk->mentions.count; i++) {
-        Py_ssize_t number = PyLong_AsSsize_t(PyTuple_GET_ITEM(first, i));
-        if (number < -1 || number > i) return fail("the recipe has a wrong mention");
-        walk->first[i] = (int32_t)number;
-    }
-    return 0;
-}
-
-static int set_types(Walk *walk, PyObject *positions, PyObject *types) {
-    Py_ssize_t count = PyTuple_GET_SIZE(positions);
-    if (PyTuple_GET_SIZE(types) != count) return fail("the recipe is too short");
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *type = PyTuple_GET_ITEM(types, i);
-        if (!PyType_Check(type)) return fail("the recipe has a type that is not one");
-        walk->types[position_at(walk, positions, i)] = type;
+static int set_types(Walk *walk) {
+    walk->types = ((PyTupleObject *)recipe_field(walk, RECIPE_types))->ob_item;
+    for (Py_ssize_t i = 0; i < walk->size; i++) {
+        if (walk->types[i] == Py_None) continue;
+        if (!PyType_Check(walk->types[i])) return fail("the recipe has a type that is not one");
+        walk->rules[i] |= TYPED;
     }
     return 0;
 }
@@ -853,8 +808,9 @@ static Py_ssize_t parts_of(const Step *step) {
  * `readers` are the steps by the positions that they read. */
 static Py_ssize_t add_step(Walk *walk, long kind, int32_t position, PyObject *expected,
                            Py_ssize_t length, int32_t *readers) {
+    if (kind < 0 || kind >= NUM_KINDS) return fail("the recipe has a step of an unknown kind");
     PyTypeObject *type = (PyTypeObject *)walk->types[position];
-    if (type == NULL) return fail("the recipe opens an item of any type");
+    if (!(walk->rules[position] & TYPED)) return fail("the recipe opens an item of any type");
     PyTypeObject *owner = owners[kind];
     if (owner != NULL && !PyType_IsSubtype(type, owner)) {
         return fail("the recipe looks for slots where there are none");
@@ -880,49 +836,22 @@ static Py_ssize_t add_step(Walk *walk, long kind, int32_t position, PyObject *ex
     return walk->num_plain_items = length + count;
 }
 
-static Py_ssize_t add_steps(Walk *walk, PyObject *step, Py_ssize_t length, int32_t *readers) {
-    long kind = PyLong_AsLong(PyTuple_GET_ITEM(step, STEP_kind));
-    PyObject *positions = PyTuple_GET_ITEM(step, STEP_positions);
-    PyObject *expected = PyTuple_GET_ITEM(step, STEP_expected);
-    if (kind < 0 || kind >= NUM_KINDS) return fail("the recipe has a step of an unknown kind");
-    if (PyTuple_GET_SIZE(positions) != PyTuple_GET_SIZE(expected)) {
+static int build_steps(Walk *walk) {
+    PyObject *kinds = recipe_field(walk, RECIPE_kinds);
+    PyObject *expected = recipe_field(walk, RECIPE_expected);
+    Positions opened;
+    if (read_positions(walk, RECIPE_opened, 0, walk->size, &opened) < 0) return -1;
+    if (PyBytes_GET_SIZE(kinds) != opened.count || PyTuple_GET_SIZE(expected) != opened.count) {
         return fail("the recipe is too short");
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(positions) && length >= 0; i++) {
-        const int32_t position = position_at(walk, positions, i);
-        if (position < 0) return -1;
-        length = add_step(walk, kind, position, PyTuple_GET_ITEM(expected, i), length, readers);
-    }
-    return length;
-}
-
-/* The number of all steps; -1 with an error set. */
-static Py_ssize_t count_steps(PyObject *steps) {
-    Py_ssize_t count = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
-        PyObject *positions, *expected;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "OO!O!", &(PyObject *){NULL},
-                              &PyTuple_Type, &positions, &PyTuple_Type, &expected)) {
-            return -1;
-        }
-        count += PyTuple_GET_SIZE(positions);
-    }
-    return count;
-}
-
-static int build_steps(Walk *walk, PyObject *steps) {
-    Py_ssize_t count = count_steps(steps), length = walk->num_arguments;
-    if (count < 0) return -1;
-    walk->steps = PyMem_Calloc(count + 1, sizeof(Step));
+    walk->steps = PyMem_Calloc(opened.count + 1, sizeof(Step));
     int32_t *readers = PyMem_Malloc((walk->size + 1) * sizeof(int32_t));
-    if (walk->steps == NULL || readers == NULL) {
-        PyMem_Free(readers);
-        return fail("out of memory");
-    }
-    for (Py_ssize_t i = 0; i < walk->size; i++) readers[i] = -1;
+    Py_ssize_t length = walk->steps && readers ? walk->num_arguments : fail("out of memory");
+    for (Py_ssize_t i = 0; i < walk->size && length >= 0; i++) readers[i] = -1;
     walk->num_plain_items = length;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps) && length >= 0; i++) {
-        length = add_steps(walk, PyTuple_GET_ITEM(steps, i), length, readers);
+    for (Py_ssize_t i = 0; i < opened.count && length >= 0; i++) {
+        length = add_step(walk, PyBytes_AS_STRING(kinds)[i], opened.positions[i],
+                          PyTuple_GET_ITEM(expected, i), length, readers);
     }
     PyMem_Free(readers);
     if (length >= 0 && walk->num_plain_steps == walk->num_steps && length != walk->size) {
@@ -934,35 +863,30 @@ static int build_steps(Walk *walk, PyObject *steps) {
 static int build(Walk *walk) {
     for (int i = 0; i < NUM_RECIPE; i++) {
         PyObject *field = recipe_field(walk, i);
-        int is_number = i == RECIPE_size || i == RECIPE_num_arguments;
-        if (!(is_number ? PyLong_Check(field) : PyTuple_Check(field))) {
+        if (!(i == RECIPE_num_arguments                       ? PyLong_Check(field)
+              : i == RECIPE_expected || i == RECIPE_types ? PyTuple_Check(field)
+                                                          : PyBytes_Check(field))) {
             return fail("expected a recipe");
         }
     }
-    walk->size = PyLong_AsSsize_t(recipe_field(walk, RECIPE_size));
+    walk->size = PyTuple_GET_SIZE(recipe_field(walk, RECIPE_types));
     walk->num_arguments = PyLong_AsSsize_t(recipe_field(walk, RECIPE_num_arguments));
     if (walk->num_arguments < 0 || walk->num_arguments > walk->size || walk->size > INT32_MAX) {
         return fail("the recipe has a wrong size");
     }
     walk->rules = PyMem_Calloc(walk->size + 1, 1);
     walk->pins = PyMem_Calloc(walk->size + 1, sizeof(int32_t));
-    walk->types = PyMem_Calloc(walk->size + 1, sizeof(PyObject *));
-    walk->first = PyMem_Calloc(PyTuple_GET_SIZE(recipe_field(walk, RECIPE_mentions)) + 1,
-                               sizeof(int32_t));
-    if (!walk->rules || !walk->pins || !walk->types || !walk->first) return fail("out of memory");
-    Positions typed = {NULL};
-    int failed = set_rule(walk, RECIPE_typed, TYPED, &typed);
-    PyMem_Free(typed.positions);
-    if (failed || set_rule(walk, RECIPE_frozen, FROZEN, &walk->frozen) < 0 ||
+    if (!walk->rules || !walk->pins) return fail("out of memory");
+    if (set_types(walk) < 0 || set_rule(walk, RECIPE_frozen, FROZEN, &walk->frozen) < 0 ||
         set_rule(walk, RECIPE_mentions, MENTION, &walk->mentions) < 0 ||
         set_rule(walk, RECIPE_traces, OF_TRACE, &walk->traces) < 0 ||
         set_rule(walk, RECIPE_leaves, 0, &walk->leaves) < 0 ||
         set_rule(walk, RECIPE_objects, 0, &walk->objects) < 0 ||
-        set_first(walk, recipe_field(walk, RECIPE_first)) < 0 ||
-        set_types(walk, recipe_field(walk, RECIPE_typed), recipe_field(walk, RECIPE_types)) < 0) {
+        read_positions(walk, RECIPE_first, -1, walk->mentions.count, &walk->first) < 0) {
         return -1;
     }
-    return build_steps(walk, recipe_field(walk, RECIPE_steps));
+    if (walk->first.count != walk->mentions.count) return fail("the recipe is too short");
+    return build_steps(walk);
 }
 
 static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -985,10 +909,9 @@ static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 static void Walk_dealloc(PyObject *self) {
     Walk *walk = (Walk *)self;
     PyObject_GC_UnTrack(self);
-    void *parts[] = {walk->rules, walk->pins, walk->first, walk->types, walk->steps,
-                     walk->frozen.positions, walk->mentions.positions, walk->traces.positions,
-                     walk->leaves.positions, walk->objects.positions};
-    for (size_t i = 0; i < sizeof(parts) / sizeof(*parts); i++) PyMem_Free(parts[i]);
+    PyMem_Free(walk->rules);
+    PyMem_Free(walk->pins);
+    PyMem_Free(walk->steps);
     Py_XDECREF(walk->recipe);
     Py_TYPE(self)->tp_free(self);
 }
@@ -1092,8 +1015,8 @@ static int notifies_of_attributes(void) {
 #endif
 
 static int fill_module(PyObject *module) {
-    static const char *const kinds[] = {KINDS(AS_NAME)}, *const step[] = {STEP(AS_NAME)};
-    static const char *const recipe[] = {RECIPE(AS_NAME)}, *const pins[] = {PINS(AS_NAME)};
+    static const char *const kinds[] = {KINDS(AS_NAME)}, *const recipe[] = {RECIPE(AS_NAME)};
+    static const char *const pins[] = {PINS(AS_NAME)};
 #if PY_VERSION_HEX >= 0x030C0000
     if (watcher < 0) watcher = PyDict_AddWatcher(on_change);
     if (watcher < 0) PyErr_Clear(); /* none are left */
@@ -1104,7 +1027,6 @@ static int fill_module(PyObject *module) {
     if (PyType_Ready(&WalkType) < 0 || PyType_Ready(&FollowerType) < 0) return -1;
     PyObject *fields = PyDict_New();
     int failed = fields == NULL || add_names(fields, "Kind", kinds, NUM_KINDS) < 0 ||
-                 add_names(fields, "Step", step, NUM_STEP) < 0 ||
                  add_names(fields, "Recipe", recipe, NUM_RECIPE) < 0 ||
                  add_names(fields, "Pins", pins, NUM_PINS) < 0 ||
                  PyModule_AddObjectRef(module, "FIELDS", fields) < 0 ||

@@ -1,15 +1,14 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from .recipe import Pins, Recipe
+from .recipe import Match, Pins, Recipe
 
 FIELDS: dict[str, tuple[str, ...]]
 
 class Walk:
     def __init__(self, recipe: Recipe) -> None: ...
-    def follow(
-        self, pins: Pins, arguments: tuple[Any, ...]
-    ) -> tuple[Sequence[Any], Sequence[Any]] | None: ...
+    def follower(self, pins: Pins) -> Callable[[tuple[Any, ...]], Any]: ...
+    def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None: ...
 
 def set_up(
     *,

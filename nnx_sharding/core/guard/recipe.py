@@ -6,7 +6,9 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-Positions: TypeAlias = tuple[int, ...]
+import numpy as np
+
+Positions: TypeAlias = bytes  # in the stream, as 32-bit integers
 
 
 class Kind(enum.IntEnum):
@@ -25,32 +27,25 @@ class Kind(enum.IntEnum):
     STATIC = 10  # another static object: its parts; its kind
 
 
-# Reading these runs Python code, so they come last: the others are faster without it.
-LATE_KINDS = frozenset({Kind.STATE, Kind.TREE, Kind.STATIC})
-
-
-class Step(NamedTuple):
-    """Opens items of one kind; what they hold is appended to the stream."""
-
-    kind: Kind
-    positions: Positions
-    expected: tuple[Any, ...]  # names, keys, length, treedef or kind of each item
-
-
 class Recipe(NamedTuple):
-    """How to walk all graphs of one structure whose attributes have one order."""
+    """How to walk all graphs of one structure whose attributes have one order.
 
-    steps: tuple[Step, ...]
+    Each step opens one item of the stream, and appends what it holds.
+    """
+
+    kinds: bytes  # of the steps, one byte each
+    opened: Positions  # what each step opens
+    expected: tuple[Any, ...]  # for each step: names, keys, length, treedef or kind
+    types: tuple[
+        type | None, ...
+    ]  # of all opened items and arrays; None for the rest of the stream
     frozen: Positions  # of statics that are compared by value
     mentions: Positions  # of objects, once for each mention
-    first: tuple[int, ...]  # for each mention, the first one of its object; -1 for a fixed object
+    first: bytes  # for each mention, the number of the first of its object; -1 for a fixed object
     traces: Positions  # the frozen ones that say to which trace the graph belongs
-    typed: Positions  # of items whose type is compared: all opened ones, and the arrays
-    types: tuple[type, ...]  # of these
     leaves: Positions  # of the arrays, by slot
     objects: Positions  # of the first mention of each object, by index
     num_arguments: int
-    size: int  # of the stream
 
 
 class Pins(NamedTuple):
@@ -67,3 +62,13 @@ class Match(NamedTuple):
     frozen: tuple[Any, ...]
     mentions: bytes
     traces: Sequence[Any]  # which its traces are, for the caller to compare
+
+
+def packed(numbers: Sequence[int] | np.ndarray[Any, Any]) -> bytes:
+    """Numbers as a recipe has them."""
+    return np.asarray(numbers, np.int32).tobytes()
+
+
+def unpacked(numbers: bytes) -> list[int]:
+    """The inverse of :func:`packed`."""
+    return np.frombuffer(numbers, np.int32).tolist()

@@ -6,16 +6,18 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ... import _compat
 from ..flatten import Flat
 from ..plan import Plan
 from ..signature import Call
+from ..structure import Structure
 from ..unflatten import picker
-from .builder import make_guard
-from .recipe import Recipe
-from .record import Guard
+from .recipe import Pins
+from .recorder import WalkRecorder
+from .walk import Walk
 
 V = TypeVar("V")
 
@@ -25,6 +27,74 @@ _LOGGER = logging.getLogger("nnx_sharding")
 # trained and evaluated has two.
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
+
+
+def recorder_of(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WalkRecorder:
+    """What records how the arguments of a call are flattened."""
+    signature, place = call.signature, dict(zip(kwargs, count(len(args)), strict=False))
+    dynamic = [*signature.dynamic, *(place[k] for k in sorted(signature.dynamic_keywords))]
+    static = [*sorted(signature.static), *(place[k] for k in sorted(signature.static_keywords))]
+    return WalkRecorder((*args, *kwargs.values()), dynamic, static)
+
+
+class Guard(NamedTuple):
+    """The path through a graph, and what must be there for it to have a structure.
+
+    It compares everything on which a structure depends: names in order, types, statics, and which
+    objects are shared. For these, ids are enough, so a guard keeps no model alive. Another object
+    may get the id of a dead one, but then its content is compared as well; objects without content
+    drop the guard when they are collected.
+
+    A mismatch, or anything unexpected, means "changed": the call then flattens. So a guard may be
+    too strict, which costs time, but never too lax.
+    """
+
+    structure: Structure
+    walk: Any
+    pins: Pins
+    follow: Any
+
+    @classmethod
+    def of(cls, structure: Structure, walk: Any, pins: Pins) -> Guard:
+        """The guard of the graph with these pins."""
+        return cls(structure, walk, pins, walk.follower(pins))
+
+    def check(self, arguments: tuple[Any, ...]) -> Flat | None:
+        """The graph as ``flatten`` would return it, or None if it may have changed."""
+        try:
+            found = self.follow(arguments)
+        except Exception:  # a missing attribute or a comparison that raises is a change
+            return None
+        if found is None:
+            return None
+        leaves, objects = found
+        return Flat(self.structure, leaves, objects, updatable=True)
+
+    def match(self, arguments: tuple[Any, ...]) -> tuple[Flat, Pins] | None:
+        """Another graph of the same structure, and its pins; None if the structure differs."""
+        try:
+            match = self.walk.match(self.pins, arguments)
+        except Exception:
+            return None
+        if match is None:
+            return None
+        (leaves, objects), frozen, mentions, traces = match
+        if len({*map(id, objects)}) != len(objects):
+            return None
+        if not _compat.are_current(traces):
+            return None
+        return Flat(self.structure, leaves, objects, updatable=True), Pins(frozen, mentions)
+
+
+def make_guard(flat: Flat, arguments: tuple[Any, ...]) -> Guard | None:
+    """A guard for the arguments of a call that were flattened; None if they cannot be guarded."""
+    recorded = None if flat.recorder is None else flat.recorder.recipe_and_pins()
+    if recorded is None:
+        return None
+    recipe, pins = recorded
+    guard = Guard.of(flat.structure, Walk(recipe), pins)
+    # The graph may have changed while it was flattened.
+    return guard if guard.check(arguments) is not None else None
 
 
 class _Entry(NamedTuple):
@@ -75,7 +145,6 @@ class Guards:
         self._records: dict[_Key, _Record] = {}
         # By types alone, for other modules of the same structure.
         self._templates: dict[tuple[Any, ...], _Record] = {}
-        self._walks: dict[Recipe, Any] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Flat] | None:
         """The plan that serves a call, and its arguments as split; None if no guard holds."""
@@ -114,7 +183,6 @@ class Guards:
     def add(
         self,
         plan: Plan,
-        call: Call,
         flat: Flat,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -130,18 +198,16 @@ class Guards:
             return
         if not record.missed(is_new=is_new):
             return
-        if len(self._walks) >= MAX_ARGUMENTS:
-            self._walks.clear()
         shared = flat._replace(structure=plan.structure)  # equal, but there is only one
         try:
-            made = make_guard(call, shared, arguments, tuple(kwargs), self._walks)
+            guard = make_guard(shared, arguments)
         except Exception:  # of the user's classes, or ours; the call needs no guard
             _LOGGER.warning("%s is flattened at each call:", plan.fun_name, exc_info=True)
-            made = None
-        if made is None:
+            guard = None
+        if guard is None or flat.recorder is None:
             record.misses += 2 * MAX_GUARDS
             return
-        guard, identities = made
+        identities = flat.recorder.identities.values()
         self._add(key, guard, plan, flat, identities)
         templates, types = self._templates, key[0]
         references = tuple(_watch(identities, lambda _: templates.pop(types, None)))
@@ -170,7 +236,7 @@ class Guards:
 
     def clear(self) -> None:
         """Forgets everything."""
-        for table in (self._pick_modules, self._records, self._templates, self._walks):
+        for table in (self._pick_modules, self._records, self._templates):
             table.clear()
 
     def _key(self, arguments: Sequence[Any], names: Iterable[str]) -> _Key:

@@ -15,46 +15,27 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from ... import _compat
-from ..flatten import aux_of
 from ..static_equality import opened as open_static
 from ..static_equality import value_key
+from ..treedefs import aux_of
 from ..unflatten import picker
-from .recipe import Kind, Match, Pins, Positions, Recipe, Step
+from .recipe import Kind, Match, Pins, Recipe, unpacked
 
 # For some items: what must be equal for each, and what is appended to the stream for all.
 _Opened: TypeAlias = tuple[list[Any], Iterable[Any]]
 
 
-def _plain_dicts(dicts: Sequence[Any]) -> Sequence[Any]:
+def _open_dicts(dicts: Sequence[Any]) -> _Opened:
     if not {str, int}.issuperset(map(type, chain.from_iterable(dicts))):
         raise TypeError("other keys may be equal without being the same")
-    return dicts
-
-
-# The mappings in which items of some kinds keep what they hold.
-MAPPINGS: dict[Kind, Callable[[Sequence[Any]], Sequence[Any]]] = {
-    Kind.NODE: lambda nodes: [*map(object.__getattribute__, nodes, repeat("__dict__"))],
-    Kind.DICT: _plain_dicts,
-    Kind.METADATA: lambda variables: [*map(_compat.get_metadata, variables)],
-    Kind.STATE: lambda states: _plain_dicts([*map(_compat.get_mapping, states)]),
-}
-
-
-def _open_mappings(get: Callable[[Sequence[Any]], Sequence[Any]], items: Sequence[Any]) -> _Opened:
-    mappings = get(items)
-    names = map(tuple, map(dict.keys, mappings))  # an OrderedDict has another order of its own
-    return [*names], chain.from_iterable(map(dict.values, mappings))
-
-
-def _open_slots(get: Callable[[Any], Any], items: Sequence[Any]) -> _Opened:
-    return [None] * len(items), map(get, items)
+    return [*map(tuple, dicts)], chain.from_iterable(map(dict.values, dicts))
 
 
 def _open_sequences(sequences: Sequence[Any]) -> _Opened:
@@ -66,23 +47,16 @@ def _open_each(open_one: Callable[[Any], tuple[Any, Any]], items: Sequence[Any])
     return [name for _, name in opened], chain.from_iterable(parts for parts, _ in opened)
 
 
-def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and treedef of a pytree in which graph objects are leaves."""
-    return jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
-
-
 def open_tree(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of a pytree and the data of its node types; its treedef."""
-    leaves, treedef = flatten_tree(tree)
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_compat.is_graph_object)
     return [*leaves, *aux_of(treedef)], treedef
 
 
+# How items are opened that have neither attributes nor slots.
 OPEN: dict[Kind, Callable[[Sequence[Any]], _Opened]] = {
-    **{
-        Kind[name]: functools.partial(_open_slots, slot.__get__)
-        for name, slot in _compat.SLOTS.items()
-    },
-    **{kind: functools.partial(_open_mappings, get) for kind, get in MAPPINGS.items()},
+    Kind.DICT: _open_dicts,
+    Kind.STATE: lambda states: _open_dicts([*map(_compat.get_mapping, states)]),
     Kind.SEQUENCE: _open_sequences,
     Kind.TREE: functools.partial(_open_each, open_tree),
     Kind.STATIC: functools.partial(_open_each, open_static),
@@ -96,25 +70,27 @@ class PythonWalk:
     """
 
     def __init__(self, recipe: Recipe):
-        types = dict(zip(recipe.typed, recipe.types, strict=True))
+        self._steps: list[tuple[Any, list[Any], list[Any]]] = []
         place = {position: position for position in range(recipe.num_arguments)}  # in the stream
-        self._steps: list[tuple[Any, list[type], list[Any]]] = []
-        previous: Positions = ()
+        previous: Sequence[int] = ()
         for kind, positions, expected, parts in _in_order(recipe):
-            own_types = [types[position] for position in positions]
+            types: list[Any] = [recipe.types[position] for position in positions]
             if positions != previous:
                 pick = picker([place[position] for position in positions])
-                self._steps.append((pick, own_types, []))
+                self._steps.append((pick, types, []))
             previous = positions
-            self._steps[-1][-1].append(_reader(kind, own_types, expected))
-            place |= zip(parts, itertools.count(len(place)))
-        self._leaves, self._objects, self._frozen, self._mentions, self._traces = (
-            picker([place[position] for position in getattr(recipe, name)])
-            for name in ("leaves", "objects", "frozen", "mentions", "traces")
+            self._steps[-1][-1].append(_reader(kind, types, expected))
+            place |= zip(chain.from_iterable(parts), itertools.count(len(place)))
+        fields = (recipe.leaves, recipe.objects, recipe.frozen, recipe.mentions, recipe.traces)
+        leaves, objects, frozen, mentions, traces = (
+            [place[position] for position in unpacked(field)] for field in fields
         )
-        self._leaf_types = [types[position] for position in recipe.leaves]
-        self._first = np.array(recipe.first, int)
-        pinned = {place[position] for position in (*recipe.frozen, *recipe.mentions)}
+        self._leaves, self._objects, self._frozen, self._mentions, self._traces = map(
+            picker, (leaves, objects, frozen, mentions, traces)
+        )
+        self._leaf_types = [recipe.types[position] for position in unpacked(recipe.leaves)]
+        self._first = np.frombuffer(recipe.first, np.int32)
+        pinned = {*frozen, *mentions}
         self._end = max(pinned, default=-1) + 1
         self._free = [i for i in range(self._end) if i not in pinned]
 
@@ -148,13 +124,14 @@ class PythonWalk:
         return follow
 
     def match(self, pins: Pins, arguments: tuple[Any, ...]) -> Match | None:
-        """Another graph of the same structure; None, or any error, if the structure differs."""
+        """Another graph with the same path; None, or any error, if there is another.
+
+        Objects that were distinct may be the same in it.
+        """
         stream = self._stream(arguments)
         if stream is None:
             return None
-        frozen, traces, objects = (
-            [*pick(stream)] for pick in (self._frozen, self._traces, self._objects)
-        )
+        frozen, traces = self._frozen(stream), self._traces(stream)
         of_traces = {*map(id, traces)}
         pairs = zip(frozen, pins.frozen, strict=True)
         if not all(id(one) in of_traces or same_value(one, two) for one, two in pairs):
@@ -163,9 +140,8 @@ class PythonWalk:
         ids, pinned = np.frombuffer(mentions, np.uint64), np.frombuffer(pins.mentions, np.uint64)
         if not np.array_equal(ids, np.where(self._first < 0, pinned, ids[self._first])):
             return None
-        if len({*map(id, objects)}) != len(objects):
-            return None
-        return Match((self._leaves(stream), objects), tuple(frozen), mentions, traces)
+        found = self._leaves(stream), self._objects(stream)
+        return Match(found, tuple(frozen), mentions, traces)
 
     def _stream(self, arguments: tuple[Any, ...]) -> list[Any] | None:
         """All items; None if one differs in names, length or type."""
@@ -197,22 +173,26 @@ _OF_VARIABLES = (Kind.METADATA, Kind.TRACE, Kind.VALUE)
 _LAST = (*(kind for kind in Kind if kind not in _OF_VARIABLES), *_OF_VARIABLES)
 
 
-def _in_order(recipe: Recipe) -> Iterator[tuple[Kind, Positions, Sequence[Any], Iterator[int]]]:
+def _in_order(
+    recipe: Recipe,
+) -> Iterator[tuple[Kind, Sequence[int], Sequence[Any], Sequence[range]]]:
     """Kind, positions, what is expected and positions of the parts, in the order of this walk."""
-    opened = {*chain.from_iterable(step.positions for step in recipe.steps)}
-    items: list[tuple[int, Kind, int, Any, range]] = []
-    stop = recipe.num_arguments
-    for number, (kind, positions, expected) in enumerate(recipe.steps):
-        for position, own in zip(positions, expected, strict=True):
-            start, stop = stop, stop + _num_parts(kind, own)
-            parts = range(start, stop)
-            is_inner = not opened.isdisjoint(parts)
-            order = number if is_inner else len(recipe.steps) + _LAST.index(kind)
-            items.append((order, kind, position, own, parts))
+    opened = unpacked(recipe.opened)
+    depths = dict.fromkeys(range(recipe.num_arguments), 0)  # by position
+    items: list[tuple[tuple[int, int], Kind, int, Any, range]] = []
+    for kind, position, own in zip(map(Kind, recipe.kinds), opened, recipe.expected, strict=True):
+        parts = range(len(depths), len(depths) + _num_parts(kind, own))
+        depths.update(dict.fromkeys(parts, depths[position] + 1))
+        items.append(((depths[position], kind), kind, position, own, parts))
+    inner, last = {*opened}, max(depths.values(), default=0) + 1
+    items = [
+        item if not inner.isdisjoint(item[-1]) else ((last, _LAST.index(item[1])), *item[1:])
+        for item in items
+    ]
     items.sort(key=operator.itemgetter(0))
     for _, group in itertools.groupby(items, operator.itemgetter(0)):
-        _, kinds, own_positions, own_expected, all_parts = zip(*group, strict=True)
-        yield kinds[0], own_positions, own_expected, chain.from_iterable(all_parts)
+        _, kinds, positions, expected, ranges = zip(*group, strict=True)
+        yield kinds[0], positions, expected, ranges
 
 
 def _num_parts(kind: Kind, expected: Any) -> int:
@@ -222,7 +202,7 @@ def _num_parts(kind: Kind, expected: Any) -> int:
         return int(expected[1])
     if kind is Kind.SEQUENCE:
         return int(expected)
-    return len(expected) if kind in MAPPINGS else 1
+    return 1 if expected is None else len(expected)
 
 
 def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -238,7 +218,8 @@ def _reader(kind: Kind, types: Iterable[Any], expected: Sequence[Any]) -> tuple[
     ):
         get = operator.attrgetter(name)  # faster, and runs no code of the class here
     shared: dict[Any, list[Any]] = {}
-    names = [shared.setdefault(own, [*own]) for own in expected] if kind in MAPPINGS else None
+    named = kind in (Kind.NODE, Kind.METADATA)
+    names = [shared.setdefault(own, [*own]) for own in expected] if named else None
     return get, names, None
 
 
@@ -268,8 +249,8 @@ def _load_walk() -> Any:
                 error,
             )
         return PythonWalk
-    fields = {shared.__name__: shared._fields for shared in (Step, Recipe, Pins)}
-    if getattr(_walk, "FIELDS", None) != {"Kind": tuple(Kind.__members__), **fields}:
+    fields = {"Kind": tuple(Kind.__members__), "Recipe": Recipe._fields, "Pins": Pins._fields}
+    if getattr(_walk, "FIELDS", None) != fields:
         raise RuntimeError(
             f"{_walk.__file__} was compiled from another version of nnx_sharding. Install it "
             "again; in a checkout, run `python setup.py build_ext --inplace`."

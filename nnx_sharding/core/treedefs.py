@@ -1,0 +1,63 @@
+"""Treedefs of JAX: the paths of their leaves, and the auxiliary data of their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import jax
+
+from .. import _compat
+from ..specs.paths import Path, path_key
+
+PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
+
+
+def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
+    """The path of each leaf of a pytree, in the keys that NNX uses.
+
+    Not cached: treedefs hold the user's data, which a cache would keep alive and compare.
+    """
+    count = treedef.num_leaves
+    if not count:
+        return ()
+    try:
+        tree = jax.tree_util.tree_unflatten(treedef, [...] * count)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    except Exception:  # a class whose constructor checks its children; then positions are used
+        leaves = []
+    paths = tuple(tuple(map(path_key, path)) for path, _ in leaves)
+    if len(set(paths)) != count:  # or one whose children have equal keys
+        return tuple((index,) for index in range(count))
+    return paths
+
+
+def is_leaf_treedef(treedef: PyTreeDef) -> bool:
+    """Whether a pytree is a single leaf. An empty container has one node too, but no leaf."""
+    return bool(treedef.num_nodes == 1 and treedef.num_leaves == 1)
+
+
+def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
+    """The auxiliary data of the node types of a pytree, except plain keys."""
+    stack = [treedef]
+    while stack:
+        node = stack.pop()
+        data = node.node_data()
+        if data is None:
+            continue
+        if _compat.has_aux(*data):
+            yield data[1]
+        stack += reversed(node.children())
+
+
+def with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:
+    """The same tree structure with other node data, in the order of ``aux_of``."""
+    data = treedef.node_data()
+    if data is None:
+        return treedef
+    if _compat.has_aux(*data):
+        data = data[0], next(aux)
+    children = [with_aux(child, aux) for child in treedef.children()]
+    return jax.tree_util.PyTreeDef.from_node_data_and_children(
+        jax.tree_util.default_registry, data, children
+    )
