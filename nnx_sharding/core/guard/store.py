@@ -93,8 +93,8 @@ def make_guard(flat: Flat, arguments: tuple[Any, ...]) -> Guard | None:
         return None
     recipe, pins = recorded
     guard = Guard.of(flat.structure, Walk(recipe), pins)
-    # The graph may have changed while it was flattened.
-    return guard if guard.check(arguments) is not None else None
+    # The graph may have changed while it was flattened. What raises here would at each call.
+    return guard if guard.follow(arguments) is not None else None
 
 
 class _Entry(NamedTuple):

@@ -1,5 +1,6 @@
 """A report as one HTML page that needs nothing else."""
 
-from .page import html_page, write_html
+from .page import html_page as html_page
+from .page import write_html
 
-__all__ = ["html_page", "write_html"]
+__all__ = ["write_html"]
