@@ -114,14 +114,16 @@ def without_slot(kind: Kind) -> Patch:
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         record = recorder.WalkRecorder.open
+        # Of traces, those of other models are compared with the current one.
+        same = _compat.SLOTS["TRACE"].__get__(nnx.Param(0)) if kind is Kind.TRACE else None
 
         def broken(
             self: Any, own: Kind, at: int, names: Any, parts: Any, rules: bytes = b""
         ) -> Any:
-            return record(self, own, at, names, (None,) if own is kind else parts, rules)
+            return record(self, own, at, names, (same,) if own is kind else parts, rules)
 
         monkeypatch.setattr(recorder.WalkRecorder, "open", broken)
-        reading(kind, lambda names: lambda _: (names, names))(monkeypatch)
+        reading(kind, lambda names: lambda _: (names, [same] * len(names)))(monkeypatch)
 
     return patch
 
