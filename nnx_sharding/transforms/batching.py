@@ -24,7 +24,7 @@ from ..specs.mapped_axis import BROADCAST, CARRY, Axis
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding
 from .in_trace import Function, Inner, InnerTransform, described
-from .lifted import lift
+from .lifted_function import lift
 
 
 class Carry:

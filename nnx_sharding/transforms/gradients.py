@@ -26,7 +26,7 @@ from ..errors import raise_listed, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from .in_trace import Function, InnerTransform, described, is_array, replaced
-from .lifted import LiftedFunction, P, R, lift
+from .lifted_function import LiftedFunction, P, R, lift
 from .partial_sums import PartialSums
 
 

@@ -19,7 +19,7 @@ from ..core.pure import Pure
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..specs.paths import Path
-from .lifted import LiftedFunction, P, R
+from .lifted_function import LiftedFunction, P, R
 from .partial_sums import PARTIAL_SUMS
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.

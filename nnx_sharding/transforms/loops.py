@@ -29,7 +29,7 @@ from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
 from .batching import Carry, Mapped, axes_specs, captures
 from .in_trace import Function, Inner, described
-from .lifted import lift, unbind
+from .lifted_function import lift, unbind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

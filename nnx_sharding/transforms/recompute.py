@@ -23,7 +23,7 @@ from ..specs.filters import Predicate, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
 from .in_trace import KNOWN, Function, Inner, InnerTransform, Known, of_slots
-from .lifted import lift
+from .lifted_function import lift
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
 Keep: TypeAlias = Literal["recompute", "save", "offload"]

@@ -27,7 +27,8 @@ from ..core.unflatten import Built
 from ..errors import raise_listed
 from ..specs.activation_sharding import activations
 from ..specs.fitting import ON_INDIVISIBLE, OnIndivisible, axes_of, in_type, only_axes, spec_axes
-from .lifted import Lifted, P, R, lift
+from .lifted import Lifted
+from .lifted_function import P, R, lift
 
 AxisName = Hashable
 

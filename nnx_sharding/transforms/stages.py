@@ -37,11 +37,11 @@ from ..core.outcome import Outcome
 from ..core.plan import Plan
 from ..core.slot_pytree import user_tree
 from ..diagnostics.progress import progress
+from .lifted_function import LiftedFunction
 from .stage_checks import check_structure, misfit, with_statics
 
 if TYPE_CHECKING:
     from ..report.program import ProgramReport
-    from .lifted import LiftedFunction
 
 S = TypeVar("S", bound="Stage")
 
