@@ -1,5 +1,6 @@
 """Every Python block of the documentation and every example in a docstring runs."""
 
+import contextlib
 import doctest
 import importlib
 import pkgutil
@@ -42,15 +43,12 @@ def without_note(error, anchor):
     return error
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _uncached():
-    # XLA writes programs for the CPU that it has read, as from the cache, without their functions.
-    with configurations.without_cache():
-        yield
+# Programs from the persistent cache cannot be saved, and some pages are about that cache.
+UNCACHED = "save_executable", "compilation_cache"
 
 
 @pytest.fixture(autouse=True)
-def plain_errors(monkeypatch):
+def plain_errors(monkeypatch, compile_here):
     """Keeps notes, by JAX on removed frames and by us, out of the errors that examples show."""
     for name, module in list(sys.modules.items()):
         if name.startswith("nnx_sharding.") and hasattr(module, "see"):
@@ -59,6 +57,11 @@ def plain_errors(monkeypatch):
     jax.config.update("jax_traceback_filtering", "off")
     yield
     jax.config.update("jax_traceback_filtering", before)
+
+
+def cache_for(text):
+    is_needed = any(name in text for name in UNCACHED)
+    return configurations.without_cache() if is_needed else contextlib.nullcontext()
 
 
 def test_there_are_eight_devices():
@@ -84,12 +87,15 @@ def examples(found, name_of):
 # spread them over processes.
 @pytest.mark.parametrize("page", examples(pages(), lambda page: str(page.relative_to(ROOT))))
 def test_page(page):
-    for example in BLOCKS.parse(page):
-        example.evaluate()
+    with cache_for(page.read_text(encoding="utf-8")):
+        for example in BLOCKS.parse(page):
+            example.evaluate()
 
 
 @pytest.mark.parametrize("example", examples(docstrings(), lambda example: example.name))
 def test_docstring(example):
     report: list[str] = []
-    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
+    with cache_for(example.docstring):
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        results = runner.run(example, out=report.append)
     assert results.failed == 0, "".join(report)
