@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nnx_sharding
+from nnx_sharding.activations.intercept import original_of
 
 RECORDED = Path(__file__).parent / "public_api.txt"
 MOST_NAMES = 110  # besides those of other libraries in `compat`
@@ -73,7 +74,8 @@ def lines() -> Iterator[str]:
 
 def methods(kind: type) -> list[str]:
     bases = [base for base in kind.__mro__ if base.__module__.startswith("nnx_sharding")]
-    found = {name: x for base in reversed(bases) for name, x in vars(base).items()}
+    # Methods of modules that a trace has called are replaced by descriptors.
+    found = {n: original_of(x) for base in reversed(bases) for n, x in vars(base).items()}
     kinds = (types.FunctionType, classmethod, staticmethod, property)
     return sorted(
         f"{name}{signature(getattr(kind, name))}"
