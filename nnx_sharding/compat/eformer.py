@@ -149,7 +149,9 @@ def with_sharding_constraint(
     strict: bool = False,
     log: bool | None = None,
 ) -> Any:
-    """Like :func:`nnx_sharding.partition.with_sharding_constraint`, but corrects specs that do not fit.
+    """Corrects specs that do not fit, and then shards arrays.
+
+    Otherwise it is :func:`nnx_sharding.partition.with_sharding_constraint`.
 
     A spec is padded or truncated to the rank of its array; axes that the mesh does not have, over
     which an enclosing ``shard_map`` is mapped, or that do not divide their dimension are dropped.
