@@ -506,6 +506,8 @@ class ErrorTest(TestCase):
             ({"a": "a"}, r"b, shape \(2,\): no rule has this path"),
             ({"a.*": "a", "b": "b"}, "no name can be made of 'a.*'"),
             ({r"(\d)x": "a", "b": "b"}, "no name can be made"),
+            ({"(?:a)": "a", "b": "b"}, "no name can be made"),
+            ({"(?:a|x)y": "a", "(?P<x>b)": "{0}"}, "no name can be made"),
             ({"a": Tensor("a", "h d -> h d", h=4, take={"h": slice(0, 2)}), "b": "b"}, "not fill"),
             ({"a": ["a", "b"]}, "arrays disagree about these tensors"),
             (

@@ -261,6 +261,7 @@ Rule: TypeAlias = str | Tensor | Sequence[str | Tensor] | None
 
 # The parts of a pattern from which names can be made: groups, escaped and plain characters.
 _PART = re.compile(r"(\((?:[^()\\]|\\.)*\))|\\(\W)|([\w\-/.:])")
+_GROUP = re.compile(r"\((?:\?P<\w+>)?((?!\?).*)\)", re.DOTALL)  # one that captures, and its pattern
 
 
 class Target(NamedTuple):
@@ -333,7 +334,8 @@ def _overlap(one: Region, other: Region) -> bool:
 def _written(
     rules: Rules, pattern: re.Pattern[str], tensor: Tensor, path: str, shape: Sequence[int]
 ) -> Iterator[Placement]:
-    texts = [part[1:-1] for part, *_ in _PART.findall(pattern.pattern) if part]
+    groups_of = (_GROUP.fullmatch(part) for part, *_ in _PART.findall(pattern.pattern))
+    texts = [each[1] for each in groups_of if each]
     place = re.escape(tensor.path).replace(r"\{", "{").replace(r"\}", "}")
     repeated: set[int] = set()
 
@@ -367,7 +369,9 @@ def _written(
 
 def _name(pattern: re.Pattern[str], groups: Mapping[int, str]) -> str:
     """The name that a pattern matches with these groups."""
-    if _PART.sub("", pattern.pattern) or set(groups) != set(range(pattern.groups)):
+    parts = [part for part, *_ in _PART.findall(pattern.pattern) if part]
+    is_plain = all(map(_GROUP.fullmatch, parts)) and not _PART.sub("", pattern.pattern)
+    if not is_plain or set(groups) != set(range(pattern.groups)):
         raise ValueError(
             f"no name can be made of {pattern.pattern!r}: it is not a name with groups, or a group "
             "is neither in the path nor among the dimensions"
