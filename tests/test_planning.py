@@ -24,6 +24,7 @@ from nnx_sharding.report import Strategy, compare
 from nnx_sharding.report.compiler_process import CompilerCrash, CompilerProcess
 from nnx_sharding.report.strategies import lowered
 from nnx_sharding.training import accumulate_gradients
+from nnx_sharding.transforms.stages import Compiled
 
 WIDTH = 128  # kernels of this width are large enough for fsdp
 
@@ -203,6 +204,16 @@ def test_variants_in_the_order_of_preference():
     assert frugal.best.variant == "2 microbatches"
     assert [*frugal.candidates] == [f"dp, data 8, {n} microbatches" for n in (2, 1)]
     assert [*frugal.ruled_out] == ["dp, data 8, 4 microbatches"]
+
+
+@pytest.mark.usefixtures("compile_here")
+def test_unknown_memory_does_not_fit(monkeypatch):
+    monkeypatch.setattr(Compiled, "memory", lambda _: None)
+    variants = {"one": train_step, "two": lambda *args: train_step(*args)}
+    options = {"devices": 2, "strategies": "dp", "memory_limit": "1 GiB"}
+    found = plan(variants, *program("mlp"), **options)
+    assert found.best is None
+    assert {each.variant for each in found.candidates.values()} == {"one", "two"}
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ class Prediction(NamedTuple):
     """What a candidate needs on one device.
 
     Attributes:
-      arguments: the bytes of the arguments, which is exact.
+      arguments: the bytes of the arguments, without the padding of tiles.
       sent: the bytes that a training step sends, roughly: each parameter that is sharded over batch
         axes is gathered twice and its gradient scattered, other gradients are summed, and so are
         the activations on both sides of each kernel that is sharded over the model axis.

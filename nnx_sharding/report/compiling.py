@@ -95,11 +95,11 @@ def search(
 
 
 def _fits(report: ProgramReport | Failure, limit: int | None) -> bool:
-    """Whether a program fits into memory, if that is known."""
+    """Whether a program is known to fit into memory."""
     if isinstance(report, Failure):
         return False
     peak = None if report.memory is None else report.memory.peak
-    return limit is None or peak is None or peak <= limit
+    return limit is None or (peak is not None and peak <= limit)
 
 
 _WORKERS = min(os.cpu_count() or 1, 4)

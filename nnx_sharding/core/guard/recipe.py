@@ -36,9 +36,8 @@ class Recipe(NamedTuple):
     kinds: bytes  # of the steps, one byte each
     opened: Positions  # what each step opens
     expected: tuple[Any, ...]  # for each step: names, keys, length, treedef or kind
-    types: tuple[
-        type | None, ...
-    ]  # of all opened items and arrays; None for the rest of the stream
+    # of all opened items and arrays; None for the rest of the stream
+    types: tuple[type | None, ...]
     frozen: Positions  # of statics that are compared by value
     mentions: Positions  # of objects, once for each mention
     first: bytes  # for each mention, the number of the first of its object; -1 for a fixed object
