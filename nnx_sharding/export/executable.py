@@ -71,8 +71,8 @@ def save_executable(path: str | os.PathLike[str], compiled: Compiled) -> None:
     is_cached = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
     if devices[0].platform == "cpu" and is_cached and not any(code in program for code in _CODE):
         raise ValueError(
-            f"{name} cannot be saved: it comes from JAX's persistent compilation cache, and XLA "
-            "writes such a program for CPUs without its functions. Compile it in a process with "
+            f"{name} cannot be saved: XLA writes it without machine code, as it does with programs "
+            "for CPUs from JAX's persistent compilation cache. Compile it in a process with "
             "jax.config.update('jax_enable_compilation_cache', False)."
         )
     manifest = _manifest(compiled._lowered, compiled._plan, devices)
