@@ -11,6 +11,7 @@ from .assertions import (
     assert_sharded,
 )
 from .launcher import launch
+from .same import assert_same
 
 __all__ = [
     "assert_bytes_sent_below",
@@ -20,6 +21,7 @@ __all__ = [
     "assert_no_parameter_replicated",
     "assert_no_resharding",
     "assert_peak_below",
+    "assert_same",
     "assert_sharded",
     "launch",
 ]

@@ -1,0 +1,239 @@
+"""``assert_same``: faults of sharded programs, each with the module that it names."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from absl.testing import absltest, parameterized
+from flax import nnx
+
+from models import P, mesh_of
+from nnx_sharding import jit, shard_map
+from nnx_sharding.partition import fsdp
+from nnx_sharding.testing import assert_same
+
+AXES = ("data", "model")
+MESH = mesh_of((2, 4), AXES)
+X = jax.random.normal(jax.random.key(1), (8, 16))
+# What JAX would refuse is checked at run time only.
+unchecked = functools.partial(jax.shard_map, check_vma=False)
+
+
+class Row(nnx.Module):
+    """A layer whose kernel is sharded over its rows, in a `shard_map`."""
+
+    def __init__(self, reduce, rngs):
+        self.kernel, self.reduce = nnx.Param(rngs.normal((32, 16)) / 6), reduce
+
+    def __call__(self, x):
+        fun = lambda x, kernel: self.reduce(x @ kernel)  # noqa: E731
+        specs = P("data", "model"), P("model")
+        return unchecked(fun, in_specs=specs, out_specs=P("data"))(x, self.kernel[...])
+
+
+class Block(nnx.Module):
+    def __init__(self, reduce=lambda x: jax.lax.psum(x, "model")):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), Row(reduce, rngs)
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(x + self.down(jax.nn.relu(self.up(x)))))
+
+
+def forward(model, x):
+    return model(x)
+
+
+def train(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def message(function, *args, **options):
+    options = {"shardings": (None, P("data")), "mesh": MESH, "steps": 1} | options
+    with pytest.raises(AssertionError) as caught:
+        assert_same(function, *args, **options)
+    return str(caught.value)
+
+
+class CollectiveTest(parameterized.TestCase):
+    def test_training_on_both_kinds_of_axes(self):
+        model = Block()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        before = nnx.to_pure_dict(nnx.state((model, optimizer)))
+        specs = (None, None, P("data"))
+        assert_same(train, model, optimizer, X, shardings=specs, mesh=MESH)
+        explicit = mesh_of((2,), ("data",), "explicit")
+        mlp = nnx.Sequential(
+            nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+        )
+        specs = (fsdp(mlp, mesh=explicit, min_size=0), P("data"))
+        assert_same(forward, mlp, X, shardings=specs, mesh=explicit, steps=1)
+        after = nnx.to_pure_dict(nnx.state((model, optimizer)))
+        jax.tree.map(lambda a, b: self.assertIs(a, b), before, after)
+
+    @parameterized.named_parameters(
+        ("dropped_psum", lambda x: x),
+        ("doubled_psum", lambda x: jax.lax.psum(jax.lax.psum(x, "model"), "model")),
+        ("wrong_axis", lambda x: jax.lax.psum(x, "data")),
+    )
+    def test_sums(self, reduce):
+        text = message(forward, Block(reduce), X)
+        assert text.startswith(
+            "call 1 of forward is not the same on 8 devices:\n  model.down (Row)"
+        )
+        assert "model.down (Row) is the first module whose output differs: max error " in text
+        assert "\n    inputs: f32[8,32] P('data', 'model'), kernel: f32[32,16] P(" in text
+        assert "\n  the result: max error " in text
+
+
+DATA = mesh_of((4,), ("data",))
+
+
+def data_parallel(function):
+    """A step whose shards of the batch compute in a `shard_map`; what it returns is replicated."""
+
+    def step(model, x):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+        return shard_map(function, **specs)(model, x)
+
+    return step
+
+
+class Norm(nnx.Module):
+    """Batch normalization with running statistics, over all shards or its own."""
+
+    def __init__(self, average):
+        self.mean, self.average = nnx.BatchStat(jnp.zeros(16)), average
+
+    def __call__(self, x):
+        mean = jax.lax.pmean(x.mean(0), "data")
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * self.average(mean, x.mean(0), self.mean[...])
+        return x - mean
+
+
+class Net(nnx.Module):
+    def __init__(self, average=lambda mean, local, old: mean, rate=0.0):
+        rngs = nnx.Rngs(0)
+        self.up, self.norm = nnx.Linear(16, 16, rngs=rngs), Norm(average)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x, rngs=None):
+        return self.out(self.dropout(self.norm(jnp.tanh(self.up(x))), rngs=rngs))
+
+
+def squares(model, x):
+    return jax.lax.pmean((model(x) ** 2).mean(), "data")
+
+
+def with_local_mean(model, x):
+    return (model(x) ** 2).mean()
+
+
+def with_own_keys(model, x):
+    key = jax.random.fold_in(model.dropout.rngs.key[...], jax.lax.axis_index("data"))
+    return jax.lax.pmean((model(x, rngs=nnx.Rngs(dropout=key)) ** 2).mean(), "data")
+
+
+class ShardMapTest(parameterized.TestCase):
+    options = {"mesh": DATA, "shardings": (P(), P("data"))}
+
+    def test_right_programs(self):
+        assert_same(data_parallel(squares), Net(), X, steps=2, **self.options)
+        assert_same(data_parallel(with_own_keys), Net(rate=0.5), X, steps=1, **self.options)
+
+    def test_stale_statistics(self):
+        first = lambda mean, local, old: jnp.where(jax.lax.axis_index("data") == 0, mean, old)  # noqa: E731
+        text = message(data_parallel(squares), Net(first), X, **self.options)
+        assert "\n  model.norm (Norm) is the first module with an array that differs\n" in text
+        assert re.search(r"model\.norm\.mean: .*; its replicas over 'data' are not equal", text)
+
+    def test_local_statistics(self):
+        text = message(data_parallel(squares), Net(lambda _, local, old: local), X, **self.options)
+        assert "\n  model.norm (Norm) is the first module with an array that differs\n" in text
+
+    def test_shared_key(self):
+        text = message(data_parallel(squares), Net(rate=0.5), X, **self.options)
+        assert "\n  model.dropout (Dropout) drops the same elements of shards with diff" in text
+        assert "over 'data'" in text and "fold_in" in text
+
+    def test_local_mean(self):
+        text = message(data_parallel(with_local_mean), Net(), X, **self.options)
+        assert "\n  outside of modules: their outputs and gradients are the same\n" in text
+        assert re.search("the result: max error .*; its replicas over 'data' are not equal", text)
+
+    def test_local_mean_in_a_module(self):
+        class Center(nnx.Module):
+            def __call__(self, x):
+                return x - x.mean(0)
+
+        net = Net()
+        net.norm = Center()
+        text = message(data_parallel(squares), net, X, **self.options)
+        assert "\n  model.norm (Center) is the first module whose output differs: max err" in text
+        assert "\n    inputs: f32[2,16]" in text
+
+    def test_hidden_replicas(self):
+        """Where the first device is right, only the comparison of all replicas finds it."""
+
+        def fun(x):
+            y = jax.lax.psum(x.sum(), "data")
+            return y + jax.lax.axis_index("data")
+
+        step = lambda x: unchecked(fun, in_specs=P("data"), out_specs=P())(x)  # noqa: E731
+        text = message(step, X, mesh=DATA, shardings=(P("data"),))
+        assert "the result: max error 3, tolerance" in text
+        assert "its replicas over 'data' are not equal" in text
+
+
+class GradientTest(parameterized.TestCase):
+    def test_wrong_gradient(self):
+        """The gradient of the sum is not summed, as in a hand-written tensor-parallel layer."""
+
+        @jax.custom_vjp
+        def copy(x):
+            return x
+
+        copy.defvjp(lambda x: (x, None), lambda _, g: (2.0 * g,))
+
+        class Copied(nnx.Module):
+            def __init__(self):
+                self.scale = nnx.Param(jnp.ones(32))
+
+            def __call__(self, x):
+                size = jax.sharding.get_abstract_mesh().shape["data"]
+                return self.scale[...] * (copy(x) if size > 1 else x)
+
+        model = nnx.Sequential(nnx.Linear(16, 32, rngs=nnx.Rngs(0)), Copied())
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        specs = (None, None, P("data"))
+        text = message(train, model, optimizer, X, shardings=specs)
+        assert "\n  model.layers[1] (Copied) is the first module whose gradient differs: " in text
+        assert "\n  model.layers[0].kernel: max error" in text
+        assert "the result" not in text
+
+
+class ToleranceTest(parameterized.TestCase):
+    def test_types(self):
+        off = lambda x: x * (1 + 1e-3 * (jax.sharding.get_abstract_mesh().shape["data"] > 1))  # noqa: E731
+        options = {"mesh": DATA, "shardings": (P("data"),)}
+        assert "the result: max error 0.00" in message(off, X, **options)
+        assert_same(off, X.astype("bfloat16"), steps=1, **options)
+        assert_same(off, X, steps=1, tolerance=0.01, **options)
+
+    def test_jitted(self):
+        for wrapped in (jit(forward), jax.jit(forward)):
+            with pytest.raises(TypeError, match="pass it without jit"):
+                assert_same(wrapped, Block(), X, shardings=None, mesh=MESH)
+
+
+if __name__ == "__main__":
+    absltest.main()
