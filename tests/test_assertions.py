@@ -21,8 +21,8 @@ from nnx_sharding.testing import (
     assert_bytes_sent_below,
     assert_collectives,
     assert_no_collective,
-    assert_no_parameter_replicated,
     assert_peak_below,
+    assert_sharded,
 )
 
 pytest_plugins = "pytester"
@@ -200,39 +200,38 @@ class PeakTest(parameterized.TestCase):
 class ReplicatedTest(parameterized.TestCase):
     def test_programs(self):
         for program in programs():
-            assert_no_parameter_replicated(program, min_size=0)
+            assert_sharded(program, tolerance=0)
         for program in programs(replicated):
-            assert_no_parameter_replicated(program, min_size=WIDTH * HIDDEN + 1)
-            assert_no_parameter_replicated(program, allowed="kernel$")
-            text = message(assert_no_parameter_replicated, program, allowed=["up/|up.k"])
+            assert_sharded(program, min_size=WIDTH * HIDDEN + 1)
+            assert_sharded(program, allowed="kernel$")
+            assert_sharded(program, tolerance=0.99)
+            text = message(assert_sharded, program, allowed=["up/|up.k"])
             assert text == (
-                "1 of 3 arrays is fully replicated:\n"
+                "64.0 KiB of 132 KiB (48.5%) are fully replicated, more than 2.0%:\n"
                 "  model.down.kernel, shape (256, 64): 64.0 KiB, spec P(None, None)\n"
-                "Partition them by specs, or allow it by allowed=... or min_size=..."
+                "Give them specs, or allow it by tolerance=..., min_size=... or allowed=..."
             )
-            text = message(assert_no_parameter_replicated, program)
-            assert text.startswith("2 of 3 arrays are fully replicated:\n  model.")
+            text = message(assert_sharded, program)
+            assert "\n  model.down.kernel" in text and "\n  model.up.kernel" in text
 
     def test_placed_models(self):
         model = make()
-        assert_no_parameter_replicated(model)  # one device holds all of it
-        where = NamedSharding(MESH, P())
-        model.up.kernel.set_value(jax.device_put(model.up.kernel[...], where))
-        text = message(assert_no_parameter_replicated, model)
+        specs = {"up": P(), "down": P("model")}
+        for name, spec in specs.items():
+            kernel = getattr(model, name).kernel
+            kernel.set_value(jax.device_put(kernel[...], NamedSharding(MESH, spec)))
+        text = message(assert_sharded, model, tolerance=0, min_size=2**14)
         assert "  up/kernel, shape (64, 256): 64.0 KiB, spec P" in text
         assert "down" not in text
-        split = NamedSharding(MESH, P(None, "model"))
-        model.up.kernel.set_value(jax.device_put(model.up.kernel[...], split))
-        assert_no_parameter_replicated(model, min_size=0)
 
     def test_bad_arguments(self):
         with pytest.raises(ValueError, match=r"'modle' matches no path, such as model\.down"):
-            assert_no_parameter_replicated(compiled(), allowed=["modle"])
+            assert_sharded(compiled(), allowed=["modle"])
         with pytest.raises(ValueError, match="is not a regular expression"):
-            assert_no_parameter_replicated(compiled(), allowed=["("])
+            assert_sharded(compiled(), allowed=["("])
         for wrong in (-1, 1.5, True, None):
             with pytest.raises(ValueError, match="min_size must be a number"):
-                assert_no_parameter_replicated(compiled(), min_size=wrong)
+                assert_sharded(compiled(), min_size=wrong)
 
 
 FAILING = """
@@ -249,6 +248,9 @@ OPTIONS = {"in_shardings": (replicated(MODEL), P("data")), "out_shardings": P("d
 FUN = jit(lambda m, x: m(x) @ m(x).T, mesh=MESH, auto_axes=True, **OPTIONS)
 COMPILED = FUN.lower(MODEL, jnp.ones((8, 256))).compile()
 
+def MESH_SIZE():
+    return jax.sharding.get_abstract_mesh().size
+
 def test_assert_bytes_sent_below():
     testing.assert_bytes_sent_below(COMPILED, 0)
 
@@ -261,8 +263,8 @@ def test_assert_gathers_weights():
 def test_assert_no_collective():
     testing.assert_no_collective(COMPILED)
 
-def test_assert_no_parameter_replicated():
-    testing.assert_no_parameter_replicated(COMPILED)
+def test_assert_same():
+    testing.assert_same(lambda x: x * MESH_SIZE(), jnp.ones(8), shardings=(P("data"),), mesh=MESH)
 
 def test_assert_no_resharding():
     testing.assert_no_resharding(COMPILED)

@@ -40,7 +40,7 @@ from nnx_sharding.partition import (
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.placement import place
 from nnx_sharding.report import check_sharding
-from nnx_sharding.testing import assert_no_parameter_replicated
+from nnx_sharding.testing import assert_sharded
 
 WIDTH = 16
 MESH = mesh_of((2, 4), ("data", "model"))
@@ -491,8 +491,8 @@ class TestListed:
     def test_in_assertions(self):
         model = abstract_init(made, fsdp(made(), mesh=MESH, min_size=0), MESH)
         with pytest.raises(AssertionError, match=r"mask, shape \(16, 16\)"):
-            assert_no_parameter_replicated(model, min_size=100)
-        assert_no_parameter_replicated(model, min_size=100, allowed="mask")
+            assert_sharded(model, tolerance=0, min_size=100)
+        assert_sharded(model, tolerance=0, min_size=100, allowed="mask")
 
 
 class TestCheckpoint:

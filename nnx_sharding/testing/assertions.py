@@ -170,61 +170,6 @@ def _largest(rows: Iterable[ParameterRow | ActivationRow]) -> str:
     return "\n".join(errors.shortened(lines, "  "))
 
 
-def assert_no_parameter_replicated(
-    program: Program | Any, *, min_size: int = 2**14, allowed: Iterable[str] = ()
-) -> None:
-    """Fails if a large array is fully replicated over several devices.
-
-    For a program, this checks the arguments. For the replicated fraction of all bytes, see
-    :func:`~nnx_sharding.testing.assert_sharded`.
-
-    Args:
-      program: a compiled function or its report; or a placed model, optimizer, or pytree of them.
-      min_size: arrays with fewer elements may be replicated.
-      allowed: regular expressions; an array may be replicated if one matches in its path.
-
-    Example:
-      >>> import jax
-      >>> from flax import nnx
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from nnx_sharding import jit
-      >>> from nnx_sharding.testing import assert_no_parameter_replicated
-      >>> from nnx_sharding.partition import make_mesh, replicated
-      >>> model = nnx.eval_shape(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
-      >>> specs = (replicated(model), P("data"))
-      >>> fun = jit(lambda model, x: model(x), in_shardings=specs, mesh=make_mesh({"data": -1}))
-      >>> compiled = fun.lower(model, jax.ShapeDtypeStruct((8, 256), "float32")).compile()
-      >>> assert_no_parameter_replicated(compiled, allowed=["kernel$"])
-      >>> assert_no_parameter_replicated(compiled)
-      Traceback (most recent call last):
-      AssertionError: 1 of 3 arrays is fully replicated:
-        model.kernel, shape (256, 256): 256 KiB, spec P(None, None)
-      Partition them by specs, or allow it by allowed=... or min_size=...
-    """
-    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
-        raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
-    if isinstance(program, Compiled | ProgramReport):
-        report = _report(program)
-        rows = [(row, report.num_devices) for row in report.parameters if row.used]
-    else:
-        rows = [(row, row.num_devices) for row in parameter_table(program)]
-    replicated = [
-        row
-        for row, num_devices in _not_allowed(rows, allowed, lambda pair: pair[0].path)
-        if num_devices > 1
-        and row.shard_shape == row.shape
-        and math.prod(row.shape) >= max(min_size, 2)
-    ]
-    if replicated:
-        replicated.sort(key=lambda row: -row.bytes_total)
-        verb = "is" if len(replicated) == 1 else "are"
-        lines = (
-            f"  {_at(x)}: {bytes_text(x.bytes_total)}, spec {spec_text(x.spec)}" for x in replicated
-        )
-        head = f"{len(replicated)} of {len(rows)} arrays {verb} fully replicated:"
-        _fail(head, lines, "Partition them by specs, or allow it by allowed=... or min_size=...")
-
-
 def assert_no_resharding(
     program: Program, axes: Axes | None = None, *, allowed: Iterable[str] = ()
 ) -> None:
@@ -285,46 +230,67 @@ def assert_gathers_weights(
 
 
 def assert_sharded(
-    model: Any, *, tolerance: float = 0.02, sharding: StateSharding | None = None, mesh: Any = None
+    model: Program | Any,
+    *,
+    tolerance: float = 0.02,
+    min_size: int = 0,
+    allowed: Iterable[str] = (),
+    sharding: StateSharding | None = None,
+    mesh: Any = None,
 ) -> None:
     """Fails if much of a model is fully replicated, as after a forgotten rule.
 
     Args:
-      model: a placed model or optimizer, or a pytree or ``nnx.state(model, nnx.Param)`` of it.
+      model: a placed model or optimizer, or a pytree or ``nnx.state(model, nnx.Param)`` of it; or a
+        compiled function or its report, of which this checks the arguments.
       tolerance: the fraction of all bytes that may be replicated, from 0 to 1. Arrays on a mesh of
         one device do not count: they cannot be sharded.
+      min_size: arrays with fewer elements may be replicated.
+      allowed: regular expressions; an array may be replicated if one matches in its path.
       sharding: rules to check instead of the present shardings; the model may then be abstract.
       mesh: the mesh of these rules.
 
     Example:
       >>> from flax import nnx
       >>> from nnx_sharding.testing import assert_sharded
-      >>> assert_sharded(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))
+      >>> assert_sharded(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), allowed=["bias$"])
       Traceback (most recent call last):
-      AssertionError: 576 of 576 bytes (100.0%) are fully replicated, more than 2.0%:
-        kernel, shape (8, 16): 512 bytes
-        bias, shape (16,): 64 bytes
-      Give them specs, or raise the tolerance.
+      AssertionError: 512 B of 576 B (88.9%) are fully replicated, more than 2.0%:
+        kernel, shape (8, 16): 512 B, spec SingleDeviceSharding(...)
+      Give them specs, or allow it by tolerance=..., min_size=... or allowed=...
 
     The check, and its tolerance of 2%, follow ``assert_params_sufficiently_sharded`` of MaxText.
     """
     if not 0 <= tolerance <= 1:
         raise ValueError(f"tolerance must be a fraction of all bytes, 0 to 1, got {tolerance!r}.")
+    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
+        raise ValueError(f"min_size must be a number of elements, got {min_size!r}.")
     rows: Sequence[ParameterRow]
-    if sharding is None:
-        rows = parameter_table(model)
+    if isinstance(model, Compiled | ProgramReport):
+        program = _report(model)
+        rows = [row for row in program.parameters if row.used]
+        whole = [x for x in rows if program.num_devices > 1 and x.shard_shape == x.shape]
     else:
-        report = check_sharding(model, sharding, mesh)
-        report.raise_for_problems()
-        rows = report.rows
-    replicated = sorted(filter(is_replicated, rows), key=lambda row: -row.bytes_total)
+        if sharding is None:
+            rows = parameter_table(model)
+        else:
+            report = check_sharding(model, sharding, mesh)
+            report.raise_for_problems()
+            rows = report.rows
+        whole = [*filter(is_replicated, rows)]
+    large = {id(x) for x in whole if math.prod(x.shape) >= min_size}
+    others = [x for x in _not_allowed(rows, allowed, lambda row: row.path) if id(x) in large]
+    replicated = sorted(others, key=lambda row: -row.bytes_total)
     held, total = (sum(row.bytes_total for row in some) for some in (replicated, rows))
     if held > tolerance * total:
+        sizes = f"{bytes_text(held)} of {bytes_text(total)} ({held / total:.1%})"
         _fail(
-            f"{held} of {total} bytes ({held / total:.1%}) are fully replicated, more than "
-            f"{tolerance:.1%}:",
-            (f"  {row.path}, shape {row.shape}: {row.bytes_total} bytes" for row in replicated),
-            "Give them specs, or raise the tolerance.",
+            f"{sizes} are fully replicated, more than {tolerance:.1%}:",
+            (
+                f"  {_at(x)}: {bytes_text(x.bytes_total)}, spec {spec_text(x.spec)}"
+                for x in replicated
+            ),
+            "Give them specs, or allow it by tolerance=..., min_size=... or allowed=...",
         )
 
 
