@@ -27,6 +27,7 @@ settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 import configurations  # noqa: E402
+import schedule  # noqa: E402
 from nnx_sharding.report.compiler_process import CompilerProcess  # noqa: E402
 
 _put = LRUCache.put
@@ -63,6 +64,7 @@ def pytest_runtest_setup(item):
 
 def pytest_collection_modifyitems(items):
     configurations.skip(items)
+    schedule.mark(items, SEED)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The tests that ``make test-modes`` skips exist, and so do the files of ``CORE``."""
+"""The tests exist that ``make test-modes`` skips and `schedule` marks, and the files of ``CORE``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from absl.testing import absltest
 
+import schedule
 from configurations import CANNOT_RUN
 
 TESTS = Path(__file__).parent
@@ -31,6 +32,17 @@ class ConfigurationsTest(absltest.TestCase):
             start = method[0].split("*")[0]
             methods = METHOD.findall(bodies[name])
             self.assertTrue(any(start.startswith(m) or start in m for m in methods), pattern)
+
+    def test_what_is_scheduled_exists(self):
+        names = [*schedule.GATE, *schedule.NIGHTLY, *schedule.DRAWN]
+        self.assertLen(set(names), len(names))
+        for name in names:
+            file, *_, test = name.split("::")
+            text = (TESTS / f"test_{file}").read_text(encoding="utf-8")
+            if test.startswith("test_page["):
+                self.assertTrue((TESTS.parent / test[len("test_page[") : -1]).exists(), name)
+            found = re.findall(r"def (test_\w*)", text)
+            self.assertTrue(any(test.startswith(x) for x in found) or not test, name)
 
     def test_core_tests_exist(self):
         makefile = TESTS.with_name("Makefile").read_text(encoding="utf-8")

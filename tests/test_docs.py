@@ -68,31 +68,16 @@ def test_there_are_eight_devices():
     assert jax.device_count() == 8
 
 
-# Pages that train or plan, and take seconds: not in `make test`.
-HEAVY = "accumulation batches choosing_specs deep_models faq fsdp planning ring_attention"
-HEAVY += " stacked_layers_and_remat training_run nnx_sharding.planning.plan.plan"
-GATE = pytest.mark.slow, pytest.mark.gate
-
-
-def examples(found, name_of):
-    names = [name_of(one) for one in found]
-    is_heavy = [name.removesuffix(".md").rpartition("/")[2] in HEAVY.split() for name in names]
-    return [
-        pytest.param(one, id=name, marks=GATE if heavy else ())
-        for one, name, heavy in zip(found, names, is_heavy, strict=True)
-    ]
-
-
 # One test for each page: its blocks build on each other, and pytest-xdist would otherwise
 # spread them over processes.
-@pytest.mark.parametrize("page", examples(pages(), lambda page: str(page.relative_to(ROOT))))
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page):
     with cache_for(page.read_text(encoding="utf-8")):
         for example in BLOCKS.parse(page):
             example.evaluate()
 
 
-@pytest.mark.parametrize("example", examples(docstrings(), lambda example: example.name))
+@pytest.mark.parametrize("example", docstrings(), ids=lambda example: example.name)
 def test_docstring(example):
     report: list[str] = []
     with cache_for(example.docstring):

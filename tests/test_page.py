@@ -27,7 +27,7 @@ from nnx_sharding.report import Comparison, ProgramReport, check_sharding
 from nnx_sharding.report.comparison import Failure
 from nnx_sharding.report.page import html_page, write_html
 
-pytestmark = [pytest.mark.slow, pytest.mark.gate]
+pytestmark = pytest.mark.slow
 
 MIB = 2**20
 
