@@ -34,7 +34,7 @@ demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shard
 	$(BIN)/python examples/demo.py
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-# Slow tests are for `make nightly`, but those that are marked `gate` too are for each merge.
+# Slow tests are for `make nightly`, some of them for each merge: see tests/schedule.py.
 MARKS ?= not slow
 test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples in the docs
 	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)

@@ -241,7 +241,6 @@ DRAWN = {
     "accumulation.py::test_rows_over_more_axes_than_parameters": 2,
     "accumulation.py::test_specs_without_a_strategy": 1,
     "accumulation.py::test_uses_outside_of_layers_are_reduced_for_each_microbatch": 1,
-    "accumulation_grid.py::test_some": 2,
     "activation_reports.py::test_fsdp_gathers_weights_and_sums_gradients": 3,
     "activations.py::TestExplicitAxes::test_heads_stay_sharded_where_the_sequence_was": 1,
     "array_sharder.py::ParamTest::test_a_trace_gives_shardings_with_the_spec": 3,

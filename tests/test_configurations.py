@@ -1,4 +1,4 @@
-"""The tests exist that ``make test-modes`` skips and `schedule` marks, and the files of ``CORE``."""
+"""The tests that ``make test-modes`` skips or `schedule` marks exist, and the files of ``CORE``."""
 
 from __future__ import annotations
 
