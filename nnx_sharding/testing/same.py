@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from .. import _compat
 from ..activations.axis_types import arrays_in
@@ -163,9 +163,11 @@ class _Run:
                 _describe(site, label, x)
             args, kwargs = self._tapped(site, (args, kwargs))
             out = call(*args, **kwargs)
-            if isinstance(module, nnx.Dropout) and axes and out is not args[0]:
-                self._tapped(site._replace(side="mask"), (out != 0) + 0 * out)
-                out = args[0]
+            if isinstance(module, nnx.Dropout) and axes:
+                [x] = arrays_in(args[:1] or kwargs["inputs"])
+                if out is not x:
+                    self._tapped(site._replace(side="mask"), (out != 0) + 0 * out)
+                    out = x
             return self._tapped(site._replace(side="output"), out)
 
         return outer(module, method, recorded, args, kwargs)
@@ -235,9 +237,11 @@ class _Compared:
             if not error <= limit:
                 first = {str(index): shard for index, shard in reversed(shards)}
                 apart = max(_distance(shard, first[str(index)]) for index, shard in shards)
-                used = [*spec_axes(array.sharding.spec)]
-                over = ", ".join(repr(a) for a in array.sharding.mesh.axis_names if a not in used)
-                note = f"; its replicas over {over} are not equal" * (not apart <= limit)
+                note = ""
+                if not apart <= limit and isinstance(array.sharding, NamedSharding):
+                    used, axes = [*spec_axes(array.sharding.spec)], array.sharding.mesh.axis_names
+                    over = ", ".join(repr(axis) for axis in axes if axis not in used)
+                    note = f"; its replicas over {over} are not equal"
                 lines.append(f"  {name}: {_error(error, limit)}{note}")
         return [self._first(lines), *lines] if lines else []
 
