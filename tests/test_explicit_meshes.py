@@ -22,9 +22,10 @@ WIDTH = 16
 @pytest.fixture(autouse=True, scope="module")
 def _less_optimized():
     """Compiles in a third of the time."""
+    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 class MLP(nnx.Module):
