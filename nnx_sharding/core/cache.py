@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -67,14 +68,24 @@ class FunctionCache:
         return plans
 
 
+class Several:
+    """A function that consists of others, at each call of a transform a new one."""
+
+    __slots__ = ("__weakref__", "functions")
+
+    functions: tuple[Any, ...]
+
+
 # By the identity of the function; for a bound method, a new object at each access, by that of its
-# function and its object.
+# function and its object; for several functions, by those of all.
 _CACHES: dict[tuple[int, ...], tuple[FunctionCache, list[Any]]] = {}
 
 
 def cache_of(fun: Any, make_log: Callable[[], Any]) -> FunctionCache:
     """The cache of a function; a new one gets a log of traces from ``make_log``."""
-    parts = (fun.__func__, fun.__self__) if inspect.ismethod(fun) else (fun,)
+    functions = fun.functions if isinstance(fun, Several) else (fun,)
+    methods = ((x.__func__, x.__self__) if inspect.ismethod(x) else (x,) for x in functions)
+    parts = [*itertools.chain.from_iterable(methods)]
     key = (*map(id, parts),)
     entry = _CACHES.get(key)
     if entry is not None:

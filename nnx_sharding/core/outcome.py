@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .structure import Structure
-from .unflatten import NodeChange
+from .unflatten import NodeChange, node_changes
 
 
 class OutputGroup(Exception):
@@ -69,6 +69,30 @@ class Outcome:
         """The arrays of ``structure``, from the inputs and outputs."""
         outputs = [group.arrays for group in groups]
         return [inputs[i] if group < 0 else outputs[group][i] for group, i in self.sources]
+
+
+def union(before: Structure, outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of whichever of several functions runs; the structure after each is the same.
+
+    Arrays that one of them changes are outputs of all, in one group, in the order of their slots.
+    """
+    first, structure = outcomes[0], outcomes[0].structure
+    every = [*zip(*(outcome.sources for outcome in outcomes), strict=True)]
+    fresh = [slot for slot, sources in enumerate(every) if max(sources)[0] >= 0]
+    places = {slot: (0, position) for position, slot in enumerate(fresh)}
+    entries: Any = before.entries
+    nodes = sorted({change.node for outcome in outcomes for change in outcome.nodes})
+    changes = (node_changes(i, entries[i], structure, {*fresh}) for i in nodes)
+    return Outcome(
+        structure,
+        tuple(places.get(slot, sources[0]) for slot, sources in enumerate(every)),
+        tuple(sorted({index for outcome in outcomes for index in outcome.values})),
+        first.metadata,
+        tuple(change for change in changes if change is not None),
+        first.statics,
+        first.copied,
+        any(outcome.has_effects for outcome in outcomes),
+    )
 
 
 jax.tree_util.register_pytree_node(

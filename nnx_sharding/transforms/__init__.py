@@ -1,6 +1,7 @@
 """JAX's transforms for functions that take and return NNX objects, and their stages."""
 
 from .batching import Carry, StateAxes, vmap
+from .control_flow import cond, fori_loop, switch, while_loop
 from .gradients import grad, value_and_grad
 from .loops import scan
 from .recompute import remat
@@ -13,11 +14,15 @@ __all__ = [
     "SavedResiduals",
     "Stack",
     "StateAxes",
+    "cond",
+    "fori_loop",
     "grad",
     "remat",
     "saved_residuals",
     "scan",
     "stack",
+    "switch",
     "value_and_grad",
     "vmap",
+    "while_loop",
 ]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -14,12 +17,15 @@ import jax
 from .. import _compat
 from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
+from ..core.cache import Several
 from ..core.call_context import Caller
+from ..core.none_specs import PLAIN
 from ..core.pure import Pure
+from ..core.static_equality import Static
 from ..core.transform import Program, Transform
 from ..core.unflatten import Built
 from ..specs.paths import Path
-from .lifted_function import LiftedFunction, P, R
+from .lifted_function import LiftedFunction, P, R, unbind
 from .partial_sums import PARTIAL_SUMS
 
 # The modules known to a surrounding ``remat`` with filters: by id, path and module.
@@ -42,6 +48,12 @@ def described(value: Any) -> str:
     return jax.typeof(value).str_short() if is_array(value) else f"a {type(value).__name__}"
 
 
+def form(tree: Any) -> str:
+    """A pytree with the types of its leaves, for messages."""
+    types = jax.tree.map(described, tree, is_leaf=_compat.is_graph_object)
+    return textwrap.shorten(repr(types).replace("'", ""), 300)
+
+
 def replaced(leaves: Sequence[Any], slots: Iterable[int], arrays: Iterable[Any]) -> list[Any]:
     """Arrays with others in some slots."""
     new = dict(zip(slots, arrays, strict=True))
@@ -51,6 +63,80 @@ def replaced(leaves: Sequence[Any], slots: Iterable[int], arrays: Iterable[Any])
 def of_slots(function: Function, slots: Sequence[int], leaves: Sequence[Any]) -> Function:
     """A function of the arrays in some slots only; the others are fixed."""
     return lambda *arrays: function(*replaced(leaves, slots, arrays))
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether an argument is traced; flags and what is not an array stay as they are."""
+    return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
+
+
+def at_top_level(call: Function) -> Function:
+    """The same function, compiled when called outside of any trace, where JAX keeps no trace."""
+
+    @functools.lru_cache(maxsize=64)
+    def compiled(fixed: Sequence[tuple[int, Static]], count: int) -> Function:
+        known = {slot: static.value for slot, static in fixed}
+        slots = [slot for slot in range(count) if slot not in known]
+        leaves = [known.get(slot) for slot in range(count)]
+        return jax.jit(of_slots(call, slots, leaves))
+
+    def run(*leaves: Any) -> Any:
+        if not _compat.trace_is_clean():
+            return call(*leaves)
+        fixed = tuple((s, Static.of(x)) for s, x in enumerate(leaves) if not is_traced(x))
+        if not all(isinstance(static.value, PLAIN) for _, static in fixed):
+            return call(*leaves)  # what is kept must not keep the user's objects alive
+        return compiled(fixed, len(leaves))(*filter(is_traced, leaves))
+
+    return run
+
+
+class Functions(Several):
+    """The functions of one call of a transform that takes several; called, it is the first.
+
+    What they are bound to, and callable modules, are ``objects``, the argument that comes first.
+    """
+
+    __slots__ = ("__name__", "__signature__", "bound", "objects")
+
+    def __init__(self, name: str, functions: Sequence[Any], leading: Sequence[str], count: int):
+        pairs = [(type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x) for x in functions]
+        self.__name__, self.functions = name, tuple(function for function, _ in pairs)
+        self.objects = [*{id(x): x for _, own in pairs for x in own}.values()]
+        # For each function the places of its objects.
+        places = {id(x): place for place, x in enumerate(self.objects)}
+        self.bound = tuple(tuple(places[id(x)] for x in own) for _, own in pairs)
+        self.__signature__ = _signature(pairs[0], leading, count)
+
+    def which(self, number: int) -> Function:
+        """One of the functions, with the objects as its first argument."""
+        function, bound = self.functions[number], self.bound[number]
+
+        @functools.wraps(function, updated=())
+        def call(objects: Sequence[Any], *args: Any) -> Any:
+            return function(*(objects[place] for place in bound), *args)
+
+        return call
+
+    def __call__(self, *args: Any) -> Any:
+        return self.which(0)(*args)
+
+
+def _signature(
+    function: tuple[Any, Sequence[Any]], leading: Sequence[str], count: int
+) -> inspect.Signature:
+    """The leading parameters, and those of a function, if they fit a call with so many operands."""
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    try:
+        own = [*inspect.signature(function[0]).parameters][len(function[1]) :][:count]
+    except (TypeError, ValueError):  # some functions written in C
+        own = []
+    names = [*leading, *own]
+    parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(names)]
+    if len(own) < count or len(parameters) < len(names):
+        parameters = [inspect.Parameter(name, kind) for name in leading]
+        parameters.append(inspect.Parameter("operands", inspect.Parameter.VAR_POSITIONAL))
+    return inspect.Signature(parameters)
 
 
 class InnerTransform(Transform):

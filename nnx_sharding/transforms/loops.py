@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +27,12 @@ from ..errors import raise_listed, see
 from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
 from .batching import Carry, Mapped, axes_specs, captures
-from .in_trace import Function, Inner, described
+from .in_trace import Function, Inner, form
 from .lifted_function import lift, unbind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scan(Mapped):
+class Scan(Mapped):
     """What ``scan`` decides, and the options that it passes to ``jax.lax.scan``.
 
     Attributes:
@@ -54,39 +53,20 @@ class _Scan(Mapped):
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             out = fun(*args, **kwargs)
-            given = _argument(caller.fun, self.carried, args, kwargs)
-            self._check_carry(name_of(caller.fun), given, out)
+            given, fun_name = _argument(caller.fun, self.carried, args, kwargs), name_of(caller.fun)
+            if self.returned is None:
+                check_carry(self.name, fun_name, given, out)
+            elif isinstance(out, tuple) and len(out) > self.returned:
+                check_carry(self.name, fun_name, given, out[self.returned])
+            else:
+                error = TypeError(
+                    f"scan: {fun_name} must return a tuple whose item {self.returned} is the "
+                    f"carry (out_axes={self.out_specs}), got {form(out)}."
+                )
+                raise see(error, anchor="carry-of-another-form")
             return out
 
         return checked
-
-    def _check_carry(self, fun_name: str, given: Any, out: Any) -> None:
-        """Checks that the returned carry has the form of the given one."""
-        if self.returned is not None:
-            if not isinstance(out, tuple) or len(out) <= self.returned:
-                error = TypeError(
-                    f"scan: {fun_name} must return a tuple whose item {self.returned} is the "
-                    f"carry (out_axes={self.out_specs}), got {_form(out)}."
-                )
-                raise see(error, anchor="carry-of-another-form")
-            out = out[self.returned]
-        is_leaf = _compat.is_graph_object
-        before, old = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_leaf)
-        after, new = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
-        if old != new:  # type: ignore[operator]
-            error = TypeError(
-                f"scan: {fun_name} returns a carry of a different structure than it was given:\n"
-                f"  given: {_form(given)}\n  returned: {_form(out)}"
-            )
-            raise see(error, anchor="carry-of-another-form")
-        others = [
-            f"  carry{accessor('', tuple(map(path_key, path)))}: {type(one).__name__}"
-            for (path, one), other in zip(before, after, strict=True)
-            if one is not other and (is_leaf(one) or is_leaf(other))
-        ]
-        head = f"scan: {fun_name} returns different objects in the carry than it was given:"
-        remedy = "Change the module that it was given, and return that."
-        raise_listed(ValueError, head, others, remedy)
 
     def passes_sums(self, spec: Any) -> bool:
         # A step may write to what is not mapped, and has no sums for the new value. The last
@@ -100,13 +80,27 @@ class _Scan(Mapped):
     def applied(
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
-        return _Loop(self.options, pure, function, in_specs, out_specs)
+        return Loop(self.options, pure, function, in_specs, out_specs)
 
 
-def _form(tree: Any) -> str:
-    """A pytree with the types of its leaves."""
-    form = jax.tree.map(described, tree, is_leaf=_compat.is_graph_object)
-    return textwrap.shorten(repr(form).replace("'", ""), 300)
+def check_carry(name: str, fun_name: str, given: Any, out: Any) -> None:
+    """Checks that the returned carry has the form of the given one."""
+    is_leaf = _compat.is_graph_object
+    before, old = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_leaf)
+    after, new = jax.tree_util.tree_flatten(out, is_leaf=is_leaf)
+    if old != new:  # type: ignore[operator]
+        error = TypeError(
+            f"{name}: {fun_name} returns a carry of a different structure than it was given:\n"
+            f"  given: {form(given)}\n  returned: {form(out)}"
+        )
+        raise see(error, anchor="carry-of-another-form")
+    others = [
+        f"  carry{accessor('', tuple(map(path_key, path)))}: {type(one).__name__}"
+        for (path, one), other in zip(before, after, strict=True)
+        if one is not other and (is_leaf(one) or is_leaf(other))
+    ]
+    head = f"{name}: {fun_name} returns different objects in the carry than it was given:"
+    raise_listed(ValueError, head, others, "Change the module that it was given, and return that.")
 
 
 def _argument(fun: Any, which: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -131,7 +125,11 @@ def _is_carry(axes: Any) -> bool:
     return axes is Carry or axes is nnx.Carry
 
 
-class _Loop:
+# What a step gets that is not an array, by slot.
+Fixed: TypeAlias = Sequence[tuple[int, Static]]
+
+
+class Loop:
     """A loop over a pure function, itself a function of the same flat arrays.
 
     Arrays of objects that are not mapped are carried: the next step reads what a step writes to
@@ -142,13 +140,13 @@ class _Loop:
         self,
         options: Iterable[tuple[str, Static]],
         pure: Pure,
-        function: Callable[..., Any],
+        function: Function,
         in_specs: Sequence[Any],
         out_specs: Sequence[Any],
     ):
         self._options = {key: option.value for key, option in options}
         self._function, self._structure, self._names = function, pure.structure, pure.names
-        self._signature = pure.signature
+        self._signature, self._transform = pure.signature, pure.transform
         structure = pure.structure
         self._mapped = {s: x.index for s, x in enumerate(in_specs) if x.index is not None}
         self._carry = [s for s in structure.root_slots if in_specs[s] is CARRY]
@@ -202,7 +200,7 @@ class _Loop:
         names = tuple(self._names[slot] for slot in slots)  # for JAX's messages
         carry = OutputGroup(names, tuple(leaves[slot] for slot in slots))
         mapped = [jnp.moveaxis(leaves[slot], axis, 0) for slot, axis in self._mapped.items()]
-        last, (stacked, outcome) = jax.lax.scan(step, carry, mapped, **self._options)
+        last, (stacked, outcome) = self._run(step, carry, mapped, fixed)
         final = {
             outcome.sources[slot]: array
             for slot, array in zip(self._slots_after(outcome), last.arrays, strict=False)
@@ -217,26 +215,36 @@ class _Loop:
             groups.append(OutputGroup(("",) * len(arrays), arrays))
         return (*groups, outcome)
 
-    def _step(self, fixed: Sequence[tuple[int, Static]]) -> Callable[..., Any]:
-        """What JAX runs at each step; ``fixed`` has what is not an array, by slot."""
-        values = {slot: static.value for slot, static in fixed}
-        slots = [*self._carried, *(slot for slot in self._others if slot not in values)]
+    def _run(
+        self, step: Function, carry: OutputGroup, mapped: Sequence[Any], fixed: Fixed
+    ) -> tuple[OutputGroup, Any]:
+        return jax.lax.scan(step, carry, mapped, **self._options)
+
+    def _every(self, fixed: Fixed, carry: OutputGroup, slices: Sequence[Any]) -> list[Any]:
+        """All arrays of a step; ``fixed`` has what is not an array, by slot."""
+        known = {slot: static.value for slot, static in fixed}
+        slots = [*self._carried, *(s for s in self._others if s not in known), *self._mapped]
+        known |= zip(slots, [*carry.arrays, *slices], strict=True)
+        return [known[slot] for slot in range(len(known))]
+
+    def _step(self, fixed: Fixed) -> Function:
+        """What JAX runs at each step."""
 
         def step(carry: OutputGroup, slices: Sequence[Any]) -> tuple[OutputGroup, Any]:
-            given = zip([*slots, *self._mapped], [*carry.arrays, *slices], strict=True)
-            known = {**values, **dict(given)}
-            every = [known[slot] for slot in range(len(known))]
+            every = self._every(fixed, carry, slices)
             *groups, outcome = self._function(*every)
             self._check_structure(groups, outcome)
             arrays = outcome.arrays(every, groups)
-            new = {slot: every[slot] for slot in slots}
-            for slot, number in zip(self._carried, self._slots_after(outcome), strict=True):
-                x, is_in_object = arrays[number], slot in self._places
+            new = [*carry.arrays]  # those that are carried come first
+            for i, (slot, after) in enumerate(
+                zip(self._carried, self._slots_after(outcome), strict=True)
+            ):
+                x, is_in_object = arrays[after], slot in self._places
                 # As elsewhere, a new value in an object has the sharding of the old one.
-                new[slot] = resharded(x, every[slot]) if is_in_object else x
+                new[i] = resharded(x, every[slot]) if is_in_object else x
             pairs = zip(groups, self._group_axes, strict=True)
             out = [None if axis is None else group for group, axis in pairs]
-            return OutputGroup(carry.names, tuple(new.values())), (out, outcome)
+            return OutputGroup(carry.names, tuple(new)), (out, outcome)
 
         return step
 
@@ -294,7 +302,8 @@ class _Loop:
             ]
         raise_listed(
             ValueError,
-            "scan: a step changed the structure of what is the same for all steps, or carried:",
+            f"{self._transform.name}: a step changed the structure of what is the same for all "
+            "steps, or carried:",
             lines,
             "Give it an axis, so that each step has its own, or make the change outside of the "
             "loop.",
@@ -390,7 +399,7 @@ def scan(
 
     def decorate(fun: Callable[..., Any]) -> Any:
         bound = len(unbind(fun)[1])
-        transform = _Scan(
+        transform = Scan(
             in_specs=in_specs,
             out_specs=out_specs,
             carried=carried + bound if isinstance(carried, int) else carried,

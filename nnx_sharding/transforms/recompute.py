@@ -22,7 +22,7 @@ from ..errors import raise_listed
 from ..specs.filters import Predicate, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
-from .in_trace import KNOWN, Function, Inner, InnerTransform, Known, of_slots
+from .in_trace import KNOWN, Function, Inner, InnerTransform, Known, is_traced, of_slots
 from .lifted_function import lift
 
 # What happens to the values that a filter chooses, between the forward and the backward pass.
@@ -160,7 +160,7 @@ class _Remat(InnerTransform):
 
         def call(*leaves: Any) -> Any:
             # Flags and other non-arrays stay concrete.
-            slots = [slot for slot, leaf in enumerate(leaves) if _is_traced(leaf)]
+            slots = [slot for slot, leaf in enumerate(leaves) if is_traced(leaf)]
             if len(slots) == len(leaves):
                 out = checkpointed(*leaves)  # which JAX may have traced before
             else:
@@ -171,10 +171,6 @@ class _Remat(InnerTransform):
             return out
 
         return call
-
-
-def _is_traced(leaf: Any) -> bool:
-    return _compat.is_array_like(leaf) and not isinstance(leaf, bool)
 
 
 @_compat.api_boundary
