@@ -23,7 +23,8 @@ class Transforms:
 
     def __init__(self, library: Any):
         self.Carry, self.StateAxes = library.Carry, library.StateAxes
-        for name in ("grad", "value_and_grad", "vmap", "scan", "remat", "jit"):
+        names = ["grad", "value_and_grad", "vmap", "scan", "remat", "jit", "cond", "switch"]
+        for name in [*names, "while_loop", "fori_loop"]:
             setattr(self, name, functools.partial(getattr(library, name), **FULL))
 
 

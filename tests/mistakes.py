@@ -717,6 +717,63 @@ def counted(model: Model, x: jax.Array) -> jax.Array:
     return model(x)
 
 
+@mistake(
+    "changed-from-outside-its-trace",
+    "a captured module is changed in `cond`",
+    Exception,
+    "model.blocks[0].count, which <lambda> captures",
+)
+def captured_change_in_cond(lib: Library) -> Any:
+    model = Model()
+    return lib.cond(X.sum() > 0, lambda x: counted(model, x), lambda x: model(x), X)
+
+
+def noted(model: Model, x: jax.Array) -> jax.Array:
+    model.seen = nnx.Intermediate(x)
+    return model(x)
+
+
+@mistake(
+    "branches-that-differ",
+    "a branch that adds an attribute",
+    Exception,
+    "model.seen: an Intermediate in true_fun, nothing in false_fun",
+)
+def branch_attribute(lib: Library) -> Any:
+    return lib.cond(X.sum() > 0, noted, lambda model, x: model(x), Model(), X)
+
+
+@mistake(
+    "branches-that-differ",
+    "branches with results of different structures",
+    Exception,
+    "output: float32[8,4] in branches[0], (float32[8,4], float32[8,4]) in branches[1]",
+)
+def branch_results(lib: Library) -> Any:
+    return lib.switch(0, [lambda x: x, lambda x: (x, x)], X)
+
+
+@mistake(
+    "branches-that-differ",
+    "branches with results of different types",
+    TypeError,
+    "output: float32[8,4] in true_fun, float32[] in false_fun",
+)
+def branch_types(lib: Library) -> Any:
+    return lib.cond(X.sum() > 0, lambda x: x, lambda x: x.sum(), X)
+
+
+@mistake(
+    "carry-of-another-form",
+    "a body of `while_loop` that returns another structure",
+    Exception,
+    "given: (float32[8,4], float32[])",
+    "returned: float32[8,4]",
+)
+def loop_carry(lib: Library) -> Any:
+    return lib.while_loop(lambda c: c[1] < 3, lambda c: c[0], (X, jnp.float32(0)))
+
+
 class Dropped(nnx.Module):
     """Three layers in one, whose random streams are not split."""
 

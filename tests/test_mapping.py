@@ -803,11 +803,17 @@ class ErrorTest(parameterized.TestCase):
             ),
         ),
         (r"2 entries for 1", lambda: OURS.vmap(lambda x: x, in_axes=(0, 0))(X)),
-        (r"m\.k: is changed", counter_step(lambda m: setattr(m, "k", 2))),
-        (r"m\.new: is changed", counter_step(lambda m: setattr(m, "new", stat()))),
-        (r"m\.w: is changed", counter_step(lambda m: setattr(m, "w", param()))),
-        (r"m\.w: is changed", counter_step(lambda m: delattr(m, "w"))),
-        (r"m\.s: is changed", counter_step(lambda m: m.s.set_metadata(mark=1))),
+        (r"m\.k: is 1 before, 2 after", counter_step(lambda m: setattr(m, "k", 2))),
+        (
+            r"m\.new: is nothing before, a BatchStat after",
+            counter_step(lambda m: setattr(m, "new", stat())),
+        ),
+        (r"m\.w: is replaced", counter_step(lambda m: setattr(m, "w", param()))),
+        (r"m\.w: is a Param before, nothing after", counter_step(lambda m: delattr(m, "w"))),
+        (
+            r"m\.s.*mark.*: is nothing before, 1 after",
+            counter_step(lambda m: m.s.set_metadata(mark=1)),
+        ),
         (
             r"different objects in the carry.*\n  carry\[0\]: Counter",
             lambda: scan_of(lambda c, x: ((Counter(), 0.0), x))((Counter(), 0.0), jnp.ones(3)),

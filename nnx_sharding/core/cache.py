@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from .captured import Several
 from .guard.store import Guards, make_room
 from .plan import Plan
 from .transform import Transform
@@ -66,14 +67,6 @@ class FunctionCache:
             return Plans(transform)
         make_room(self._plans, MAX_OPTIONS)
         return plans
-
-
-class Several:
-    """A function that consists of others, at each call of a transform a new one."""
-
-    __slots__ = ("__weakref__", "functions")
-
-    functions: tuple[Any, ...]
 
 
 # By the identity of the function; for a bound method, a new object at each access, by that of its

@@ -59,7 +59,7 @@ def run(
                 results.append(execute(*leaves))
         except Exception as error:
             if not results:
-                raise_explained(plan, leaves, error)
+                raise_explained(plan, leaves, error, fun)
             raise
         finally:
             CALLER.reset(token)

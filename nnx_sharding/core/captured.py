@@ -18,7 +18,16 @@ from ..errors import message, see
 from ..specs.fitting import describe
 from ..specs.paths import accessor
 from .flatten import flatten
+from .naming import name_of
 from .problems import array_line
+
+
+class Several:
+    """A function that consists of others; each call of a transform that takes several makes one."""
+
+    __slots__ = ("__weakref__", "functions")
+
+    functions: tuple[Any, ...]
 
 
 def captured_shards(fun: Any, constants: Iterable[Any] | None = None) -> list[tuple[str, Any]]:
@@ -99,6 +108,10 @@ def note_captured_arrays(fun: Any, fun_name: str, error: Exception) -> None:
 
 def note_captured_object(fun: Any, fun_name: str, error: Exception) -> None:
     """Names the captured object that a function tried to change, in the text of the error."""
+    if isinstance(fun, Several):
+        for function in fun.functions:
+            note_captured_object(function, name_of(function), error)
+        return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     objects = (frame.f_locals.get("self") for frame in reversed(frames))
     target = next(filter(_compat.is_graph_object, objects), None)

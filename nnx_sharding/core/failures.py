@@ -35,13 +35,13 @@ MAX_NAMES = 5  # of the arrays on one set of devices
 _Check: TypeAlias = Callable[[Plan, Sequence[Any]], Exception | None]
 
 
-def raise_explained(plan: Plan, leaves: Sequence[Any], error: Exception) -> None:
+def raise_explained(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any = None) -> None:
     """Raises an error that says what is wrong with the arguments, if they show it.
 
     An error of the user's function, or of the program while it runs, is never replaced; at most it
     gets a note.
     """
-    raise_instead(error, lambda: _explanation(plan, leaves, error))
+    raise_instead(error, lambda: _explanation(plan, leaves, error, fun or plan.fun()))
 
 
 def explained(plan: Plan, leaves: Sequence[Any], function: Callable[..., Any]) -> Any:
@@ -66,12 +66,12 @@ def raise_instead(error: Exception, find: Callable[[], Exception | None]) -> Non
         raise explanation from (error if shows_internals else None)
 
 
-def _explanation(plan: Plan, leaves: Sequence[Any], error: Exception) -> Exception | None:
+def _explanation(plan: Plan, leaves: Sequence[Any], error: Exception, fun: Any) -> Exception | None:
     """The first reason for an error that the arguments show; it may get a note as well."""
     if isinstance(error, _compat.TraceContextError):
-        note_captured_object(plan.fun(), plan.fun_name, error)
+        note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
-        note_captured_arrays(plan.fun(), plan.fun_name, error)
+        note_captured_arrays(fun, plan.fun_name, error)
     is_ours = isinstance(error, NoMeshError) or _is_of_the_function(error)
     if is_ours or not isinstance(error, ValueError | RuntimeError | TypeError):
         return None

@@ -13,16 +13,13 @@ from flax import nnx
 from .. import _compat
 from ..activations.variables import resharded
 from ..core.call_context import Caller, called_by, caller_here
-from ..core.captured import note_captured_object
 from ..core.naming import name_of
 from ..core.outcome import Outcome, OutputGroup, union
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.static_equality import Static
-from ..core.structure import LEAF, parts_of
 from ..core.targets import Specs
 from ..core.unflatten import Built, kept_places
-from ..diagnostics.differences import show_child
 from ..errors import raise_listed
 from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor
@@ -34,10 +31,11 @@ from .in_trace import (
     at_top_level,
     described,
     form,
+    is_array,
     is_traced,
     replaced,
 )
-from .loops import Fixed, Loop, Scan, check_carry
+from .loops import Fixed, Loop, Scan, check_carry, differences
 
 
 def _call(
@@ -140,12 +138,8 @@ class _Branches:
             self._forms[number] = form(out)
             return out
 
-        try:
-            with called_by(self._caller._replace(fun=called)):
-                return self._function(*every)
-        except _compat.TraceContextError as error:
-            note_captured_object(function, name_of(function), error)
-            raise
+        with called_by(self._caller._replace(fun=called)):
+            return self._function(*every)
 
     def output(self, results: Sequence[Any]) -> tuple[OutputGroup, Outcome]:
         """What the chosen branch did: the arrays that some branch changes, and the outcome."""
@@ -159,20 +153,26 @@ class _Branches:
         first, one, last, other = _ends(self._outcomes)
         if one.structure == other.structure:
             return
-        places = [("what it returns", self._forms[first], self._forms[last])]
-        for target in self._pure.targets:
-            starts = [((target.name, *part.keys), part.child) for part in target.parts]
-            for index, [path] in self._pure.structure.paths_to_objects(starts).items():
-                places += _differences(accessor(path[0], path[1:]), index, one, other)
         labels = self._labels[first], self._labels[last]
+        forms = self._forms[first], self._forms[last]
+        found = [("output", *forms)] if forms[0] != forms[1] else []
+        starts = [
+            (accessor(target.name, part.keys), part.child)
+            for target in self._pure.targets
+            for part in target.parts
+        ]
+        sides = one.structure, other.structure
+        names, others = (side.names([*starts, ("output", side.root)]) for side in sides)
+        same = {index: name for index, name in names.items() if others.get(index) == name}
+        found += differences(same, *sides)
         lines = [
-            f"  {place}: {x} in {labels[0]}, {y} in {labels[1]}" for place, x, y in places if x != y
+            f"  {place}: {x} in {labels[0]}, {y} in {labels[1]}" for place, x, y in found if x != y
         ]
         raise_listed(
             ValueError,
             f"{self._name}: the branches return different structures, or change the structure of "
             "their operands differently:",
-            lines or [f"  new objects with other static attributes in {labels[1]}"],
+            lines or ["  the objects that they make"],
             "Let each branch return the same structure, and set the same attributes; arrays may "
             "differ.",
             anchor="branches-that-differ",
@@ -203,25 +203,6 @@ def _ends(found: dict[int, Any]) -> tuple[int, Any, int, Any]:
 
 def _type(aval: Any) -> str:
     return "none" if aval is None else aval.str_short(short_dtypes=False)
-
-
-def _differences(name: str, index: int, one: Outcome, other: Outcome) -> list[tuple[str, str, str]]:
-    """The attributes of one object after one branch and after another one, where they differ."""
-    entries = one.structure.entries[index], other.structure.entries[index]
-    if entries[0] == entries[1] or None in entries:
-        return []
-    found = [parts_of(entry) for entry in entries]
-    return [
-        (
-            accessor(name, path),
-            *(
-                show_child(x.structure, children[path]) if path in children else "nothing"
-                for x, children in zip((one, other), found, strict=True)
-            ),
-        )
-        for path in dict.fromkeys([*found[0], *found[1]])
-        if found[0].get(path) != found[1].get(path)
-    ]
 
 
 @_compat.api_boundary
@@ -372,6 +353,8 @@ class _While(Scan):
 class _WhileLoop(Loop):
     """A loop that runs as long as a condition holds."""
 
+    _remedy = "M"
+
     def _check_lengths(self, leaves: Sequence[Any]) -> None:
         pass  # nothing is mapped
 
@@ -382,23 +365,32 @@ class _WhileLoop(Loop):
         assert caller is not None
         transform: Any = self._transform
         condition, outputs = _is_below if transform.counts else caller.fun.which(0), []
+        fun_name = name_of(condition)
+
+        def checked(*args: Any) -> Any:
+            out = condition(*args)
+            if not is_array(out) or jax.typeof(out).str_short() != "bool[]":
+                raise TypeError(
+                    f"while_loop: {fun_name} must return a bool scalar, got {form(out)}."
+                )
+            return out
 
         def holds(carry: OutputGroup) -> Any:
-            with called_by(caller._replace(fun=condition)):
-                every = self._every(fixed, carry, mapped)
+            every = self._every(fixed, carry, mapped)
+            with called_by(caller._replace(fun=checked)):
                 *groups, outcome = self._function(*every)
-            return self._checked(name_of(condition), outcome, outcome.arrays(every, groups))
+            self._check_unchanged(fun_name, outcome)
+            return outcome.arrays(every, groups)[outcome.structure.root_slots[0]]
 
         def body(carry: OutputGroup) -> OutputGroup:
             new, output = step(carry, mapped)
             outputs.append(output)
             return new
 
-        last = jax.lax.while_loop(holds, body, carry)
+        last: OutputGroup = jax.lax.while_loop(holds, body, carry)
         return last, outputs[-1]
 
-    def _checked(self, fun_name: str, outcome: Outcome, arrays: Sequence[Any]) -> Any:
-        """The value of the condition, which must be a bool, and change nothing."""
+    def _check_unchanged(self, fun_name: str, outcome: Outcome) -> None:
         changed = [*outcome.values, *outcome.metadata, *outcome.statics]
         changed += [change.node for change in outcome.nodes]
         raise_listed(
@@ -407,12 +399,6 @@ class _WhileLoop(Loop):
             [f"  {self._objects.get(index, 'an object')}" for index in sorted(set(changed))],
             "Change them in body_fun, or call a copy (nnx.clone) in cond_fun.",
         )
-        root = [arrays[slot] for slot in outcome.structure.root_slots]
-        is_bool = outcome.structure.root is LEAF and jax.typeof(root[0]).str_short() == "bool[]"
-        if not is_bool:
-            out = jax.tree.map(described, root[0] if len(root) == 1 else root)
-            raise TypeError(f"while_loop: {fun_name} must return a bool scalar, got {form(out)}.")
-        return root[0]
 
 
 def _is_below(objects: Any, i: Any, init_val: Any, upper: Any) -> Any:

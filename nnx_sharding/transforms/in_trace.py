@@ -17,8 +17,8 @@ import jax
 from .. import _compat
 from ..activations.tracing import inherited, pass_tags
 from ..core.call import run
-from ..core.cache import Several
 from ..core.call_context import Caller
+from ..core.captured import Several
 from ..core.none_specs import PLAIN
 from ..core.pure import Pure
 from ..core.static_equality import Static
@@ -118,7 +118,7 @@ class Functions(Several):
 
         return call
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:  # noqa: D102
         return self.which(0)(*args)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import jax
@@ -21,8 +21,9 @@ from ..core.outcome import Outcome, OutputGroup
 from ..core.pure import Pure
 from ..core.signature import Roles
 from ..core.static_equality import Static
-from ..core.structure import NodeEntry, RefEntry, VariableEntry
+from ..core.structure import RefEntry, Structure, VariableEntry, parts_of
 from ..core.unflatten import Built
+from ..diagnostics.differences import show_child
 from ..errors import raise_listed, see
 from ..specs.mapped_axis import BROADCAST, CARRY
 from ..specs.paths import accessor, path_key
@@ -46,7 +47,7 @@ class Scan(Mapped):
     returned: int | None
     options: tuple[tuple[str, Static], ...]
 
-    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:
+    def wrapped(self, pure: Pure, caller: Caller, built: Built) -> Function:  # noqa: D102
         fun = super().wrapped(pure, caller, built)
         if self.carried is None:
             return fun
@@ -68,16 +69,16 @@ class Scan(Mapped):
 
         return checked
 
-    def passes_sums(self, spec: Any) -> bool:
+    def passes_sums(self, spec: Any) -> bool:  # noqa: D102
         # A step may write to what is not mapped, and has no sums for the new value. The last
         # dimension of sums is an additional one.
         return spec.index is not None and spec.index >= 0
 
-    def carried_objects(self, pure: Pure) -> frozenset[int]:
+    def carried_objects(self, pure: Pure) -> frozenset[int]:  # noqa: D102
         parts = [part for target in pure.targets for part in target.parts if part.spec is CARRY]
         return frozenset(pure.structure.paths_to_objects([((), part.child) for part in parts]))
 
-    def applied(
+    def applied(  # noqa: D102
         self, pure: Pure, function: Function, in_specs: Sequence[Any], out_specs: Sequence[Any]
     ) -> Function:
         return Loop(self.options, pure, function, in_specs, out_specs)
@@ -135,6 +136,8 @@ class Loop:
     Arrays of objects that are not mapped are carried: the next step reads what a step writes to
     them. JAX turns those that no step writes into constants.
     """
+
+    _remedy = "Give it an axis, so that each step has its own, or m"
 
     def __init__(
         self,
@@ -290,8 +293,12 @@ class Loop:
 
     def _check_structure(self, groups: Sequence[OutputGroup], outcome: Outcome) -> None:
         """Checks that a step did not change the structure of what it passes on."""
-        own = {index for index, _ in self._places.values()}
-        lines = [x for index in sorted(own | self._fixed) for x in self._changes(index, outcome)]
+        own = {index for index, _ in self._places.values()} | self._fixed
+        names = {index: self._objects[index] for index in sorted(own)}
+        lines = [
+            f"  {place}: is {f'{old} before, {new} after it' if old != new else 'replaced'}"
+            for place, old, new in differences(names, self._structure, outcome.structure)
+        ]
         if not lines:
             known = {outcome.sources[slot] for slot in self._slots_after(outcome)}
             lines = [
@@ -305,22 +312,26 @@ class Loop:
             f"{self._transform.name}: a step changed the structure of what is the same for all "
             "steps, or carried:",
             lines,
-            "Give it an axis, so that each step has its own, or make the change outside of the "
-            "loop.",
+            f"{self._remedy}ake the change outside of the loop.",
         )
 
-    def _changes(self, index: int, outcome: Outcome) -> list[str]:
-        """What a step changed in the structure of one object."""
-        before, after = self._structure.entries[index], outcome.structure.entries[index]
-        if after is None or before == after:  # None without graph updates, which do not change it
-            return []
-        if not isinstance(before, NodeEntry) or not isinstance(after, NodeEntry):
-            return [f"  {self._objects[index]}: is changed"]
-        old, new = (dict(zip(x.keys, x.children, strict=True)) for x in (before, after))
-        keys = dict.fromkeys([*old, *new])
-        changed = [key for key in keys if (key in old, old.get(key)) != (key in new, new.get(key))]
-        changed = [key for key in changed if key != _compat.STATUSES] or changed
-        return [f"  {accessor(self._objects[index], (key,))}: is changed" for key in changed]
+
+def differences(
+    names: Mapping[int, str], one: Structure, other: Structure
+) -> Iterator[tuple[str, str, str]]:
+    """Where two structures of the same objects differ, and what each has there."""
+    for index, name in names.items():
+        entries = one.entries[index], other.entries[index]
+        if entries[0] == entries[1] or None in entries:  # None without graph updates
+            continue
+        old, new = map(parts_of, entries)
+        changed = [path for path in dict.fromkeys([*old, *new]) if old.get(path) != new.get(path)]
+        for path in [path for path in changed if path != (_compat.STATUSES,)] or changed:
+            shown = [
+                show_child(side, parts[path]) if path in parts else "nothing"
+                for side, parts in ((one, old), (other, new))
+            ]
+            yield accessor(name, path), *shown  # type: ignore[misc]
 
 
 def _is_carried(leaf: Any) -> bool:
