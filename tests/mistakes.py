@@ -763,17 +763,6 @@ def branch_types(lib: Library) -> Any:
     return lib.cond(X.sum() > 0, lambda x: x, lambda x: x.sum(), X)
 
 
-@mistake(
-    "carry-of-another-form",
-    "a body of `while_loop` that returns another structure",
-    Exception,
-    "given: (float32[8,4], float32[])",
-    "returned: float32[8,4]",
-)
-def loop_carry(lib: Library) -> Any:
-    return lib.while_loop(lambda c: c[1] < 3, lambda c: c[0], (X, jnp.float32(0)))
-
-
 class Dropped(nnx.Module):
     """Three layers in one, whose random streams are not split."""
 
@@ -877,6 +866,17 @@ def carry_alone(lib: Library) -> Any:
 
 def loss_of(model: Model, x: jax.Array) -> jax.Array:
     return model(x).sum()
+
+
+@mistake(
+    "carry-of-another-form",
+    "a body of `while_loop` that returns another structure",
+    Exception,
+    "given: (float32[8,4], float32[])",
+    "returned: float32[8,4]",
+)
+def loop_carry(lib: Library) -> Any:
+    return lib.while_loop(lambda c: c[1] < 3, lambda c: c[0], (X, jnp.float32(0)))
 
 
 @mistake(

@@ -50,6 +50,15 @@ class Watched:
     def grad(self, fun: Any, **options: Any) -> Any:
         return self.watch(nnx_sharding.grad(fun, **options))
 
+    def cond(self, *args: Any) -> Any:
+        return self.watch(nnx_sharding.cond)(*args)
+
+    def switch(self, *args: Any) -> Any:
+        return self.watch(nnx_sharding.switch)(*args)
+
+    def while_loop(self, *args: Any) -> Any:
+        return self.watch(nnx_sharding.while_loop)(*args)
+
     def watch(self, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             memories = [Memory(model) for model in self.models if self.is_alive(model)]

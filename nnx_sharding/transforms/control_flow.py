@@ -383,11 +383,12 @@ class _WhileLoop(Loop):
             return outcome.arrays(every, groups)[outcome.structure.root_slots[0]]
 
         def body(carry: OutputGroup) -> OutputGroup:
+            new: OutputGroup
             new, output = step(carry, mapped)
             outputs.append(output)
             return new
 
-        last: OutputGroup = jax.lax.while_loop(holds, body, carry)
+        last = jax.lax.while_loop(holds, body, carry)
         return last, outputs[-1]
 
     def _check_unchanged(self, fun_name: str, outcome: Outcome) -> None:
