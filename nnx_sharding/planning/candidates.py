@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -18,7 +19,7 @@ from ..analysis.hardware import HARDWARE, Hardware
 from ..errors import raise_listed
 from ..partition import fsdp, replicated, tensor_parallel, zero1
 from ..report.sharding import ShardingRow, check_sharding
-from ..specs.fitting import axes_of
+from ..specs.fitting import axes_of, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 
 # The strategies over the axes of the batch, and those for layers over the model axis.
@@ -66,6 +67,8 @@ def mesh_sizes(
     count: int, num_slices: int, axes: Axes, *, uses_model: bool
 ) -> Iterator[dict[str, int]]:
     """The sizes of the meshes of this many devices, with a model axis if that is used."""
+    if count % num_slices:
+        raise ValueError(f"plan: num_slices={num_slices} does not divide the {count} devices.")
     slices = {axes.replica: num_slices} if num_slices > 1 else {}
     within = count // num_slices
     for model in range(1, within + 1 if uses_model else 2):
@@ -92,6 +95,7 @@ def check_meshes(
         for sizes in meshes
         if devices is not None and math.prod(sizes.values()) != devices
     ]
+    wrong += [] if meshes else ["  meshes=[] has none"]
     raise_listed(ValueError, "plan: these meshes cannot be used:", wrong)
 
 
@@ -121,7 +125,7 @@ def in_shardings_of(
     for arg in args:
         optimizer = arg if isinstance(arg, nnx.Optimizer) else None
         if not _compat.is_graph_object(arg):
-            result.append(jax.tree.map(lambda x: batch if _rows(x) == rows else None, arg))
+            result.append(jax.tree.map(lambda x: batch if rows and _rows(x) == rows else None, arg))
             continue
         model = arg if optimizer is None else getattr(arg, "model", model)
         if model is None:
@@ -146,10 +150,10 @@ def _sharding_of(
 
 
 def _batch_rows(args: Sequence[Any]) -> int:
-    """The number of rows of the batch; 0 without one."""
+    """The most frequent first dimension, the largest of several; 0 without arrays."""
     arrays = (x for arg in args if not _compat.is_graph_object(arg) for x in jax.tree.leaves(arg))
     counts = Counter(filter(None, map(_rows, arrays)))
-    return counts.most_common(1)[0][0] if counts else 0
+    return max(counts, key=lambda rows: (counts[rows], rows), default=0)
 
 
 def _rows(x: Any) -> int:
@@ -234,16 +238,16 @@ def _tokens(args: Sequence[Any]) -> int:
         x for a in args if not _compat.is_graph_object(a) for x in jax.tree.leaves(a) if np.ndim(x)
     ]
     sizes = (
-        math.prod(x.shape if np.issubdtype(x.dtype, np.integer) else x.shape[:-1]) for x in arrays
+        math.prod(x.shape[:-1] if jnp.issubdtype(x.dtype, jnp.inexact) else x.shape) for x in arrays
     )
     return max(sizes, default=0)
 
 
 def _tree_bytes(tree: Any, shardings: Any, mesh: AbstractMesh) -> int:
-    specs = jax.tree.leaves(shardings, is_leaf=lambda x: x is None)
-    total = 0
-    for x, spec in zip(jax.tree.leaves(tree), specs, strict=True):
-        if hasattr(x, "shape"):
-            shape = NamedSharding(mesh, spec or PartitionSpec()).shard_shape(tuple(x.shape))
-            total += math.prod(shape) * x.dtype.itemsize
-    return total
+    def held(sharding: Any, arrays: Any) -> int:
+        spec, on = spec_and_mesh(sharding, mesh) or (PartitionSpec(), mesh)
+        shards = NamedSharding(on, spec)
+        some = [x for x in jax.tree.leaves(arrays) if hasattr(x, "shape")]
+        return sum(math.prod(shards.shard_shape(x.shape)) * x.dtype.itemsize for x in some)
+
+    return sum(jax.tree.leaves(jax.tree.map(held, shardings, tree, is_leaf=lambda x: x is None)))

@@ -11,17 +11,18 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from .. import _compat
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, read_bytes
-from ..errors import message
+from ..errors import message, raise_listed
 from ..partition.mesh import planning_mesh
 from ..partition.topology import DEFAULT, on_topology, topology_devices
-from ..report.comparison import Column, Comparison
+from ..report.comparison import Column, Comparison, Failure
 from ..report.compiling import Group, search
-from ..report.strategies import Strategy, abstract_of, check_function, lowered
+from ..report.strategies import Strategy, abstract_of, lowered, unwrapped
 from ..specs.fitting import suggestion
 from .candidates import (
     STRATEGIES,
@@ -99,10 +100,10 @@ def plan(
     ``+ sequence`` the same with ``sequence=True``.
 
     Args:
-      step: the function to run, not yet wrapped by ``jit``. Or variants of it by name, in order of
-        preference, such as without and with ``remat``, or with more and more microbatches: a
-        variant is compiled only if those before it do not fit. A variant is a function, or a tuple
-        of a function and its own arguments.
+      step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are
+        not used. Or variants of it by name, in order of preference, such as without and with
+        ``remat``, or with more and more microbatches: a variant is compiled only if those before it
+        do not fit. A variant is a function, or a tuple of a function and its own arguments.
       *args: its arguments, abstract or not. Modules are sharded by the strategy; an optimizer
         belongs to the model in front of it. Arrays outside of modules with the most frequent first
         dimension are the batch, others are replicated.
@@ -140,7 +141,8 @@ def plan(
       >>> found.best.name
       'dp + tensor, data 1 × model 8'
     """
-    variants = _variants(step, args)
+    _check_counts(topology, devices=devices, num_slices=num_slices, most=most)
+    variants = _variants(step, args, options)
     strategies = _strategies(strategies)
     names = _axes(axes)
     with on_topology(topology, num_slices):
@@ -166,7 +168,7 @@ def plan(
         if function is None and not applies(strategy, mesh.shape, names):
             continue
         group = Group({})
-        for variant, (fun, own) in variants.items():
+        for variant, (fun, kept, own) in variants.items():
             candidate = Candidate(strategy, dict(mesh.shape), variant, (), mesh)
             name = candidate.name
             try:
@@ -187,17 +189,21 @@ def plan(
                     group.arguments, group.seconds = prediction.arguments, prediction.seconds(peak)
                 way = Strategy(shardings, mesh)
                 group.programs[name], tried[name] = (
-                    partial(lowered, way, fun, own, options),
+                    partial(lowered, way, fun, own, kept),
                     candidate,
                 )
         if group.programs:
             groups.append(group)
     if not groups:
-        reasons = [f"  {name}: {reason}" for name, reason in ruled_out.items()]
-        raise ValueError(message("plan: no candidate can fit:", reasons))
-    kept: dict[str, Any] = {"cache_dir": cache_dir, "devices": compiled_for, "quiet": quiet}
-    kept |= {"memory_limit": limit, "hardware": peak}
-    found = search("plan", groups, ruled_out, most=most, **kept)
+        raise ValueError(_reasons("plan: no candidate can fit:", ruled_out))
+    found = search(
+        "plan", groups, ruled_out, most=most, memory_limit=limit, hardware=peak,
+        cache_dir=cache_dir, devices=compiled_for, quiet=quiet,
+    )  # fmt: skip
+    if failures := _all_failed(found):
+        errors = {name: failure.error for name, failure in failures.items()}
+        cause = next(iter(failures.values())).exception
+        raise ValueError(_reasons("plan: no candidate compiles:", errors | ruled_out)) from cause
     order = sorted(found.reports, key=partial(_rank, found))
     ranked = dataclasses.replace(found, reports={name: found.reports[name] for name in order})
     return Plan(ranked, {name: tried[name] for name in order})
@@ -213,15 +219,36 @@ def _axes(names: Sequence[str]) -> Axes:
     return Axes(*listed)
 
 
+def _check_counts(topology: str | None, **counts: Any) -> None:
+    wrong = [
+        f"  {name}={count!r}: expected a number of at least 1"
+        for name, count in counts.items()
+        if (count is not None or name == "num_slices")
+        and (isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1)
+    ]
+    if topology is not None and counts["devices"] is not None:
+        wrong.append(f"  devices={counts['devices']!r}: topology={topology!r} has its own devices")
+    raise_listed(ValueError, "plan: these arguments cannot be used:", wrong)
+
+
+def _reasons(head: str, reasons: Mapping[str, str]) -> str:
+    """A message in which each reason is named once, with the candidates that it holds for."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    if len(names) == 1:
+        return message(head, [f"  {reason}" for reason in names])
+    return message(head, [f"  {'; '.join(of)}: {reason}" for reason, of in names.items()])
+
+
 def _variants(
-    step: Any, args: Sequence[Any]
-) -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
-    """The functions and their abstract arguments, by name."""
+    step: Any, args: Sequence[Any], options: Mapping[str, Any]
+) -> dict[str, tuple[Callable[..., Any], Mapping[str, Any], Sequence[Any]]]:
+    """The functions, the options of ``jit`` for them and their abstract arguments, by name."""
     variants = {}
     for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
         fun, *own = entry if isinstance(entry, tuple) else (entry, *args)
-        check_function("plan", fun)
-        variants[str(name)] = (fun, abstract_of(own))
+        variants[str(name)] = (*unwrapped("plan", fun, options), abstract_of(own))
     if not variants:
         raise ValueError("plan: expected at least one variant of the step, got none.")
     return variants
@@ -229,6 +256,9 @@ def _variants(
 
 def _strategies(strategies: Any) -> dict[str, Any]:
     """The user's functions by name, with None for strategies of this library."""
+    if not strategies or not isinstance(strategies, Iterable):
+        known = ", ".join(map(repr, STRATEGIES))
+        raise ValueError(f"plan: strategies={strategies!r}: expected names of {known}, or functions.")
     if isinstance(strategies, Mapping):
         for name, function in strategies.items():
             if not callable(function):
@@ -249,7 +279,15 @@ def _in_shardings(candidate: Candidate, function: Any, args: Sequence[Any], axes
     if function is None:
         return in_shardings_of(candidate.strategy, candidate.mesh, args, axes)
     with jax.set_mesh(candidate.mesh):
-        return function(*args)
+        found = function(*args)
+    if not isinstance(found, tuple) or len(found) != len(args):
+        raise TypeError(f"expected a tuple of {len(args)} shardings, as many as arguments, got {found!r}")
+    return found
+
+
+def _all_failed(found: Comparison) -> dict[str, Failure]:
+    failures = {name: r for name, r in found.reports.items() if isinstance(r, Failure)}
+    return failures if len(failures) == len(found.reports) else {}
 
 
 def _rank(found: Comparison, name: str) -> tuple[Any, ...]:

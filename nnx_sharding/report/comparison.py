@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
-from ..analysis.json_codec import JsonForm, as_data, read
+from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, read
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_listed
@@ -27,9 +27,13 @@ class Failure:
 
     Attributes:
       error: the type of the error and its text.
+      exception: the error itself, unless it was read from a file.
     """
 
     error: str
+    exception: Exception | None = dataclasses.field(
+        default=None, repr=False, compare=False, metadata=UNWRITTEN
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,7 +170,7 @@ def attempt(make: Callable[[], T]) -> T | Failure:
     try:
         return make()
     except Exception as error:
-        return Failure(f"{type(error).__name__}: {error}")
+        return Failure(f"{type(error).__name__}: {error}", error)
 
 
 def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
@@ -183,6 +183,7 @@ def fingerprint(lowered: Lowered, mesh: Mesh | None) -> str:
         importlib.metadata.version("jaxlib"),
         client.platform_version,
         os.environ.get("XLA_FLAGS"),
+        os.environ.get("LIBTPU_INIT_ARGS"),
         None if mesh is None else MeshDescription.of(mesh),
         [(device.device_kind, getattr(device, "coords", None)) for device in devices],
         lowered.in_tree,

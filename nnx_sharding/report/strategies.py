@@ -19,7 +19,7 @@ from ..analysis.units import read_bytes
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
 from ..specs.state_sharding import StateSharding
-from ..transforms.jit import jit
+from ..transforms.jit import Jit, jit
 from ..transforms.lifted import Lifted
 from ..transforms.split_merge import merge, split
 from ..transforms.stages import Lowered
@@ -68,7 +68,7 @@ def compare(
     Args:
       strategies: by name, the ``in_shardings`` for :func:`~nnx_sharding.jit`; a function that makes
         them from the abstract arguments, called with the mesh in context; or a :class:`Strategy`.
-      fun: the function, not yet wrapped by ``jit``.
+      fun: the function; of one that is wrapped by ``jit``, the shardings and the mesh are not used.
       *args: its arguments, abstract or not. Only shapes and dtypes of arrays are used.
       mesh: the mesh, an abstract one, or the sizes of its axes by name; None for the one in
         context.
@@ -106,9 +106,7 @@ def compare(
     """
     if not isinstance(strategies, Mapping):
         raise TypeError(f"strategies must be a mapping from names, got {strategies!r}.")
-    check_function("compare", fun)
-    if "in_shardings" in options:
-        raise TypeError("each strategy has its in_shardings; leave out in_shardings=...")
+    fun, options = unwrapped("compare", fun, options)
     if not strategies:
         raise ValueError("expected strategies to compare, got none.")
     if topology is None and num_slices != 1:
@@ -128,11 +126,28 @@ def compare(
         return search("compare", groups, memory_limit=limit, hardware=peak, **kept)
 
 
-def check_function(name: str, fun: Any) -> None:
-    """Raises a TypeError unless it is a function that is not wrapped."""
+def unwrapped(
+    name: str, fun: Any, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    """A function, and the options of ``jit`` for it, checked before anything is traced.
+
+    Of one that is wrapped by ``jit``, all options but the shardings and the mesh are kept.
+    """
+    if taken := {"in_shardings", "mesh", "device", "backend"} & options.keys():
+        raise TypeError(f"{name} places the arguments itself; leave out {'=..., '.join(sorted(taken))}=...")
+    if isinstance(fun, Lifted) and isinstance(transform := fun._transform, Jit):
+        kept = {option: getattr(transform, option) for option in _KEPT}
+        kept["compiler_options"] = transform.compiler_options and dict(transform.compiler_options)
+        options = {**kept, **fun._options["roles"]._asdict(), **options}
+        fun = fun.__wrapped__
     if isinstance(fun, Lifted) or not callable(fun):
-        hint = f"; pass the function itself, and the options of jit to {name}" * callable(fun)
-        raise TypeError(f"{name} needs a function that is not wrapped by jit, got {fun!r}{hint}.")
+        raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
+    jit(fun, **options)
+    return fun, options
+
+
+_KEPT = ("activation_shardings", "auto_axes", "keep_unused", "inline", "on_committed")
+_KEPT += ("on_indivisible", "strict")
 
 
 def abstract_of(args: Sequence[Any]) -> Any:
