@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..report.changes import by_strategy, diff
-from ..report.comparison import Comparison, load
+from ..report.comparison import Comparison, load, why_unknown
 from .options import UsageError, percentage, say
 from .programs import add_outputs, write
 
@@ -48,22 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
         changes = diff(before, after, threshold=arguments.threshold)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
-    side_by_side = {
-        f"{name} ({side})" if name else side: report
-        for side, value in (("before", before), ("after", after))
-        for name, report in by_strategy(value).items()
-    }
-    write(arguments, changes, Comparison(side_by_side, getattr(before, "memory_limit", None)))
+    write(arguments, changes)
     if arguments.fail_above is None:
         return int(bool(changes))
     failures: list[tuple[str, Any]] = [
         (change.strategy, change) for change in changes.grown(arguments.fail_above)
     ]
     failures += [
-        (name, f"{column} is unknown")
-        for name, figures in Comparison(by_strategy(after)).figures.items()
-        for column in ("peak", "bytes_sent", "flops")
-        if figures[column] is None
+        (name, f"{figure} is unknown: {why}")
+        for name, report in Comparison(by_strategy(after)).compiled.items()
+        for figure, why in why_unknown(report).items()
     ]
     if failures:
         say(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .._version import __version__
 from . import diff, launch, programs
 from .options import Parser, UsageError, say
 
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_script = Path(sys.argv[0]).stem == "nnx-sharding"
     name = "nnx-sharding" if is_script else "python -m nnx_sharding"
     parser = Parser(prog=name, description="Tools for sharded Flax NNX models.")
+    parser.add_argument("--version", action="version", version=f"nnx_sharding {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for module in (programs, diff, launch):
         module.add_commands(commands)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..analysis.units import printable
@@ -73,6 +75,17 @@ def seconds(text: str) -> float:
     if not float(text) > 0:
         raise ValueError(f"must be more than 0, not {text}")
     return float(text)
+
+
+@option
+def output(text: str) -> str:
+    """A file to write, whose folder exists; ``-`` is standard output."""
+    path = Path(text)
+    if text != "-" and path.is_dir():
+        raise ValueError(f"{text} is a folder")
+    if text != "-" and not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{text} cannot be written: there is no writable folder {path.parent}")
+    return text
 
 
 @option

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
-from ..analysis.hardware import Hardware, hardware_of
+from ..analysis.hardware import hardware_of
 from ..analysis.units import bytes_text, read_bytes
 from ..partition.mesh import planning_mesh
 from ..partition.topology import on_topology
@@ -29,7 +29,7 @@ from ..specs.fitting import suggestion
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
 from ..transforms.stages import Compiled, Lowered, Traced
-from .options import UsageError, UserError, count, mesh_sizes, option, say, user_code
+from .options import UsageError, UserError, count, mesh_sizes, option, output, say, user_code
 
 T = TypeVar("T")
 
@@ -56,8 +56,9 @@ exit code: 0; 1 if a strategy failed, none fits the memory or the function faile
 command line is wrong"""
 
 _PLAN = """\
-The function returns (step, *arguments), or a mapping from variants to such tuples in the order of
-preference; or the result of nnx_sharding.planning.plan. The step is not jitted. For example:
+The function returns (step, *arguments), as for the command inspect, or a mapping from variants to
+such tuples in the order of preference; or the result of nnx_sharding.planning.plan. The shardings
+and the mesh of a jitted step are not used. For example:
 
   python -m nnx_sharding plan plan.py:training --topology v5e:16x16 --donate model optimizer
 
@@ -122,14 +123,15 @@ def _add_command(
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Adds the options for where results are written."""
-    parser.add_argument("--json", metavar="FILE", help="write JSON; - prints nothing else")
-    parser.add_argument("--html", metavar="FILE", help="write a self-contained page")
+    add = partial(parser.add_argument, type=output, metavar="FILE")
+    add("--json", help="write JSON; - prints nothing else")
+    add("--html", help="write a self-contained page")
 
 
-def write(arguments: argparse.Namespace, result: Any, page: Any = None) -> None:
-    """Prints a result, and writes the files; the page may show something else."""
+def write(arguments: argparse.Namespace, result: Any) -> None:
+    """Prints a result, and writes the files."""
     if arguments.html is not None:
-        write_html(arguments.html, result if page is None else page)
+        write_html(arguments.html, result)
     if arguments.json not in (None, "-"):
         with open(arguments.json, "w", encoding="utf-8") as file:
             file.write(result.to_json())
@@ -143,8 +145,13 @@ def write(arguments: argparse.Namespace, result: Any, page: Any = None) -> None:
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
-    options, named = _options(arguments), arguments.hardware
-    report = _called(arguments, lambda of, value: _report(options, of, value, named))
+    report = _called(arguments, _report)
+    if report.num_devices > 1 and _is_whole(report):
+        say(
+            f"inspect: {report.name} is not sharded: each of the {report.num_devices} devices holds "
+            "all arguments. Give jit in_shardings=..., or search for them with the command plan.",
+            error=True,
+        )
     write(arguments, report)
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, hardware=arguments.hardware
@@ -158,9 +165,13 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     return 1
 
 
+def _is_whole(report: ProgramReport) -> bool:
+    return all(row.bytes_per_device == row.bytes_total for row in report.parameters)
+
+
 def run_compare(arguments: argparse.Namespace) -> int:
     """Shows the comparison; returns the exit code."""
-    comparison = _called(arguments, functools.partial(_comparison, _options(arguments)))
+    comparison = _called(arguments, _comparison)
     comparison = comparison.judged(memory_limit=arguments.memory_limit, hardware=arguments.hardware)
     write(arguments, comparison)
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
@@ -174,7 +185,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Shows the plan; returns the exit code."""
-    found: Plan = _called(arguments, functools.partial(_plan, arguments))
+    found = _called(arguments, _plan)
     write(arguments, found.comparison)
     if found.best is None:
         say("plan: no candidate fits", error=True)
@@ -183,9 +194,20 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return int(found.best is None)
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the command line that are those of ``jit``."""
-    return {} if arguments.donate is None else {"donate_argnames": arguments.donate}
+def _options(arguments: argparse.Namespace, target: str, function: Any) -> dict[str, Any]:
+    """The options of the command line for ``jit``, which is applied to a function."""
+    if arguments.donate is None:
+        return {}
+    if isinstance(function, Lifted | ProgramReport | Traced | Lowered | Compiled):
+        raise UserError(
+            f"{target} returned {function!r:.200}. --donate is for functions that are not jitted; "
+            "give jit donate_argnames instead."
+        )
+    names = inspect.signature(function).parameters if callable(function) else ()
+    wrong = [f"{name!r}{suggestion(name, names)}" for name in {*arguments.donate}.difference(names)]
+    if wrong:
+        raise UsageError(f"--donate: the function has no parameter {', '.join(sorted(wrong))}")
+    return {"donate_argnames": arguments.donate}
 
 
 def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
@@ -198,6 +220,10 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
             "from variants to such tuples, or a Plan."
         )
     step, *args = (value,) if isinstance(value, Mapping) else value
+    variants = step.values() if isinstance(step, Mapping) else [step]
+    options = [
+        _options(arguments, target, one[0] if isinstance(one, tuple) else one) for one in variants
+    ]
     with user_code(f"what {target} returned cannot be planned"):
         try:
             return plan(
@@ -210,13 +236,13 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
                 hardware=arguments.hardware,
                 most=arguments.most,
                 cache_dir=arguments.cache,
-                **_options(arguments),
+                **options[0],
             )
         except ValueError as error:  # of plan, which says what is wrong
             raise UserError(str(error).removeprefix("plan: ")) from error
 
 
-def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
+def _called(arguments: argparse.Namespace, make: Callable[[argparse.Namespace, str, Any], T]) -> T:
     """Applies ``make`` to the result of the user's function, both in the context of the mesh."""
     if arguments.devices is not None:
         _use_virtual_devices(arguments.devices)
@@ -231,10 +257,16 @@ def _called(arguments: argparse.Namespace, make: Callable[[str, Any], T]) -> T:
             raise UsageError(str(error)) from None
         if mesh is not None:
             context.enter_context(jax.set_mesh(mesh))
+        parameter = inspect.signature(function).parameters.get("mesh")
+        needs_mesh = parameter is not None and parameter.default is parameter.empty
+        if needs_mesh and mesh is None and arguments.command == "plan":  # which chooses another
+            replicas = {"replica": arguments.slices} if arguments.slices > 1 else {}
+            mesh = planning_mesh({**replicas, "data": -1, "model": 1})
+        elif needs_mesh and mesh is None:
+            raise UsageError(f"{arguments.target} takes a mesh: add one, such as --mesh data=8")
         with user_code(f"{arguments.target} failed"):
-            takes_mesh = "mesh" in inspect.signature(function).parameters
-            value = function(mesh=mesh) if takes_mesh else function()
-        return make(arguments.target, value)
+            value = function() if parameter is None else function(mesh=mesh)
+        return make(arguments, arguments.target, value)
 
 
 def _find(text: str) -> Callable[..., Any]:
@@ -285,14 +317,11 @@ def _use_virtual_devices(number: int) -> None:
             ) from None
 
 
-def _report(
-    options: Mapping[str, Any], target: str, value: Any, named: Hardware | None = None
-) -> ProgramReport:
+def _report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramReport:
     """The report of a program that a function returned."""
     function, *args = value if isinstance(value, tuple) and value else (value,)
     is_stage = isinstance(value, Traced | Lowered | Compiled)
-    if options and (is_stage or isinstance(function, Lifted | ProgramReport)):
-        raise UserError(f"{target} returned {function!r:.200}. {_NOT_JITTED}")
+    options, named = _options(arguments, target, function), arguments.hardware
     if isinstance(value, ProgramReport):
         return value if named is None else value.with_roofline(named)
     if not is_stage and (not callable(function) or isinstance(function, type)):
@@ -312,13 +341,13 @@ def _report(
         return report
 
 
-def _comparison(options: Mapping[str, Any], target: str, value: Any) -> Comparison:
+def _comparison(arguments: argparse.Namespace, target: str, value: Any) -> Comparison:
     """The comparison of strategies that a function returned."""
     if isinstance(value, Comparison):
         return value
     if isinstance(value, Mapping) and value:
         reports = {
-            str(name): attempt(functools.partial(_report, options, f"{target}, {name},", program))
+            str(name): attempt(partial(_report, arguments, f"{target}, {name},", program))
             for name, program in value.items()
         }
         return Comparison(reports)
@@ -328,7 +357,4 @@ def _comparison(options: Mapping[str, Any], target: str, value: Any) -> Comparis
             "*arguments), a Comparison, or a mapping from names to programs."
         )
     with user_code(f"what {target} returned cannot be compared"):
-        return compare(*value, **options)
-
-
-_NOT_JITTED = "--donate is for functions that are not jitted; give jit donate_argnames instead."
+        return compare(*value, **_options(arguments, target, value[1]))

@@ -23,7 +23,12 @@ def make_mesh(
     *,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Makes a mesh with ``jax.make_mesh`` from the sizes of its axes by name.
+    """Makes a mesh from the sizes of its axes by name, along the links between the devices.
+
+    In contrast to ``jax.make_mesh``, the devices may be of several slices of TPUs, which a slower
+    network connects. The slices are along the first axes, so give them an axis of their own: on
+    ``make_mesh({"replica": 2, "data": -1})``, ``fsdp`` over ``data`` with the batch over both is
+    HSDP, whose gradients alone are sent between two slices.
 
     Args:
       axes: the size of each axis by name, major first. One may be -1, for the devices that the
@@ -45,7 +50,7 @@ def make_mesh(
         )
     devices = jax.devices() if devices is None else list(devices)
     sizes, names = _filled(tuple(axes.values()), len(devices)), tuple(axes)
-    return jax.make_mesh(sizes, names, _types(names, axis_types), devices=devices)
+    return Mesh(arranged(sizes, devices), names, axis_types=_types(names, axis_types))
 
 
 def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -110,8 +115,7 @@ def planning_mesh(
     if isinstance(mesh, str) and isinstance(axes, AbstractMesh | Mapping):
         sizes, types = _shape(axes)
         devices = topology_devices(mesh, num_slices)
-        array = arranged(_filled(tuple(sizes.values()), len(devices)), num_slices, devices)
-        return Mesh(array, tuple(sizes), axis_types=_types(tuple(sizes), types))
+        return make_mesh(sizes, types, devices=devices)
     if axes is not None or isinstance(mesh, str) or num_slices != 1:
         raise TypeError(
             "a topology needs the sizes of axes, as in planning_mesh('v5e:4x4', {'data': 16}), and "

@@ -17,6 +17,7 @@ from ..specs.fitting import axes_of, fit_sharding, padded, spec_and_mesh, spec_a
 from ..specs.paths import Path, accessor
 from ..specs.state_sharding import StateSharding
 from .optimizer import optimizer_specs, union, with_optimizer
+from .topology import axes_across_slices
 from .variables import FOLLOWING, NamedVariable, from_paths, variables
 
 
@@ -52,6 +53,7 @@ def fsdp(
     base: StateSharding | None = None,
     axis: Any = "data",
     min_size: int = 2**14,
+    across_slices: bool = False,
 ) -> StateSharding:
     """Fully sharded data parallelism: each device keeps a shard of every large array.
 
@@ -76,9 +78,14 @@ def fsdp(
       min_size: arrays with fewer elements keep the spec of ``base``; those that stay replicated for
         that reason are noted by :func:`~nnx_sharding.report.check_sharding`. If nothing is sharded
         because of it, there is an :class:`~nnx_sharding.errors.UnshardedWarning`.
+      across_slices: whether the axis may have devices of several TPU slices, over whose network
+        all parameters are then gathered. See :func:`make_mesh` for HSDP, which does not.
 
     Returns:
       The spec of each path. All of them divide the shapes.
+
+    Raises:
+      ValueError: specs of ``base`` do not fit, or the axis does not, or crosses slices.
 
     Example:
       >>> from flax import nnx
@@ -91,7 +98,7 @@ def fsdp(
 
     This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
-    mesh, axes = mesh_and_axes("fsdp", mesh, axis)
+    mesh, axes = mesh_and_axes("fsdp", mesh, axis, across_slices=across_slices)
     specs = base_specs("fsdp", model, base, mesh)
     notes = _shard_all("fsdp", specs, variables(model), axes, mesh, min_size)
     activations = activations_of(base).extended(gather=axes)
@@ -141,7 +148,7 @@ def zero1(
 
     This is ZeRO stage 1 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
-    mesh, axes = mesh_and_axes("zero1", mesh, axis)
+    mesh, axes = mesh_and_axes("zero1", mesh, axis, across_slices=True)
     specs = base_specs("zero1", model, base, mesh)
     state = optimizer_specs(optimizer, from_paths(specs), model)
     of_model = "model" if isinstance(optimizer, nnx.ModelAndOptimizer) else None
@@ -150,7 +157,9 @@ def zero1(
     return from_paths(union(specs, state), activations_of(base), notes)
 
 
-def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
+def mesh_and_axes(
+    name: str, mesh: Any, axis: Any, *, across_slices: bool
+) -> tuple[Mesh | AbstractMesh, tuple[Any, ...]]:
     """The mesh, or the one in context, and those of its axes that a strategy uses, checked."""
     mesh = given_mesh(name, mesh)
     if mesh is None:
@@ -161,6 +170,13 @@ def mesh_and_axes(name: str, mesh: Any, axis: Any) -> tuple[Mesh | AbstractMesh,
     if reasons:
         sizes = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
         raise ValueError(f"{name}: axis={axis!r}: {reasons}\nThe mesh has the axes {sizes}.")
+    if not across_slices and (crossing := axes_across_slices(mesh).intersection(axes)):
+        raise ValueError(
+            f"{name}: axis={axis!r}: devices along {', '.join(map(repr, sorted(crossing)))} are in "
+            "different slices, between which parameters or activations would be sent in each step. "
+            "Make a mesh with an axis for the slices, as in make_mesh({'replica': 2, 'data': -1}), "
+            "or pass across_slices=True."
+        )
     return mesh, axes
 
 

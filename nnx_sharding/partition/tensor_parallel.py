@@ -170,6 +170,7 @@ def tensor_parallel(
     base: StateSharding | None = None,
     axis: Any = "model",
     sequence: bool = False,
+    across_slices: bool = False,
 ) -> StateSharding:
     """Shards the parameters of the usual layers over the model axis.
 
@@ -202,6 +203,8 @@ def tensor_parallel(
       sequence: whether three-dimensional outputs of layers whose inputs are sharded are sharded
         over the axis along their second dimension: Megatron's sequence parallelism. It takes less
         memory, and replaces each sum by a reduce-scatter and an all-gather.
+      across_slices: whether the axis may have devices of several TPU slices, over whose network
+        activations are then sent.
 
     Returns:
       The spec of each path. All of them divide the shapes.
@@ -218,7 +221,7 @@ def tensor_parallel(
     Pairs of layers and heads are sharded as in Megatron-LM (Shoeybi et al., 2019,
     arXiv:1909.08053), sequences as by Korthikanti et al. (2022, arXiv:2205.05198).
     """
-    mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis)
+    mesh, axes = mesh_and_axes("tensor_parallel", mesh, axis, across_slices=across_slices)
     before = base_specs("tensor_parallel", model, base, mesh)
     paths = {_identity(each): each.path for each in variables(model)}
     specs, rows = dict(before), list[Path]()

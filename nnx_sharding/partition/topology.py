@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
+from jax.sharding import AbstractMesh, Mesh
 
 # A JAX device is two cores of a TPU v4.
 _OPTIONS = {"v4": {"chip_config_name": "megacore"}}
@@ -75,17 +76,35 @@ def on_topology(name: str | None, num_slices: int = 1) -> Iterator[None]:
         DEFAULT.reset(token)
 
 
-def arranged(sizes: Sequence[int], num_slices: int, devices: Sequence[Any]) -> np.ndarray:
+def arranged(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     """The devices as a mesh along their links, with the slices along the first axes."""
+    num_slices = len({_slice(device) for device in devices})
     across: list[int] = []
     for size in sizes:
         across.append(math.gcd(size, num_slices // math.prod(across)))
     within = [size // count for size, count in zip(sizes, across, strict=True)]
+    split = {"allow_split_physical_axes": True}
     if num_slices == 1:
-        return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
-    return mesh_utils.create_hybrid_device_mesh(
-        within, across, devices, allow_split_physical_axes=True
-    )
+        return mesh_utils.create_device_mesh(within, devices, **split)
+    try:
+        return mesh_utils.create_hybrid_device_mesh(within, across, devices, **split)
+    except ValueError as error:
+        raise ValueError(
+            f"{num_slices} slices do not form axes of the sizes {tuple(sizes)}. They are along the "
+            f"first axes, as in {{'replica': {num_slices}, 'data': -1}}: {error}"
+        ) from None
+
+
+def axes_across_slices(mesh: Mesh | AbstractMesh) -> set[str]:
+    """The axes along which devices are in different slices; none for GPUs, whose nodes differ."""
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu":
+        return set()
+    slices = np.vectorize(_slice, otypes=[int])(mesh.devices)
+    return {str(name) for i, name in enumerate(mesh.axis_names) if np.diff(slices, axis=i).any()}
+
+
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", 0)
 
 
 @contextlib.contextmanager

@@ -143,7 +143,8 @@ def _sharding_of(
     if style:
         base = tensor_parallel(model, axis=axes.model, sequence=style == "sequence", **options)
     if data in ("fsdp", "hsdp"):
-        return fsdp(model, axis=axes.data if data == "hsdp" else over, base=base, **options)
+        axis = axes.data if data == "hsdp" else over
+        return fsdp(model, axis=axis, base=base, across_slices=data == "fsdp", **options)
     if data == "zero1" and optimizer is not None:
         return zero1(model, axis=over, base=base, **options)
     return base or replicated(model, **options)

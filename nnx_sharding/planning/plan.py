@@ -258,7 +258,9 @@ def _strategies(strategies: Any) -> dict[str, Any]:
     """The user's functions by name, with None for strategies of this library."""
     if not strategies or not isinstance(strategies, Iterable):
         known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(f"plan: strategies={strategies!r}: expected names of {known}, or functions.")
+        raise ValueError(
+            f"plan: strategies={strategies!r}: expected names of {known}, or functions."
+        )
     if isinstance(strategies, Mapping):
         for name, function in strategies.items():
             if not callable(function):
@@ -281,7 +283,9 @@ def _in_shardings(candidate: Candidate, function: Any, args: Sequence[Any], axes
     with jax.set_mesh(candidate.mesh):
         found = function(*args)
     if not isinstance(found, tuple) or len(found) != len(args):
-        raise TypeError(f"expected a tuple of {len(args)} shardings, as many as arguments, got {found!r}")
+        raise TypeError(
+            f"expected a tuple of {len(args)} shardings, as many as arguments, got {found!r}"
+        )
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ..analysis.collectives import MeshAxes, axes_text
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
+from ..analysis.hlo import parse
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, read
 from ..analysis.tables import table, text
 from ..analysis.units import bytes_text, count_text, read_bytes, time_text
@@ -184,6 +185,9 @@ class Comparison(JsonForm):
             yield text(f"for one device and one call{fits}{note}")
             kinds = sorted({f"{r.num_devices} × {r.device_kind}" for r in self.compiled.values()})
             yield text(f"compiled for {', '.join(kinds)}")
+        for name, report in self.compiled.items():
+            for figure, why in why_unknown(report).items():
+                yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         rooflines = (report.roofline for report in self.compiled.values())
         if hardware := {roofline.hardware for roofline in rooflines if roofline is not None}:
             yield text(f"roofline: the least time on {', '.join(sorted(hardware))}")
@@ -238,6 +242,23 @@ class Comparison(JsonForm):
         return table([*columns], rows, numbers=len(columns) - 2)
 
 
+def why_unknown(report: ProgramReport) -> dict[str, str]:
+    """Why some figures of a program are not known, by figure."""
+    reasons: dict[str, str] = {}
+    if report.memory is None or report.memory.peak is None:
+        reasons["peak"] = "the backend does not report it"
+    parts = {"bytes_sent": report.collectives, "flops": report.cost}
+    if missing := [name for name, part in parts.items() if part is None]:
+        unread = parse(report.hlo).unread if report.hlo else ["the program, which has no text"]
+        others = f" and {len(unread) - 1} more" * (len(unread) > 1)
+        reasons |= dict.fromkeys(missing, f"not understood: {unread[0]:.120}{others}")
+    elif report.roofline is not None and report.roofline.seconds is None:
+        unlimited = [row.links for row in report.roofline.traffic if row.seconds is None]
+        of = f"the bandwidth of {', '.join(unlimited)}" if unlimited else "the time of a part"
+        reasons["roofline"] = f"{of} is not known"
+    return reasons
+
+
 _OTHERS = ("memory_limit", "seconds", "ruled_out")
 
 
@@ -256,5 +277,7 @@ def load(source: Source) -> ProgramReport | Comparison:
     try:
         data = json.loads(Path(source).read_bytes())
         return load(data) if isinstance(data, dict) else ProgramReport.from_dict(data)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{os.fspath(source)}: not JSON, so not a report: {error}") from None
     except ValueError as error:
         raise ValueError(f"{os.fspath(source)}: {error}") from None

@@ -134,7 +134,9 @@ def unwrapped(
     Of one that is wrapped by ``jit``, all options but the shardings and the mesh are kept.
     """
     if taken := {"in_shardings", "mesh", "device", "backend"} & options.keys():
-        raise TypeError(f"{name} places the arguments itself; leave out {'=..., '.join(sorted(taken))}=...")
+        raise TypeError(
+            f"{name} places the arguments itself; leave out {'=..., '.join(sorted(taken))}=..."
+        )
     if isinstance(fun, Lifted) and isinstance(transform := fun._transform, Jit):
         kept = {option: getattr(transform, option) for option in _KEPT}
         kept["compiler_options"] = transform.compiler_options and dict(transform.compiler_options)

@@ -1,4 +1,4 @@
-"""A self-contained HTML page of a report or of a comparison of reports."""
+"""A self-contained HTML page of a report, of a comparison of reports, or of what changed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..changes import Changes
 from ..comparison import Comparison, load
 from ..program import ProgramReport
 
 # In the order of use; `main` runs at the end.
 _SCRIPT = (
     *("nodes", "numbers", "figures", "table", "mesh", "cost"),
-    *("parameters", "activations", "collectives", "hlo", "comparison", "main"),
+    *("parameters", "activations", "collectives", "hlo", "comparison", "changes", "main"),
 )
 
 
@@ -30,7 +31,7 @@ def html_page(report: Any, title: str | None = None) -> str:
 
     Args:
       report: a ``ProgramReport`` or a ``Comparison``, or the JSON form of one, as a dictionary or
-        in a file.
+        in a file; or what :func:`~nnx_sharding.report.diff` returned.
       title: the title of the page; None takes the name in the report.
 
     Example:
@@ -41,8 +42,10 @@ def html_page(report: Any, title: str | None = None) -> str:
       >>> "<title>train_step</title>" in html_page(report)
       True
     """
-    report = load(report)
-    if isinstance(report, Comparison):
+    report = report if isinstance(report, Changes) else load(report)
+    if isinstance(report, Changes):
+        name, reports = "What changed", []
+    elif isinstance(report, Comparison):
         name, reports = f"{len(report.reports)} strategies compared", [*report.compiled.values()]
     else:
         name, reports = report.name, [report]

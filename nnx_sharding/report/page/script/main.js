@@ -16,8 +16,9 @@ function reportNodes(report) {
 function main() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const isComparison = data.format === "nnx_sharding.comparison";
+  const isDiff = data.format === "nnx_sharding.diff";
   // Colours go to the axes of the mesh first, in their order.
-  for (const report of isComparison ? Object.values(data.reports) : [data])
+  for (const report of isDiff ? [] : isComparison ? Object.values(data.reports) : [data])
     Object.keys(report.mesh?.axes ?? {}).forEach(numberOf);
   const links = el("ul");
   const navigate = () => {
@@ -26,7 +27,8 @@ function main() {
   };
   const [top, content] = ["top", "main"].map((id) => document.getElementById(id));
   top.after(el("nav", { "aria-label": "Parts of the report" }, links));
-  content.append(...(isComparison ? comparisonNodes(data, navigate) : reportNodes(data)));
+  const draw = isDiff ? changesNodes : isComparison ? comparisonNodes : reportNodes;
+  content.append(...draw(data, navigate));
   navigate();
 }
 
