@@ -16,6 +16,7 @@ from .instructions import OP_NAME, Computation, Instruction, arrays, total_bytes
 from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, operations, uses_of
+from .slices import Position, groups_between, groups_within, positions_of
 from .tables import Pictured, table, text
 from .units import bytes_text, printable
 
@@ -228,11 +229,13 @@ def collectives_of(
         if instruction.opcode.removesuffix("-start") in COLLECTIVES
         and instruction.name not in repeated
     ]
+    # The program of one of several slices.
+    positions = positions_of(mesh) if module.num_devices != math.prod(sizes.values()) else {}
     uses: Mapping[str, Use] = {}
     if found and arguments is not None:
         uses = uses_of(module, [instruction for _, instruction in found], arguments)
     return Collectives(
-        _collective(module, *one, sizes, uses.get(one[1].name, Use())) for one in found
+        _collective(module, *one, sizes, positions, uses.get(one[1].name, Use())) for one in found
     )
 
 
@@ -241,19 +244,26 @@ def _collective(
     computation: Computation,
     instruction: Instruction,
     sizes: Mapping[str, int],
+    positions: Mapping[Position, int],
     use: Use,
 ) -> Collective:
     kind = cast(Kind, instruction.opcode.removesuffix("-start"))
     results, mesh = instruction.results, tuple(sizes.items())
     runs = module.runs[computation.name]
+    groups = instruction.source_target_pairs
+    if kind != "collective-permute":
+        whole = math.prod(sizes.values()) if mesh and not positions else module.num_devices or 1
+        groups = _groups(instruction, whole)
+    axes: MeshAxes = None
+    if between := instruction.attributes.get("between_slices"):
+        groups = groups_between(between, positions)
+    elif positions:
+        groups = groups_within(groups, positions)
     if kind == "collective-permute":
-        pairs = tuple(pair for pair in instruction.source_target_pairs if len({*pair}) > 1)
+        pairs = tuple(pair for pair in groups if len({*pair}) > 1)
         groups = connected(pairs)
         axes = axes_of_pairs(pairs, mesh)
     else:
-        groups = _groups(
-            instruction, math.prod(sizes.values()) if mesh else module.num_devices or 1
-        )
         axes = axes_of_groups(groups, mesh)
     size = max(map(len, groups), default=1)
     larger = total_bytes(results) * (size if kind == "reduce-scatter" else 1)

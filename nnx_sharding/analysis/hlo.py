@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from .instructions import MAX_SIZE, Computation, Instruction
+from .slices import with_exchanges
 from .trip_counts import trip_counts
 
 
@@ -213,6 +214,9 @@ def parse(text: str) -> Module:
             head.append(line)
         elif line.strip():
             skipped.append(line.strip())
+    if "xla_megascale" in text:
+        for one in computations:
+            one.instructions[:] = with_exchanges(one.instructions)
     if instructions is not None and computations[-1].name:
         skipped.append(f"the end of {computations[-1].name}")
     before = "\n".join(head)

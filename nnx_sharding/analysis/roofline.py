@@ -64,15 +64,18 @@ def traffic_of(
 ) -> tuple[Traffic, ...]:
     """What collectives send over each kind of link of a device, by mesh axes."""
     rows = []
+    slices = () if mesh is None else {*mesh.coordinates.get("slice", ())}
     for axes in collectives.by_axes():
         some = [one for one in collectives if one.axes == axes and one.bytes_sent]
         route = _route(axes, mesh, hardware)
-        bandwidths = {
+        bandwidths: dict[str, float | None] = {
             route.links: hardware.interconnect_bandwidth,
             _network(hardware): hardware.network_bandwidth,
             _CHIP: math.inf,
         }
-        if route.torus:
+        if route is _UNKNOWN and len(slices) > 1:
+            bandwidths[route.links] = None  # perhaps the network
+        elif route.torus:
             bandwidths[route.links] = route.num_links * hardware.link_bandwidth
         parts = [_parts(one, route) for one in some]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):

@@ -277,7 +277,7 @@ def load(source: Source) -> ProgramReport | Comparison:
     try:
         data = json.loads(Path(source).read_bytes())
         return load(data) if isinstance(data, dict) else ProgramReport.from_dict(data)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{os.fspath(source)}: not JSON, so not a report: {error}") from None
+    except json.JSONDecodeError:
+        raise ValueError(f"{os.fspath(source)}: not a report: it is not JSON") from None
     except ValueError as error:
         raise ValueError(f"{os.fspath(source)}: {error}") from None
