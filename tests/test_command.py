@@ -18,6 +18,7 @@ import jax
 import pytest
 from absl.testing import absltest, parameterized
 
+from nnx_sharding import __version__
 from nnx_sharding.cli.main import main
 from nnx_sharding.report import Comparison, ProgramReport
 
@@ -57,6 +58,10 @@ PLAN = textwrap.dedent("""\
     def lowered(mesh):
         step, *arguments = forward(mesh)
         return step.lower(*arguments)
+
+
+    def meshless(mesh=None):
+        return forward(mesh)
 
 
     def own_mesh():
@@ -200,6 +205,11 @@ class CommandTest(parameterized.TestCase):
         code, out, error = self.inspect("plain")
         assert code == 0 and out.startswith("sin: 1 × ") and not error
 
+    def test_inspect_what_is_not_sharded(self):
+        code, out, error = self.inspect("step", "--mesh", "data=4")
+        assert code == 0 and out.startswith("apply: 4 × ")
+        assert "apply is not sharded: each of the 4 devices holds all arguments" in error
+
     def test_inspect_in_a_module(self):
         sys.path.insert(0, str(self.folder))
         code, out, _ = self.run_command("inspect", f"{self.module}:own_mesh")
@@ -278,6 +288,8 @@ class CommandTest(parameterized.TestCase):
         assert (code, error) == (1, "plan: no candidate fits\n")
         code, _, error = self.run_command(*words, "--mesh", "data=4", "--memory-limit", "1 KiB")
         assert code == 1 and error.startswith("plan: no candidate can fit:\n  dp, data 4: the arg")
+        code, out, error = self.run_command("plan", f"{self.path}:forward", *words[2:])
+        assert (code, error) == (0, "") and "dp, data 8" in out  # the same function as for inspect
         code, _, error = self.run_command("plan", f"{self.path}:nothing")
         assert code == 1 and "It has to return (step, *arguments)" in error
         code, _, error = self.run_command(*words[:2], "--strategies", "fdsp")
@@ -318,14 +330,18 @@ class CommandTest(parameterized.TestCase):
         assert code == 1 and "arguments: " not in out.partition("program")[2].partition("\n")[0]
         found = json.loads(data.read_text())
         assert {change["kind"] for change in found["changes"]} == {"program"}
-        assert page.read_text().startswith("<!doctype html>")
+        shown = page.read_text()
+        assert "<title>What changed</title>" in shown and "devices: 4 × cpu → 32 × cpu" in shown
+
+    def test_version(self):
+        assert self.run_command("--version") == (0, f"nnx_sharding {__version__}\n", "")
 
     @parameterized.parameters(
         (["inspect", "{path}:broken"], "{path}:broken failed: ValueError: no luck"),
         (["inspect", "{path}:leaves"], "{path}:leaves failed: SystemExit: 3"),
         (["inspect", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
         (["inspect", "{path}:wrong_program"], "cannot be compiled: TypeError: "),
-        (["inspect", "{path}:forward"], "forward returned cannot be compiled: NoMeshError: "),
+        (["inspect", "{path}:meshless"], "meshless returned cannot be compiled: NoMeshError: "),
         (["compare", "{path}:nothing"], "{path}:nothing returned None. It has to return"),
         (["compare", "{path}:plain"], "It has to return (strategies, function"),
         (["compare", "{path}:broken"], "{path}:broken failed: ValueError: no luck"),
@@ -371,7 +387,14 @@ class CommandTest(parameterized.TestCase):
         (["diff", "{path}", "{path}", "--fail-above", "-1"], "must be a percentage"),
         (["diff", "{path}", "{path}", "--threshold", "x%"], "must be a percentage"),
         (["diff", "missing.json", "{path}"], "missing.json"),
-        (["diff", "{path}", "{path}"], "Expecting value"),
+        (["diff", "{path}", "{path}"], "not a report: it is not JSON"),
+        (["inspect", "{path}:forward"], "forward takes a mesh: add one, such as --mesh data=8"),
+        (
+            ["plan", "{path}:step", "--donate", "modle"],
+            "no parameter 'modle'; did you mean 'model'",
+        ),
+        (["inspect", "{path}:f", "--html", "/nowhere/a.html"], "no writable folder /nowhere"),
+        (["plan", "{path}:f", "--json", "/"], "/ is a folder"),
         (["inspekt"], "invalid choice"),
     )
     def test_usage(self, words, expected):

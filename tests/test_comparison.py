@@ -26,7 +26,7 @@ from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, planning_mesh, replicated, sharded_init, tensor_parallel
 from nnx_sharding.report import Comparison, Strategy, compare, diff
 from nnx_sharding.report.changes import Change, Changes
-from nnx_sharding.report.comparison import Failure
+from nnx_sharding.report.comparison import Failure, why_unknown
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -259,16 +259,31 @@ class CompareTest(parameterized.TestCase):
         ("limit_type", {"dp": dp}, {"memory_limit": 1.5}, TypeError, "a size must be"),
         ("hardware", {"dp": dp}, {"hardware": "TPU v5q"}, ValueError, "Did you mean"),
         ("shardings", {"dp": dp}, {"in_shardings": None}, TypeError, "leave out in_shardings"),
+        ("names", {"dp": dp}, {"static_argnames": "y"}, ValueError, "invalid argnames {'y'}"),
     )
     def test_bad_arguments(self, strategies, options, error, message):
         with pytest.raises(error, match=message):
             compare(strategies, apply, None, X, **options)
 
     def test_bad_function(self):
-        with pytest.raises(TypeError, match="pass the function itself"):
-            compare({"dp": dp}, jit(apply), None, X)
         with pytest.raises(TypeError, match="compare needs a function"):
             compare({"dp": dp}, 3, None, X)
+
+    def test_a_function_of_jit_keeps_its_other_options(self):
+        wrapped = jit(apply, in_shardings=P("no"), donate_argnums=0)
+        [report] = compare({"dp": dp}, wrapped, make(), X, mesh={"data": 2}).compiled.values()
+        assert [row.donated for row in report.parameters] == [True, True, False]
+        assert report.mesh.axes == {"data": 2}
+
+    def test_why_figures_are_unknown(self):
+        known = planned().reports["fsdp"].with_roofline("TPU v5e")
+        odd = "HloModule m\n\nENTRY %m {\n  ROOT %a = f32[8] all-to-some()\n}\n"
+        unread = dataclasses.replace(known, collectives=None, cost=None, hlo=odd)
+        comparison = Comparison({"odd": unread.with_roofline("TPU v5e"), "known": known})
+        assert comparison.best("roofline") == "known"
+        assert "odd: flops unknown, and ranked last: not understood: a = f32" in str(comparison)
+        assert why_unknown(known) == {}
+        assert [*why_unknown(dataclasses.replace(known, memory=None))] == ["peak"]
 
     def test_bad_reports(self):
         with pytest.raises(ValueError, match="nothing to compare"):

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from models import MLP, P
-from nnx_sharding import StateSharding, jit, stack
+from nnx_sharding import StateSharding, jit, shard_map, stack
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import fsdp, make_mesh, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
@@ -329,15 +329,70 @@ def test_uneven_batches_and_failures_are_ruled_out():
     def fails(model, optimizer, x):
         raise RuntimeError("a mistake of the user")
 
-    found = plan(fails, model, optimizer, x, devices=8, strategies="dp + tensor")
-    assert found.best is None
-    assert "a mistake of the user" in str(found)
+    with pytest.raises(
+        ValueError, match="no candidate compiles:\n  RuntimeError: a mistake"
+    ) as all_fail:
+        plan(fails, model, optimizer, x, devices=8, strategies="dp + tensor")
+    assert str(all_fail.value).count("mistake") == 1
+    assert isinstance(all_fail.value.__cause__, RuntimeError)
+
+
+@pytest.mark.usefixtures("compile_here")
+def test_arguments_of_all_kinds():
+    x, keys = jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.random.split(jax.random.key(0), 64)
+    key, scalar = jax.random.PRNGKey(0), jax.ShapeDtypeStruct((), jnp.float32)
+
+    def step(model, batch, mode, key, keys, scalar, number):
+        noise = jax.vmap(lambda k: jax.random.normal(k, (256,)))(keys)
+        return model(batch["x"] + noise) * scalar * number + jax.random.normal(key, (256,))
+
+    model = nnx.eval_shape(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
+    args = (model, {"x": x, "none": None}, "mode", key, keys, scalar, 2.5)
+    options = {"devices": 4, "meshes": [{"data": 4}], "strategies": "dp", "static_argnums": 2}
+    best = plan(step, *args, **options).best
+    assert best.in_shardings[1:] == (
+        {"x": P("data"), "none": None}, None, None, P("data"), None, None,
+    )  # fmt: skip
+    wrapped = jit(lambda m, s: m.kernel[...] * s, donate_argnums=0, in_shardings=(P("no"), None))
+    options.pop("static_argnums")
+    found = plan(wrapped, model, scalar, **options)
+    [report] = found.comparison.compiled.values()
+    assert [row.donated for row in report.parameters] == [True, True, False]
 
 
 @pytest.mark.parametrize(
     ("error", "match", "step", "options"),
     [
-        (TypeError, "not wrapped by jit", jit(train_step), {}),
+        (
+            TypeError,
+            "needs a function that is not wrapped",
+            shard_map(train_step, out_specs=P()),
+            {},
+        ),
+        (TypeError, "leave out device=..., in_shardings", train_step, {"device": 3, "in_shardings": 0}),
+        (ValueError, "invalid argnames {'modle'}", train_step, {"donate_argnames": "modle"}),
+        (ValueError, r"strategies=\[\]: expected", train_step, {"strategies": []}),
+        (ValueError, "strategies=None: expected", train_step, {"strategies": None}),
+        (ValueError, r"meshes=\[\]", train_step, {"meshes": []}),
+        (ValueError, "num_slices=3 does not divide the 8", train_step, {"num_slices": 3}),
+        (
+            ValueError,
+            "num_slices=0: .*\n  most='3': ",
+            train_step,
+            {"num_slices": 0, "most": "3"},
+        ),
+        (
+            ValueError,
+            "devices=8: topology='v5e:2x4' has its own",
+            train_step,
+            {"topology": "v5e:2x4"},
+        ),
+        (
+            ValueError,
+            r"a tuple of 3 shardings, .* got \(P\(\),\)",
+            train_step,
+            {"strategies": {"a": lambda *args: (P(),)}},
+        ),
         (TypeError, "got 3", 3, {}),
         (ValueError, "unknown strategies: 'fdsp'.*'fsdp'", train_step, {"strategies": "fdsp"}),
         (ValueError, "at least one variant", {}, {}),

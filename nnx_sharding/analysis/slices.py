@@ -8,7 +8,7 @@ the mesh. A host exchange has the kind of the collective and its groups in its f
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -32,32 +32,32 @@ _RECEIVED = re.compile(r"\(([^()]+?\{[^{}]*\}|[^(),{}]+), ")
 
 def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
     """The instructions of a computation, with collectives in place of exchanges with hosts."""
-    sends = {
-        match[1]: one
-        for one in instructions
-        if one.opcode == "send" and (match := _RENDEZVOUS.search(one.rest))
-    }
     by_name = {one.name: one for one in instructions}
-    done: dict[str, str] = {}  # the opcodes of what ends those that were replaced
-    found = []
+    exchanges: defaultdict[str, list[Instruction]] = defaultdict(list)
     for one in instructions:
-        match, exchange = _RENDEZVOUS.search(one.rest), _EXCHANGE.search(one.rest)
-        shape = _RECEIVED.match(one.shape_text)
-        send = sends.get(match[1]) if match else None
-        if send is not None and exchange and exchange[2] in _KINDS and shape:
-            if one.opcode == "send":
-                done[one.name] = "after-all"
-                one = one._replace(opcode="after-all")
-            else:
-                done[one.name] = "tuple"
-                rest = f'%{send.operand_names[0]}), between_slices="{exchange[1]}"'
-                if operation := _operation(send, by_name):
-                    rest += f', metadata={{op_name="{operation}"}}'
-                one = Instruction(one.name, _KINDS[exchange[2]], shape[1], rest, one.is_root)
-        elif one.opcode in ("send-done", "recv-done") and one.operand_names[0] in done:
-            one = one._replace(opcode=done[one.operand_names[0]])
-        found.append(one)
-    return found
+        if one.opcode in ("send", "recv") and (match := _RENDEZVOUS.search(one.rest)):
+            exchanges[match[1]].append(one)
+    opcodes: dict[str, str] = {}  # of what ends those that are replaced
+    replaced: dict[str, Instruction] = {}
+    for pair in exchanges.values():
+        ends = {one.opcode: one for one in pair}
+        match = _EXCHANGE.search(pair[0].rest)
+        if len(pair) != 2 or len(ends) != 2 or match is None or match[2] not in _KINDS:
+            continue
+        send, recv = ends["send"], ends["recv"]
+        if shape := _RECEIVED.match(recv.shape_text):
+            operation = _operation(send, by_name)
+            metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
+            rest = f'%{send.operand_names[0]}), between_slices="{match[1]}"{metadata}'
+            replaced[send.name] = send._replace(opcode="after-all")
+            replaced[recv.name] = recv._replace(
+                opcode=_KINDS[match[2]], shape_text=shape[1], rest=rest
+            )
+            opcodes |= {send.name: "after-all", recv.name: "tuple"}
+    for one in instructions:
+        if one.opcode in ("send-done", "recv-done") and one.operand_names[0] in opcodes:
+            replaced[one.name] = one._replace(opcode=opcodes[one.operand_names[0]])
+    return [replaced.get(one.name, one) for one in instructions]
 
 
 def _operation(one: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
@@ -83,7 +83,7 @@ def positions_of(mesh: Any) -> dict[Position, int]:
 
 
 def groups_between(text: str, positions: Mapping[Position, int]) -> Groups:
-    """The groups, or pairs of a permutation, in an exchange, with what is not in the mesh as it is."""
+    """The groups, or pairs of a permutation, in an exchange; what the mesh lacks is kept."""
     slices, _, places = text.partition("x")
     keys: list[list[Any]] = [list(group) for group in number_lists(text.replace("->", ","))]
     if places:

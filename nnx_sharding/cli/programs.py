@@ -148,8 +148,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     report = _called(arguments, _report)
     if report.num_devices > 1 and _is_whole(report):
         say(
-            f"inspect: {report.name} is not sharded: each of the {report.num_devices} devices holds "
-            "all arguments. Give jit in_shardings=..., or search for them with the command plan.",
+            f"inspect: {report.name} is not sharded: each of the {report.num_devices} devices "
+            "holds all arguments. Give jit in_shardings=..., or search for them with plan.",
             error=True,
         )
     write(arguments, report)

@@ -249,9 +249,9 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
         reasons["peak"] = "the backend does not report it"
     parts = {"bytes_sent": report.collectives, "flops": report.cost}
     if missing := [name for name, part in parts.items() if part is None]:
-        unread = parse(report.hlo).unread if report.hlo else ["the program, which has no text"]
-        others = f" and {len(unread) - 1} more" * (len(unread) > 1)
-        reasons |= dict.fromkeys(missing, f"not understood: {unread[0]:.120}{others}")
+        unread = parse(report.hlo).unread if report.hlo else []
+        why = f"not understood: {unread[0]:.120}" if unread else "the report does not have it"
+        reasons |= dict.fromkeys(missing, why)
     elif report.roofline is not None and report.roofline.seconds is None:
         unlimited = [row.links for row in report.roofline.traffic if row.seconds is None]
         of = f"the bandwidth of {', '.join(unlimited)}" if unlimited else "the time of a part"

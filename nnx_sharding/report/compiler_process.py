@@ -1,4 +1,8 @@
-"""Compilers in separate processes: a crash of one ends nothing else."""
+"""Compilers in separate processes: a crash of one ends nothing else.
+
+A ``ProcessPoolExecutor`` would import the user's program in each process, and a crash of one would
+end them all.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -30,8 +34,8 @@ class CompilerProcess:
 
     def __init__(self, devices: Devices):
         self._devices = devices
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: BinaryIO | None = None
 
     def compile(self, lowered: Lowered, options: dict[str, Any] | None) -> Compiled:
         """Compiles a program for its figures; it cannot be called.
@@ -43,18 +47,10 @@ class CompilerProcess:
 
     def close(self) -> None:
         """Ends the process."""
+        self._errors.close()
         if self._process is not None:
             self._process.kill()
-            self._ended(self._process)
-
-    def _ended(self, process: subprocess.Popen[bytes]) -> str:
-        """What a process that has ended printed to standard error."""
-        process.communicate()
-        assert self._errors is not None
-        with self._errors as errors:
-            errors.seek(0)
-            self._process = None
-            return errors.read().decode(errors="replace")
+            self._process.communicate()
 
     def _ask(self, *request: Any) -> dict[str, Any]:
         process = self._process = self._process or self._started()
@@ -62,36 +58,35 @@ class CompilerProcess:
         try:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
-            answer = pickle.load(process.stdout)
+            answer: dict[str, Any] | str = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError):
+            self._process = None
             raise CompilerCrash(self._last_words(process)) from None
         if isinstance(answer, str):
             raise jax.errors.JaxRuntimeError(answer)
-        result: dict[str, Any] = answer
-        return result
+        return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         flags = os.environ.get("XLA_FLAGS", "").split()
         kept = [flag for flag in flags if "force_host_platform_device_count" not in flag]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
-        program = f"from {__name__} import serve; serve({self._devices!r})"
-        return subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-        )
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve({self._devices!r})"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        return subprocess.Popen(command, env=environment, **pipes)
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
         """How the process ended, with the check that failed in XLA or the error of Python."""
-        code = process.wait()
-        printed = self._ended(process)
-        if code >= 0:  # an error of Python
-            return f"the compiler could not start, with exit code {code}:\n{printed[-2000:]}"
-        checks = re.findall(r"^F\d{4} .*", printed, re.M)
-        return "\n".join([f"the compiler crashed with {signal.Signals(-code).name}", *checks])
+        process.communicate()
+        self._errors.seek(0)
+        printed = self._errors.read().decode(errors="replace")
+        self._errors.truncate(self._errors.seek(0))
+        if process.returncode >= 0:
+            return f"the compiler could not start:\n{printed[-2000:]}"
+        name = signal.Signals(-process.returncode).name
+        return "\n".join([f"the compiler crashed with {name}", *re.findall(_CHECK, printed)])
+
+
+_CHECK = re.compile(r"^F\d{4} .*", re.MULTILINE)
 
 
 def serve(devices: Devices) -> None:
@@ -102,13 +97,9 @@ def serve(devices: Devices) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
     found = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
     by_id = {device.id: device for device in found}
-    while True:
+    while sys.stdin.buffer.peek(1):
         try:
-            request = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            answer: Any = _compat.compile_module(by_id, *request)
+            answer: Any = _compat.compile_module(by_id, *pickle.load(sys.stdin.buffer))
         except Exception as error:
             answer = str(error)
         pickle.dump(answer, answers)
