@@ -185,8 +185,8 @@ class Comparison(JsonForm):
             yield text(f"for one device and one call{fits}{note}")
             kinds = sorted({f"{r.num_devices} × {r.device_kind}" for r in self.compiled.values()})
             yield text(f"compiled for {', '.join(kinds)}")
-        for name, report in self.compiled.items():
-            for figure, why in why_unknown(report).items():
+        for name, compiled in self.compiled.items():
+            for figure, why in why_unknown(compiled).items():
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         rooflines = (report.roofline for report in self.compiled.values())
         if hardware := {roofline.hardware for roofline in rooflines if roofline is not None}:

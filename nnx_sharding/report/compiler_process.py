@@ -71,8 +71,8 @@ class CompilerProcess:
         kept = [flag for flag in flags if "force_host_platform_device_count" not in flag]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({self._devices!r})"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        return subprocess.Popen(command, env=environment, **pipes)
+        pipe, errors = subprocess.PIPE, self._errors
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment)
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
         """How the process ended, with the check that failed in XLA or the error of Python."""
@@ -91,15 +91,16 @@ _CHECK = re.compile(r"^F\d{4} .*", re.MULTILINE)
 
 def serve(devices: Devices) -> None:
     """Compiles the programs requested on standard input, until that ends."""
+    requests: Any = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries also print to standard output
     if isinstance(devices, int):
         jax.config.update("jax_num_cpu_devices", devices)
     found = jax.devices() if isinstance(devices, int) else topology_devices(*devices)
     by_id = {device.id: device for device in found}
-    while sys.stdin.buffer.peek(1):
+    while requests.peek(1):
         try:
-            answer: Any = _compat.compile_module(by_id, *pickle.load(sys.stdin.buffer))
+            answer: Any = _compat.compile_module(by_id, *pickle.load(requests))
         except Exception as error:
             answer = str(error)
         pickle.dump(answer, answers)

@@ -128,7 +128,7 @@ def compare(
 
 def unwrapped(
     name: str, fun: Any, options: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """A function, and the options of ``jit`` for it, checked before anything is traced.
 
     Of one that is wrapped by ``jit``, all options but the shardings and the mesh are kept.
@@ -141,15 +141,17 @@ def unwrapped(
         kept = {option: getattr(transform, option) for option in _KEPT}
         kept["compiler_options"] = transform.compiler_options and dict(transform.compiler_options)
         options = {**kept, **fun._options["roles"]._asdict(), **options}
-        fun = fun.__wrapped__
+        fun = fun.__dict__["__wrapped__"]
     if isinstance(fun, Lifted) or not callable(fun):
         raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
     jit(fun, **options)
-    return fun, options
+    return fun, dict(options)
 
 
-_KEPT = ("activation_shardings", "auto_axes", "keep_unused", "inline", "on_committed")
-_KEPT += ("on_indivisible", "strict")
+_KEPT = (
+    *("activation_shardings", "auto_axes", "keep_unused", "inline"),
+    *("on_committed", "on_indivisible", "strict"),
+)
 
 
 def abstract_of(args: Sequence[Any]) -> Any:
