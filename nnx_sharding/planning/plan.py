@@ -200,10 +200,16 @@ def plan(
         "plan", groups, ruled_out, most=most, memory_limit=limit, hardware=peak,
         cache_dir=cache_dir, devices=compiled_for, quiet=quiet,
     )  # fmt: skip
-    if failures := _all_failed(found):
-        errors = {name: failure.error for name, failure in failures.items()}
-        cause = next(iter(failures.values())).exception
-        raise ValueError(_reasons("plan: no candidate compiles:", errors | ruled_out)) from cause
+    mistakes = {
+        name: failure
+        for name, failure in found.reports.items()
+        if isinstance(failure, Failure)
+        and not isinstance(failure.exception, jax.errors.JaxRuntimeError)  # of the compiler
+    }
+    if len(mistakes) == len(found.reports):
+        reasons = {name: failure.error for name, failure in mistakes.items()} | ruled_out
+        cause = next(iter(mistakes.values())).exception
+        raise ValueError(_reasons("plan: no candidate can be lowered:", reasons)) from cause
     order = sorted(found.reports, key=partial(_rank, found))
     ranked = dataclasses.replace(found, reports={name: found.reports[name] for name in order})
     return Plan(ranked, {name: tried[name] for name in order})
@@ -236,14 +242,13 @@ def _reasons(head: str, reasons: Mapping[str, str]) -> str:
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
-    if len(names) == 1:
-        return message(head, [f"  {reason}" for reason in names])
-    return message(head, [f"  {'; '.join(of)}: {reason}" for reason, of in names.items()])
+    of_one = {reason: f"{'; '.join(of)}: " * (len(names) > 1) for reason, of in names.items()}
+    return message(head, [f"  {of}{reason}" for reason, of in of_one.items()])
 
 
 def _variants(
     step: Any, args: Sequence[Any], options: Mapping[str, Any]
-) -> dict[str, tuple[Callable[..., Any], Mapping[str, Any], Sequence[Any]]]:
+) -> Mapping[str, tuple[Callable[..., Any], dict[str, Any], Any]]:
     """The functions, the options of ``jit`` for them and their abstract arguments, by name."""
     variants = {}
     for name, entry in (step if isinstance(step, Mapping) else {"": step}).items():
@@ -287,11 +292,6 @@ def _in_shardings(candidate: Candidate, function: Any, args: Sequence[Any], axes
             f"expected a tuple of {len(args)} shardings, as many as arguments, got {found!r}"
         )
     return found
-
-
-def _all_failed(found: Comparison) -> dict[str, Failure]:
-    failures = {name: r for name, r in found.reports.items() if isinstance(r, Failure)}
-    return failures if len(failures) == len(found.reports) else {}
 
 
 def _rank(found: Comparison, name: str) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from ..transforms.stages import Compiled, Lowered
 Devices: TypeAlias = int | tuple[str, int]
 
 
-class CompilerCrash(RuntimeError):
+class CompilerCrash(jax.errors.JaxRuntimeError):
     """A compiler ended its process."""
 
 
