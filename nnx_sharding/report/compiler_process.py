@@ -25,7 +25,7 @@ from ..transforms.stages import Compiled, Lowered
 Devices: TypeAlias = int | tuple[str, int]
 
 
-class CompilerCrash(jax.errors.JaxRuntimeError):
+class CompilerCrash(jax.errors.JaxRuntimeError):  # type: ignore[misc]
     """A compiler ended its process."""
 
 
