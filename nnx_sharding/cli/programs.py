@@ -109,10 +109,8 @@ def _add_command(
     add("--devices", type=count, metavar="N", help=devices or virtual)
     roofline = 'show the roofline of this hardware, such as "TPU v5e"'
     add("--hardware", type=option(hardware_of), metavar="NAME", help=roofline)
-    limit = (
-        "the memory of a device, such as 16GiB (default: that of --hardware, else of the devices "
-    )
-    limit += "compiled for if it is known)"
+    limit = "the memory of a device, such as 16GiB (default: that of --hardware, else of the "
+    limit += "devices compiled for if it is known)"
     add("--memory-limit", type=option(read_bytes), metavar="SIZE", help=limit)
     donate = "parameters whose memory the results may take, as donate_argnames of jit, for a "
     donate += "function that is not jitted"
@@ -146,7 +144,8 @@ def write(arguments: argparse.Namespace, result: Any) -> None:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
     report = _called(arguments, _report)
-    if report.num_devices > 1 and _is_whole(report):
+    is_whole = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
+    if report.num_devices > 1 and is_whole:
         say(
             f"inspect: {report.name} is not sharded: each of the {report.num_devices} devices "
             "holds all arguments. Give jit in_shardings=..., or search for them with plan.",
@@ -163,10 +162,6 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     limit = f"the limit is {bytes_text(judged.memory_limit)} on each device"
     say(f"inspect: {report.name}: {needs}; {limit}", error=True)
     return 1
-
-
-def _is_whole(report: ProgramReport) -> bool:
-    return all(row.bytes_per_device == row.bytes_total for row in report.parameters)
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -220,10 +215,9 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
             "from variants to such tuples, or a Plan."
         )
     step, *args = (value,) if isinstance(value, Mapping) else value
-    variants = step.values() if isinstance(step, Mapping) else [step]
-    options = [
-        _options(arguments, target, one[0] if isinstance(one, tuple) else one) for one in variants
-    ]
+    options = {}
+    for one in step.values() if isinstance(step, Mapping) else [step]:
+        options = _options(arguments, target, one[0] if isinstance(one, tuple) else one)
     with user_code(f"what {target} returned cannot be planned"):
         try:
             return plan(
@@ -236,7 +230,7 @@ def _plan(arguments: argparse.Namespace, target: str, value: Any) -> Plan:
                 hardware=arguments.hardware,
                 most=arguments.most,
                 cache_dir=arguments.cache,
-                **options[0],
+                **options,
             )
         except ValueError as error:  # of plan, which says what is wrong
             raise UserError(str(error).removeprefix("plan: ")) from error

@@ -50,7 +50,9 @@ def make_mesh(
         )
     devices = jax.devices() if devices is None else list(devices)
     sizes, names = _filled(tuple(axes.values()), len(devices)), tuple(axes)
-    return Mesh(arranged(sizes, devices), names, axis_types=_types(names, axis_types))
+    types: Any = AxisType.Explicit if axis_types is None else axis_types
+    types = (types,) * len(names) if isinstance(types, AxisType) else tuple(types)
+    return Mesh(arranged(sizes, devices), names, axis_types=types)
 
 
 def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -63,13 +65,6 @@ def _filled(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
             "sizes, of which one may be -1 for the remaining devices, or other devices."
         )
     return filled
-
-
-def _types(names: Sequence[str], axis_types: Any) -> tuple[AxisType, ...]:
-    """The type of each axis."""
-    if axis_types is None or isinstance(axis_types, AxisType):
-        return (axis_types or AxisType.Explicit,) * len(names)
-    return tuple(axis_types)
 
 
 @_compat.api_boundary
@@ -113,9 +108,7 @@ def planning_mesh(
     if num_slices < 1:
         raise ValueError(f"planning_mesh: expected num_slices of at least 1, got {num_slices}.")
     if isinstance(mesh, str) and isinstance(axes, AbstractMesh | Mapping):
-        sizes, types = _shape(axes)
-        devices = topology_devices(mesh, num_slices)
-        return make_mesh(sizes, types, devices=devices)
+        return _mesh(axes, topology_devices(mesh, num_slices))
     if axes is not None or isinstance(mesh, str) or num_slices != 1:
         raise TypeError(
             "a topology needs the sizes of axes, as in planning_mesh('v5e:4x4', {'data': 16}), and "
@@ -129,14 +122,15 @@ def planning_mesh(
             f"expected a mesh, or the sizes of its axes by name as in {{'data': 8}}, got {mesh!r}."
         )
     if (default := DEFAULT.get()) is not None:
-        return planning_mesh(default[0], mesh, num_slices=default[1])
-    sizes, types = _shape(mesh)
-    return make_mesh(sizes, axis_types=types, devices=_planning_devices(list(sizes.values())))
+        return _mesh(mesh, topology_devices(*default))
+    return _mesh(mesh)
 
 
-def _shape(mesh: AbstractMesh | Mapping[str, int]) -> tuple[Mapping[str, int], Any]:
-    """The sizes of axes and, if they are known, their types."""
-    return (mesh.shape, mesh.axis_types) if isinstance(mesh, AbstractMesh) else (mesh, None)
+def _mesh(axes: AbstractMesh | Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    sizes = axes.shape if isinstance(axes, AbstractMesh) else axes
+    types = axes.axis_types if isinstance(axes, AbstractMesh) else None
+    devices = _planning_devices(list(sizes.values())) if devices is None else devices
+    return make_mesh(sizes, types, devices=devices)
 
 
 def _planning_devices(sizes: list[Any]) -> list[jax.Device]:

@@ -80,7 +80,7 @@ def search(
             name, group = running.pop(done)
             report, _ = finished[name] = done.result()
             advance(name)
-            if _fits(report, memory_limit):
+            if Comparison({name: report}, memory_limit).fits(name):
                 fits = True
                 reasons.update(dict.fromkeys(group.programs, f"{name} fits"))
             elif group.programs:
@@ -92,14 +92,6 @@ def search(
     seconds = {name: round(finished[name][1], 3) for name in names}
     comparison = Comparison(reports, None, seconds, reasons)
     return comparison.judged(memory_limit=memory_limit, hardware=hardware)
-
-
-def _fits(report: ProgramReport | Failure, limit: int | None) -> bool:
-    """Whether a program is known to fit into memory."""
-    if isinstance(report, Failure):
-        return False
-    peak = None if report.memory is None else report.memory.peak
-    return limit is None or (peak is not None and peak <= limit)
 
 
 _WORKERS = min(os.cpu_count() or 1, 4)
