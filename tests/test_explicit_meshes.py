@@ -22,7 +22,7 @@ WIDTH = 16
 @pytest.fixture(autouse=True, scope="module")
 def _less_optimized():
     """Compiles in a third of the time."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -152,7 +152,7 @@ def direct(model, x):
 
 @pytest.fixture(autouse=True, scope="module")
 def _less_optimized():
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -156,11 +156,10 @@ class _Run:
             name = frame.tag.accessor + f".{method}" * (method != "__call__")
             start, kind = len(self._sites), type(module).__name__
             site = _Site(f"{name} ({kind})", "input", axes, start, [])
-            values = [
-                (f"{path_string(p)}: ", _compat.get_value(v)) for p, v in own_variables(module)
-            ]
-            for label, x in [*(("", x) for x in arrays_in((args, kwargs))), *values]:
-                _describe(site, label, x)
+            for x in arrays_in((args, kwargs)):
+                _describe(site, "", x)
+            for path, variable in own_variables(module):
+                _describe(site, f"{path_string(path)}: ", _compat.get_value(variable))
             args, kwargs = self._tapped(site, (args, kwargs))
             out = call(*args, **kwargs)
             if isinstance(module, nnx.Dropout) and axes:
@@ -214,10 +213,9 @@ class _Compared:
 
     def __init__(self, one: _Outcome, rounded: _Outcome, many: _Outcome, *, tolerance: Any):
         self._one, self._rounded, self._many = one, rounded, many
-        recorded = [x for of in one.values.values() for xs in of.values() for x in xs]
-        types = {x.dtype for x in (*one.arrays.values(), *recorded) if _is_inexact(x)}
-        eps = max(map(_epsilon, types), default=0.0)
-        self._tolerance = eps**0.5 if tolerance is None else tolerance
+        recorded = [x for of in one.values.values() for xs in of.values() for x in xs[:1]]
+        eps = [_epsilon(x.dtype) for x in (*one.arrays.values(), *recorded) if _is_inexact(x)]
+        self._tolerance = max(eps, default=0.0) ** 0.5 if tolerance is None else tolerance
 
     def _limit(self, x: Any, rounded: Any) -> float:
         """By how much an array may differ from that on one device."""
@@ -277,44 +275,38 @@ class _Compared:
         return "  outside of modules: their outputs and gradients are the same"
 
     def _deviation(self, number: int, backward: bool) -> tuple[float, float] | None:
-        """The error and the limit of a site in its worst call; None if they are unknown."""
-        runs, key = (self._one, self._rounded, self._many), (number, backward)
-        site = self._many.sites[number]
-        is_known = all(key in run.values for run in runs) and site.side != "mask"
-        if not is_known or self._one.sites[number][:2] != site[:2]:
+        """The error and the limit of a site in its first call that differs; None if unknown."""
+        site, found = self._many.sites[number], []
+        values = [run.values.get((number, backward), {}) for run in (self._one, self._rounded)]
+        shards = dict(sorted(self._many.values.get((number, backward), {}).items()))
+        calls = [*itertools.chain(*(x.values() for x in (*values, shards)))]
+        is_same = len(calls) == 2 + len(shards) > 2 and len({*map(len, calls)}) == 1
+        if not is_same or site.side == "mask" or self._one.sites[number][:2] != site[:2]:
             return None
-        [one], [rounded], shards = (run.values[key].values() for run in runs)
-        if {len(one), len(rounded), *map(len, shards)} != {len(one)}:
-            return None
-        places = sorted(self._many.values[key])
-        sizes = [index + 1 for index in places[-1]]
-        worst = (0.0, 0.0)
-        for i, x in enumerate(one):
-            each = np.array([_numbers(self._many.values[key][place][i]) for place in places])
+        sizes = [index + 1 for index in max(shards)]
+        for x, rounded, *parts in zip(*calls, strict=True):
+            each = np.array([*map(_numbers, parts)])
             error = _error_of_shards(_numbers(x), each.reshape(*sizes, *each.shape[1:]))
-            limit = self._limit(x, rounded[i])
             if error is None:
                 return None
-            if not error - limit <= worst[0] - worst[1] or not i:
-                worst = error, limit
-        return worst
+            found.append((error, self._limit(x, rounded)))
+        return max(found, key=lambda pair: not pair[0] <= pair[1])
 
     def shared_masks(self) -> list[str]:
         """Each dropout that drops the same elements of shards with different inputs."""
         found = {}
         for (number, backward), masks in self._many.values.items():
-            site = self._many.sites[number]
-            if not backward and site.side == "mask":
-                inputs = self._many.values[number - 1, False]
-                for (a, kept), (b, other) in itertools.combinations(sorted(masks.items()), 2):
-                    mean, size = np.mean(kept), np.size(kept)
-                    by_chance = (mean**2 + (1 - mean) ** 2) ** size > _CHANCE
-                    same = np.array_equal(kept, other) and not np.array_equal(inputs[a], inputs[b])
-                    if same and not by_chance:
-                        over = [
-                            repr(axis) for axis, i, j in zip(site.axes, a, b, strict=True) if i != j
-                        ]
-                        found[site.module] = " and ".join(over)
+            module, side, axes, *_ = self._many.sites[number]
+            if backward or side != "mask":
+                continue
+            inputs = self._many.values[number - 1, False]
+            for a, b in itertools.combinations(masks, 2):
+                kept = np.mean(masks[a])
+                by_chance = (kept**2 + (1 - kept) ** 2) ** np.size(masks[a]) > _CHANCE
+                is_shared = np.array_equal(masks[a], masks[b]) and not by_chance
+                if is_shared and not np.array_equal(inputs[a], inputs[b]):
+                    over = [axis for axis, i, j in zip(axes, a, b, strict=True) if i != j]
+                    found[module] = " and ".join(map(repr, over))
         text = "drops the same elements of shards with different inputs, over"
         remedy = "Give each its own key: jax.random.fold_in(key, jax.lax.axis_index(...))."
         return [f"  {name} {text} {over}.\n    {remedy}" for name, over in found.items()]
