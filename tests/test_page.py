@@ -23,7 +23,7 @@ import reports
 from models import MLP, P, mesh_of, mlp_specs
 from nnx_sharding import jit
 from nnx_sharding.analysis import parameter_table
-from nnx_sharding.report import Comparison, ProgramReport, check_sharding
+from nnx_sharding.report import Comparison, ProgramReport, check_sharding, diff
 from nnx_sharding.report.comparison import Failure
 from nnx_sharding.report.page import html_page, write_html
 
@@ -561,6 +561,17 @@ def test_large_program(browser, tmp_path):
         assert loaded < 20
         assert took < 5000
         print(f"loaded in {loaded:.2f} s, searched in {took - 121:.0f} ms")
+
+
+def test_what_changed(browser, tmp_path):
+    before = real_report()
+    memory = dataclasses.replace(before.memory, peak=2 * before.memory.peak)
+    changed = {"memory": memory, "made_with": before.made_with | {"jax": "<b>"}, "cost": None}
+    with Page(browser, tmp_path, diff(before, dataclasses.replace(before, **changed))) as page:
+        lines = page.tab.locator("#changes tbody > tr").all_inner_texts()
+        [peak] = [line for line in lines if line.startswith("peak")]
+        assert "+100.0%" in peak and any(line.startswith("flops") and "–" in line for line in lines)  # noqa: RUF001
+        assert "→ <b>" in page.tab.locator("#changes").inner_text()
 
 
 def test_comparison_of_real_reports(browser, tmp_path):
