@@ -87,6 +87,7 @@ def collective(kind, name, axes, size, **more):
         "purpose": "sum",
         "parameters": [],
         "module": "model.mlp",
+        "pairs": [],
         **more,
     }
 
@@ -124,9 +125,10 @@ def report(layers=3, **more):
         parameter("rate", (), None, mesh, used=False, memory_kind=None),
     ]
     sizes = {"arguments": 90_000, "outputs": 4096, "temporaries": 200_000, "aliased": 2048}
+    by_path = {row["path"]: row["bytes_per_device"] for row in rows if row["used"]}
     host = {f"host_{name}": 0 for name in (*sizes, "generated_code")}
     cost = {"flops": 4.2e6, "bytes_accessed": 1.5e6, "transcendentals": None}
-    cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None}
+    cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
     return {
         "format": "nnx_sharding.report",
         "version": 3,
@@ -142,7 +144,7 @@ def report(layers=3, **more):
             "coordinates": {"slice": [0] * 8, "x": [0, 1] * 4, "y": [0, 0, 1, 1, 2, 2, 3, 3]},
         },
         "parameters": rows,
-        "memory": {**sizes, "generated_code": 0, "peak": 292_048, **host},
+        "memory": {**sizes, "generated_code": 0, "peak": 292_048, **host, "by_path": by_path},
         "cost": {**cost, "stage": "after optimisation, one device, loops multiplied out"},
         "collectives": [
             collective("all-reduce", "all-reduce.3", ["model"], 2048),

@@ -136,7 +136,8 @@ class CostTest(parameterized.TestCase):
         # What a loop carries is copied, so it reads and writes more than the program without.
         assert truth.bytes_accessed * 0.9 < more.bytes_accessed < truth.bytes_accessed * 2.5
         assert more.stage == "after optimisation, one device, loops multiplied out"
-        assert plain.cost() == dataclasses.replace(truth, stage=more.stage, host_bytes=0.0)
+        known = dict.fromkeys(("host_bytes", "int8_flops", "fp8_flops"), 0.0)
+        assert plain.cost() == dataclasses.replace(truth, stage=more.stage, **known)
 
 
 def exchange(mesh):
@@ -567,7 +568,7 @@ class ReportTest(parameterized.TestCase):
         assert (row["path"], row["shape"], row["spec"]) == ("x", [8, 4], ["data", None])
         assert (report.name, report.platform, report.num_devices) == ("run", "cpu", 8)
         assert data["cost"]["flops"] == 4 * 4
-        assert "by_path" not in data["memory"]
+        assert data["memory"]["by_path"] == {"x": 4 * 4 * F32}
         assert data["hlo"].startswith("HloModule")
         assert data["roofline"]["hardware"] == "TPU v4"
         text = str(report)

@@ -143,11 +143,11 @@ def test_what_is_not_known_is_said():
     assert on_tpu("scan")[1].stage == stage
     assert on_tpu("unknown_length")[1].stage == f"{stage}, those of unknown length once"
     module, cost = on_tpu("branches")
-    assert cost.stage == f"{stage}, of conditionals the largest branch, so at most"
+    assert cost.stage == f"{stage}, of conditionals the largest branch"
     [found] = collectives_of(module, MESH)
     assert (found.conditional, found.times) == (True, 1)
     assert "≤ 1" in str(found)
-    assert "each branch of a conditional counted as taken" in str(collectives_of(module, MESH))
+    assert "of conditionals the branch that sends most" in str(collectives_of(module, MESH))
     assert not any(one.conditional for one in collectives_of(on_tpu("layers")[0], MESH))
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
-from .instructions import OP_NAME, Computation, Instruction, arrays, total_bytes
+from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, total_bytes
 from .opcodes import COLLECTIVES
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, operations, uses_of
@@ -35,8 +35,8 @@ class Collective:
     ``bytes_sent`` is what a ring algorithm sends for n devices in a group, as in the documentation
     of NCCL's tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md):
     2·bytes·(n-1)/n for an all-reduce, bytes·(n-1)/n for all-gather, reduce-scatter and all-to-all.
-    A permutation sends all bytes, and so does a broadcast. For a ragged all-to-all it is an upper
-    bound.
+    A permutation sends all bytes, and so does a broadcast; for a ragged all-to-all, the operand
+    counts, all of which may be sent.
 
     Attributes:
       kind: such as ``all-reduce``.
@@ -48,12 +48,12 @@ class Collective:
       bytes_sent: the bytes that one device sends to others in one run; the maximum over devices.
       group_size: the number of devices in a group; the maximum over groups.
       num_groups: the number of groups.
-      axes: the mesh axes that it runs over, in the order of the mesh, without axes of size 1; None
-        if no set of axes has these groups, or the mesh is not known.
+      axes: the mesh axes that it runs over, or over parts of which, in the order of the mesh,
+        without axes of size 1; None if no set of axes has these groups, or the mesh is not known.
       in_loop: whether it is in a loop.
-      conditional: whether it is in a branch of a conditional. Each branch counts as taken, so that
-        ``times`` is an upper bound.
-      times: how often it runs in one call; None in a loop of unknown length.
+      conditional: whether it is in a branch of a conditional, which may not be taken.
+      times: how often it runs in one call, if conditionals take the branch that sends most: 0 in
+        other branches. None in a loop of unknown length.
       operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
       source: the line of the user's code, such as ``model.py:12``.
       purpose: ``parameter`` if it moves parameters or other Variables to where they are used;
@@ -62,6 +62,7 @@ class Collective:
         moves anything else, such as activations. None if the arguments are not known.
       parameters: the paths of the parameters.
       module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.
+      pairs: the devices from and to which a permutation sends, by their positions in the mesh.
     """
 
     kind: Kind
@@ -82,6 +83,7 @@ class Collective:
     purpose: Purpose | None = None
     parameters: tuple[str, ...] = ()
     module: str | None = None
+    pairs: Groups = ()
 
     @property
     def total_bytes_sent(self) -> int:
@@ -176,7 +178,7 @@ class Collectives(tuple[Collective, ...], Pictured):
         header = ("kind", "axes", "bytes", "sent", "times", "purpose", "of", "source")
         yield table(header, map(_cells, self))
         remark = " or more, as a loop is of unknown length" * self.has_unknown_times
-        remark += ", each branch of a conditional counted as taken" * any(
+        remark += ", of conditionals the branch that sends most" * any(
             one.conditional for one in self
         )
         yield text(f"sent by one device in one call: {bytes_text(self.bytes_sent)}{remark}")
@@ -226,17 +228,46 @@ def collectives_of(
         (computation, _with_metadata(instruction, computation, module))
         for computation in module.computations
         for instruction in computation.instructions
-        if instruction.opcode.removesuffix("-start") in COLLECTIVES
-        and instruction.name not in repeated
+        if instruction.collective is not None and instruction.name not in repeated
     ]
     # The program of one of several slices.
     positions = positions_of(mesh) if module.num_devices != math.prod(sizes.values()) else {}
     uses: Mapping[str, Use] = {}
     if found and arguments is not None:
-        uses = uses_of(module, [instruction for _, instruction in found], arguments)
-    return Collectives(
+        uses = uses_of(module, found, arguments)
+    every = [
         _collective(module, *one, sizes, positions, uses.get(one[1].name, Use())) for one in found
-    )
+    ]
+    if any(one.conditional for one in every):
+        taken = _taken(module, every)
+        every = [
+            one if one.computation in taken else dataclasses.replace(one, times=0) for one in every
+        ]
+    return Collectives(every)
+
+
+def _taken(module: Module, collectives: Iterable[Collective]) -> set[str]:
+    """The computations that run if each conditional takes the branch that sends most."""
+    sent: Counter[str] = Counter()
+    for found in collectives:
+        sent[found.computation] += found.bytes_sent
+    largest: dict[str, str] = {}  # the branch of each conditional that sends most
+    for name in module.callees_first or ():
+        for one, _, callee in module.calls.get(name, ()):
+            if one.opcode != "conditional":
+                sent[name] += sent[callee] * module.trip_counts.get(one.name, 1)
+            elif sent[callee] >= sent[largest.get(one.name, "")]:
+                largest[one.name] = callee
+        sent[name] += sum(
+            sent[callee]
+            for one, _, callee in module.calls.get(name, ())
+            if largest.get(one.name) == callee
+        )
+    taken = {name for name in module.calls if name not in module.callers}
+    for name in reversed(module.callees_first or ()):
+        calls = module.calls.get(name, ()) if name in taken else ()
+        taken |= {callee for one, _, callee in calls if largest.get(one.name, callee) == callee}
+    return taken
 
 
 def _collective(
@@ -247,8 +278,9 @@ def _collective(
     positions: Mapping[Position, int],
     use: Use,
 ) -> Collective:
-    kind = cast(Kind, instruction.opcode.removesuffix("-start"))
+    kind = cast(Kind, instruction.collective)
     results, mesh = instruction.results, tuple(sizes.items())
+    pairs: Groups = ()
     runs = module.runs[computation.name]
     groups = instruction.source_target_pairs
     if kind != "collective-permute":
@@ -267,6 +299,8 @@ def _collective(
         axes = axes_of_groups(groups, mesh)
     size = max(map(len, groups), default=1)
     larger = total_bytes(results) * (size if kind == "reduce-scatter" else 1)
+    if kind == "ragged-all-to-all":
+        larger = total_bytes(_made(computation, instruction.operand_names[:1])) or larger
     if kind == "all-reduce" and runs.is_fused and size > 1:
         parts = [s for one in computation.instructions if one.is_root for s in arrays(one.shape)]
         # A fusion that sums and keeps each device's part is a reduce-scatter.
@@ -283,6 +317,7 @@ def _collective(
         group_size=size,
         num_groups=len(groups),
         axes=axes if mesh else None,
+        pairs=pairs,
         in_loop=runs.in_loop,
         conditional=runs.in_branch,
         times=runs.times,
@@ -295,10 +330,15 @@ def _collective(
 def _bytes_sent(kind: Kind, larger: int, size: int) -> int:
     if size < 2:
         return 0
-    if kind in ("collective-permute", "collective-broadcast"):
+    if kind in ("collective-permute", "collective-broadcast", "ragged-all-to-all"):
         return larger
     # Rounded up to bytes.
     return -(-larger * (2 if kind == "all-reduce" else 1) * (size - 1) // size)
+
+
+def _made(computation: Computation, names: Collection[str]) -> list[Shape]:
+    """The arrays that some instructions make."""
+    return [s for one in computation.instructions if one.name in names for s in one.results]
 
 
 def _groups(instruction: Instruction, count: int) -> Groups:

@@ -33,6 +33,8 @@ class Cost(Pictured):
         compiles for, with the bodies of loops counted once. Only the TPU compiler makes one.
       host_bytes: the bytes copied between device and host memory, with loops counted as often as
         they run; None before that is known.
+      int8_flops, fp8_flops: those of ``flops`` that are products of integers, or of floats, of
+        8 bits or less, with loops counted as often as they run; None before that is known.
     """
 
     flops: float | None
@@ -41,6 +43,8 @@ class Cost(Pictured):
     stage: str
     optimal_seconds: float | None = None
     host_bytes: float | None = None
+    int8_flops: float | None = None
+    fp8_flops: float | None = None
 
     @property
     def arithmetic_intensity(self) -> float | None:

@@ -90,18 +90,24 @@ def _tuples(groups: np.ndarray) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """The mesh axes over which groups of devices run, without those of size 1; None if none do."""
+    """The mesh axes over which groups of devices run, without those of size 1; None if none do.
+
+    A group may have some of the positions along an axis.
+    """
     dims = tuple(size for _, size in sizes)
-    count = math.prod(dims)
-    if sorted(device for group in groups for device in group) != list(range(count)):
+    if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None
-    varying = _varying(groups[0], dims)
-    size = math.prod(dims[axis] for axis in varying)
-    last = range(-len(varying), 0)
-    expected = np.moveaxis(np.arange(count).reshape(dims), varying, last).reshape(-1, size)
-    if {frozenset(group) for group in groups} != {frozenset(row) for row in expected.tolist()}:
-        return None
-    return tuple(sizes[axis][0] for axis in varying)
+    along = {_grid(group, dims) for group in groups}
+    axes = along.pop()
+    return None if along or axes is None else tuple(sizes[axis][0] for axis in axes)
+
+
+def _grid(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The dimensions in which the positions of some devices differ, if all combinations occur."""
+    positions = np.unravel_index(np.array(group), dims) if dims else ()
+    counts = [len(np.unique(at)) for at in positions]
+    axes = tuple(axis for axis, count in enumerate(counts) if count > 1)
+    return axes if math.prod(counts) == len(group) else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,14 +116,12 @@ def axes_of_pairs(pairs: Groups, sizes: Sizes) -> tuple[str, ...] | None:
     dims = tuple(size for _, size in sizes)
     if any(device >= math.prod(dims) for pair in pairs for device in pair):
         return None
-    varying = {axis for pair in pairs for axis in _varying(pair, dims)}
-    return tuple(sizes[axis][0] for axis in sorted(varying))
-
-
-def _varying(devices: tuple[int, ...], dims: tuple[int, ...]) -> list[int]:
-    """The dimensions of the mesh in which the positions of some devices differ."""
-    positions = np.unravel_index(np.array(devices), dims) if dims else ()
-    return [axis for axis, at in enumerate(positions) if (at != at[0]).any()]
+    if not pairs or not dims:
+        return ()
+    positions = np.unravel_index(np.array(pairs), dims)
+    return tuple(
+        name for (name, _), at in zip(sizes, positions, strict=True) if (at[:, 0] != at[:, 1]).any()
+    )
 
 
 def connected(pairs: Groups) -> Groups:

@@ -14,7 +14,7 @@ class Hardware:
     Attributes:
       name: such as ``TPU v5e``.
       flops: additions and multiplications per second, dense bfloat16.
-      memory_bytes: the size of its memory.
+      memory_bytes: the size of its memory; of a TPU, what its compiler lets a program take.
       memory_bandwidth: bytes per second from and to its memory.
       interconnect_bandwidth: bytes per second that it can send to others of its kind over all its
         links together, in one direction; ``math.inf`` for a single device.
@@ -24,6 +24,8 @@ class Hardware:
         NVLink; None for any number.
       network_bandwidth: bytes per second that it can send to devices outside its slice or domain;
         None if that is unknown.
+      int8_flops, fp8_flops: additions and multiplications per second of dense products of integers,
+        or of floats, of 8 bits; None if they take as long as those of bfloat16.
       sources: the page that each figure is from.
 
     Raises:
@@ -38,6 +40,8 @@ class Hardware:
     torus_dimensions: int = 0
     domain: int | None = None
     network_bandwidth: float | None = None
+    int8_flops: float | None = None
+    fp8_flops: float | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +89,11 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
     return HARDWARE[keys[hardware.lower()]]
 
 
-_GIB = 2**30
+def _gib(size: float) -> int:
+    return round(size * 2**30)
+
+
+_GB = 10**9
 _TPU = "https://docs.cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _BOOK = "https://jax-ml.github.io/scaling-book/"
@@ -100,25 +108,34 @@ def _gpu(page: str, network: str = _BOOK + "gpus/") -> dict[str, str]:
     return _sources(_NVIDIA + page, domain=_BOOK + "gpus/", network_bandwidth=network)
 
 
-_V4 = _sources("https://arxiv.org/abs/2304.01433", network_bandwidth=_BOOK + "tpus/")
-_V5E, _TPU7X = _sources(_TPU + "v5e"), _sources(_TPU + "tpu7x")
-_V5P, _V6E = (_sources(_TPU + "tpu7x", torus_dimensions=_TPU + page) for page in ("v5p", "v6e"))
+_XLA = {"memory_bytes": "https://pypi.org/project/libtpu/", "int8_flops": _BOOK + "tpus/"}
+_V4 = _sources("https://arxiv.org/abs/2304.01433", network_bandwidth=_BOOK + "tpus/", **_XLA)
+_V5E, _TPU7X = (_sources(_TPU + page, **_XLA) for page in ("v5e", "tpu7x"))
+_V5P, _V6E = (
+    _sources(_TPU + "tpu7x", torus_dimensions=_TPU + page, **_XLA) for page in ("v5p", "v6e")
+)
 _A100 = _gpu("a100/", "https://developer.nvidia.com/blog/defining-ai-innovation-with-dgx-a100/")
 
+
 # Bandwidths that a vendor gives for both directions together, and flops that it gives with
-# sparsity, are halved. A TPU7x chip is two devices to JAX, each with half of its figures.
+# sparsity, are halved. A TPU7x chip is two devices to JAX, each with half of its figures. The
+# memory of TPUs is what their compiler says it has when it refuses a program (libtpu 0.0.50).
+_HOPPER, _BLACKWELL = (3958e12 / 2,) * 2, (9e15 / 2,) * 2
 _TABLE = (
-    Hardware("TPU v4", 275e12, 32 * _GIB, 1200e9, 300e9, 3, None, 6.25e9, _V4),
-    Hardware("TPU v5e", 197e12, 16 * 10**9, 819e9, 200e9, 2, None, 3.125e9, _V5E),
-    Hardware("TPU v5p", 459e12, 95 * _GIB, 2765e9, 600e9, 3, None, 6.25e9, _V5P),
-    Hardware("TPU v6e", 918e12, 32 * _GIB, 1638e9, 400e9, 2, None, 12.5e9, _V6E),
-    Hardware("TPU7x", 2307e12 / 2, 96 * _GIB, 7380e9 / 2, 300e9, 3, None, 6.25e9, _TPU7X),
-    Hardware("A100 40GB", 312e12, 40 * 10**9, 1555e9, 300e9, 0, 8, 25e9, _A100),
-    Hardware("A100 80GB", 312e12, 80 * 10**9, 2039e9, 300e9, 0, 8, 25e9, _A100),
-    Hardware("H100 SXM", 1979e12 / 2, 80 * 10**9, 3350e9, 450e9, 0, 8, 50e9, _gpu("h100/")),
-    Hardware("H200", 1979e12 / 2, 141 * 10**9, 4800e9, 450e9, 0, 8, 50e9, _gpu("h200/")),
-    Hardware("B200", 2250e12, 180 * 10**9, 8000e9, 900e9, 0, 8, 50e9, _gpu("dgx-b200/")),
-)
+    Hardware("TPU v4", 275e12, _gib(30.75), 1200e9, 300e9, 3, None, 6.25e9, None, None, _V4),
+    Hardware("TPU v5e", 197e12, _gib(15.75), 819e9, 200e9, 2, None, 3.125e9, 394e12, None, _V5E),
+    Hardware("TPU v5p", 459e12, _gib(95.73), 2765e9, 600e9, 3, None, 6.25e9, 918e12, None, _V5P),
+    Hardware("TPU v6e", 918e12, _gib(31.24), 1638e9, 400e9, 2, None, 12.5e9, 1836e12, None, _V6E),
+    Hardware(
+        "TPU7x", 2307e12 / 2, _gib(94.74), 7380e9 / 2, 300e9, 3, None, 6.25e9, None, 4614e12 / 2,
+        _TPU7X,
+    ),
+    Hardware("A100 40GB", 312e12, 40 * _GB, 1555e9, 300e9, 0, 8, 25e9, 624e12, None, _A100),
+    Hardware("A100 80GB", 312e12, 80 * _GB, 2039e9, 300e9, 0, 8, 25e9, 624e12, None, _A100),
+    Hardware("H100 SXM", 1979e12 / 2, 80 * _GB, 3350e9, 450e9, 0, 8, 50e9, *_HOPPER, _gpu("h100/")),
+    Hardware("H200", 1979e12 / 2, 141 * _GB, 4800e9, 450e9, 0, 8, 50e9, *_HOPPER, _gpu("h200/")),
+    Hardware("B200", 2250e12, 180 * _GB, 8000e9, 900e9, 0, 8, 50e9, *_BLACKWELL, _gpu("dgx-b200/")),
+)  # fmt: skip
 
 # By jax.Device.device_kind.
 _KINDS = {

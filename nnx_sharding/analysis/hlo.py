@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from .instructions import MAX_SIZE, Computation, Instruction
+from .instructions import MAX_SIZE, Computation, Instruction, nesting
 from .slices import with_exchanges
 from .trip_counts import trip_counts
 
@@ -56,6 +56,11 @@ class Module:
     def entry(self) -> Computation | None:
         """The entry computation, if there is one."""
         return next((one for one in self.computations if one.is_entry), None)
+
+    def fused(self, one: Instruction) -> Computation | None:
+        """The computation of a fusion; None for other instructions."""
+        called = one.attributes.get("calls", "") if one.opcode == "fusion" else ""
+        return self.by_name.get(called.lstrip("%"))
 
     @property
     def num_devices(self) -> int | None:
@@ -197,9 +202,18 @@ def parse(text: str) -> Module:
     head: list[str] = []
     skipped: list[str] = []
     instructions: list[Instruction] | None = None
+    depth: int | None = None  # of open brackets at the end of the last instruction
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
+        if match is None and instructions:
+            *_, last = instructions
+            depth = 1 + nesting(last.rest) if depth is None else depth
+            if depth > 0 and len(last.rest) < _LONGEST:
+                depth += nesting(line)
+                instructions[-1] = last._replace(rest=f"{last.rest}\n{line}")
+                continue
         if match:
+            depth = None
             if instructions is None:
                 instructions = []
                 computations.append(Computation("", False, instructions))
@@ -227,6 +241,7 @@ def parse(text: str) -> Module:
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such
 # as `{1,0:T(8,128)}`, where no parenthesis follows a word after a space.
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = (\S.*?)\s([a-z][a-z0-9\-]*)\(")
+_LONGEST = 1 << 18  # of an instruction of several lines; more are in damaged text
 _HEADER = re.compile(r"\s*(ENTRY\s+)?%?([^\s({]+)\s*(?:\(.*)?\{\s*$")
 _COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d{1,9})\b")
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)

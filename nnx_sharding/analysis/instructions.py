@@ -78,6 +78,25 @@ def total_bytes(shapes: Iterable[Shape]) -> int:
     return sum(shape.bytes for shape in shapes)
 
 
+def padded_bytes(text: str) -> int:
+    """The bytes of the arrays of a shape, with the padding of tiles."""
+    total = 0
+    for match in _SHAPE_TOKEN.finditer(text):
+        if not match[1]:
+            continue
+        shape = _array(*match.groups(default=""))
+        order, _, rest = (match[3] or "").partition(":")
+        tile = re.match(r"T\(([\d,]+)\)", rest)
+        sizes = [shape.dims[int(i)] for i in reversed(re.findall(r"\d{1,3}", order))]
+        tiles = [int(size) for size in tile[1].split(",")] if tile else []
+        sizes = [1] * (len(tiles) - len(sizes)) + sizes
+        for i, size in enumerate(reversed(tiles), 1):
+            sizes[-i] = -(-sizes[-i] // size) * size
+        count = math.prod(shape.dims)
+        total += shape.bytes * math.prod(sizes) // count if tiles and count else shape.bytes
+    return total
+
+
 _SHAPE_TOKEN = re.compile(r"/\*.*?\*/|([a-z][a-z0-9]*)\[([^\[\]]*)\](?:\{([^{}]*)\})?|[()]")
 
 
@@ -171,11 +190,11 @@ class Instruction(NamedTuple):
     def results(self) -> list[Shape]:
         """The arrays that it makes, even if it is the start of a pair."""
         shape, opcode = self.shape, self.opcode
-        # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...);
-        # other starts are (operand, result, ...).
+        # An all-reduce-start has the shape of the result, a copy-start is (result, operand, ...),
+        # a send (operand, ...), a recv (result, ...); other starts are (operand, result, ...).
         is_start = opcode.endswith("-start") and opcode != "all-reduce-start"
-        if is_start and not isinstance(shape, Shape) and len(shape) > 1:
-            shape = shape[0 if opcode == "copy-start" else 1]
+        if (is_start or opcode in ("send", "recv")) and not isinstance(shape, Shape) and shape[1:]:
+            shape = shape[0 if opcode in ("copy-start", "send", "recv") else 1]
         return list(arrays(shape))
 
     @property
@@ -184,12 +203,20 @@ class Instruction(NamedTuple):
         kind = base(self.opcode)
         if not is_shape(self.shape_text):
             return False
-        if kind in COLLECTIVES and not self.opcode.endswith("-done"):
+        if self.collective is not None:
             return self.replica_groups is not None
-        if kind == "send":  # to the host, which may send it to other slices
+        if self.opcode == "send":  # to the host, which may send it to other slices
             return "is_host_transfer=true" in self.rest and "xla_megascale" not in self.rest
-        is_exchange = kind == "custom-call" and _COMMUNICATES.search(self.rest) is not None
-        return kind in OPCODES and not is_exchange
+        # A call without side effects may be repeated or left out, so it cannot wait for others.
+        has_effects = kind == "custom-call" and "custom_call_has_side_effect=true" in self.rest
+        is_exchange = has_effects and _LOCAL.search(self.rest) is None
+        return kind in OPCODES and not is_exchange and _COMMUNICATES.search(self.rest) is None
+
+    @property
+    def collective(self) -> str | None:
+        """The kind of collective that it is or starts; None for others."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in COLLECTIVES else None
 
     def __str__(self) -> str:
         return f"{self.name} = {self.shape_text} {self.opcode}({self.rest}"
@@ -230,9 +257,17 @@ def _split(text: str, start: int, closing: str) -> tuple[list[str], int]:
     return [*parts, text[start:]], len(text)
 
 
+def nesting(text: str) -> int:
+    """The number of brackets that a text opens, less those that it closes."""
+    tokens = [match[0] for match in _TOKEN.finditer(text)]
+    return sum((token in "([{") - (token in ")]}") for token in tokens)
+
+
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d{1,18})"?')
-_COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true')  # a Pallas kernel that sends
+# A Pallas kernel that sends, and a collective that was moved to the hosts.
+_COMMUNICATES = re.compile(r'"has_communication"\s*:\s*true|"MegaScaleCollective')
+_LOCAL = re.compile(r'custom_call_target="(?:tpu_custom_call|xla_\w*python_\w*callback)"')
 _CALLS = {"calls", "to_apply", "body", "condition", "branch_computations", "called_computations"}
 _CALLS |= {"true_computation", "false_computation"}
 _MAY_CALL = re.compile(rf"\b(?:{'|'.join(_CALLS)})=")

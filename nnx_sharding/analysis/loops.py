@@ -13,8 +13,8 @@ from .work import Work, applications, custom_work, shapes_of, work_of
 
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 UNKNOWN_LENGTH = "those of unknown length once"
-BRANCHES = "of conditionals the largest branch, so at most"
-CUSTOM_CALLS = "custom calls of unknown cost left out"
+BRANCHES = "of conditionals the largest branch"
+CUSTOM_CALLS = "custom calls of unknown cost"
 MAIN_MEMORY = "bytes of the main memory"
 
 # The work of instructions with each loop counted once, as in XLA, and as often as it runs.
@@ -35,31 +35,38 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     once, executed = _work(module)
     more = executed.plus(once, -1)
     figures = {name: _plus(getattr(cost, name), n) for name, n in more._asdict().items()}
+    for name in ("int8_flops", "fp8_flops"):
+        figures[name] = float(min(getattr(executed, name), _MOST))
     if module.is_for_tpu and cost.bytes_accessed is not None:
-        figures["bytes_accessed"] = float(executed.bytes_accessed)
-    stage = ", ".join([WITH_LOOPS, *_remarks(module)])
+        figures["bytes_accessed"] = float(min(executed.bytes_accessed, _MOST))
+    remarks = _remarks(module)
+    if CUSTOM_CALLS in remarks:
+        figures |= dict.fromkeys(("flops", "transcendentals"))
+    stage = ", ".join([WITH_LOOPS, *remarks])
     figures["host_bytes"] = float(host_bytes(module))
     return dataclasses.replace(cost, **figures, stage=stage)
 
 
+_MOST = 1 << 100  # larger ones may overflow
+
+
 def _plus(figure: float | None, more: int) -> float | None:
-    return None if figure is None else figure + min(more, 1 << 100)  # larger ones may overflow
+    return None if figure is None else figure + min(more, _MOST)
 
 
 def _work(module: Module) -> _Both:
-    """The work of a program; outside of loops only what contains loops, as the rest is the same."""
+    """The work of a program."""
     known: dict[str, _Both] = {}
     for name in module.callees_first or ():
         computation = module.by_name.get(name)
         if computation is None:
             continue
         parts = [_called(i, known, module) for i in computation.instructions if i.opcode in _CALLS]
-        if module.runs[name].in_loop or module.is_for_tpu:
-            shapes = shapes_of(computation, module)
-            others = (one for one in computation.instructions if one.opcode not in _NO_WORK)
-            is_fused = module.runs[name].is_fused  # then its caller counts the bytes
-            own = (_own(one, shapes, known, module, is_fused) for one in others)
-            parts += [(work, work) for work in own]
+        shapes = shapes_of(computation)
+        is_fused = module.runs[name].is_fused  # then its caller counts the bytes
+        for one in computation.instructions:
+            if one.opcode not in _NO_WORK:
+                parts += [(_own(one, shapes, known, module, is_fused),) * 2]
         known[name] = _sum(parts)
     return _sum([both for name, both in known.items() if name not in module.callers])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .json_codec import UNWRITTEN
 from .tables import Pictured, table, text
 from .units import bytes_text
 
@@ -28,11 +27,12 @@ class Memory(Pictured):
       aliased: the outputs that reuse donated arguments; both of the above include them.
       generated_code: the program itself; 0 on the CPU.
       peak: what has to be free for a call: arguments + outputs - aliased + temporaries + generated
-        code, as XLA allocates the temporaries of a call as one block; more if JAX reports more.
+        code, as XLA allocates the temporaries of a call as one block; more if JAX reports more and
+        the host holds nothing, as that figure includes host memory.
       host_arguments, host_outputs, host_temporaries, host_aliased, host_generated_code: the same
         in host memory.
       by_path: the bytes of each argument array by its path, such as ``model.up.kernel``, without
-        those that the program does not use.
+        those that the program does not use; on TPUs, with the padding of tiles.
 
     Example:
       >>> import jax.numpy as jnp
@@ -53,8 +53,7 @@ class Memory(Pictured):
     host_temporaries: int | None = None
     host_aliased: int | None = None
     host_generated_code: int | None = None
-    # Not in JSON, where the rows of the arguments have these figures.
-    by_path: Mapping[str, int] = dataclasses.field(default_factory=dict, metadata=UNWRITTEN)
+    by_path: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def _pictures(self, width: int) -> Iterable[Any]:
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:-1]}
@@ -85,7 +84,8 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     aliased = sizes["aliased"]
     total = None if aliased is None or None in parts else sum(filter(None, parts)) - aliased
     # XLA's peak for CPUs leaves temporaries out (seen with JAX 0.10 and 0.12).
-    peaks = (_size(getattr(analysis, "peak_memory_in_bytes", None)), total)
+    uses_host = any(size for name, size in sizes.items() if name.startswith("host"))
+    peaks = (None if uses_host else _size(getattr(analysis, "peak_memory_in_bytes", None)), total)
     return Memory(**sizes, peak=max(filter(None, peaks), default=None), by_path=dict(by_path or {}))
 
 

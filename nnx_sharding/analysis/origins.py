@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from .hlo import Module
@@ -12,20 +12,27 @@ from .instructions import Instruction, Shape
 Origin: TypeAlias = "frozenset[str] | tuple[Origin, ...]"
 
 _NOTHING: frozenset[str] = frozenset()
+# Part of the origin of what is computed from a product with a parameter, up to the next product or
+# sum: a partial result or its cotangent, and not the gradient of a parameter.
+WEIGHTED = "with a parameter"
 _MAX_DEPTH = 32  # of calls within calls; more are in damaged text only
 
 
 def origins(
-    module: Module, names: Iterable[str], arguments: Sequence[str] = ()
+    module: Module,
+    names: Iterable[str],
+    arguments: Sequence[str] = (),
+    parameters: Collection[str] = (),
 ) -> dict[str, tuple[frozenset[str], ...]]:
     """The names of the arguments from which each operand of some instructions is computed.
 
     A loop carry counts as its initial value, such as a parameter that each step changes; if that is
     a constant, as what the loop computes. If ``arguments``, the names in their order, are not
-    known, those of their operations are used. Instructions that cannot run are left out.
+    known, those of their operations are used. Instructions that cannot run are left out. Products
+    with something that is computed only from ``parameters`` are ``WEIGHTED``.
     """
     entry = module.entry
-    tracer = _Tracer(module, frozenset(names))
+    tracer = _Tracer(module, frozenset(names), frozenset(parameters))
     if entry is not None:
         inputs = [x for x in entry.instructions if x.opcode == "parameter"]
         by_number = {x.number: frozenset([x.operation or x.name]) for x in inputs}
@@ -37,10 +44,18 @@ def origins(
 class _Tracer:
     """Follows values from the arguments of a program onwards."""
 
-    def __init__(self, module: Module, wanted: frozenset[str]):
-        self._module, self._wanted = module, wanted
-        computations = module.computations
-        self._inside = {c.name for c in computations for i in c.instructions if i.name in wanted}
+    def __init__(self, module: Module, wanted: frozenset[str], parameters: frozenset[str]):
+        self._module, self._wanted, self._parameters = module, wanted, parameters
+        self._inside: set[str] = set()  # computations with what is looked for, and their callers
+        for name in module.callees_first or ():
+            computation = module.by_name.get(name)
+            if computation and any(
+                one.name in wanted
+                or one.opcode in _PRODUCTS_AND_SUMS
+                or not self._inside.isdisjoint(callee for _, callee in one.calls())
+                for one in computation.instructions
+            ):
+                self._inside.add(name)
         self._known: dict[tuple[str, tuple[Origin, ...]], Origin] = {}
         self._running: set[str] = set()
         self.found: dict[str, tuple[frozenset[str], ...]] = {}
@@ -101,7 +116,15 @@ class _Tracer:
         shape = instruction.shape
         if not isinstance(shape, Shape) and 1 < len(shape) == len(operands):
             return tuple(operands)
-        return frozenset(name for operand in operands for name in _all(operand))
+        parts = [frozenset(_all(operand)) for operand in operands]
+        origin = _NOTHING.union(*parts)
+        if opcode not in _PRODUCTS_AND_SUMS:
+            return origin
+        is_weighted = opcode != "reduce" and any(x and x <= self._parameters for x in parts)
+        return (origin - {WEIGHTED}) | ({WEIGHTED} if is_weighted else _NOTHING)
+
+
+_PRODUCTS_AND_SUMS = {"dot", "convolution", "ragged-dot", "reduce"}
 
 
 def _at(origins: Sequence[Origin], index: int | None) -> Origin:

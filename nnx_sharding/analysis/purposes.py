@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from .hlo import Module
-from .instructions import Instruction, arrays
-from .origins import origins
+from .instructions import Computation, Instruction, arrays
+from .origins import WEIGHTED, origins
 from .parameters import ParameterRow
 
 Purpose: TypeAlias = Literal["parameter", "gradient", "sum", "result", "reshard"]
@@ -23,21 +24,60 @@ class Use(NamedTuple):
 
 
 def uses_of(
-    module: Module, collectives: Sequence[Instruction], rows: Iterable[ParameterRow]
+    module: Module,
+    collectives: Sequence[tuple[Computation, Instruction]],
+    rows: Iterable[ParameterRow],
 ) -> dict[str, Use]:
     """What each collective of a program with these arguments is for, by name."""
     used = [row for row in rows if row.used]
     variables = _Variables(row for row in used if row.variable is not None)
-    computed_from = origins(module, (one.name for one in collectives), _names(module, used))
+    names = (one.name for _, one in collectives)
+    arguments = [row.path for row in used] if inputs_of(module, used) else []
+    computed_from = origins(module, names, arguments, variables.paths)
     results = _results(module)
     return {
-        one.name: _use(one, computed_from.get(one.name, ()), variables, one.name in results)
-        for one in collectives
+        one.name: _use(
+            one,
+            _operations_of_arrays(one, computation),
+            computed_from.get(one.name, ()),
+            variables,
+            _lengths(module, computation),
+            one.name in results,
+        )
+        for computation, one in collectives
     }
 
 
-def _names(module: Module, rows: Sequence[ParameterRow]) -> list[str]:
-    """The paths of the arguments by their numbers; none if the rows are in another order.
+def _operations_of_arrays(one: Instruction, computation: Computation) -> list[list[str]]:
+    """The operations of each array that a collective makes."""
+    every = operations(one.operation or "")
+    if len(one.results) < 2 or len(one.results) != len(one.operand_names):
+        return [every] * len(one.results)
+    by_name = {other.name: other.operation for other in computation.instructions}
+    parts = {
+        other.tuple_index: other.operation
+        for other in computation.instructions
+        if other.opcode == "get-tuple-element" and other.operand_names == (one.name,)
+    }
+    found = [by_name.get(name) or parts.get(i) for i, name in enumerate(one.operand_names)]
+    return [operations(name) if name else every for name in found]
+
+
+def _lengths(module: Module, computation: Computation) -> set[int | None]:
+    """How often the loops around a computation run; None for those of unknown length."""
+    lengths: set[int | None] = set()
+    name, seen = computation.name, {""}
+    while name in module.callers.keys() - seen:
+        seen.add(name)
+        around, caller = module.callers[name]
+        name = around.name
+        if caller.opcode == "while":
+            lengths.add(module.trip_counts.get(caller.name))
+    return lengths
+
+
+def inputs_of(module: Module, rows: Sequence[ParameterRow]) -> list[Instruction]:
+    """The parameters of a program in the order of rows; empty if the rows are in another order.
 
     The TPU compiler gives some arguments the names of operations that use them.
     """
@@ -52,7 +92,7 @@ def _names(module: Module, rows: Sequence[ParameterRow]) -> list[str]:
         return shapes == [row.shard_shape] and (name == row.path or name not in paths)
 
     in_order = all(is_argument(number, row) for number, row in enumerate(rows))
-    return [row.path for row in rows] if in_order and len(inputs) == len(rows) else []
+    return [by_number[i] for i in range(len(rows))] if in_order and len(inputs) == len(rows) else []
 
 
 class _Variables:
@@ -61,53 +101,80 @@ class _Variables:
     def __init__(self, rows: Iterable[ParameterRow]):
         self.paths: set[str] = set()
         self.modules: set[str] = set()  # the paths of all modules that contain them
-        # The paths of all Variables (None) and of each module's own, by shape and shard shape.
-        self._by_shape: dict[str | None, dict[_Shapes, list[str]]] = {}
+        # Those that may have gradients: of the program (None), and of each module.
+        self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
             around = [row.path[: match.start()] for match in _PART.finditer(row.path)]
             self.modules.update(around)
             own = [path for path in around if "." not in row.path[len(path) + 1 :]]
-            for key in (None, *own):
-                shapes = self._by_shape.setdefault(key, {})
-                shapes.setdefault((row.shape, row.shard_shape), []).append(row.path)
+            for key in (None, *own) if row.variable not in _WITHOUT_GRADIENT else ():
+                self._rows.setdefault(key, []).append(row)
 
-    def with_part(self, module: str | None, dims: Sequence[int], missing: int) -> Iterator[str]:
-        """The Variables of a module that can have a part of this shape, no smaller than a shard.
+    def with_part(
+        self, modules: Iterable[str | None], dims: Sequence[int], lengths: Collection[int | None]
+    ) -> set[str]:
+        """The Variables of modules that can have a part of this shape, no smaller than a shard.
 
-        ``missing`` is the number of their dimensions that the shape lacks.
+        In a loop over layers, a stack of them has lost its first dimension. The gradient of a
+        product may be transposed.
         """
-        for (shape, shard), paths in self._by_shape.get(module, {}).items():
-            sizes = zip(dims, shape[missing:], shard[missing:], strict=False)
-            is_part = 0 < len(dims) == len(shape) - missing
-            if is_part and all(n and not full % n and not n % part for n, full, part in sizes):
-                yield from paths
+        orders = itertools.permutations(dims) if 1 < len(dims) < 5 else [tuple(dims)]
+        every = [row for module in modules for row in self._rows.get(module, ())]
+        for order in orders if dims else ():
+            found = {
+                row.path
+                for row in every
+                for missing in ((1,) if row.shape[:1] and row.shape[0] in lengths else (0,))
+                if _is_part(order, row.shape[missing:], row.shard_shape[missing:])
+            }
+            if found:
+                return found
+        return set()
 
 
-_Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+# What Flax keeps besides parameters.
+_WITHOUT_GRADIENT = {"BatchStat", "Cache", "Intermediate", "MetricState", "RngCount", "RngKey"}
+_WITHOUT_GRADIENT |= {"OptArray", "OptState", "OptVariable", "RngState"}
+
+
+def _is_part(dims: Sequence[int], shape: Sequence[int], shard: Sequence[int]) -> bool:
+    sizes = zip(dims, shape, shard, strict=False)
+    return len(dims) == len(shape) and all(
+        n and not full % n and not n % part for n, full, part in sizes
+    )
 
 
 def _use(
-    one: Instruction, operands: Sequence[frozenset[str]], variables: _Variables, is_result: bool
+    one: Instruction,
+    operations_of: Sequence[Sequence[str]],
+    operands: Sequence[frozenset[str]],
+    variables: _Variables,
+    lengths: Collection[int | None],
+    is_result: bool,
 ) -> Use:
-    names = operations(one.operation or "")
-    modules = [module_of(name, variables.modules) for name in names]
+    every = dict.fromkeys(name for names in operations_of for name in names)
+    modules = [module_of(name, variables.modules) for name in every] or [None]
     common = modules[0]
     while common is not None and not all(_is_at(module, common) for module in modules):
         common = common[: max(common.rfind("."), common.rfind("["), 0)] or None
-    sums = one.opcode.startswith(("all-reduce", "reduce-scatter"))
-    if not sums and operands and all(x and x <= variables.paths for x in operands):
-        return Use("parameter", tuple(sorted(frozenset().union(*operands))), common)
-    backward = {
-        module
-        for name, module in zip(names, modules, strict=True)
-        if "transpose(" in name and (sums or module is not None)
-    }
-    shapes = {shape.dims for shape in arrays(one.shape)}
-    for missing in (0, 1):  # in a loop over layers the first dimension is gone
-        found = (variables.with_part(x, dims, missing) for x in backward for dims in shapes)
-        if gradients := {path for paths in found for path in paths}:
-            return Use("gradient", tuple(sorted(gradients)), common)
+    sums = one.collective in ("all-reduce", "reduce-scatter")
+    plain = [operand - {WEIGHTED} for operand in operands]
+    if not sums and plain and all(x and x <= variables.paths for x in plain):
+        return Use("parameter", tuple(sorted(frozenset().union(*plain))), common)
+    gradients: set[str] = set()
+    for i, (array, names) in enumerate(zip(one.results, operations_of, strict=True)):
+        own = operands[i] if len(operands) == len(operations_of) else frozenset().union(*operands)
+        backward = {
+            module
+            for name in names
+            if "transpose(" in name
+            and ((module := module_of(name, variables.modules)) is not None or sums)
+        }
+        if WEIGHTED not in own:
+            gradients |= variables.with_part(backward, array.dims, lengths)
+    if gradients:
+        return Use("gradient", tuple(sorted(gradients)), common)
     return Use("sum" if sums else "result" if is_result else "reshard", (), common)
 
 

@@ -1,8 +1,9 @@
-"""The roofline of a program: its least time, what bounds it, and which links it sends over."""
+"""The roofline of a program: its time at peak rates, what bounds it, and the links it uses."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ class Traffic:
       bandwidth: bytes per second that one device (at the end, if they form a line) can send over
         them; None if unknown or unlimited.
       bytes_sent: what one device sends over them in one call.
-      seconds: the least time for that, 0 within a chip; None if the bandwidth is unknown.
+      seconds: the time for that at full bandwidth, 0 within a chip; None if that is unknown.
     """
 
     axes: MeshAxes
@@ -77,7 +78,7 @@ def traffic_of(
             bandwidths[route.links] = None  # perhaps the network
         elif route.torus:
             bandwidths[route.links] = route.num_links * hardware.link_bandwidth
-        parts = [_parts(one, route) for one in some]
+        parts = [_parts(one, route, mesh, hardware) for one in some]
         for i, (links, bandwidth) in enumerate(bandwidths.items()):
             sent, even = (sum(part[i][j] for part in parts) for j in range(2))
             if sent:
@@ -95,7 +96,7 @@ def all_known(figures: Iterable[float | None]) -> list[float] | None:
 
 
 def interconnect_seconds(traffic: Iterable[Traffic], hardware: Hardware) -> float | None:
-    """The least time for all traffic: in sequence over the same links, else in parallel.
+    """The time for all traffic: in sequence over the same links, else in parallel.
 
     None if the time for some of it is unknown.
     """
@@ -116,14 +117,16 @@ def traffic_table(traffic: Iterable[Traffic]) -> Any:
         speed = UNKNOWN if row.bandwidth is None else f"{count_text(row.bandwidth)}B/s"
         figures = speed, bytes_text(row.bytes_sent), time_text(row.seconds)
         rows.append((row.links, axes_text(row.axes), *figures))
-    return table(("links", "axes", "bandwidth", "sent", "at least"), rows, numbers=3)
+    return table(("links", "axes", "bandwidth", "sent", "time"), rows, numbers=3)
 
 
 def _network(hardware: Hardware) -> str:
     return "DCN" if hardware.torus_dimensions else "network"
 
 
-def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
+def _parts(
+    one: Collective, route: _Route, mesh: MeshDescription | None, hardware: Hardware
+) -> list[tuple[float, float]]:
     """What a device sends in one call within its slice, between slices, and within its chip.
 
     Each is a pair: the bytes, and the bytes that take as long if all links are used evenly. What
@@ -133,8 +136,8 @@ def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
     others, sent, factor = devices - 1, one.total_bytes_sent, 1.0
     if one.kind == "collective-permute":
         shares = np.eye(3)[1 if slices > 1 else 0 if chips > 1 else 2] * others
-        if route.torus:  # some devices send up, and some down
-            factor = route.num_links / (2 * len(route.torus))
+        if route.torus and mesh is not None:
+            factor = route.num_links * _most_messages(one.pairs, mesh, hardware)
     elif one.kind == "all-to-all":  # no two devices need the same data
         slice_, chip = devices // slices, devices // chips
         shares = np.array([slice_ - chip, devices - slice_, chip - 1])
@@ -147,6 +150,30 @@ def _parts(one: Collective, route: _Route) -> list[tuple[float, float]]:
             factor = chips / (chips - slices) / 2  # an end sends its addends, and receives the sums
     parts = [float(sent * share / others) for share in shares]
     return [(parts[0], parts[0] * factor), *((part, part) for part in parts[1:])]
+
+
+def _most_messages(
+    pairs: Iterable[tuple[int, ...]], mesh: MeshDescription, hardware: Hardware
+) -> float:
+    """The most messages over one link for each device of a chip, on shortest paths in x, y, z."""
+    zeros = [0] * math.prod(mesh.axes.values())
+    places = np.array([mesh.coordinates.get(name, zeros) for name in "xyz"])
+    extents = [int(extent) + 1 for extent in np.ptp(places, axis=1)]
+    load: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for source, target in pairs:
+        here, end = places[:, source].tolist(), places[:, target].tolist()
+        for i, size in enumerate(extents):
+            ahead = end[i] - here[i]
+            ways = {1: ahead, -1: -ahead}
+            if _is_closed(i, extents, hardware):
+                ways = {step: hops % size for step, hops in ways.items()}
+            least = min(hops for hops in ways.values() if hops >= 0)
+            shortest = [step for step, hops in ways.items() if hops == least]
+            for step, hop in itertools.product(shortest, range(least)):
+                at = (*here[:i], (here[i] + step * hop) % size, *here[i + 1 :])
+                load[i, step, *at] += 1 / len(shortest)
+            here[i] = end[i]
+    return max(load.values(), default=0) / len({*mesh.coordinates.get("core", [0])})
 
 
 def _route(axes: MeshAxes, mesh: MeshDescription | None, hardware: Hardware) -> _Route:
@@ -211,18 +238,19 @@ Resource: TypeAlias = Literal["compute", "memory", "interconnect"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roofline:
-    """Lower bounds of the time of a call, each as if the device did nothing else.
+    """The time of a call at the peak rates of the hardware: of each part alone, and of all.
 
-    The largest of the three is a lower bound, for a device whose parts all work simultaneously and
-    at their peak: the roofline model (Williams, Waterman and Patterson, 2009,
-    https://doi.org/10.1145/1498765.1498785). Compilers partly overlap collectives with computation
-    (``async-start`` and ``async-done`` in the program), so a device at its peak takes between
-    ``seconds`` and ``seconds_without_overlap``. A time is None if a figure that it needs is
-    unknown.
+    In the roofline model (Williams, Waterman and Patterson, 2009,
+    https://doi.org/10.1145/1498765.1498785) all parts of the device work simultaneously, so the
+    largest of the three times counts. Compilers partly overlap collectives with computation
+    (``async-start`` and ``async-done`` in the program): with these figures, a call takes between
+    ``seconds`` and ``seconds_without_overlap``. It is no bound of what is measured: a program
+    compiled for CPUs is not the one that a TPU runs, and conditionals take their largest branch. A
+    time is None if a figure that it needs is unknown.
 
     Attributes:
       hardware: the name of the hardware.
-      compute_s: seconds for the flops, at the peak of dense bfloat16.
+      compute_s: seconds for the flops, at the peak of dense bfloat16, or of 8-bit numbers.
       memory_s: seconds for the bytes that operations read and write.
       interconnect_s: seconds for the bytes that collectives send: one after another over the same
         links, in parallel over different ones.
@@ -264,7 +292,7 @@ class Roofline:
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         bound = f"bound by {self.bound_by or UNKNOWN}"
         most = f"{time_text(self.seconds_without_overlap)} without overlap"
-        return printable(f"{self.hardware}: at least {times}; {bound}; {most}")
+        return printable(f"{self.hardware}: {times}; {bound}; {most}")
 
 
 def roofline_of(
@@ -292,10 +320,10 @@ def roofline_of(
       (1.0, 0.1, 'compute')
     """
     peak = hardware_of(hardware)
-    flops, accessed = (None, None) if cost is None else (cost.flops, cost.bytes_accessed)
+    accessed = None if cost is None else cost.bytes_accessed
     traffic = () if collectives is None else traffic_of(collectives, mesh, peak)
     times: dict[Resource, float | None] = {
-        "compute": None if flops is None else flops / peak.flops,
+        "compute": None if cost is None else _compute_seconds(cost, peak),
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
         "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
     }
@@ -310,3 +338,11 @@ def roofline_of(
         traffic=traffic,
         sources=peak.sources,
     )
+
+
+def _compute_seconds(cost: Cost, peak: Hardware) -> float | None:
+    if cost.flops is None:
+        return None
+    int8, fp8 = cost.int8_flops or 0.0, cost.fp8_flops or 0.0
+    narrow = int8 / (peak.int8_flops or peak.flops) + fp8 / (peak.fp8_flops or peak.flops)
+    return (cost.flops - int8 - fp8) / peak.flops + narrow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,21 +24,17 @@ class Work(NamedTuple):
     flops: int = 0
     transcendentals: int = 0
     bytes_accessed: int = 0
+    int8_flops: int = 0
+    fp8_flops: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """This plus ``times`` times the other."""
         return Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
-def shapes_of(computation: Computation, module: Module) -> dict[str, list[Shape]]:
-    """The arrays that each instruction makes; those in a TPU's vector memory have 0 bytes."""
-    shapes = {one.name: one.results for one in computation.instructions}
-    if not module.is_for_tpu:
-        return shapes
-    return {
-        name: [shape._replace(bytes=0) if shape.memory_space else shape for shape in some]
-        for name, some in shapes.items()
-    }
+def shapes_of(computation: Computation) -> dict[str, list[Shape]]:
+    """The arrays that each instruction makes."""
+    return {one.name: one.results for one in computation.instructions}
 
 
 def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module | None) -> Work:
@@ -62,7 +58,13 @@ def work_of(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module 
         return Work(8 * elements * steps, 0, accessed)
     if one.opcode == "custom-call" and (estimate := custom_work(one)) is not None:
         return estimate
-    return Work(_product_flops(one, shapes), 0, accessed)
+    flops = _product_flops(one, shapes)
+    inputs = {shapes[name][0].dtype for name in one.operand_names[:2]} if flops else set()
+    int8, fp8 = (bool(inputs) and all(map(kind.match, inputs)) for kind in (_INT8, _FP8))
+    return Work(flops, 0, accessed, flops * int8, flops * fp8)
+
+
+_INT8, _FP8 = re.compile("[su][248]$"), re.compile("f[468]e")
 
 
 def applications(one: Instruction, shapes: Mapping[str, list[Shape]]) -> int:
@@ -169,51 +171,78 @@ def _window(one: Instruction) -> dict[str, list[int]]:
 
 
 def _bytes(one: Instruction, shapes: Mapping[str, list[Shape]], module: Module) -> int:
-    """The bytes that one operation reads and writes."""
-    opcode = one.opcode
-    if opcode in FREE or opcode.endswith(("-done", "-update")) or opcode == "async-start":
+    """The bytes that one operation reads and writes; for TPUs, those of the main memory."""
+    if one.opcode in {*FREE, "async-start"} or one.opcode.endswith(("-done", "-update")):
         return 0
-    operands = [total_bytes(shapes.get(name, [])) for name in one.operand_names]
-    result = total_bytes(shapes[one.name])
-    opcode = base(opcode)
+    total = 0
+    for index, name in enumerate(one.operand_names):
+        size = _counted(shapes.get(name, []), module)
+        total += size and _least(size, _read(one, index, shapes, module))
+    written = _written(one, shapes, module) if base(one.opcode) != "send" else {}
+    return total + sum(_least(_counted([shape], module), part) for shape, part in written)
+
+
+def _counted(shapes: Iterable[Shape], module: Module) -> int:
+    return sum(shape.bytes for shape in shapes if not (module.is_for_tpu and shape.memory_space))
+
+
+def _least(size: int, part: int | None) -> int:
+    return size if part is None else min(size, part)
+
+
+def _read(
+    one: Instruction, index: int, shapes: Mapping[str, list[Shape]], module: Module
+) -> int | None:
+    """The bytes that an operation reads of an operand; None for all of it."""
+    opcode = base(one.opcode)
     if opcode in SLICES:
-        return 2 * result
+        return 0 if index else total_bytes(shapes[one.name])
     if opcode == "dynamic-update-slice":
-        return 2 * operands[1] if len(operands) > 1 else 0
-    if opcode == "fusion":
-        callee = module.by_name.get(one.attributes.get("calls", "").lstrip("%"))
-        return 0 if callee is None else _fusion_bytes(callee, operands, result, module)
-    return sum(operands) + result
+        return None if index == 1 else 0
+    callee = module.fused(one)
+    if callee is None:
+        return None
+    own, total = shapes_of(callee), 0
+    views = {user.name for user in callee.instructions if user.number == index}
+    for user in callee.instructions:
+        for place, name in enumerate(user.operand_names):
+            if name not in views:
+                continue
+            if user.is_root and _is_view(user, module):
+                return None
+            if _is_view(user, module):
+                views.add(user.name)
+            elif (part := _read(user, place, own, module)) is None:
+                return None
+            else:
+                total += part
+    return total
 
 
-def _fusion_bytes(callee: Computation, operands: list[int], result: int, module: Module) -> int:
-    """The bytes of a fusion; for arrays that it slices, only the slices read or replaced."""
-    shapes = shapes_of(callee, module)
-    users: dict[str, list[Instruction]] = {}
-    by_name = {one.name: one for one in callee.instructions}
-    accessed = result
-    for one in callee.instructions:
-        for name in one.operand_names:
-            users.setdefault(name, []).append(one)
-        if one.is_root:
-            results = one.operand_names if one.opcode == "tuple" else [one.name]
-            updates = [by_name[name] for name in results if name in by_name]
-            for update in updates:
-                if update.opcode == "dynamic-update-slice" and len(update.operand_names) > 1:
-                    slice_size = total_bytes(shapes.get(update.operand_names[1], []))
-                    accessed -= max(total_bytes(shapes[update.name]) - slice_size, 0)
-    for one in callee.instructions:
-        if one.number is None:
-            continue
-        uses = users.get(one.name, [])
-        size = operands[one.number] if one.number < len(operands) else 0
-        if all(use.opcode in SLICES and use.operand_names[0] == one.name for use in uses):
-            accessed += min(size, sum(total_bytes(shapes[use.name]) for use in uses))
-        elif not all(_is_updated(one.name, use) for use in uses):
-            accessed += size
-    return max(accessed, 0)
+def _is_view(one: Instruction, module: Module) -> bool:
+    """Whether it gives the bytes of its operand another shape."""
+    callee = module.fused(one)
+    return one.opcode == "bitcast" or (
+        callee is not None
+        and all(inner.opcode in ("parameter", "bitcast") for inner in callee.instructions)
+    )
 
 
-def _is_updated(name: str, use: Instruction) -> bool:
-    """Whether an instruction only replaces a slice of the array."""
-    return use.opcode == "dynamic-update-slice" and use.operand_names.index(name) == 0
+def _written(
+    one: Instruction, shapes: Mapping[str, list[Shape]], module: Module
+) -> list[tuple[Shape, int | None]]:
+    """The arrays that an operation makes, each with the bytes that it writes; None for all."""
+    results, names = shapes[one.name], one.operand_names
+    parts: list[int | None] = []
+    if one.opcode == "dynamic-update-slice" and len(names) > 1:
+        parts = [total_bytes(shapes.get(names[1], []))]
+    elif callee := module.fused(one):
+        own, by_name = shapes_of(callee), {inner.name: inner for inner in callee.instructions}
+        for root in (inner for inner in callee.instructions if inner.is_root):
+            for name in root.operand_names if root.opcode == "tuple" else [root.name]:
+                made = by_name.get(name)
+                while made is not None and made.opcode == "bitcast":
+                    made = by_name.get(made.operand_names[0])
+                some = [] if made is None else _written(made, own, module)
+                parts += [part for _, part in some] or [None]
+    return list(zip(results, parts or [None] * len(results), strict=False))

@@ -167,7 +167,7 @@ class Prediction(NamedTuple):
     """What a candidate needs on one device.
 
     Attributes:
-      arguments: the bytes of the arguments, without the padding of tiles.
+      arguments: the bytes of the arguments on the device, without the padding of tiles.
       sent: the bytes that a training step sends, roughly: each parameter that is sharded over batch
         axes is gathered twice and its gradient scattered, other gradients are summed, and so are
         the activations on both sides of each kernel that is sharded over the model axis.
@@ -202,7 +202,8 @@ def predict(candidate: Candidate, args: Sequence[Any], model: str = "model") -> 
         rows = check_sharding(arg, sharding, abstract).rows
         if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
             raise ValueError("these specs do not fit: " + "; ".join(faults))
-        arguments += sum(row.bytes_per_device for row in rows)
+        on_device = (row for row in rows if "host" not in (row.memory_kind or ""))
+        arguments += sum(row.bytes_per_device for row in on_device)
         key.append(tuple(_split(row, sizes) for row in rows))
         key.append(sharding.activations)
         if not isinstance(arg, nnx.Optimizer):

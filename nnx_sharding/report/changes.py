@@ -214,13 +214,17 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
 def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     """Everything that is compared, by kind and name."""
     memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}
+    memory.pop("by_path", None)  # the arguments are listed by themselves
     collectives: dict[str, Value] = {}
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
         name = f"{kind} over {'unknown axes' if axes is None else '+'.join(axes) or 'no axes'}"
         collectives |= {f"{name}: number": number, f"{name}: bytes": sent}
     roofline: dict[str, Value] = {}
     if (found := report.roofline) is not None:
-        roofline = {f"least time on {found.hardware}": found.seconds, "bound by": found.bound_by}
+        roofline = {
+            f"time on {found.hardware}": found.seconds,
+            "bound by": found.bound_by,
+        }
     roofline["the compiler's own estimate"] = getattr(report.cost, "optimal_seconds", None)
     return {
         "program": {

@@ -77,7 +77,7 @@ class Comparison(JsonForm):
         """The figures of one device for each compiled strategy; None if not known.
 
         ``peak``, ``arguments`` and ``bytes_sent`` (by collectives in one call) are in bytes,
-        ``roofline`` (the least time on the given hardware) and ``planning`` in seconds.
+        ``roofline`` (the time at peak rates of the given hardware) and ``planning`` in seconds.
         """
         return {
             name: {
@@ -190,7 +190,7 @@ class Comparison(JsonForm):
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         rooflines = (report.roofline for report in self.compiled.values())
         if hardware := {roofline.hardware for roofline in rooflines if roofline is not None}:
-            yield text(f"roofline: the least time on {', '.join(sorted(hardware))}")
+            yield text(f"roofline: the time at peak rates of {', '.join(sorted(hardware))}")
         for name, report in self.reports.items():
             if isinstance(report, Failure):
                 first, *rest = report.error.splitlines() or [""]

@@ -42,8 +42,8 @@ class ProgramReport(JsonForm):
         is not understood.
       collectives: what the devices exchange; None if the text is not understood.
       activations: what modules return, in the order of their calls.
-      roofline: the least time, with loop bodies counted as often as they run; None if the hardware
-        is not known.
+      roofline: the time at peak rates, with loop bodies counted as often as they run; None if the
+        hardware is not known.
       hlo: the text of the compiled program; None if the backend has none.
 
     Example:
@@ -76,13 +76,6 @@ class ProgramReport(JsonForm):
     _VERSION = 3
     _NOUN = "report of a program"
 
-    @classmethod
-    def _of_parts(cls, parts: dict[str, Any]) -> ProgramReport:
-        report = super()._of_parts(parts)
-        by_path = {row.path: row.bytes_per_device for row in report.parameters if row.used}
-        memory = report.memory and dataclasses.replace(report.memory, by_path=by_path)
-        return dataclasses.replace(report, memory=memory)
-
     def with_roofline(self, hardware: Hardware | str) -> ProgramReport:
         """The same report with another roofline.
 
@@ -112,6 +105,10 @@ class ProgramReport(JsonForm):
             yield from ("", resharded)
         if self.roofline is not None:
             yield from ("", text(self.roofline))
+            if self.platform == "cpu":
+                yield text(
+                    "estimated from a program for CPUs, of which other compilers make another"
+                )
             if self.roofline.traffic:
                 yield from ("", traffic_table(self.roofline.traffic))
         if self.cost is not None and self.cost.optimal_seconds is not None:

@@ -24,10 +24,12 @@ from ..analysis.collectives import Collectives, collectives_of
 from ..analysis.cost import COMPILED, LOWERED, Cost, cost_of
 from ..analysis.hardware import Hardware
 from ..analysis.hlo import Module, parse
+from ..analysis.instructions import padded_bytes
 from ..analysis.loops import with_loops
 from ..analysis.memory import Memory, memory_of
 from ..analysis.meshes import MeshDescription
 from ..analysis.parameters import ParameterTable, argument_row, mesh_of, variable_type
+from ..analysis.purposes import inputs_of
 from ..analysis.roofline import Roofline, roofline_of
 from ..core.call import run
 from ..core.call_context import Caller, called_by
@@ -313,8 +315,14 @@ class Compiled(Stage):
           loops: whether to count the body of a loop as often as it runs; XLA counts it once. The
             ``stage`` of the result says what remains open, such as loops of unknown length.
         """
-        cost = cost_of(self._stage.cost_analysis(), COMPILED)
-        return with_loops(cost, self._module) if loops and cost else cost
+        if loops:
+            return self._cost
+        return cost_of(self._stage.cost_analysis(), COMPILED)
+
+    @functools.cached_property
+    def _cost(self) -> Cost | None:
+        cost = self.cost(loops=False)
+        return with_loops(cost, self._module) if cost else None
 
     def lowered_cost(self) -> Cost | None:
         """What all devices compute in a call, before optimisation; None if unavailable."""
@@ -322,10 +330,15 @@ class Compiled(Stage):
 
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if unavailable."""
-        used = (row for row in self.parameters() if row.used)
-        return memory_of(
-            self._stage.memory_analysis(), {row.path: row.bytes_per_device for row in used}
-        )
+        used = [row for row in self.parameters() if row.used]
+        by_path = {row.path: row.bytes_per_device for row in used}
+        analysis = self._stage.memory_analysis()
+        if getattr(analysis, "argument_size_in_bytes", None) not in (None, sum(by_path.values())):
+            inputs = inputs_of(self._module, used)  # whose layouts have the tiles of TPUs
+            by_path |= {
+                r.path: padded_bytes(i.shape_text) for r, i in zip(used, inputs, strict=False)
+            }
+        return memory_of(analysis, by_path)
 
     def collectives(self) -> Collectives | None:
         """What the devices exchange, with bytes and mesh axes; None if that is unknown."""
@@ -348,7 +361,7 @@ class Compiled(Stage):
         return describe(self, self._plan.fun_name, self._stage.as_text())
 
     def roofline(self, hardware: Hardware | str) -> Roofline:
-        """The least time that a call can take; loop bodies are counted as often as they run.
+        """The time of a call at peak rates; loop bodies are counted as often as they run.
 
         Args:
           hardware: the peak figures of a device, or a key of

@@ -31,8 +31,8 @@ function overview(report) {
   const inBranch = collectives?.some(({ conditional }) => conditional);
   const counted =
     (inLoop ? "; some in loops of unknown length, counted once" : "") +
-    (inBranch ? "; each branch of a conditional counted as taken" : "");
-  const bound = roofline && `lower bound on ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
+    (inBranch ? "; of conditionals the branch that sends most" : "");
+  const bound = roofline && `at peak rates of ${roofline.hardware}, set by ${roofline.bound_by ?? UNKNOWN}`;
   const notes = {
     bytes_sent: collectives ? many(collectives.length, "collective") + counted : NOT_READ,
     roofline: bound ?? "the hardware is not known",

@@ -1,0 +1,302 @@
+"""Figures of programs of which each line counts: text of the compilers, with figures by hand."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import nnx_sharding
+from models import P, mesh_of
+from nnx_sharding import jit
+from nnx_sharding.analysis import HARDWARE, Cost, collectives_of, memory_of, roofline_of
+from nnx_sharding.analysis.hlo import parse
+from nnx_sharding.analysis.instructions import padded_bytes
+from nnx_sharding.analysis.loops import with_loops
+
+TPU = "HloModule jit_f, entry_computation_layout={(f32[8,128]{1,0:T(8,128)})->f32[]}\n\n"
+LAYER = 256 * 256 * 4  # bytes of one of twelve layers
+
+FUSIONS = """%slice (s: f32[12,256,256], i: s32[]) -> f32[256,256] {
+  %s = f32[12,256,256]{2,1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)S(6)} parameter(1)
+  %z = s32[]{:T(128)} constant(0)
+  %ds = f32[1,256,256]{2,1,0:T(8,128)} dynamic-slice(%s, %i, %z, %z)
+  ROOT %b = f32[256,256]{1,0:T(8,128)} bitcast(%ds)
+}
+
+%product (x: f32[8,256], s: f32[12,256,256], i: s32[]) -> f32[8,256] {
+  %x.1 = f32[8,256]{1,0:T(8,128)S(1)} parameter(0)
+  %s.1 = f32[12,256,256]{2,1,0:T(8,128)} parameter(1)
+  %i.1 = s32[]{:T(128)S(6)} parameter(2)
+  %w = f32[256,256]{1,0:T(8,128)} fusion(%s.1, %i.1), kind=kLoop, calls=%slice
+  ROOT %dot = f32[8,256]{1,0:T(8,128)S(1)} convolution(%x.1, %w), dim_labels=bf_io->bf
+}
+
+"""
+LOOP = """%body (c: (f32[8,256], f32[12,256,256], s32[])) -> (f32[8,256], f32[12,256,256], s32[]) {
+  %c = (f32[8,256]{1,0:T(8,128)S(1)}, f32[12,256,256]{2,1,0:T(8,128)}, s32[]{:T(128)S(6)}) \
+parameter(0)
+  %x.2 = f32[8,256]{1,0:T(8,128)S(1)} get-tuple-element(%c), index=0
+  %s.2 = f32[12,256,256]{2,1,0:T(8,128)} get-tuple-element(%c), index=1
+  %i.2 = s32[]{:T(128)S(6)} get-tuple-element(%c), index=2
+  %y = STEP
+  ROOT %r = (f32[8,256]{1,0:T(8,128)S(1)}, f32[12,256,256]{2,1,0:T(8,128)}, \
+s32[]{:T(128)S(6)}) tuple(%y, %s.2, %i.2)
+}
+
+%condition (d: (f32[8,256], f32[12,256,256], s32[])) -> pred[] {
+  ROOT %t = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[8,256], s: f32[12,256,256]) -> f32[8,256] {
+  %a = (f32[8,256]{1,0:T(8,128)S(1)}, f32[12,256,256]{2,1,0:T(8,128)}, s32[]{:T(128)S(6)}) \
+parameter(0)
+  ROOT %l = (f32[8,256]{1,0:T(8,128)S(1)}, f32[12,256,256]{2,1,0:T(8,128)}, \
+s32[]{:T(128)S(6)}) while(%a), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"12"}}
+}
+"""
+
+
+def cost_with_loops(text):
+    module = parse(text)
+    assert module.unread == []
+    return with_loops(Cost(0.0, 1.0, 0.0, "TPU"), module)
+
+
+@pytest.mark.parametrize(
+    ("fusions", "step"),
+    [
+        # A slice within a fusion within a fusion: each run reads one layer from the main memory.
+        (
+            FUSIONS,
+            "f32[8,256]{1,0:T(8,128)S(1)} fusion(%x.2, %s.2, %i.2), kind=kOutput, calls=%product",
+        ),
+        # A slice from the main memory into the vector memory, which is not written to either.
+        ("", "f32[1,256,256]{2,1,0:T(8,128)S(1)} dynamic-slice(%s.2, %i.2, %i.2, %i.2)"),
+    ],
+)
+def test_layers_of_a_stack_are_read_once(fusions, step):
+    assert cost_with_loops(TPU + fusions + LOOP.replace("STEP", step)).bytes_accessed == 12 * LAYER
+
+
+def test_a_slice_that_is_written_to_the_main_memory_counts_twice():
+    step = "f32[1,256,256]{2,1,0:T(8,128)} dynamic-slice(%s.2, %i.2, %i.2, %i.2)"
+    text = TPU + LOOP.replace("STEP", step)
+    assert cost_with_loops(text).bytes_accessed == 12 * 2 * LAYER
+
+
+def test_products_of_narrow_numbers():
+    lines = "".join(
+        f"  %{d}.a = {d}[64,32]{{1,0}} parameter({2 * i})\n"
+        f"  %{d}.b = {d}[32,16]{{1,0}} parameter({2 * i + 1})\n"
+        f"  %{d}.c = {out}[64,16]{{1,0}} dot(%{d}.a, %{d}.b), lhs_contracting_dims={{1}}\n"
+        for i, (d, out) in enumerate((("s8", "s32"), ("f8e4m3fn", "f32"), ("bf16", "f32")))
+    )
+    cost = cost_with_loops(f"HloModule m\n\nENTRY %e {{\n{lines}  ROOT %z = s32[] constant(0)\n}}")
+    flops = 2 * 64 * 32 * 16
+    assert (cost.int8_flops, cost.fp8_flops) == (flops, flops)
+    cost = Cost(3 * flops, 0.0, 0.0, "s", None, None, flops, flops)
+    none = collectives_of("HloModule m\n\nENTRY %e {\n  ROOT %z = s32[] constant(0)\n}")
+    v5e, h100 = (roofline_of(cost, none, name).compute_s for name in ("TPU v5e", "H100 SXM"))
+    assert v5e == pytest.approx(flops / 394e12 + 2 * flops / 197e12)  # it has no faster fp8
+    assert h100 == pytest.approx(2 * flops / 1979e12 + flops / 989.5e12)
+
+
+def test_attributes_over_several_lines():
+    text = (
+        "ENTRY %e (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+        '  %k = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", '
+        'frontend_attributes={kernel_metadata={\n"a":"{\\"b\\": 128}"\n}}, '
+        'metadata={op_name="f/kernel"}, backend_config={"custom_call_config":'
+        '{"cost_estimate":{"flops":7,"transcendentals":5,"bytes_accessed":3}}}\n'
+        "  ROOT %r = f32[8]{0} all-reduce(%k), replica_groups={{0,1}}, to_apply=%add\n}\n"
+    )
+    module = parse("HloModule m\n\n" + text)
+    assert module.unread == []
+    kernel = module.entry.instructions[1]
+    assert (kernel.operation, len(module.entry.instructions)) == ("f/kernel", 3)
+    assert len(collectives_of(module)) == 1
+    cost = with_loops(Cost(1.0, 1.0, 1.0, "s"), module)
+    assert (cost.flops, cost.transcendentals) == (1.0, 1.0)  # XLA's, as there is no loop
+    # Without an estimate, the flops are unknown, and so is the time.
+    cost = with_loops(Cost(1.0, 1.0, 1.0, "s"), parse(text.replace("cost_estimate", "other")))
+    assert (cost.flops, cost.transcendentals) == (None, None)
+    assert "custom calls of unknown cost" in cost.stage
+    assert roofline_of(cost, collectives_of(module), "TPU v5e").seconds is None
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_known"),
+    [
+        ('custom_call_target="mine"', True),  # XLA may repeat it, so it waits for no device
+        ('custom_call_target="mine", custom_call_has_side_effect=true', False),
+        ('custom_call_target="xla_ffi_python_cpu_callback", custom_call_has_side_effect=true', 1),
+        ('custom_call_target="MegaScaleCollectiveInputStart"', False),
+    ],
+)
+def test_custom_calls(attributes, is_known):
+    found = collectives_of(f"%m {{\n  %a = f32[8]{{0}} custom-call(%x), {attributes}\n}}")
+    assert (found is not None) == bool(is_known)
+
+
+def test_the_branch_that_sends_most_counts():
+    branch = "%b{i} (p{i}: f32[8]) -> f32[8] {{\n{lines}  ROOT %o{i} = f32[8]{{0}} negate(%x)\n}}\n"
+    gather = "  %{n} = f32[{k}]{{0}} all-gather(%x), replica_groups={{{{0,1}}}}\n"
+    texts = [
+        branch.format(i=0, lines=gather.format(n="g0", k=16)),
+        branch.format(i=1, lines=gather.format(n="g1", k=32) + gather.format(n="g2", k=64)),
+        branch.format(i=2, lines=""),
+    ]
+    entry = (
+        "ENTRY %e (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+        "  %i = s32[] constant(0)\n"
+        "  %c = f32[8]{0} conditional(%i, %x, %x, %x), branch_computations={%b0, %b1, %b2}\n"
+        + gather.format(n="g3", k=128)
+        + "  ROOT %z = f32[8]{0} copy(%c)\n}"
+    )
+    found = collectives_of("HloModule m\n\n" + "".join(texts) + entry)
+    assert {one.name: one.times for one in found} == {"g0": 0, "g1": 1, "g2": 1, "g3": 1}
+    assert found.bytes_sent == (32 + 64 + 128) * 4 // 2
+    assert "of conditionals the branch that sends most" in str(found)
+
+
+def test_a_ragged_exchange_sends_its_operand_at_most():
+    text = (
+        "%m {\n  %x = bf16[1024,64]{1,0} parameter(0)\n  %s = bf16[16384,64]{1,0} "
+        "ragged-all-to-all(%x, %o, %i, %i, %i, %i), replica_groups=[1,16]<=[16]\n}"
+    )
+    [one] = collectives_of(text)
+    assert one.bytes == one.bytes_sent == 1024 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("model",)),  # two of four, twice
+        ("{{0,2},{1,3},{4,6},{5,7}}", ("model",)),
+        ("{{0,2,4,6},{1,3,5,7}}", ("data", "model")),
+        ("{{0,5},{1,4},{2,7},{3,6}}", None),
+        ("{{0,1},{2,4},{3,5},{6,7}}", None),
+        ("{{0,1},{2,3}}", None),
+    ],
+)
+def test_groups_over_parts_of_axes(groups, axes):
+    text = f"%a = f32[8]{{0}} all-reduce(%x), replica_groups={groups}"
+    assert collectives_of(text, {"data": 2, "model": 4})[0].axes == axes
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [  # the figures that the compiler for TPUs reports for such arguments
+        ("pred[8,8,8,8]{3,2,1,0:T(8,128)(4,1)}", 8 * 8 * 8 * 128),
+        ("f32[100000,3]{0,1:T(4,128)}", 4 * 100096 * 4),
+        ("s4[8192,4]{0,1:T(8,128)(8,1)E(4)}", 8 * 8192 // 2),
+        ("bf16[300]{0:T(512)(128)(2,1)}", 512 * 2),
+        ("f32[]{:T(128)}", 128 * 4),
+        ("f32[3,5]{1,0}", 3 * 5 * 4),
+        ("(f32[0,4]{1,0:T(8,128)}, s32[2]{0:T(128)})", 128 * 4),
+    ],
+)
+def test_bytes_with_tiles(shape, size):
+    assert padded_bytes(shape) == size
+
+
+def test_the_peak_is_that_of_the_device():
+    names = ("argument", "output", "temp", "alias", "generated_code")
+    sizes = {f"{name}_size_in_bytes": 10 for name in names}
+    on_host = {f"host_{name}": 0 for name in sizes} | {"host_argument_size_in_bytes": 1000}
+    analysis = types.SimpleNamespace(**sizes, **on_host, peak_memory_in_bytes=1030)
+    assert memory_of(analysis).peak == 10 + 10 - 10 + 10 + 10
+    assert memory_of(types.SimpleNamespace(**sizes, peak_memory_in_bytes=1030)).peak == 1030
+
+
+def test_memory_of_tpus_is_what_their_compiler_gives():
+    """``... exceeds available HBM (15.75G)``; others have other limits."""
+    limits = {"TPU v4": 30.75, "TPU v5e": 15.75, "TPU v5p": 95.73, "TPU v6e": 31.24}
+    for name, gib in (limits | {"TPU7x": 94.74}).items():
+        assert HARDWARE[name].memory_bytes == round(gib * 2**30)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.gelu(self.norm(self.linear(x)))
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx_sharding.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs), axis_size=4)
+        self.layers = nnx.split_rngs(splits=4)(make)(rngs)
+
+    def __call__(self, x):
+        return nnx_sharding.scan(lambda x, layer: (nnx.gelu(layer(x)), None))(x, self.layers)[0]
+
+
+def gradients_of(make):
+    """The collectives of gradients in a training step on 2 × 4 devices, and all others."""
+    mesh = mesh_of((2, 4), ("data", "model"))
+
+    def both():
+        model = make(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    model, optimizer = nnx.eval_shape(both)
+    base = nnx_sharding.tensor_parallel(model, mesh=mesh)
+    sharding = nnx_sharding.fsdp(model, mesh=mesh, base=base, optimizer=optimizer, min_size=0)
+
+    @jit(in_shardings=(sharding, sharding, P("data")), mesh=mesh)
+    def step(model, optimizer, x):
+        grads = nnx_sharding.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+
+    found = step.lower(model, optimizer, jax.ShapeDtypeStruct((8, 16), "float32")).compile()
+    found = found.collectives()
+    assert all(one.axes for one in found)
+    return [one for one in found if one.purpose == "gradient"], found
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPUs")
+def test_names_of_gradients():
+    found, every = gradients_of(Stack)
+    summed = [one for one in found if one.kind == "all-reduce"]
+    # One reduction of both, and none of what products with the kernel return.
+    assert {one.parameters for one in summed if "data" in one.axes} == {
+        ("model.layers.bias", "model.layers.kernel")
+    }
+    assert not [one for one in summed if "model" in one.axes]
+    assert [one for one in every if one.purpose == "sum" and one.in_loop]
+    found, _ = gradients_of(Block)
+    named = {path for one in found for path in one.parameters}
+    assert "model.linear.kernel" in named
+    assert not named & {"model.norm.mean", "model.norm.var"}
+
+
+def test_one_sum_of_two_gradients_names_both():
+    from nnx_sharding.analysis.parameters import ParameterRow
+
+    shapes = {"m.up.kernel": (2048, 8192), "m.down.kernel": (8192, 2048)}
+    rows = [
+        ParameterRow(path, shape, "bfloat16", None, shape, 1, 1, variable="Param")
+        for path, shape in shapes.items()
+    ]
+    name = 'metadata={{op_name="jit(st)/transpose(jvp(m))/{}/dot_general"}}'
+    up, down = name.format("up"), name.format("down")
+    text = (
+        "HloModule m\n\nENTRY %e {\n"
+        f"  %a = bf16[2048,8192]{{1,0}} parameter(0)\n  %b = bf16[8192,2048]{{1,0}} parameter(1)\n"
+        "  %s = (bf16[8192,2048]{1,0}, bf16[2048,8192]{1,0}) all-reduce(%b, %a), "
+        f"replica_groups={{{{0,1}}}}, {down}\n"
+        f"  %g = bf16[2048,8192]{{1,0}} get-tuple-element(%s), index=1, {up}\n"
+        "  ROOT %z = bf16[] constant(0)\n}"
+    )
+    [one] = collectives_of(text, {"data": 2}, rows)
+    assert (one.purpose, one.parameters) == ("gradient", ("m.down.kernel", "m.up.kernel"))
