@@ -3,6 +3,7 @@
 from .batching import Carry, StateAxes, vmap
 from .control_flow import cond, fori_loop, switch, while_loop
 from .gradients import grad, value_and_grad
+from .linearization import jvp, linearize, vjp
 from .loops import scan
 from .recompute import remat
 from .residuals import Residual, SavedResiduals, saved_residuals
@@ -17,12 +18,15 @@ __all__ = [
     "cond",
     "fori_loop",
     "grad",
+    "jvp",
+    "linearize",
     "remat",
     "saved_residuals",
     "scan",
     "stack",
     "switch",
     "value_and_grad",
+    "vjp",
     "vmap",
     "while_loop",
 ]

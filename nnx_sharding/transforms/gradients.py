@@ -114,7 +114,7 @@ class ValueAndGrad(LiftedFunction[P, R]):
         wrong = [
             f"  {plan.names[slot]}: {described(flat.leaves[slot])}"
             for slot in (() if transform.allow_int else slots)
-            if not _is_inexact(flat.leaves[slot])
+            if not is_inexact(flat.leaves[slot])
         ]
         raise_listed(
             TypeError,
@@ -244,7 +244,8 @@ class ValueAndGrad(LiftedFunction[P, R]):
         return names[position]
 
 
-def _is_inexact(x: Any) -> bool:
+def is_inexact(x: Any) -> bool:
+    """Whether something is an array that has a derivative."""
     return _compat.is_array_like(x) and jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
