@@ -114,7 +114,8 @@ def _fits(x: Any, aval: Any) -> bool:
     if not _compat.is_array_like(x):
         return False
     own = jax.typeof(x)
-    return own.shape == aval.shape and (own.dtype == aval.dtype or own.weak_type)
+    is_same = own.dtype == aval.dtype or own.weak_type
+    return bool(own.shape == aval.shape and is_same)
 
 
 class _AtPoint(LiftedFunction[..., Any]):
@@ -212,10 +213,9 @@ def vjp(
 
     The semantics are those of ``jax.vjp`` and ``flax.nnx.vjp``.
     """
-    modes = {"graph": graph, "graph_updates": graph_updates}
     if fun is None or not primals:
-        args = () if fun is None else (fun,)
-        return functools.partial(vjp, *args, has_aux=has_aux, **modes)
+        options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+        return functools.partial(vjp, *([] if fun is None else [fun]), has_aux=has_aux, **options)
 
     def differentiate(inputs: _Form, function: Function, arrays: list[Any]) -> Any:
         _, pullback, outputs = jax.vjp(function, arrays, has_aux=True)
@@ -273,10 +273,9 @@ def jvp(
 
     The semantics are those of ``jax.jvp`` and ``flax.nnx.jvp``.
     """
-    modes = {"graph": graph, "graph_updates": graph_updates}
     if fun is None or primals is None or tangents is None:
-        args = () if fun is None else (fun,)
-        return functools.partial(jvp, *args, has_aux=has_aux, **modes)
+        options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+        return functools.partial(jvp, *([] if fun is None else [fun]), has_aux=has_aux, **options)
     given = tuple(tangents)
 
     def differentiate(inputs: _Form, function: Function, arrays: list[Any]) -> Any:
