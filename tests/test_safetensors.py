@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from etils import epath
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -323,6 +324,30 @@ class DtypesTest(TestCase):
         load_safetensors(path, model, {"w": "w", "n": "n"}, cast=True)
         np.testing.assert_array_equal(model.w, x.astype(np.float32))
         assert type(model.n.get_raw_value()) is np.ndarray and model.n.dtype == np.float16
+        for value, there, here, fits in (
+            (300, np.int64, np.int32, True),
+            (300, np.int32, np.uint8, False),
+            (-1, np.int8, np.uint32, False),
+            (2**31, np.int64, np.int32, False),
+            (448, np.float32, ml_dtypes.float8_e4m3fn, True),
+            (1e5, np.float32, ml_dtypes.float8_e4m3fn, False),
+            (57344, ml_dtypes.float8_e5m2, np.float16, True),
+            (-1, np.float32, ml_dtypes.float8_e8m0fnu, False),
+            (1e5, ml_dtypes.bfloat16, np.float16, False),
+            (np.inf, np.float32, np.float16, True),
+            (3.4e38, np.float32, ml_dtypes.bfloat16, True),
+        ):
+            path = self.write({"w": np.array([1, value]).astype(there)})
+            model = nnx.Dict(w=nnx.Param(np.zeros(2, here)))
+            if fits:
+                load_safetensors(path, model, {"w": "w"}, cast=True)
+                np.testing.assert_array_equal(
+                    model.w[...].astype(float), np.array([1, value]).astype(here).astype(float)
+                )
+            else:
+                with self.assertRaisesRegex(CheckpointError, f"w: {np.dtype(there)} as"):
+                    load_safetensors(path, model, {"w": "w"}, cast=True)
+                assert (model.w[...].astype(float) < 1e-30).all()  # 2**-127 is the least
         integers = nnx.Dict(w=nnx.Param(jnp.zeros((4, 4), jnp.int32)))
         with self.assertRaisesRegex(CheckpointError, "bfloat16, w: int32"):
             load_safetensors(self.write({"w": x}), integers, {"w": "w"}, cast=True)
@@ -524,6 +549,43 @@ class ErrorTest(TestCase):
         with self.assertRaisesRegex(TypeError, "abstract"):
             save_safetensors(self.folder, nnx.eval_shape(lambda: zeros(a=(1,))), {"a": "a"})
 
+    def test_a_bucket(self):
+        """``gs://`` goes through fsspec, here to a folder."""
+        fsspec = pytest.importorskip("fsspec")
+        from fsspec.implementations.dirfs import DirFileSystem
+        from fsspec.implementations.local import LocalFileSystem
+
+        class Bucket(DirFileSystem):
+            protocol = "gs"
+
+            def __init__(self, **_):
+                local = LocalFileSystem(auto_mkdir=True, skip_instance_cache=True)
+                super().__init__(path=folder, fs=local, skip_instance_cache=True)
+
+            def _join(self, path):
+                text = super()._join(path.removeprefix("gs://")) if type(path) is str else None
+                return text or super()._join(path)
+
+        folder = str(self.folder)
+        for name in ("gs", "gcs"):
+            fsspec.register_implementation(name, Bucket, clobber=True)
+        rules, model = {r"w(\d)": "w{0}"}, zeros(w0=(8, 8), w1=(8,))
+        model.w0[...] = jnp.asarray(numbers(8, 8))
+        where = "gs://bucket/some/model"
+        save_safetensors(where, model, rules, max_shard_size=100)
+        with self.assertRaisesRegex(CheckpointError, "overwrite=True"):
+            save_safetensors(where, model, rules)
+        save_safetensors(where, model, rules, max_shard_size=200, overwrite=True)
+        found = {p.name for p in (self.folder / "bucket/some/model").iterdir()}
+        assert len(found) == 3 and not any(name.startswith(".") for name in found), found
+        other = load_safetensors(where, zeros(w0=(8, 8), w1=(8,)), rules)
+        np.testing.assert_array_equal(other.w0, model.w0)
+        with self.assertRaises(NoCheckpointError):
+            load_safetensors("gs://bucket/none", other, rules)
+        with mock.patch.object(jax, "process_count", lambda: 2):
+            with self.assertRaisesRegex(ValueError, "several processes cannot write"):
+                save_safetensors(where, model, rules, overwrite=True)
+
     def test_overwrite(self):
         rules = {"a": "a", "b": "b"}
         old, new = zeros(a=(4, 4), b=(2,)), zeros(a=(4, 4), b=(2,))
@@ -563,14 +625,25 @@ class ErrorTest(TestCase):
         for old, new in itertools.product((256, 512, 10**9), repeat=2):
             folder = self.folder / f"{old}-{new}"
             save_safetensors(folder, model(1), rules, max_shard_size=old)
-            for fault in ((Path, "write_text"), (Elements, "write")):
-                if new == 10**9 and fault[0] is Path:
+            for fault in ((type(epath.Path()), "write_text"), (Elements, "write")):
+                if new == 10**9 and fault[0] is not Elements:
                     continue  # no index
                 full = mock.patch.object(*fault, side_effect=OSError(28, "No space left on device"))
                 with full, self.assertRaisesRegex(CheckpointError, "No space left"):
                     save_safetensors(folder, model(2), rules, max_shard_size=new, overwrite=True)
                 loaded = load_safetensors(folder, model(0), rules)
                 assert all((x[...] == 1).all() for x in loaded.values())
+                assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+        # Killed between the replacements: both models are on the disk, the loader says how.
+        folder = self.folder / "256-256"
+        with mock.patch.object(type(epath.Path()), "replace", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                save_safetensors(folder, model(2), rules, max_shard_size=256, overwrite=True)
+        with self.assertRaisesRegex(CheckpointError, "rename each .NAME.unfinished in it to NAME"):
+            load_safetensors(folder, model(0), rules)
+        for path in folder.glob(".*.unfinished"):
+            path.rename(folder / path.name.removesuffix(".unfinished")[1:])
+        assert load_safetensors(folder, model(0), rules)["w0"][0] == 2
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
+from ..core.interrupts import deferred
 from ..core.transfer import transfer
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, raise_listed
@@ -76,7 +77,7 @@ def save(
     folder = as_folder(path)
     with progress(f"checksums of {folder.name}"):
         args = _standard_args(ModelSave(tree, checksums))
-    exists, reason = _from_first_process(lambda: _obstacle(folder, overwrite))
+    exists, reason = from_first_process(lambda: _obstacle(folder, overwrite))
     if reason:
         raise FileExistsError(f"save: {folder} {reason}.")
     new = beside(folder, "new") if exists else folder
@@ -108,7 +109,7 @@ def _obstacle(folder: Any, overwrite: bool) -> tuple[bool, str]:
     return True, f"has files that are not of a checkpoint, so it is kept: {listed}" * bool(others)
 
 
-def _from_first_process(decide: Callable[[], Any]) -> Any:
+def from_first_process(decide: Callable[[], Any]) -> Any:
     """What the first process decides: another one might see a file system that has changed."""
     if jax.process_count() == 1:
         return decide()
@@ -127,13 +128,14 @@ def _replace(folder: Any, new: Any) -> None:
     old = beside(folder, "old")
     if old.exists():
         old.rmtree()
-    folder.rename(old)
-    try:
-        new.rename(folder)
-    except BaseException:
-        if not folder.exists():
-            old.rename(folder)
-        raise
+    with deferred():
+        folder.rename(old)
+        try:
+            new.rename(folder)
+        except BaseException:
+            if not folder.exists():
+                old.rename(folder)
+            raise
     old.rmtree()
 
 

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -20,16 +21,19 @@ from jax.sharding import AbstractMesh
 
 from .. import _compat
 from ..core.flatten import flatten
+from ..core.interrupts import deferred
 from ..core.resharding import sharding_of
 from ..core.transfer import transfer
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, by_kind, raise_listed
 from ..specs.fitting import suggestion, unsummed
 from .names import NamedArray, filled, is_reference, named_arrays, present_sharding, selected
+from .stored import as_folder
 from .tensor_files import (
     INDEX_FILE,
     MODEL_FILE,
     NAMES,
+    UNFINISHED,
     Region,
     StoredTensor,
     create,
@@ -64,13 +68,15 @@ def load_safetensors(
     the model.
 
     Args:
-      path: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+      path: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``, also
+        in a bucket, such as ``gs://bucket/model``, if fsspec or TensorFlow can read it.
       model: what to fill, with arrays or abstract (:func:`~nnx_sharding.partition.abstract_init`).
         Modules and Variables are changed in place: all of them or, after an error, none.
       rules: where each tensor belongs: regular expressions for complete names of tensors, each with
         the path of an array, a :class:`Tensor`, a list of these, or None for tensors to ignore. The
         first that matches applies. Every tensor needs a rule.
-      cast: whether to convert floating-point tensors of another dtype to that of the model.
+      cast: whether to convert tensors of another dtype to that of the model, among floating-point
+        types, also those of 8 bits, and among integers.
       only: an NNX filter for what to load. The rest of the model is not changed, and tensors
         that belong there are ignored. The default is all but the state of random streams.
 
@@ -80,7 +86,8 @@ def load_safetensors(
     Raises:
       NoCheckpointError: the file does not exist.
       CheckpointError: a file is damaged, or does not fit: arrays without tensors, tensors without
-        rules or arrays, different shapes and dtypes, all in one message.
+        rules or arrays, different shapes and dtypes, all in one message; or ``cast`` would wrap
+        integers or make numbers infinite.
       ValueError: a rule is not a regular expression or names a group that it does not have,
         ``only`` selects nothing, or a sharding has an abstract mesh.
 
@@ -106,14 +113,23 @@ def load_safetensors(
     matchers = read_rules(_LOAD, rules)
     tensors = stored_tensors(_LOAD, path)
     parts = _matched(path, tensors, matchers, {x.path for x in everything}, arrays, cast)
-    values = []
+    values, overflows = [], []
     with contextlib.ExitStack() as stack:
         used = {tensor.file for found in parts.values() for _, tensor in found}
         files = {file: stack.enter_context(file.open("rb")) for file in used}
         advance = stack.enter_context(progress(_LOAD, len(arrays)))
         for array_path, array in arrays.items():
-            values.append((array, _loaded(array.leaf, parts[array_path], files)))
+            misfits: set[str] = set()
+            values.append((array, _loaded(array.leaf, parts[array_path], files, misfits)))
+            dtypes = " and ".join(sorted(misfits))
+            overflows += [f"  {array_path}: {dtypes} as {array.leaf.dtype}"] * bool(misfits)
             advance(array_path)
+    raise_listed(
+        CheckpointError,
+        f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:",
+        overflows,
+        "Use a larger dtype in the model.",
+    )
     return filled(flat, values, _LOAD)
 
 
@@ -182,7 +198,7 @@ def _matched(
         "Arrays without a tensor": missing,
         "Tensors without an array": unknown,
         "Of another shape": shapes,
-        "Of another dtype (cast=True converts among floating-point types)": dtypes,
+        "Of another dtype (cast=True converts among floats and among integers)": dtypes,
     }
     head = f"{_LOAD}: {os.fspath(path)} does not fit the model."
     raise_listed(CheckpointError, head, by_kind(problems))
@@ -192,16 +208,21 @@ def _matched(
 def _is_readable(there: Any, here: Any, cast: bool) -> bool:
     if isinstance(there, str):  # NumPy has no such dtype
         return False
-    floats = jnp.issubdtype(there, jnp.floating) and jnp.issubdtype(here, jnp.floating)
-    return bool(there == here or (cast and floats))
+    return bool(there == here) or (
+        cast
+        and any(
+            jnp.issubdtype(there, kind) and jnp.issubdtype(here, kind)
+            for kind in (jnp.floating, jnp.integer)
+        )
+    )
 
 
-def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
-    """The array that a leaf becomes, in its sharding."""
+def _loaded(leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], misfits: set[str]) -> Any:
+    """The array that a leaf becomes, in its sharding; adds dtypes whose numbers do not fit."""
 
     @functools.cache  # devices may hold the same shard
     def read_once(bounds: Region) -> Any:
-        return _read(leaf, parts, files, bounds)
+        return _read(leaf, parts, files, bounds, misfits)
 
     def read(index: Any) -> Any:
         pairs = zip(index, leaf.shape, strict=True)
@@ -218,14 +239,17 @@ def _loaded(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO]) -> Any:
     return transfer([array], [sharding])[0].block_until_ready()
 
 
-def _read(leaf: Any, parts: Parts, files: Mapping[Path, BinaryIO], bounds: Region) -> Any:
+def _read(
+    leaf: Any, parts: Parts, files: Mapping[Any, BinaryIO], bounds: Region, misfits: set[str]
+) -> Any:
     """The values of a region of an array."""
     result = empty([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
         for part, box in _chunks(result, bounds):
             if found := placement.elements(part):
                 inside, elements = found
-                elements.read(files[tensor.file], tensor, box[(..., *inside)])
+                if not elements.read(files[tensor.file], tensor, box[(..., *inside)]):
+                    misfits.add(str(tensor.dtype))
     return result
 
 
@@ -259,11 +283,12 @@ def save_safetensors(
     """Writes a model to safetensors files, with the names and layouts that Hugging Face uses.
 
     All processes call it, with a path on a file system that they share. Each writes the bytes
-    of its own shards.
+    of its own shards. After an error in it, the old files are still there.
 
     Args:
       path: a folder, which is created. It gets ``model.safetensors``, or several files and
-        ``model.safetensors.index.json``.
+        ``model.safetensors.index.json``. It may be in a bucket (``gs://…``) if there is one
+        process, which then writes each file to a temporary folder first.
       model: what to save.
       rules: as for :func:`load_safetensors`. As names are made from them, patterns are names with
         groups in parentheses, and each group is in the path or the dimensions.
@@ -274,7 +299,7 @@ def save_safetensors(
 
     Raises:
       CheckpointError: the folder has such files already, or they cannot be written.
-      ValueError: arrays have no rule, no name can be made from one, tensors are not filled by their
+      ValueError: ``path`` is in a bucket and there are several processes, arrays have no rule, no name can be made from one, tensors are not filled by their
         arrays, or ``only`` selects nothing.
 
     Example:
@@ -284,7 +309,13 @@ def save_safetensors(
     wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
     raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
     tensors = _tensors(arrays, read_rules(_SAVE, rules))
-    folder, files = Path(path), _split(tensors, max_shard_size)
+    folder, files = as_folder(path), _split(tensors, max_shard_size)
+    is_bucket, is_first = "://" in os.fspath(folder), jax.process_index() == 0
+    if is_bucket and jax.process_count() > 1:
+        raise ValueError(
+            f"{_SAVE}: several processes cannot write one file of {folder}. Save to a file system "
+            "that they share, and upload the files."
+        )
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -292,8 +323,9 @@ def save_safetensors(
         if found and not overwrite:
             listed = ", ".join(sorted(found))
             raise CheckpointError(f"{_SAVE}: {folder} has {listed}; overwrite=True replaces it.")
+        made.extend(_unfinished(folder, name) for name in (*files, INDEX_FILE))
         for name, names in files.items():
-            create(_unfinished(folder, name), {n: tensors[n] for n in names})
+            create(_unfinished(local, name), {n: tensors[n] for n in names})
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
@@ -303,27 +335,40 @@ def save_safetensors(
 
     def write() -> None:
         for name, names in files.items():
-            file = _unfinished(folder, name)
+            file = _unfinished(local, name)
             stored = stored_tensors(_SAVE, file)
-            with file.open("r+b") as opened:
+            with open(file, "r+b") as opened:
                 for tensor in names:
                     _write(opened, stored[tensor], tensors[tensor].parts)
                     advance(tensor)
+            if is_bucket:
+                file.copy(_unfinished(folder, name), overwrite=True)
+                file.unlink()
 
     def finish() -> None:
         old, new = _model_files(folder), [*files, *[INDEX_FILE] * (len(files) > 1)]
-        if not old.isdisjoint(files):
-            # Killed now, the folder has no index: better than one of old and of new tensors.
-            (folder / INDEX_FILE).unlink(missing_ok=True)
-        for name in new:
-            _unfinished(folder, name).replace(folder / name)
-        for name in old.difference(new):
-            (folder / name).unlink(missing_ok=True)
+        with deferred():
+            if not old.isdisjoint(files):
+                # Killed now, the folder has no index: better than one of old and of new tensors.
+                (folder / INDEX_FILE).unlink(missing_ok=True)
+            for name in new:
+                _unfinished(folder, name).replace(folder / name)
+            for name in old.difference(new):
+                (folder / name).unlink(missing_ok=True)
 
-    is_first = jax.process_index() == 0
-    with progress(_SAVE, len(tensors)) as advance:
-        for step, takes_part in ((begin, is_first), (write, True), (finish, is_first)):
-            _together(folder, step if takes_part else lambda: None)
+    made: list[Any] = []  # files to delete after an error
+    # Objects in a bucket cannot be written in part.
+    place = tempfile.TemporaryDirectory() if is_bucket else contextlib.nullcontext(folder)
+    with progress(_SAVE, len(tensors)) as advance, place as local_path:
+        local = as_folder(local_path)
+        try:
+            for step, takes_part in ((begin, is_first), (write, True)):
+                _together(folder, step if takes_part else lambda: None)
+        except BaseException:
+            for file in made:
+                file.unlink(missing_ok=True)
+            raise
+        _together(folder, finish if is_first else lambda: None)
 
 
 class NewTensor(NamedTuple):
@@ -388,7 +433,7 @@ def _split(tensors: Mapping[str, NewTensor], max_shard_size: int) -> dict[str, l
     return {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
-def _model_files(folder: Path) -> set[str]:
+def _model_files(folder: Any) -> set[str]:
     """The files of the model in a folder: the single one, or the index and those that it names."""
     names = {name for name in (MODEL_FILE, INDEX_FILE) if (folder / name).exists()}
     if INDEX_FILE in names:
@@ -401,8 +446,8 @@ def _model_files(folder: Path) -> set[str]:
     return {name for name in names if (folder / name).is_file()}
 
 
-def _unfinished(folder: Path, name: str) -> Path:
-    return folder / f".{name}.unfinished"
+def _unfinished(folder: Any, name: str) -> Any:
+    return folder / f".{name}{UNFINISHED}"
 
 
 def _write(file: BinaryIO, tensor: StoredTensor, parts: Iterable[tuple[Placement, Any]]) -> None:
@@ -430,7 +475,7 @@ def _shards(value: Any) -> Iterable[tuple[Region, Any]]:
             yield [index.indices(size)[:2] for index, size in bounds], np.asarray(shard.data)
 
 
-def _together(folder: Path, step: Callable[[], None]) -> None:
+def _together(folder: Any, step: Callable[[], None]) -> None:
     """Runs a step on all processes, which all fail if one does."""
     error: Exception | None = None
     try:

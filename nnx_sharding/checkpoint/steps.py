@@ -17,7 +17,7 @@ from ..core.flatten import flatten
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, NoCheckpointError
 from ..specs.fitting import suggestion
-from .files import ModelRestore, ModelSave, check_storable
+from .files import ModelRestore, ModelSave, check_storable, from_first_process
 from .names import named_arrays
 from .stored import DATA, MODEL, as_folder
 
@@ -106,7 +106,7 @@ class Checkpoints:
             return False
         self.manager.wait_until_finished()  # as `manager.save` does
         self.manager.reload()
-        if self.manager.latest_step() != latest:
+        if from_first_process(self.manager.latest_step) != latest:
             self._check_is_next(step, " Another job has saved it since this one started.")
         # Orbax's manager may fail later if an item cannot be saved, so this is checked before.
         check_storable(flatten(tree))

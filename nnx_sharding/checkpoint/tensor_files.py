@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import CheckpointError, NoCheckpointError, raise_listed
+from .stored import as_folder
 
 INDEX_FILE, MODEL_FILE = "model.safetensors.index.json", "model.safetensors"
+UNFINISHED = ".unfinished"  # the ending of files that are not complete
 
 DTYPES = {
     "BOOL": "bool",
@@ -50,7 +52,7 @@ Region: TypeAlias = Sequence[tuple[int, int]]
 class StoredTensor(NamedTuple):
     """One tensor of a file: where its bytes begin, its shape and dtype."""
 
-    file: Path
+    file: Any  # a path
     offset: int
     shape: tuple[int, ...]
     dtype: Any  # a NumPy dtype, or the name in the file if NumPy has none
@@ -58,8 +60,13 @@ class StoredTensor(NamedTuple):
 
 def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """The tensors of a file, or of the files in a folder, by name."""
-    path = Path(path)
+    path = as_folder(path)
     if not (path / INDEX_FILE).is_file():
+        if (path / f".{INDEX_FILE}{UNFINISHED}").exists():
+            raise CheckpointError(
+                f"{caller}: {path} was being replaced when the process was killed. All files are "
+                f"complete: rename each .NAME{UNFINISHED} in it to NAME, {INDEX_FILE} as the last."
+            )
         return _header(caller, path / MODEL_FILE if path.is_dir() else path)
     try:
         located = dict(json.loads((path / INDEX_FILE).read_bytes())["weight_map"])
@@ -76,23 +83,23 @@ def stored_tensors(caller: str, path: str | os.PathLike[str]) -> dict[str, Store
     return {name: inside[file][name] for name, file in located.items()}
 
 
-def _header(caller: str, path: Path) -> dict[str, StoredTensor]:
+def _header(caller: str, path: Any) -> dict[str, StoredTensor]:
     try:
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
-            end = os.fstat(file.fileno()).st_size
+            end = path.stat().length
             if not 8 < start <= end:
                 raise ValueError(f"a header of {start - 8} bytes in a file of {end}")
             return _tensors(path, json.loads(file.read(start - 8)), start, end)
     except OSError as error:
-        raise NoCheckpointError(f"{caller}: cannot read {path}: {error.strerror}.") from error
+        raise NoCheckpointError(f"{caller}: cannot read {path}: {error.strerror or error}.") from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{caller}: {path} is damaged, or not a safetensors file: {error}."
         ) from error
 
 
-def _tensors(path: Path, entries: Any, start: int, end: int) -> dict[str, StoredTensor]:
+def _tensors(path: Any, entries: Any, start: int, end: int) -> dict[str, StoredTensor]:
     """The tensors of a file, whose bytes have to follow each other without gaps."""
     tensors, ranges = {}, []
     for name, entry in entries.items():
@@ -117,7 +124,7 @@ def _tensors(path: Path, entries: Any, start: int, end: int) -> dict[str, Stored
     return tensors
 
 
-def create(path: Path, tensors: Mapping[str, Any]) -> None:
+def create(path: Any, tensors: Mapping[str, Any]) -> None:
     """Writes a file with the shapes and dtypes of its tensors, but not their values."""
     # Transformers only reads files whose metadata says that names and layouts are PyTorch's.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -155,8 +162,8 @@ class Elements:
         counts = np.diff(np.append(firsts, len(found))) * self._run
         self._blocks = list(zip(found[firsts].tolist(), counts.tolist(), strict=True))
 
-    def read(self, file: BinaryIO, tensor: StoredTensor, target: np.ndarray[Any, Any]) -> None:
-        """Reads these elements, and no others, into an array."""
+    def read(self, file: BinaryIO, tensor: StoredTensor, target: np.ndarray[Any, Any]) -> bool:
+        """Reads these elements, and no others; whether the dtype of the target can hold them."""
         is_sorted = isinstance(self._outer, slice) and isinstance(self._inner, slice)
         is_alike = target.flags.c_contiguous and target.dtype == tensor.dtype
         is_direct = is_sorted and is_alike and self._axis == len(self.shape) - 1
@@ -164,13 +171,16 @@ class Elements:
         memory, size, done = data.view("u1").data, tensor.dtype.itemsize, 0
         for begin, count in self._blocks:
             file.seek(tensor.offset + begin * size)
-            if file.readinto(memory[done : done + count * size]) != count * size:  # type: ignore[attr-defined]
+            if _read_into(file, memory[done : done + count * size]) != count * size:
                 raise CheckpointError(f"{tensor.file} became shorter while it was read.")
             done += count * size
-        if not is_direct:
-            rows = _inverted(data.reshape(-1, self._run), self._outer, 0).reshape(*self._heads, -1)
-            box = np.moveaxis(rows, -1, self._axis + 1).reshape(self.shape)
+        if is_direct:
+            return True
+        rows = _inverted(data.reshape(-1, self._run), self._outer, 0).reshape(*self._heads, -1)
+        box = np.moveaxis(rows, -1, self._axis + 1).reshape(self.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
             target[...] = _inverted(box, self._inner, self._axis).reshape(target.shape)
+        return _fits(data, target)
 
     def write(self, file: BinaryIO, tensor: StoredTensor, box: np.ndarray[Any, Any]) -> None:
         """Writes these elements."""
@@ -184,6 +194,27 @@ class Elements:
             file.seek(tensor.offset + begin * size)
             file.write(memory[done : done + count * size])
             done += count * size
+
+
+def _read_into(file: Any, memory: Any) -> int:
+    if hasattr(file, "readinto"):
+        return int(file.readinto(memory))
+    data = file.read(len(memory))  # the files of TensorFlow, which etils may use for buckets
+    memory[: len(data)] = data
+    return len(data)
+
+
+def _fits(values: Any, converted: Any) -> bool:
+    """Whether converting numbers wrapped no integer and made nothing infinite or NaN."""
+    old, new = values.dtype, converted.dtype
+    if not values.size or old == new:
+        return True
+    if jnp.issubdtype(new, jnp.integer):
+        info = jnp.iinfo(new)
+        return bool(info.min <= values.min() and values.max() <= info.max)
+    if float(jnp.finfo(old).max) <= 1.01 * float(jnp.finfo(new).max):  # float32 as bfloat16, too
+        return True
+    return int(np.isfinite(converted).sum()) == int(np.isfinite(values).sum())
 
 
 def _order(offsets: _Ints) -> Any:
